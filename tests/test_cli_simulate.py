@@ -15,10 +15,11 @@ from commands import invoke, refused, told
 
 import commrt
 from commrt.pricing.cluster import builtin_clusters
-from commrt.pricing.wires import QUANTIZERS
+from commrt.pricing.wires import ITEMS, QUANTIZERS
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.tools.planning.planner import all_reduce_candidates, coded_candidates, python_call, short_name
+from commrt.tools.commands.options import Wire
+from commrt.tools.planning.planner import PYTHON_WIRES, all_reduce_candidates, coded_candidates, python_call, short_name
 
 BUFFER = ("--nbytes", "51.1e6")
 
@@ -455,3 +456,7 @@ def test_a_plan_that_hides_most_or_has_backups_does_not_name_local_sgd():
 def test_what_a_plan_says_in_python_makes_its_algorithm():
     for algorithm in all_reduce_candidates(8, 4):
         assert eval(python_call(short_name(algorithm)), {"commrt": commrt}) == algorithm  # noqa: S307  # a user pastes it
+
+
+def test_each_wire_of_the_command_line_has_a_price_and_a_name_in_python():
+    assert {wire.value for wire in Wire} == set(ITEMS) == {"fp32", *PYTHON_WIRES}

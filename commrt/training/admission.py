@@ -19,7 +19,7 @@ from commrt.buckets.layout import Named, gradient_dtype, wire_dtype
 from commrt.errors import UsageError
 from commrt.options import require_compatible
 from commrt.runtime.collectives import check_algorithm, is_expanded
-from commrt.runtime.wire import WIRES, AnyWire, check_wire
+from commrt.runtime.wire import AnyWire, check_wire
 from commrt.training.model_state import Stateful
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 MOST_MB = 1e9
-GRADIENTS = (torch.float64, *WIRES)
+GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 

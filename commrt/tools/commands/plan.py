@@ -29,7 +29,7 @@ from commrt.tools.commands.options import BackupOptions, ExchangeOptions, PlanOp
 from commrt.tools.commands.simulate import quantizer_sentence
 from commrt.tools.commands.simulate_backups import estimate_backups
 from commrt.tools.planning.local_steps import LocalSteps, hiding_period
-from commrt.tools.planning.planner import BackupCost, Plan, exchange_plans, python_call, step_plans
+from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
 
 __all__ = ["gains", "run_backups", "run_exchange", "run_step"]
@@ -204,9 +204,7 @@ def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
 
 def _python_wire(name: str | None) -> str | None:
     """Return a wire as Python code; None for that of the weights."""
-    if name is not None and name in QUANTIZERS:
-        return f"commrt.quantization.{name.capitalize()}()"
-    return {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(name or "")
+    return PYTHON_WIRES.get(name or "")
 
 
 def _local_sentence(local: Mapping[str, Any]) -> str:
