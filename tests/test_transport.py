@@ -264,5 +264,5 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
 def test_a_transport_that_is_offered_and_never_connected_is_no_other_one(monkeypatch):
     monkeypatch.setattr(launcher, "TRANSPORTS", ("shared", "gloo", "pigeons"))
     monkeypatch.setenv("COMMRT_TRANSPORT", "pigeons")
-    with pytest.raises(NotImplementedError, match="pigeons is offered, and connect_hosts"):
+    with pytest.raises(UsageError, match="pigeons is offered, and connect_hosts"):
         connect_hosts(HashStore(), 0, [0], 1.0)

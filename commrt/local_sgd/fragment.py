@@ -68,7 +68,7 @@ class InFlight:
 class Fragment:
     """Tensors that leave together. All calls belong to the thread that trains.
 
-    `carriers` name the differences that travel: their ``grad`` holds what this rank sends, and then the average. The
+    `outgoing` names the differences that travel: their ``grad`` holds what this rank sends, and then the average. The
     anchor is kept in fp32 for narrower weights, so that small outer steps are not rounded away.
     """
 
@@ -83,8 +83,9 @@ class Fragment:
             None if slot.is_buffer or algorithm.outer is None else torch.zeros_like(anchor)
             for slot, anchor in zip(held, self.anchors, strict=True)
         ]
-        self.carriers: list[Named] = [
-            (slot.name, _parcel(anchor, slot.tensor().device)) for slot, anchor in zip(held, self.anchors, strict=True)
+        self.outgoing: list[Named] = [
+            (slot.name, _outgoing_param(anchor, slot.tensor().device))
+            for slot, anchor in zip(held, self.anchors, strict=True)
         ]
         self._watch = watch_of(held)
         self.note()
@@ -134,9 +135,9 @@ class Fragment:
     @torch.no_grad()
     def leave(self, in_flight: InFlight) -> None:
         """Note what this rank sends: the anchor minus its weights; where ranks gossip, minus the weights."""
-        for slot, anchor, (_, carrier) in zip(self.held, self.anchors, self.carriers, strict=True):
+        for slot, anchor, (_, param) in zip(self.held, self.anchors, self.outgoing, strict=True):
             weights = slot.tensor().to(anchor.dtype)
-            carrier.grad = (-weights if self._algorithm.is_gossip else anchor.to(weights.device) - weights).contiguous()
+            param.grad = (-weights if self._algorithm.is_gossip else anchor.to(weights.device) - weights).contiguous()
         self.in_flight, self.left = in_flight, in_flight.step
         self.exchanges += 1
         self.note()
@@ -155,7 +156,7 @@ class Fragment:
 
     def differences(self) -> list[Tensor]:
         """Return what this rank has sent, or the averages once they have arrived."""
-        found = [carrier.grad for _, carrier in self.carriers]
+        found = [param.grad for _, param in self.outgoing]
         return [tensor for tensor in found if tensor is not None]
 
     @torch.no_grad()
@@ -192,8 +193,8 @@ class Fragment:
     def drop_in_flight(self) -> None:
         """Forget what is in flight."""
         self.in_flight = None
-        for _, carrier in self.carriers:
-            carrier.grad = None
+        for _, param in self.outgoing:
+            param.grad = None
 
     @torch.no_grad()
     def land(self) -> None:
@@ -225,8 +226,8 @@ class Fragment:
                 velocity.copy_(state["velocities"][slot.name])
         if (in_flight := state["in_flight"]) is not None:
             self.in_flight = InFlight(self.left, in_flight["settings"], in_flight["rates"])
-            for (name, carrier), slot in zip(self.carriers, self.held, strict=True):
-                carrier.grad = in_flight["sent"][name].to(slot.tensor().device, copy=True)
+            for (name, param), slot in zip(self.outgoing, self.held, strict=True):
+                param.grad = in_flight["sent"][name].to(slot.tensor().device, copy=True)
         self.note()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -244,7 +245,7 @@ class Fragment:
                     _require_fit(what, found, slot.name, like)
 
 
-def _parcel(anchor: Tensor, device: torch.device) -> nn.Parameter:
+def _outgoing_param(anchor: Tensor, device: torch.device) -> nn.Parameter:
     """Return a parameter of the anchor's shape that takes no memory."""
     return nn.Parameter(torch.zeros((), dtype=anchor.dtype, device=device).expand(anchor.shape), requires_grad=False)
 

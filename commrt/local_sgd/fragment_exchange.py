@@ -80,7 +80,7 @@ class FragmentExchange(WorldBroadcaster):
         for fragment in self.fragments:
             own = memory[fragment.index % len(memory)]
             own.begin()
-            found.append(self._build(fragment.carriers, sum(map(len, found)), own.allocate))
+            found.append(self._build(fragment.outgoing, sum(map(len, found)), own.allocate))
         return found
 
     def _flat(self) -> list[GradientBucket]:

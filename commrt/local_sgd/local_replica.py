@@ -59,8 +59,8 @@ def attach(request: Request) -> Replica:
     held = [slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)]
     fragments = cut_fragments(held, algorithm)
 
-    def build(carriers: Sequence[Named], first: int, allocate: Allocate) -> list[GradientBucket]:
-        return build_buckets(carriers, request.wire, request.cap_nbytes, number, allocate, first)
+    def build(outgoing: Sequence[Named], first: int, allocate: Allocate) -> list[GradientBucket]:
+        return build_buckets(outgoing, request.wire, request.cap_nbytes, number, allocate, first)
 
     exchange = FragmentExchange(world, algorithm, fragments, build, number)
     engine = exchange.engine

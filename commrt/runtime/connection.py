@@ -55,7 +55,7 @@ def connect_hosts(
     if kind == "gloo":
         return GlooTransport(gloo_store, rank, members, timeout_s, host)
     if kind not in CHOSEN_BY_HOST:
-        raise NotImplementedError(f"COMMRT_TRANSPORT={kind} is offered, and connect_hosts() does not connect it")
+        raise UsageError(f"COMMRT_TRANSPORT={kind} is offered, and connect_hosts() does not connect it: unset it")
     if len(set(hosts)) == 1:
         return SharedTransport(shared_store, rank, members, timeout_s)
     gloo = GlooTransport(gloo_store, rank, members, timeout_s, host)

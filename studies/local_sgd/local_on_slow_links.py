@@ -116,8 +116,8 @@ def main() -> None:
 
 
 def _show_exposed(options: argparse.Namespace) -> None:
-    said = output_of_first([__file__, "--work", *sys.argv[1:]], options.hosts, options.per_host)
-    for name, ranks in json.loads(said).items():
+    printed = output_of_first([__file__, "--work", *sys.argv[1:]], options.hosts, options.per_host)
+    for name, ranks in json.loads(printed).items():
         step_s = mean(step_s for step_s, _ in ranks)
         shares = [exposed_s / own_s for own_s, exposed_s in ranks]
         print(f"{name:48} step {step_s:.3f} s, exposed {mean(shares):.1%}, at most {max(shares):.1%}", flush=True)
