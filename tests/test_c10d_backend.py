@@ -11,7 +11,7 @@ from torch.distributed import DistBackendError
 
 from commrt.c10d import group_work
 from commrt.c10d.backend import CommrtBackend
-from commrt.threads.comm_thread import TaskFuture
+from commrt.threads.future import Future
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_receive_from_any_rank_is_refused_with_what_to_do(backend):
 
 def test_a_work_is_kept_alive_until_somebody_has_waited_for_it(monkeypatch):
     monkeypatch.setattr(group_work, "_newest", deque(maxlen=32))  # as with torch 2.8
-    future = TaskFuture()
+    future = Future()
     work = group_work.GroupWork(future, [torch.zeros(1)])
     future.set_result(None)
     assert list(group_work._newest) == [work]

@@ -32,7 +32,6 @@ from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
 from commrt.store.client import parse, require
-from commrt.threads.comm_thread import TaskFuture
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.admission import ParameterList
@@ -56,7 +55,7 @@ class _Pass:
     """For each bucket: when its gradients were there, as a place on the GPU's stream."""
     ended: Future[StreamEvent]
     samples: int | None
-    outcome: TaskFuture[StepOutcome] | None = None
+    outcome: Future[StepOutcome] | None = None
     spans: list[Span] | None = None
     """Of the latest attempt."""
     order: list[int] | None = None

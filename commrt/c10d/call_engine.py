@@ -26,7 +26,7 @@ from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
-from commrt.threads.comm_thread import TaskFuture
+from commrt.threads.future import Future
 from commrt.transport.protocol import Tag, point
 
 __all__ = ["CallEngine"]
@@ -84,7 +84,7 @@ class CallEngine:
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
         self._bound = lru_cache(KEPT)(self._bind)
 
-    def begin(self, call: Call, *, waits: bool = False) -> TaskFuture[None]:
+    def begin(self, call: Call, *, waits: bool = False) -> Future[None]:
         """Run `call` after all earlier ones. Returns at once, or when it is done if the caller `waits` anyway."""
         if call.device.type == "cuda":
             self._world.connect(call.device)

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
-from torch.futures import Future
 
 from commrt.errors import CommrtError, DeadlineExceeded
-from commrt.threads.comm_thread import TaskFuture
+from commrt.threads.future import Future
 from commrt.torch_import import untraced
 
 __all__ = ["GroupWork", "as_dist_error", "seconds_of"]
@@ -77,12 +76,12 @@ class GroupWork(dist.Work):
     An error is raised by `wait` and by the future. If nobody asks for it, it is logged.
     """
 
-    def __init__(self, future: TaskFuture[Any], result: Sequence[Tensor], call: object = "the collective") -> None:
+    def __init__(self, future: Future[Any], result: Sequence[Tensor], call: object = "the collective") -> None:
         super().__init__()
         _newest.append(self)
         self._future, self._result, self._call, self._is_observed = future, list(result), call, False
 
-    def _task(self) -> TaskFuture[Any]:
+    def _task(self) -> Future[Any]:
         """Return the future of the collective, which has begun."""
         return self._future
 
@@ -134,7 +133,7 @@ class GroupWork(dist.Work):
         """Return the tensors that hold the result; call `wait` before."""
         return self._result
 
-    def get_future(self) -> Future[list[Tensor]]:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the tensors that hold the result.
 
         It is complete when this collective is, and all that were begun before the call. Callbacks run on the
@@ -148,11 +147,13 @@ class GroupWork(dist.Work):
             callback: Any = self.wait
             torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
         device = self._result[0].device if self._result else None
-        done: Future[None] = Future(devices=[device] if device is not None and device.type == "cuda" else None)
+        done: torch.futures.Future[None] = torch.futures.Future(
+            devices=[device] if device is not None and device.type == "cuda" else None
+        )
         self._task().after_all().add_done_callback(lambda _: done.set_result(None))
         return done.then(self._value)  # what a callback raises is an error for torch's C++ code too
 
-    def _value(self, _: Future[None]) -> list[Tensor]:
+    def _value(self, _: torch.futures.Future[None]) -> list[Tensor]:
         self.wait()
         return self._result
 

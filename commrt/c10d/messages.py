@@ -19,7 +19,7 @@ from torch.distributed import Store
 from commrt.c10d.group_work import NO_TIMEOUT, GroupWork, as_dist_error, seconds_of
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
 from commrt.runtime.world import World
-from commrt.threads.comm_thread import TaskFuture
+from commrt.threads.future import Future
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
@@ -124,9 +124,9 @@ class _Batch:
         self._world = world
         self.sends: list[P2PMessage] = []
         self.recvs: list[P2PMessage] = []
-        self.future: TaskFuture[None] | None = None
+        self.future: Future[None] | None = None
 
-    def begin(self) -> TaskFuture[None]:
+    def begin(self) -> Future[None]:
         """Begin to exchange all messages, unless that was done."""
         if self.future is None:
             self.future = self._world.comm_thread.submit(self._exchange)
@@ -140,8 +140,8 @@ class BatchWork(GroupWork):
     """A send or a receive in a batch, which leaves when somebody asks for it."""
 
     def __init__(self, batch: _Batch, data: Tensor) -> None:
-        super().__init__(TaskFuture(), [data])
+        super().__init__(Future(), [data])
         self._batch = batch
 
-    def _task(self) -> TaskFuture[None]:
+    def _task(self) -> Future[None]:
         return self._batch.begin()

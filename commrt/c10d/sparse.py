@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commrt.c10d.group_work import GroupWork
 from commrt.errors import UsageError
-from commrt.threads.comm_thread import TaskFuture
+from commrt.threads.future import Future
 
 AllGather = Callable[[Sequence[Tensor], Tensor], dist.Work]
 """(outputs, tensor) -> the work of an all-gather."""
@@ -45,7 +45,7 @@ def sparse_all_reduce(tensor: Tensor, op: Any, ranks: int, all_gather: AllGather
     total = sum(parts[1:], parts[0]).coalesce()
     with torch.no_grad():
         tensor.copy_(total)
-    done: TaskFuture[None] = TaskFuture()
+    done: Future[None] = Future()
     done.set_result(None)
     return GroupWork(done, [tensor])
 

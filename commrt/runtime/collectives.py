@@ -33,7 +33,8 @@ from commrt.runtime.membership import Membership
 from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.wire import AnyWire, ValuesOnWire, carrier_of, check_wire, is_quantized, travels_as, wire_text
 from commrt.schedule import Algorithm, Schedule
-from commrt.threads.comm_thread import CommThread, RecoveredError, TaskFuture
+from commrt.threads.comm_thread import CommThread, RecoveredError
+from commrt.threads.future import Future
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag
 
@@ -265,7 +266,7 @@ class Collectives:
             return error
         return copy
 
-    def begin_all_reduce(self, call: AllReduce, recorder: Recorder | None) -> TaskFuture[None]:
+    def begin_all_reduce(self, call: AllReduce, recorder: Recorder | None) -> Future[None]:
         """Return at once, with the future of the result. Collective."""
         self._schedule(call, len(self.membership.ranks))  # as above
         return self._comm_thread.submit(lambda: self._reduce_now(call, recorder))

@@ -14,7 +14,6 @@ import torch.futures
 from torch import Tensor
 
 from commrt.errors import DeadlineExceeded, Place, UsageError
-from commrt.threads.comm_thread import TaskFuture
 from commrt.threads.future import Future
 
 __all__ = ["Work"]
@@ -30,12 +29,12 @@ class Work:
     `wait` and by the future; if nobody asks for it, it is logged.
     """
 
-    def __init__(self, tensor: Tensor, rank: int, future: TaskFuture[Any] | None = None) -> None:
+    def __init__(self, tensor: Tensor, rank: int, future: Future[Any] | None = None) -> None:
         """Handle the transfer of `future`; None stands for one that is completed."""
         self._tensor, self._rank = tensor, rank
         self._is_observed = future is None
         if future is None:
-            future = TaskFuture()
+            future = Future()
             future.set_result(None)
         self._future = future
 

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from math import inf
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -18,18 +17,14 @@ import torch
 
 from commrt.errors import DeadlineExceeded, Evicted, TransportClosed, TransportError, UsageError
 from commrt.threads.deadline import Deadline
-from commrt.threads.future import Future
-from commrt.threads.streams import DONE, StreamEvent, Streams
+from commrt.threads.future import ON_COMM_THREAD, Future
+from commrt.threads.streams import HOST, StreamEvent
 
-__all__ = ["EXIT_S", "CommThread", "RecoveredError", "TaskFuture", "release_in_forked_child"]
+__all__ = ["EXIT_S", "CommThread", "RecoveredError", "release_in_forked_child"]
 
 _log = logging.getLogger("commrt")
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
-ON_COMM_THREAD = (
-    "a callback of a future runs on the thread that communicates, so it can neither wait for a transfer that comes "
-    "later, nor close the world, nor use one that survives lost ranks: do that where the future's transfer was begun"
-)
 STUCK = (
     "a callback of a future kept the communication thread waiting for longer than {:g} s, so the world was given up: "
     "let it wait for no other thread and for no transfer that comes later, but begin in it what it waits for"
@@ -46,7 +41,6 @@ INHERITED = (
 EXIT_S = 5.0
 """How long a process that ends waits for tasks that were told to end. A Ctrl-C may have left one stuck: Python 3.11 can
 keep the lock of an import that it interrupts."""
-HOST = Streams()
 
 T = TypeVar("T")
 
@@ -57,52 +51,6 @@ class RecoveredError(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-class TaskFuture(Future[T]):
-    """The result of a task. On a GPU it may be set while the task's work is still queued.
-
-    `result` then lets the current stream of its caller wait for that work; the calling thread does not wait.
-    """
-
-    def __init__(self, comm_thread: CommThread | None = None) -> None:
-        super().__init__()
-        self._comm_thread = comm_thread
-        self._streams, self._end = HOST, DONE
-
-    def set_queued_result(self, value: T, streams: Streams, end: StreamEvent) -> None:
-        """Set the result to `value`, which is there once `end` is reached on `streams`."""
-        self._streams, self._end = streams, end
-        self.set_result(value)
-
-    def is_completed(self) -> bool:
-        """Return True if the result is set and all work queued for it is done. Never waits."""
-        return self.done() and self._end.query()
-
-    def result(self, timeout_s: float | None = None) -> T:
-        """As `Future.result`; raises `UsageError` on the communication thread, which cannot wait for itself."""
-        if not self._is_done and self._comm_thread is not None and self._comm_thread.is_current:
-            raise UsageError(ON_COMM_THREAD)
-        value = super().result(timeout_s)
-        self._streams.wait_event(self._end)
-        return value
-
-    def after_all(self) -> Future[Any]:
-        """Return a future that is done when this one is, and all tasks that were submitted until now.
-
-        Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose task is done already
-        run after the tasks that this rank has submitted since, so the others must not run earlier.
-        """
-        if self._comm_thread is None or self._comm_thread.newest is self:
-            return self
-        with suppress(TransportClosed):
-            return self._comm_thread.run(lambda: None)
-        return self
-
-    def _run_callbacks(self) -> None:
-        if self._callbacks and self._comm_thread is not None:
-            self._comm_thread.watch()
-        super()._run_callbacks()
 
 
 class CommThread:
@@ -129,7 +77,7 @@ class CommThread:
         self._limit_s = limit_s
         self._in_callbacks: object | None = None  # another object each time that callbacks begin, or go on after a task
         self._is_watched = False
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any], StreamEvent] | None] = SimpleQueue()
         self._on_failure = on_failure
         self.failure: BaseException | None = None
         """The first error of a task, or the reason given to `give_up`."""
@@ -142,26 +90,24 @@ class CommThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, task: Callable[[], T]) -> TaskFuture[T]:
+    def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` after all earlier tasks, and on a GPU after all work that the caller has queued.
 
         In a callback of a future, on the communication thread, it has run when this returns. Raises `TransportClosed`
         after `close`, and in a forked child.
         """
-        if self._is_in_callback:
+        if self._in_callbacks is not None and self.is_current:
             return self._run_nested(task)
         self.require_open()
-        self._require_no_call()
-        future: TaskFuture[T] = TaskFuture(self)
-        self.newest = future
+        self.newest = future = Future[T](self)
         before = self.streams.record_event()
         self._pending.add(future)
-        self._tasks.put(lambda: self._run(task, future, before))
+        self._tasks.put((task, future, before))
         if self._is_over:  # another thread, or a signal handler, has closed it since `require_open`
             self._refuse(future)
         return future
 
-    def run(self, task: Callable[[], T]) -> TaskFuture[T]:
+    def run(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` now, on the calling thread, if no other is pending; otherwise `submit` it.
 
         It saves two changes of thread, which take longer than a short message. A KeyboardInterrupt ends the task. On a
@@ -170,8 +116,7 @@ class CommThread:
         if self._pending or self._turn.locked():
             return self.submit(task)
         self.require_open()
-        future: TaskFuture[T] = TaskFuture()
-        self.newest = future
+        self.newest = future = Future[T]()
         before = self.streams.record_event()
         with self.streams.main_stream(), self._turn:  # which Ctrl-C cannot leave taken, as it can an acquire()
             self._runner = threading.current_thread()
@@ -181,9 +126,9 @@ class CommThread:
                 self._runner = self._in_callbacks = None
         return future
 
-    def _run_nested(self, task: Callable[[], T]) -> TaskFuture[T]:
+    def _run_nested(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` in a callback of an earlier one, also while `close` waits for that."""
-        future: TaskFuture[T] = TaskFuture(self)
+        future = Future[T](self)
         before = self.streams.record_event()
         with self.streams.main_stream():  # torch runs callbacks on other streams
             self._run(task, future, before)
@@ -194,17 +139,13 @@ class CommThread:
         """True on the communication thread."""
         return threading.current_thread() is self._thread
 
-    @property
-    def _is_in_callback(self) -> bool:
-        return self._in_callbacks is not None and self.is_current
+    def require_open(self) -> None:
+        """Raise `TransportClosed` after `close`, and in a forked child.
 
-    def _require_no_call(self) -> None:
-        """Raise `UsageError` in a signal handler that interrupts `run`: it would wait for what it interrupts."""
+        Raises `UsageError` in a signal handler that interrupts `run`: it would wait for what it interrupts.
+        """
         if self._runner is threading.current_thread():
             raise UsageError(IN_A_CALL)
-
-    def require_open(self) -> None:
-        """Raise `TransportClosed` after `close`, and in a forked child."""
         if self._refusal is not None:
             raise TransportClosed(self._refusal)
 
@@ -212,11 +153,12 @@ class CommThread:
         """Raise `UsageError` on the communication thread, and in a signal handler amid `run`: neither can wait."""
         if self.is_current:
             raise UsageError(ON_COMM_THREAD)
-        self._require_no_call()
+        if self._runner is threading.current_thread():
+            raise UsageError(IN_A_CALL)
 
     def require_working(self, *, in_callback: bool = True) -> None:
         """Raise what a task submitted now would raise: see `require_other_thread`, `require_open` and `failure`."""
-        if not (in_callback and self._is_in_callback):
+        if not (in_callback and self._in_callbacks is not None and self.is_current):
             self.require_other_thread()
             self.require_open()
         self._require_no_failure()
@@ -228,7 +170,7 @@ class CommThread:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             with self._turn:
-                task()
+                self._run(*task)
             if not self.is_current:  # see `_take_over`
                 return
             self._in_callbacks = None
@@ -245,8 +187,9 @@ class CommThread:
             if not future.done():  # a callback of it may never return
                 future.set_exception(TransportClosed(CLOSED))
 
-    def _run(self, task: Callable[[], T], future: TaskFuture[T], before: StreamEvent) -> None:
+    def _run(self, task: Callable[[], T], future: Future[T], before: StreamEvent) -> None:
         self._in_callbacks = None
+        error: BaseException | None = None
         try:
             self.streams.wait_event(before)
             self._require_no_failure()
@@ -254,14 +197,15 @@ class CommThread:
                 value = task()
             end = self.streams.record_event()
         except RecoveredError as recovered:
-            answer = partial(future.set_exception, recovered.error)
+            error = recovered.error
         except BaseException as failure:  # `result` raises it
             self._fail(failure)
-            answer = partial(future.set_exception, failure)
-        else:
-            answer = partial(future.set_queued_result, value, self.streams, end)
+            error = failure
         self._in_callbacks = object()
-        answer()
+        if error is None:
+            future.set_result(value, self.streams, end)
+        else:
+            future.set_exception(error)
         self._pending.discard(future)
 
     def _fail(self, failure: BaseException) -> None:

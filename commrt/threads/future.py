@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures that Ctrl-C cannot break.
+"""Futures that Ctrl-C cannot break, also of work that a GPU has yet to do.
 
 ``concurrent.futures.Future`` guards its state with a lock that Python code takes. A KeyboardInterrupt may arrive after
 the lock is taken and before Python notes it. Then nobody releases the lock, and the thread that sets the result waits
@@ -12,28 +12,52 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from math import inf
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
+from commrt.errors import TransportClosed, UsageError
 from commrt.threads.clock import now_s, slice_s
+from commrt.threads.streams import DONE, HOST, StreamEvent, Streams
 
-__all__ = ["Future"]
+__all__ = ["ON_COMM_THREAD", "Future"]
 
 _log = logging.getLogger("commrt")
 
 SLICE_S = 1.0
 """CPython may notice a Ctrl-C that arrives just before a thread falls asleep only when it wakes up: sleep no longer."""
+ON_COMM_THREAD = (
+    "a callback of a future runs on the thread that communicates, so it can neither wait for a transfer that comes "
+    "later, nor close the world, nor use one that survives lost ranks: do that where the future's transfer was begun"
+)
 
 T = TypeVar("T")
 
 
-class Future(Generic[T]):
-    """A value or an error that one thread sets once and other threads wait for. Setting it never waits."""
+class Setter(Protocol):
+    """The communication thread, as a future of one of its tasks knows it."""
 
-    def __init__(self) -> None:
+    newest: Future[Any] | None
+
+    @property
+    def is_current(self) -> bool: ...
+
+    def run(self, task: Callable[[], None]) -> Future[None]: ...
+
+    def watch(self) -> None: ...
+
+
+class Future(Generic[T]):
+    """A value or an error that one thread sets once and other threads wait for. Setting it never waits.
+
+    On a GPU it may be set while work is still queued. `result` then lets the current stream of its caller wait for that
+    work; the calling thread does not wait.
+    """
+
+    def __init__(self, setter: Setter | None = None) -> None:
         self._value: T | None = None
         self._error: BaseException | None = None
         self._is_done = False
+        self._setter = setter
+        self._streams, self._end = HOST, DONE
         self._callbacks: list[Callable[[Future[T]], None]] = []
         self._lock = threading.Lock()  # acquired and released in C; held until the result is set
         self._lock.acquire()
@@ -42,9 +66,13 @@ class Future(Generic[T]):
         """Return True if the result is set."""
         return self._is_done
 
-    def set_result(self, value: T) -> None:
-        """Set the result to `value`."""
-        self._value = value
+    def is_completed(self) -> bool:
+        """Return True if the result is set and all work queued for it is done. Never waits."""
+        return self._is_done and self._end.query()
+
+    def set_result(self, value: T, streams: Streams = HOST, end: StreamEvent = DONE) -> None:
+        """Set the result to `value`, which is there once `end` is reached on `streams`."""
+        self._value, self._streams, self._end = value, streams, end
         self._finish()
 
     def set_exception(self, error: BaseException) -> None:
@@ -55,7 +83,10 @@ class Future(Generic[T]):
     def _finish(self) -> None:
         self._is_done = True
         self._lock.release()
-        self._run_callbacks()
+        if self._callbacks:
+            if self._setter is not None:
+                self._setter.watch()
+            self._run_callbacks()
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Call ``callback(self)`` once: on the thread that sets the result, or now if it is set. Log its errors."""
@@ -76,21 +107,45 @@ class Future(Generic[T]):
         """Forget all callbacks: a forked child must not run those of its parent."""
         self._callbacks.clear()
 
+    def after_all(self) -> Future[Any]:
+        """Return a future that is done when this one is, and all tasks that were submitted until now.
+
+        Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose task is done already
+        run after the tasks that this rank has submitted since, so the others must not run earlier.
+        """
+        if self._setter is None or self._setter.newest is self:
+            return self
+        with suppress(TransportClosed):
+            return self._setter.run(lambda: None)
+        return self
+
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result, then return or raise it. Raises `TimeoutError` after `timeout_s` seconds."""
-        if error := self.exception(timeout_s):
-            raise error
+        """Wait for the result, then return or raise it.
+
+        Raises `TimeoutError` after `timeout_s` seconds, and `UsageError` on the thread that would set it.
+        """
+        if not self._is_done:
+            self._wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        self._streams.wait_event(self._end)
         return cast("T", self._value)
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """Wait for the result, and return it if it is an error, else None. Raises `TimeoutError` as `result`."""
+        """Wait for the result, and return it if it is an error, else None; see `result`."""
         if not self._is_done:
-            self._wait(inf if timeout_s is None else timeout_s)
+            self._wait(timeout_s)
         return self._error
 
-    def _wait(self, timeout_s: float) -> None:
-        end_s = now_s() + timeout_s
-        while not self._lock.acquire(timeout=slice_s(min(SLICE_S, end_s - now_s()))):
-            if now_s() >= end_s:
-                raise TimeoutError(f"no result within {timeout_s:g} s")
+    def _wait(self, timeout_s: float | None) -> None:
+        if self._setter is not None and self._setter.is_current:
+            raise UsageError(ON_COMM_THREAD)
+        if timeout_s is None:
+            while not self._lock.acquire(timeout=SLICE_S):
+                pass
+        else:
+            end_s = now_s() + timeout_s
+            while not self._lock.acquire(timeout=slice_s(min(SLICE_S, end_s - now_s()))):
+                if now_s() >= end_s:
+                    raise TimeoutError(f"no result within {timeout_s:g} s")
         self._lock.release()  # for other threads that wait

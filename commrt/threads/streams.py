@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-__all__ = ["DONE", "CudaStreams", "Graph", "StreamEvent", "Streams", "streams_of"]
+__all__ = ["DONE", "HOST", "CudaStreams", "Graph", "StreamEvent", "Streams", "streams_of"]
 
 
 class StreamEvent:
@@ -82,6 +82,10 @@ class Streams:
         since torch would take its call for a part of the graph.
         """
         return None
+
+
+HOST = Streams()
+"""Those of a CPU."""
 
 
 class CudaStreams(Streams):
@@ -174,4 +178,4 @@ class CudaStreams(Streams):
 
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of `device`, which must have an index if it is a GPU."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()
+    return CudaStreams(device) if device.type == "cuda" else HOST
