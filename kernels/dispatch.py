@@ -8,6 +8,7 @@ begin at a multiple of 16 bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -48,7 +49,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 }
 """What ADD in a schedule may stand for: all are commutative and associative (floats, up to rounding)."""
 
-Combination = Callable[[], None]
+Combination = Callable[[], object]
 """Runs an addition or a mix on fixed memory each time it is called."""
 
 
@@ -87,7 +88,7 @@ def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
         from commrt.kernels.device.combine import add_launch  # noqa: PLC0415
 
         return add_launch(out, received)
-    return lambda: reduce_into(out, received)
+    return partial(reduce_into, out, received)
 
 
 def combining(operation: str) -> Callable[[Tensor, Sequence[Tensor]], Combination]:
@@ -98,16 +99,12 @@ def combining(operation: str) -> Callable[[Tensor, Sequence[Tensor]], Combinatio
     if operation == "sum":
         return adding
     function = OPERATIONS[operation]
-    return lambda out, received: lambda: combine_into(function, out, received)
+    return lambda out, received: partial(combine_into, function, out, received)
 
 
 def copying(out: Tensor, source: Tensor) -> Combination:
     """Return a function that copies `source` to `out`."""
-
-    def copy() -> None:
-        out.copy_(source)
-
-    return copy
+    return partial(out.copy_, source)
 
 
 def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
@@ -116,7 +113,7 @@ def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
         from commrt.kernels.device.combine import mix_launch  # noqa: PLC0415
 
         return mix_launch(out, received, weight)
-    return lambda: mix_into(out, received, weight)
+    return partial(mix_into, out, received, weight)
 
 
 def is_too_old(triton: str) -> bool:

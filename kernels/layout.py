@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import NoReturn
 
 from torch import Tensor
 
-__all__ = ["GRANULE", "HEADER_NUMEL", "Layout", "layout_of", "overlap", "padded", "require_as_many"]
+__all__ = ["GRANULE", "HEADER_NUMEL", "Layout", "layout_of", "padded", "refuse_count"]
 
 GRANULE = 16
 """Elements; each part of a wire buffer begins at a multiple."""
@@ -65,22 +66,6 @@ def layout_of(counts: Sequence[int]) -> Layout:
     return Layout(tuple(counts), tuple(places), numel)
 
 
-def require_as_many(tensors: Sequence[object], count: int) -> None:
-    """Raise `ValueError` unless `tensors` has one entry for each of the `count` tensors of a wire."""
-    if len(tensors) != count:
-        raise ValueError(f"{len(tensors)} tensors for a wire of {count}: pass one for each, None for an absent one")
-
-
-def overlap(addresses: Sequence[int], nbytes: Sequence[int]) -> tuple[int, int] | None:
-    """Return the indices of two blocks of memory that overlap, each of `nbytes` from its address, or None.
-
-    >>> overlap([100, 300, 200], [100, 4, 101])
-    (2, 1)
-    >>> overlap([100, 300, 200, 250], [100, 4, 100, 0]) is None
-    True
-    """
-    blocks = sorted((address, i) for i, address in enumerate(addresses) if nbytes[i])
-    for (address, i), (following, j) in pairwise(blocks):
-        if address + nbytes[i] > following:
-            return i, j
-    return None
+def refuse_count(tensors: Sequence[object], count: int) -> NoReturn:
+    """Raise `ValueError` for `tensors` that are not one for each of the `count` tensors of a wire."""
+    raise ValueError(f"{len(tensors)} tensors for a wire of {count}: pass one for each, None for an absent one")

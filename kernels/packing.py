@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.layout import Layout, require_as_many
+from commrt.kernels.layout import Layout, refuse_count
 from commrt.kernels.reference import mix, norm_of, pack, unpack
 
 __all__ = ["NO_PARTS", "Findings", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
@@ -29,6 +30,8 @@ class Parts:
 
 
 NO_PARTS = Parts()
+KEPT = 256
+"""Headers whose bits are kept: only one of a step is new."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +131,6 @@ class TorchPacking:
         self._layout, self._like = layout, like
         self._views = views_of(wire, layout, like)
         self._flags, self._header = layout.flags(wire), layout.header(wire)
-        self._word, self._bits = 0, bits(0)  # of the latest header
         self.mismatched = False
 
     def findings(self) -> Findings:
@@ -140,8 +142,10 @@ class TorchPacking:
         self, tensors: Sequence[Tensor | None], scale: float, header: int, findings: Findings | None = None
     ) -> None:
         """See `Packing.pack`: one pass over each tensor, two more with `findings`."""
-        require_as_many(tensors, len(self._like))
-        pack(tensors, self._views, scale, *self._outputs(findings))
+        if len(tensors) != len(self._like):
+            refuse_count(tensors, len(self._like))
+        nonfinite, sums = (None, None) if findings is None else self._outputs(findings)
+        pack(tensors, self._views, scale, nonfinite, sums)
         self.seal(tensors, header)
 
     def pack_one(self, index: int, tensor: Tensor | None, scale: float) -> None:
@@ -151,14 +155,10 @@ class TorchPacking:
     def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
         """Write the flags of `tensors` and the bits of `header`."""
         self._flags.fill_(1)
-        for i in (i for i, tensor in enumerate(tensors) if tensor is None):
-            self._flags[i] = 0
-        self._header.copy_(self._bits_of(header))
-
-    def _bits_of(self, header: int) -> Tensor:
-        if header != self._word:
-            self._word, self._bits = header, bits(header)
-        return self._bits
+        for i, tensor in enumerate(tensors):
+            if tensor is None:
+                self._flags[i] = 0
+        self._header.copy_(bits(header))
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
@@ -176,21 +176,23 @@ class TorchPacking:
         parts: Parts = NO_PARTS,
     ) -> None:
         """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
-        if parts:
+        if parts.pieces:
             raise ValueError("plain torch unpacks from the wire only")
-        require_as_many(tensors, len(self._like))
+        if len(tensors) != len(self._like):
+            refuse_count(tensors, len(self._like))
         self.compare(header)
         if not self.mismatched:
-            _, sums = self._outputs(findings)
+            sums = None if findings is None else self._outputs(findings)[1]
             unpack(self._views, tensors, scale, accumulate=accumulate, sums=sums)
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`."""
-        self.mismatched = self.mismatched or not torch.equal((self._header != 0).cpu(), self._bits_of(header))
+        self.mismatched = self.mismatched or not torch.equal((self._header != 0).cpu(), bits(header))
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
-        require_as_many(tensors, len(self._like))
+        if len(tensors) != len(self._like):
+            refuse_count(tensors, len(self._like))
         went = None if sent is None else views_of(sent, self._layout, self._like)
         mix(tensors, views_of(received, self._layout, self._like), went, weight)
 
@@ -198,9 +200,7 @@ class TorchPacking:
         """See `Packing.norm`."""
         return norm_of(findings.sums[: findings.count])
 
-    def _outputs(self, findings: Findings | None) -> tuple[Tensor | None, Tensor | None]:
-        if findings is None:
-            return None, None
+    def _outputs(self, findings: Findings) -> tuple[Tensor, Tensor]:
         findings.count = len(self._like)
         return findings.nonfinite, findings.sums
 
@@ -212,8 +212,9 @@ def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tenso
     return [wire.as_strided(t.shape, t.stride(), begin + place) for t, place in pairs]
 
 
+@lru_cache(KEPT)
 def bits(word: int) -> Tensor:
-    """Return the 64 bits of `word`, lowest first, bool [64].
+    """Return the 64 bits of `word`, lowest first, bool [64], to be read only.
 
     >>> bits(0b110).nonzero().flatten().tolist()
     [1, 2]

@@ -31,17 +31,13 @@ def pack(
     for source, target in zip(sources, targets, strict=True):
         if source is None:
             target.zero_()
-        else:
-            torch.mul(_wide(source, target), scale, out=target)
+        else:  # torch rounds a product of these once, to the dtype of `target`
+            is_exact = source.dtype in {target.dtype, torch.float32, torch.float64}
+            torch.mul(source if is_exact else source.float(), scale, out=target)
     if sums is not None:
         _square_sums(sources, scale, scale, sums)
     if nonfinite is not None and not all(_is_finite(one, scale) for one in sources):
         nonfinite.fill_(1)
-
-
-def _wide(source: Tensor, target: Tensor) -> Tensor:
-    """Return `source` in a dtype in which torch rounds its product once: to the dtype of `target`."""
-    return source if source.dtype in {target.dtype, torch.float32, torch.float64} else source.float()
 
 
 def _square_sums(tensors: Sequence[Tensor | None], factor: float, scale: float, sums: Tensor) -> None:
@@ -85,9 +81,13 @@ def unpack(
     the cast, as in `pack`.
     """
     if scale == 1.0 and not accumulate and sums is None:
-        pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target is not None]
-        if pairs:
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        present, values_of_present = [], []
+        for target, source in zip(targets, sources, strict=True):
+            if target is not None:
+                present.append(target)
+                values_of_present.append(source)
+        if present:
+            torch._foreach_copy_(present, values_of_present)
         return
     values = [
         None if target is None else _unpacked(source, target, scale, accumulate)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from commrt.kernels.layout import GRANULE, Layout, require_as_many
+from commrt.kernels.layout import GRANULE, Layout, refuse_count
 
 IntArray = NDArray[np.integer[Any]]
 
@@ -87,7 +87,8 @@ class Tables:
         Costs 0.1 us per tensor, and one small copy in stream order if an address has changed since the last call.
         Raises `ValueError` for another number of tensors than the wire has.
         """
-        require_as_many(tensors, len(self._known))
+        if len(tensors) != len(self._known):
+            refuse_count(tensors, len(self._known))
         now = [0 if tensor is None else tensor.data_ptr() or EMPTY for tensor in tensors]
         if now != self._known:
             self._upload(now)

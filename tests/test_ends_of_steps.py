@@ -19,7 +19,7 @@ from commrt import BackupWorkers, Gossip, Torus2D
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
-from commrt.training.optimizer_steps import are_stepping
+from commrt.training.step_guard import are_stepping
 
 PASSES = 24
 AFTER_STEPS = [Gossip(), LocalSGD(4), LocalSGD(4, 1)]

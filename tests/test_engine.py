@@ -120,7 +120,7 @@ class Crossed(nn.Module):
 
 
 def test_a_step_binds_nothing_that_attach_or_the_new_cut_could_have_bound(monkeypatch):
-    bound, carried, bind, carry = [], [], LocalTransport.bind, Engine._average
+    bound, carried, bind, carry = [], [], LocalTransport.bind, Engine.reduce_now
 
     def counted(self, *bucket):
         before = bound.count(self.world.rank)
@@ -129,7 +129,7 @@ def test_a_step_binds_nothing_that_attach_or_the_new_cut_could_have_bound(monkey
         return span
 
     monkeypatch.setattr(LocalTransport, "bind", lambda self, group: bound.append(self.rank) or bind(self, group))
-    monkeypatch.setattr(Engine, "_average", counted)
+    monkeypatch.setattr(Engine, "reduce_now", counted)
     run_ranks(2, lambda world: train(world, commrt.Ring(), model=Crossed()))
     assert carried == [0] * 8
 

@@ -26,7 +26,7 @@ from commrt.backup_workers.replica_state import Snapshot
 from commrt.buckets.engine import BuildBuckets, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
-from commrt.buckets.layout import WIDTHS, Header, Named
+from commrt.buckets.layout import Header, Named
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
@@ -34,10 +34,9 @@ from commrt.runtime.recording import within_range
 from commrt.store.client import parse, require
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
-from commrt.training.admission import ParameterList
 from commrt.training.model_state import unread_buffers
 from commrt.training.replica import StepReport
-from commrt.training.step_guard import StepGuard
+from commrt.training.step_guard import ParameterList, StepGuard
 from commrt.transport.protocol import Tag
 
 __all__ = ["BackupStep"]
@@ -167,8 +166,7 @@ class BackupStep:
         """Begin a pass at its first gradient; raises `UsageError` if the model has changed since it was attached."""
         self._parameters.require_unchanged()
         self._ready_order.arm()
-        self._guard.close()
-        settings = self._guard.settings(self.version % (1 << WIDTHS.step))
+        _, settings = self._guard.close(self.version)
         self._pass = _Pass(settings, [Future() for _ in self._engine.buckets], Future(), samples)
 
     def mark(self, name: str) -> None:

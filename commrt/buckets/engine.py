@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ KEPT = 16
 COMPARISONS_KEPT = 256
 """Schedules and members of which the engine knows that all ranks agree; a digest and a few numbers each."""
 
+_Key = tuple[Schedule, tuple[int, ...], QuantizedWire | None]
 BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
 """Makes buckets of parameters, given in ready order."""
 
@@ -50,21 +51,12 @@ class Span:
     nbytes_sent: int
 
 
-class _Shared(NamedTuple):
-    """What peers read of a list of buckets."""
-
-    windows: dict[int, Window]
-    """By bucket; filled on the communication thread."""
-    unpacks: bool
-    """True if buckets are unpacked as soon as they have come."""
-
-
 class Engine:
     """Averages buckets over the members of a step, in order of submission.
 
     Methods called ``submit_...`` return at once. The others, but for `schedule` and what replaces or forgets, run on
-    the communication thread. Programs are kept per schedule *object* and members: an algorithm that returns the same
-    object again is proven and bound once.
+    the communication thread. What a schedule *object* does among some members is proven, compared with the other ranks
+    and bound once, and then only run.
     """
 
     def __init__(
@@ -77,6 +69,7 @@ class Engine:
         unpacks: bool = False,
         ranks: int | None = None,
     ) -> None:
+        """With `unpacks`, averages end in the gradients, and ranks compare new schedules; else callers see to both."""
         self.world, self.algorithm = world, algorithm
         self.members = tuple(range(world.size))
         """The ranks that take part in the step; inside ``join()`` those that still have data."""
@@ -84,7 +77,6 @@ class Engine:
         self._uses_graphs, self._unpacks = graphs, unpacks
         self._row: int | None = getattr(algorithm, "mixing_row", None)
         self._proven = lru_cache(KEPT)(self._prove)
-        self._digest = lru_cache(KEPT)(Schedule.digest)
         self._broadcast = lru_cache(KEPT)(self._bind_broadcast)
         self._flat: tuple[Tensor, Window] | None = None
         self.replace_buckets(buckets)
@@ -115,20 +107,18 @@ class Engine:
     def replace_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Carry `buckets` from now on; what is in flight keeps what it needs."""
         self.buckets = buckets
-        self._shared = _Shared({}, self._unpacks)
+        self._windows: dict[int, Window] = {}  # by bucket, where peers read it; filled on the communication thread
         self.forget()
 
     def forget(self) -> None:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
+        self._programs: dict[_Key, Sequence[RunnableProgram]] = {}  # those used last at the end
         self._compared: set[tuple[str, tuple[int, ...]]] = set()
+        self._scratch: dict[torch.dtype, Tensor] = {}
         self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
-        self._bound = lru_cache(KEPT)(partial(_bind, self.world, self.buckets, self._shared, {}))
         wire = self.buckets[0].quantized if self.buckets else None
         self.quantizer = None if wire is None else carrier_of(wire).step_quantizer(wire)
         """Chooses the quantizer of each step; None if values travel as they are."""
-
-    def _quantizer_at(self, step: int) -> QuantizedWire | None:
-        return None if self.quantizer is None else self.quantizer.at(step)
 
     def residuals(self) -> dict[str, Tensor]:
         """Return what this rank still owes to the average of each parameter; empty without feedback."""
@@ -155,9 +145,8 @@ class Engine:
 
     def submit(self, bucket: GradientBucket, step: int) -> Future[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there."""
-        bound = self._bound
         with within_range(self.world.recorder, "submit", number=bucket.index, step=step):
-            return self.world.comm_thread.submit(lambda: self._average(bucket, step, bound))
+            return self.world.comm_thread.submit(partial(self.reduce_now, bucket, step))
 
     def submit_sharing(self, flat: Tensor) -> Future[None]:
         """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""
@@ -185,7 +174,9 @@ class Engine:
         if self.world.size > 1:
             self._share()
             schedule = self.schedule(step)
-            self._bound(schedule, tuple(range(self.world.size)), self._quantizer_at(step))
+            self._bind(
+                schedule, tuple(range(self.world.size)), None if self.quantizer is None else self.quantizer.at(step)
+            )
             self._connect_peers(program(schedule, self.world.rank), step)
 
     def _share(self) -> None:
@@ -194,7 +185,7 @@ class Engine:
         wires = [bucket.wire for bucket in self.buckets if bucket.quantized is None and takes_all]
         if windows := self.world.transport.share(wires):
             shown = [bucket.index for bucket in self.buckets if bucket.quantized is None]
-            self._shared.windows.update(zip(shown, windows, strict=True))
+            self._windows.update(zip(shown, windows, strict=True))
 
     def _connect_peers(self, mine: Program, step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
@@ -207,38 +198,52 @@ class Engine:
         recvs = messages({transfer.peer for hop in mine.hops for transfer in hop.recvs})
         self.world.transport.bind(P2PGroup(sends, recvs))(Tag(step, "greeting"))
 
-    def _average(self, bucket: GradientBucket, step: int, bound: Callable[..., Sequence[RunnableProgram]]) -> Span:
-        begin_s, recorder = perf_counter(), self.world.recorder
+    def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
+        """Pack `bucket`, add it up over `members`, and unpack the average, or leave it on the wire."""
+        begin_s, recorder, tag = perf_counter(), self.world.recorder, Tag(step, bucket.index)
         if len(self.members) == 1:
-            return Span(bucket.index, begin_s, begin_s, 0)
+            return self._keep(bucket, begin_s)
         schedule = self.algorithm.schedule(step, len(self.members))
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
-            self._compare_once(schedule, step)
-            programs = bound(self._proven(schedule), self.members, self._quantizer_at(step))
+            programs = self._programs_of(schedule, step)
             own = programs[bucket.index]
-            if not self._replay(bucket, programs, step):
-                self._pack_and_run(bucket, own, step)
-                with within_range(recorder, "unpack"):
-                    bucket.unpack(own.elsewhere)
-                own.finish(Tag(step, bucket.index))
+            if self._graphs is None or not self._replay(bucket, programs, tag):
+                with within_range(recorder, "pack"):
+                    bucket.pack(self.scale())
+                own.run(tag, recorder)
+                if self.quantizer is not None:
+                    self.quantizer.note(bucket.wire[bucket.head_numel :])
+                if self._unpacks:
+                    with within_range(recorder, "unpack"):
+                        bucket.unpack(own.elsewhere)
+                    own.finish(tag)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
-    def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
-        """Add up `bucket` over `members`, and leave the sum on the wire for `GradientBucket.unpack`."""
-        begin_s = perf_counter()
-        schedule = self.algorithm.schedule(step, len(self.members))
-        own = self._bound(self._proven(schedule), self.members, self._quantizer_at(step))[bucket.index]
-        with within_range(self.world.recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
-            self._pack_and_run(bucket, own, step)
-        return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
-
-    def _pack_and_run(self, bucket: GradientBucket, own: RunnableProgram, step: int) -> None:
-        with within_range(self.world.recorder, "pack"):
+    def _keep(self, bucket: GradientBucket, begin_s: float) -> Span:
+        """Do for a rank that is alone what is left: there is nothing to decode."""
+        if not self._unpacks:
             bucket.pack(self.scale())
-        if len(self.members) > 1:  # one rank alone has no codes to decode
-            own.run(Tag(step, bucket.index), self.world.recorder)
-        if self.quantizer is not None:
-            self.quantizer.note(bucket.wire[bucket.head_numel :])
+            if self.quantizer is not None:
+                self.quantizer.note(bucket.wire[bucket.head_numel :])
+        return Span(bucket.index, begin_s, perf_counter(), 0)
+
+    def _programs_of(self, schedule: Schedule, step: int) -> Sequence[RunnableProgram]:
+        """Return the programs of `step`, one for each bucket."""
+        quantizer = None if self.quantizer is None else self.quantizer.at(step)
+        key = schedule, self.members, quantizer
+        programs = self._programs.pop(key, None)
+        if programs is None:
+            return self._make_programs(*key, step)
+        self._programs[key] = programs
+        return programs
+
+    def _make_programs(
+        self, schedule: Schedule, members: tuple[int, ...], quantizer: QuantizedWire | None, step: int
+    ) -> Sequence[RunnableProgram]:
+        self._proven(schedule)
+        if self._unpacks and not self.mixes:
+            self._compare_once(schedule, members, step)
+        return self._bind(schedule, members, quantizer)
 
     @property
     def mixes(self) -> bool:
@@ -249,14 +254,12 @@ class Engine:
         """Return the weight of a rank's gradients in what the schedule adds."""
         return 1 / (self._row or len(self.members))
 
-    def _replay(self, bucket: GradientBucket, programs: Sequence[RunnableProgram], step: int) -> bool:
+    def _replay(self, bucket: GradientBucket, programs: Sequence[RunnableProgram], tag: Tag) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
         if self._graphs is None or self.world.joined is not None:
             return False
         with within_range(self.world.recorder, "graph"):
-            return self._graphs.carry(
-                bucket, cast("Sequence[BoundProgram]", programs), self.scale(), Tag(step, bucket.index)
-            )
+            return self._graphs.carry(bucket, cast("Sequence[BoundProgram]", programs), self.scale(), tag)
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why buckets were not carried by a graph in the latest step outside of ``join()``."""
@@ -270,20 +273,21 @@ class Engine:
                 lambda: graphs.capture(lambda refused: self._ranks_with_flag(refused, self.members, tag))
             ).result()
 
-    def _compare_once(self, schedule: Schedule, step: int) -> None:
+    def _compare_once(self, schedule: Schedule, members: tuple[int, ...], step: int) -> None:
         """Raise `DisagreementError` if members run different schedules.
 
         The key is what moves and who takes part, never an object: all members must find the same comparisons due.
         Gossip's schedules follow from what ranks compared in `attach`, and `attach` compared the schedule of step 0.
         """
-        if self.mixes:
+        key = schedule.digest(), members
+        if key in self._compared:
             return
-        key = self._digest(schedule), self.members
-        if key not in self._compared and key != (self._digest(self.schedule(0)), tuple(range(self.world.size))):
+        if key != (self.schedule(0).digest(), tuple(range(self.world.size))):
             self.world.consistency.require_same_schedule_now(*key, step)
-            self._connect_peers(member_program(schedule, self.members, self.world.rank, self.world.size), step)
+            self._connect_peers(member_program(schedule, members, self.world.rank, self.world.size), step)
         if len(self._compared) == COMPARISONS_KEPT:  # all members forget at the same step
             self._compared.clear()
+            self._programs.clear()  # what is bound was compared
         self._compared.add(key)
 
     def broadcast_now(self, flat: Tensor, step: int) -> Span:
@@ -309,68 +313,61 @@ class Engine:
         self.world.run_now(halving_doubling.all_reduce(len(asked)), flags, tag, asked)
         return tuple(flags.nonzero().flatten().tolist())
 
-
-def _bind(
-    world: World,
-    buckets: Sequence[GradientBucket],
-    shared: _Shared,
-    scratch: dict[torch.dtype, Tensor],
-    schedule: Schedule,
-    members: tuple[int, ...],
-    quantizer: QuantizedWire | None,
-) -> Sequence[RunnableProgram]:
-    """Bind the schedule to every bucket; `scratch` is shared, since buckets travel one at a time."""
-    mine = member_program(schedule, members, world.rank, world.size)
-    scratch_like = partial(_scratch_like, world, scratch)
-    if any(mine.peers & window.peers.keys() for window in shared.windows.values()):
-        return [_reading(mine, bucket, shared, world.transport, scratch_like) for bucket in buckets]
-    heads = [bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire for bucket in buckets]
-    cuts = [_cut(bucket, mine) for bucket in buckets]
-    for wire, cut in zip(heads, cuts, strict=True):
-        scratch_like(wire, scratch_numel(mine, wire.numel(), cut))
-    transport, streams = world.transport, world.comm_thread.streams
-    programs = [
-        bind(mine, wire, transport, scratch[wire.dtype], streams, bounds=cut)
-        for wire, cut in zip(heads, cuts, strict=True)
-    ]
-    if quantizer is None:
+    def _bind(
+        self, schedule: Schedule, members: tuple[int, ...], quantizer: QuantizedWire | None
+    ) -> Sequence[RunnableProgram]:
+        """Bind the schedule to every bucket, and remember it."""
+        mine = member_program(schedule, members, self.world.rank, self.world.size)
+        if any(mine.peers & window.peers.keys() for window in self._windows.values()):
+            programs: Sequence[RunnableProgram] = [self._bind_reading(mine, bucket) for bucket in self.buckets]
+        else:
+            programs = self._bind_messages(mine, quantizer)
+        if len(self._programs) == KEPT:
+            self._programs.pop(next(iter(self._programs)))
+        self._programs[schedule, members, quantizer] = programs
         return programs
-    values = [
-        ValuesOnWire(head, bucket.wire[bucket.head_numel :], bucket.residual)
-        for head, bucket in zip(programs, buckets, strict=True)
-    ]
-    allocate = partial(_allocate_bytes, transport, values[0].values.device)
-    return carrier_of(quantizer).bind_values(mine, quantizer, values, transport, allocate)
+
+    def _bind_messages(self, mine: Program, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
+        transport, streams = self.world.transport, self.world.comm_thread.streams
+        heads = [bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire for bucket in self.buckets]
+        cuts = [_cut(bucket, mine) for bucket in self.buckets]
+        for wire, cut in zip(heads, cuts, strict=True):
+            self._scratch_like(wire, scratch_numel(mine, wire.numel(), cut))
+        programs = [
+            bind(mine, wire, transport, self._scratch[wire.dtype], streams, bounds=cut)
+            for wire, cut in zip(heads, cuts, strict=True)
+        ]
+        if quantizer is None:
+            return programs
+        values = [
+            ValuesOnWire(head, bucket.wire[bucket.head_numel :], bucket.residual)
+            for head, bucket in zip(programs, self.buckets, strict=True)
+        ]
+        allocate = partial(_allocate_bytes, transport, values[0].values.device)
+        return carrier_of(quantizer).bind_values(mine, quantizer, values, transport, allocate)
+
+    def _bind_reading(self, mine: Program, bucket: GradientBucket) -> BoundProgram:
+        """Return the program in peers' memory, from which kernels unpack where they can."""
+        window = self._windows[bucket.index]
+        all_near = mine.peers <= window.peers.keys()
+        straight = bucket.repeatable is not None and self._unpacks and bucket.unpacks_wire and all_near
+        copied = bucket.head_numel if straight else None
+        bounds, scratch = _cut(bucket, mine), partial(self._scratch_like, bucket.wire)
+        transport = self.world.transport
+        bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, scratch=scratch)
+        if bucket.repeatable is not None and bound.elsewhere:
+            bucket.repeatable.load(bound.elsewhere)  # before anything waits on the device
+        return bound
+
+    def _scratch_like(self, like: Tensor, need: int) -> Tensor:
+        """Return scratch memory for `need` elements; buckets share it, as one travels at a time."""
+        if like.dtype not in self._scratch or self._scratch[like.dtype].numel() < need:
+            self._scratch[like.dtype] = self.world.transport.allocate(need, like.dtype, like.device)
+        return self._scratch[like.dtype]
 
 
 def _allocate_bytes(transport: Transport, device: torch.device, _: str, nbytes: int) -> Tensor:
     return transport.allocate(nbytes, torch.uint8, device)
-
-
-def _scratch_like(world: World, scratch: dict[torch.dtype, Tensor], like: Tensor, need: int) -> Tensor:
-    """Return scratch memory for `need` elements like those of a wire."""
-    if like.dtype not in scratch or scratch[like.dtype].numel() < need:
-        scratch[like.dtype] = world.transport.allocate(need, like.dtype, like.device)
-    return scratch[like.dtype]
-
-
-def _reading(
-    mine: Program,
-    bucket: GradientBucket,
-    shared: _Shared,
-    transport: Transport,
-    scratch_like: Callable[[Tensor, int], Tensor],
-) -> BoundProgram:
-    """Return the program in peers' memory, from which kernels unpack where they can."""
-    window = shared.windows[bucket.index]
-    all_near = mine.peers <= window.peers.keys()
-    straight = bucket.repeatable is not None and shared.unpacks and bucket.unpacks_wire and all_near
-    copied = bucket.head_numel if straight else None
-    bounds, own_scratch = _cut(bucket, mine), partial(scratch_like, bucket.wire)
-    bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, scratch=own_scratch)
-    if bucket.repeatable is not None and bound.elsewhere:
-        bucket.repeatable.load(bound.elsewhere)  # before anything waits on the device
-    return bound
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:

@@ -9,6 +9,8 @@ whether all sent the same bucket of the same step, and which gradients somebody 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -28,12 +30,12 @@ from commrt.buckets.layout import (
 )
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
-from commrt.kernels.layout import Layout, layout_of, overlap
+from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
 from commrt.runtime.wire import AnyWire, QuantizedWire, is_quantized
 from commrt.transport.protocol import Allocate, zeros
 
-__all__ = ["CHANGED", "GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets", "require_fit"]
+__all__ = ["CHANGED", "GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets"]
 
 CHANGED = (
     "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
@@ -42,35 +44,38 @@ CHANGED = (
 
 
 NONE = range(0)
+UNCOUNTED = -1
+"""In place of the number of writes to a gradient that is absent, or a view: views count together."""
+Block = tuple[int, int, str]
+"""Address, bytes and name of a gradient."""
 
 
 class OverlapCheck:
     """Finds gradients that share memory, which would be averaged twice; one for all buckets of a model.
 
-    It compares addresses when the last bucket of a step is taken, and only if a gradient has moved since the step
-    before. As that bucket is not sent then, no rank completes the step.
+    It compares addresses when the last bucket of a step is taken. As that bucket is not sent then, no rank completes
+    the step.
     """
 
     def __init__(self) -> None:
         self._wires: list[range] = []  # addresses of gradients that live on the wire
-        self._known: dict[int, list[int]] = {}
-        self._taken: dict[int, tuple[Sequence[str], list[int], Sequence[int]]] = {}
+        self._taken: dict[int, list[Block]] = {}
         self.buckets = 0
         """How many there are."""
 
-    def check(self, bucket: int, names: Sequence[str], addresses: list[int], nbytes: Sequence[int]) -> None:
-        """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step; address 0 means absent.
+    def check(self, bucket: int, blocks: list[Block]) -> None:
+        """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step.
 
         A bucket that comes again begins the next step.
         """
         if bucket in self._taken:
             self._taken = {}
-        self._taken[bucket] = names, addresses, nbytes
+        self._taken[bucket] = blocks
         if len(self._taken) == self.buckets:
-            now = {number: taken for number, (_, taken, _) in self._taken.items()}
-            if now != self._known:
-                self._compare()
-            self._known = now
+            in_order = sorted(chain.from_iterable(self._taken.values()))
+            for (begin, nbytes, name), (following, _, other) in pairwise(in_order):
+                if begin + nbytes > following:
+                    raise UsageError(f"the gradients of {name} and {other} share memory: use a .clone() of one")
 
     def claim(self, wire: Tensor) -> None:
         """Note that gradients live on `wire`, each at its own place."""
@@ -82,12 +87,6 @@ class OverlapCheck:
             raise UsageError(
                 f"the gradient of {name} was given memory of another gradient that travels: use a .clone()"
             )
-
-    def _compare(self) -> None:
-        taken = [piece for pieces in self._taken.values() for piece in zip(*pieces, strict=True) if piece[1]]
-        if pair := overlap([address for _, address, _ in taken], [nbytes for _, _, nbytes in taken]):
-            first, second = (taken[i][0] for i in pair)
-            raise UsageError(f"the gradients of {first} and {second} share memory: use a .clone() of one")
 
 
 class GradientBucket:
@@ -128,7 +127,6 @@ class GradientBucket:
         self._overlaps.buckets += 1
         self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in params]
         self._kinds = [TensorKind.of(like) for like in self._like]
-        self._nbytes = [like.nbytes for like in self._like]
         self._packing = packing(wire, layout, self._like)
         self.repeatable = repeatable(self._packing)
         """Launches that a device graph can hold; None where plain torch packs, as on a CPU."""
@@ -136,7 +134,10 @@ class GradientBucket:
         self._word = 0  # the header that the wire must show after the reduction
         self._grads: list[Tensor | None] = []  # on their way
         self._made: dict[int, Tensor] = {}  # gradients that only other ranks had, by place
-        self._versions: list[int] = []  # how often each of them was written to, if only by commrt
+        self._versions: list[int] = []  # how often each of them was written to when it was taken
+        self._writes = 0  # by commrt since then
+        self.is_whole = True
+        """True if this rank has all gradients of the step."""
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
@@ -155,20 +156,26 @@ class GradientBucket:
 
         Raises `UsageError` for a gradient that does not fit, or that `is_ready` knows and that is gone.
         """
-        self._require_agreement()  # a GPU may have found out since the previous step
-        self._word, self._made = encode(header), {}
-        self._grads = [param.grad for _, param in self.params]
-        self._require_fit(is_ready)
-        self._versions = _versions(self._grads)
-
-    def _require_fit(self, is_ready: Callable[[str], bool]) -> None:
-        for kind, name, grad in zip(self._kinds, self.names, self._grads, strict=True):
+        if self._packing.mismatched:  # a GPU may have found out since the previous step
+            self._refuse_sum()
+        self._word, self._made, self._grads, self._versions = encode(header), {}, [], []
+        self._writes, self.is_whole = 0, True
+        blocks: list[Block] = []
+        for place, (name, param) in enumerate(self.params):
+            grad, version = param.grad, UNCOUNTED
             if grad is not None:
-                require_fit(name, grad, kind, self.wire.device)
+                self._require_fit(place, grad)
+                if grad._base is None:  # noqa: SLF001  # nothing else tells
+                    version = grad._version  # noqa: SLF001
+                if grad.numel():
+                    blocks.append((grad.data_ptr(), grad.nbytes, name))
             elif is_ready(name):
                 raise UsageError(CHANGED.format(name=name))
-        addresses = [0 if grad is None else grad.data_ptr() for grad in self._grads]
-        self._overlaps.check(self.index, self.names, addresses, self._nbytes)
+            else:
+                self.is_whole = False
+            self._grads.append(grad)
+            self._versions.append(version)
+        self._overlaps.check(self.index, blocks)
 
     def pack(self, scale: float) -> None:
         """Write the gradients times `scale` to the wire, zeros for absent ones."""
@@ -181,16 +188,11 @@ class GradientBucket:
 
         Raises `DisagreementError` if ranks sent different buckets: before it writes; on a GPU in the next step.
         """
-        self._require_unchanged()
-        self._make_missing()
-        grads = [self._made.get(i, grad) for i, grad in enumerate(self._grads)]
+        grads = self._grads if self.is_whole else self._with_missing()
         self._packing.unpack(grads, self._word, parts=parts)
-        self._end_unpack()
-
-    @property
-    def is_whole(self) -> bool:
-        """True if this rank has all gradients of the step."""
-        return all(grad is not None for grad in self._grads)
+        if self._packing.mismatched:
+            self._refuse_sum()
+        self._writes += 1
 
     def prepare_replay(self, launches: Repeatable, scale: float) -> None:
         """Do what `pack` does, for `launches` that a device graph replays."""
@@ -204,10 +206,12 @@ class GradientBucket:
     def finish_replay(self, launches: Repeatable) -> None:
         """Do what the replayed `launches` left to `unpack`: gradients that only other ranks had."""
         launches.repeated(self._grads)
-        self._make_missing()
-        if self._made:
+        if not self.is_whole:
+            self._with_missing()
             self._packing.unpack([self._made.get(i) for i in range(len(self._grads))], self._word)
-        self._end_unpack()
+        if self._packing.mismatched:
+            self._refuse_sum()
+        self._writes += 1
 
     def assign_gradients(self) -> None:
         """Give the parameters what has arrived."""
@@ -225,12 +229,25 @@ class GradientBucket:
         """Let go of the gradients, which would otherwise live until the next step."""
         self._grads, self._made, self._versions = [], {}, []
 
-    def _make_missing(self) -> None:
-        """Make gradients that only other ranks had; on a GPU this waits for the wire if one is missing here."""
+    def _require_fit(self, place: int, grad: Tensor) -> None:
+        """Raise `UsageError` for a gradient that would be written to its neighbours' places; costs 0.5 us."""
+        name, kind = self.names[place], self._kinds[place]
+        if grad.is_inference():
+            raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
+        if grad.device != self.wire.device:
+            raise UsageError(
+                f"the gradient of {name} is on {grad.device}, and its bucket on {self.wire.device}: move it there"
+            )
+        if (grad.dtype, grad.shape, grad.stride()) != kind:
+            _refuse_kind(name, TensorKind.of(grad), kind)
+
+    def _with_missing(self) -> list[Tensor | None]:
+        """Return the gradients, with memory for those that only other ranks had; on a GPU this waits for the wire."""
+        present = self._packing.present()
         missing = [i for i, grad in enumerate(self._grads) if grad is None]
-        elsewhere = self._packing.present() if missing else []
-        self._made = {i: self._memory_for(i) for i in missing if elsewhere[i]}
-        self._restore_residuals([i for i in missing if not elsewhere[i]])
+        self._made = {i: self._memory_for(i) for i in missing if present[i]}
+        self._restore_residuals([i for i in missing if not present[i]])
+        return [self._made.get(i, grad) for i, grad in enumerate(self._grads)]
 
     def _memory_for(self, place: int) -> Tensor:
         """Return memory for a gradient that only other ranks had."""
@@ -243,36 +260,18 @@ class GradientBucket:
                 sent = self.wire[place : place + count]
                 self.residual[place - self.head_numel :][:count].add_(sent, alpha=self._scale)
 
-    def _end_unpack(self) -> None:
-        self._require_agreement()
-        self._versions = [version + 1 if version >= 0 else -1 for version in self._versions]  # commrt wrote to them
-
-    def _require_agreement(self) -> None:
-        if self._packing.mismatched:
-            why = explain_mismatch(self.layout.header(self.wire))
-            raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
+    def _refuse_sum(self) -> NoReturn:
+        why = explain_mismatch(self.layout.header(self.wire))
+        raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
 
     def _require_unchanged(self) -> None:
-        now = _versions(self._grads)
-        if now != self._versions:
-            changed = next(i for i, version in enumerate(now) if version != self._versions[i])
-            raise UsageError(CHANGED.format(name=self.names[changed]))
+        for name, grad, version in zip(self.names, self._grads, self._versions, strict=True):
+            if grad is not None and version != UNCOUNTED and grad._version != version + self._writes:  # noqa: SLF001
+                raise UsageError(CHANGED.format(name=name))
 
 
-def _versions(grads: Sequence[Tensor | None]) -> list[int]:
-    """Return how often each gradient was written to; -1 for None, and for views, which count together."""
-    return [-1 if grad is None or grad._base is not None else grad._version for grad in grads]  # noqa: SLF001  # nothing else tells
-
-
-def require_fit(name: str, grad: Tensor, kind: TensorKind, device: torch.device) -> None:
-    """Raise `UsageError` for a gradient that would be written to its neighbours' places; costs 0.5 us."""
-    if grad.is_inference():
-        raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
-    if grad.device != device:
-        raise UsageError(f"the gradient of {name} is on {grad.device}, and its bucket on {device}: move it there")
-    if (grad.dtype, grad.shape, grad.stride()) == kind:
-        return
-    own = TensorKind.of(grad)
+def _refuse_kind(name: str, own: TensorKind, kind: TensorKind) -> None:
+    """Raise `UsageError` unless a gradient of kind `own` lies in memory like one of `kind`."""
     if own[:2] != kind[:2]:
         raise UsageError(
             f"the gradient of {name} is {own}, but was {kind} when the model was attached: "
@@ -303,7 +302,7 @@ class ReadyOrder:
 
     def arm(self) -> None:
         """Begin a backward pass: no gradient is ready."""
-        self._missing = [set(names) for names in self._members]
+        self._missing = [*map(set, self._members)]
         self._next = 0
         self.seen: list[str] = []
         """Gradients in the order in which they became ready in this pass."""

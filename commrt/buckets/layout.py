@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple, cast
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 MIB = 1 << 20
+KEPT = 256
+"""Headers whose words are kept: only one of a step is new."""
 
 Named = tuple[str, nn.Parameter]
 """A parameter and its name in the model."""
@@ -146,14 +149,16 @@ EXPLANATIONS = {
 }
 
 
+@lru_cache(KEPT)
 def encode(header: Header) -> int:
     """Return `header` as the 64-bit word that `Packing.pack` writes: low bits for zeros, high bits for ones.
 
     >>> hex(encode(Header(late=1, model=0, optimizer_steps=0, step=0, bucket=0, settings=0)))
     '0x1fffffffe'
     """
-    fields = zip(header, WIDTHS, STARTS, strict=True)
-    word = sum((value % (1 << width)) << start for value, width, start in fields)
+    word = 0
+    for value, width, start in zip(header, WIDTHS, STARTS, strict=True):
+        word |= (value % (1 << width)) << start
     return word << BITS | ~word & ((1 << BITS) - 1)
 
 

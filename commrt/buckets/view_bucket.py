@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from commrt.buckets.gradient_bucket import CHANGED, GradientBucket, require_fit
+from commrt.buckets.gradient_bucket import CHANGED, GradientBucket
 from commrt.errors import UsageError
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable, TorchPacking, views_of
 
@@ -71,23 +70,18 @@ class ViewBucket(GradientBucket):
 
     def _require_movable(self, place: int, grad: Tensor) -> None:
         if grad is not self._home(place):
-            require_fit(self.names[place], grad, self._kinds[place], self.wire.device)
+            super()._require_fit(place, grad)
             if grad.requires_grad:
                 raise UsageError(GRAPH.format(name=self.names[place]))
             if grad.data_ptr() != self._addresses[place]:
                 self._overlaps.require_apart(self.names[place], grad)
 
-    def _require_fit(self, is_ready: Callable[[str], bool]) -> None:
-        for place, grad in enumerate(self._grads):
-            moved = self._moved.get(place)
-            if moved is not None:
-                stays = grad is self._home(place) and grad._version == moved  # noqa: SLF001
-            else:
-                stays = grad is not None or not is_ready(self.names[place])
-            if not stays:
-                raise UsageError(CHANGED.format(name=self.names[place]))
-            if grad is not None:
-                self._require_movable(place, grad)
+    def _require_fit(self, place: int, grad: Tensor) -> None:
+        moved = self._moved.get(place)
+        if moved is None:
+            self._require_movable(place, grad)
+        elif grad is not self._home(place) or grad._version != moved:  # noqa: SLF001
+            raise UsageError(CHANGED.format(name=self.names[place]))
 
     def pack(self, scale: float) -> None:
         """See `GradientBucket.pack`; leaves out what has moved in."""
@@ -103,7 +97,6 @@ class ViewBucket(GradientBucket):
 
     def unpack(self, parts: Parts = NO_PARTS) -> None:  # gradients live on the wire, so nothing is elsewhere
         """Compare the headers, as `GradientBucket.unpack` does; gradients are where they belong."""
-        self._require_unchanged()
         self._packing.compare(self._word)
         self._settle()
 
@@ -117,8 +110,10 @@ class ViewBucket(GradientBucket):
 
     def _settle(self) -> None:
         """Let all gradients be in its place."""
-        self._require_agreement()
-        self._make_missing()
+        if self._packing.mismatched:
+            self._refuse_sum()
+        if not self.is_whole:
+            self._with_missing()
         self._made |= {
             place: original
             for place, (grad, original) in enumerate(zip(self._grads, self._originals, strict=True))

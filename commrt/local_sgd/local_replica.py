@@ -27,10 +27,9 @@ from commrt.training.after_step import AfterStepReplica
 from commrt.training.broadcast_state import overwrite_buffers
 from commrt.training.join_progress import JoinProgress
 from commrt.training.model_state import Stateful, digest, own_residuals
-from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica, StepReport
 from commrt.training.request import Request
-from commrt.training.step_guard import settings_digest
+from commrt.training.step_guard import are_stepping, settings_digest
 from commrt.transport.protocol import Allocate
 
 __all__ = ["LocalReplica", "attach"]

@@ -69,7 +69,7 @@ class _QuantizedHop:
     quantizings: tuple[tuple[int, Quantize], ...]
     """(first chunk, what codes it and those that follow it)"""
     exchange: Exchange
-    additions: tuple[Callable[[], None], ...]
+    additions: tuple[Callable[[], object], ...]
     number: int
 
     def run(self, key: int, tag: Tag) -> None:
@@ -89,7 +89,7 @@ class QuantizedProgram:
 
     head: BoundProgram
     hops: tuple[_QuantizedHop, ...]
-    dequantize: Callable[[], None]
+    dequantize: Callable[[], object]
     quantizer: Quantizer
     rank: int
     nbytes_sent: int
@@ -210,7 +210,7 @@ class _Binder:
             used += 0 if each.combine == COPY else own.numel()
         return places
 
-    def _additions(self, hop: Hop, places: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
+    def _additions(self, hop: Hop, places: Sequence[Tensor]) -> Iterator[Callable[[], object]]:
         pending = [(each, place) for each, place in zip(hop.recvs, places, strict=True) if each.combine != COPY]
         for (lo, hi), run in groupby(pending, lambda pair: (pair[0].lo, pair[0].hi)):
             received = [place for _, place in run]

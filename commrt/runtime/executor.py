@@ -40,7 +40,7 @@ __all__ = [
     "scratch_numel",
 ]
 
-Combination = Callable[[], None]
+Combination = Callable[[], object]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
 """(own, received) -> a function that combines both into `own` each time it is called."""
 

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from commrt.runtime.wire import AnyWire, check_wire
 from commrt.training.model_state import Stateful
 
 __all__ = [
-    "ParameterList",
+    "EMBEDDINGS",
     "check_attach",
     "check_stateful",
     "describe_algorithm",
@@ -223,61 +222,3 @@ def have_state(optimizers: Sequence[Optimizer]) -> bool:
     """Return True if one of `optimizers` has stepped; equal on ranks that agree about `describe_optimizers`."""
     pairs = ((param, each) for each in optimizers for group in each.param_groups for param in group["params"])
     return any(param in optimizer.state for param, optimizer in pairs)
-
-
-class ParameterList:
-    """The parameters of a model as they are now; modules without any may come and go later.
-
-    Cost of a check: 0.1 us per module and parameter, and a walk through the model after a module has changed.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._params = list(model.named_parameters())
-        self._names = {id(param): name for name, param in self._params}
-        self._frozen = [(name, param) for name, param in self._params if not param.requires_grad]
-        modules = model.named_modules()
-        self._tables = [each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None]
-        self._remember()
-
-    def require_unchanged(self) -> None:
-        """Raise `UsageError` if a parameter came or went, requires a gradient now, or is written by a forward pass."""
-        now = self._contents()
-        if len(now) != len(self._known) or not all(map(is_, now, self._known)):
-            _refuse(self._changed_parameter())
-            self._remember()
-        thawed = (f"{name} was frozen and is not any more" for name, param in self._frozen if param.requires_grad)
-        _refuse(next(thawed, None))
-        bounded = (f"max_norm of {name or 'it'} was set" for name, table in self._tables if table.max_norm is not None)
-        _refuse(next(bounded, None))
-
-    def names(self) -> Mapping[int, str]:
-        """Return the names of the parameters that the model has now, by their ids."""
-        now = [held for part in self._dicts for held in [*part.values()]]  # at once: another thread may own the model
-        if len(now) == len(self._known) and all(map(is_, now, self._known)):
-            return self._names
-        return {id(param): name for name, param in self._model.named_parameters()}
-
-    def _remember(self) -> None:
-        modules = list(self._model.modules())
-        # Public access would walk through all modules again: these are the dicts in which they keep their contents.
-        self._dicts: list[Mapping[str, object]] = [
-            *(module._modules for module in modules),  # noqa: SLF001
-            *(module._parameters for module in modules),  # noqa: SLF001
-        ]
-        self._known = self._contents()
-
-    def _contents(self) -> list[object]:
-        return [*chain.from_iterable(part.values() for part in self._dicts)]
-
-    def _changed_parameter(self) -> str | None:
-        now = list(self._model.named_parameters())
-        there, known = {id(param) for _, param in now}, {id(param) for _, param in self._params}
-        gone = (f"{name} was replaced or removed" for name, param in self._params if id(param) not in there)
-        added = (f"{name} was added" for name, param in now if id(param) not in known)
-        return next(chain(gone, added), None)
-
-
-def _refuse(change: str | None) -> None:
-    if change is not None:
-        raise UsageError(f"the model has changed since attach(), {change}: detach() and attach() again")

@@ -25,8 +25,8 @@ from commrt.training.broadcast_state import WorldBroadcaster, overwrite_states
 from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.join_progress import JoinProgress
 from commrt.training.model_state import Stateful
-from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica
+from commrt.training.step_guard import are_stepping
 
 __all__ = ["AfterStepReplica"]
 

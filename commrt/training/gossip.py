@@ -21,9 +21,9 @@ from commrt.runtime.recording import within_range
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.gossip_exchange import GossipExchange
 from commrt.training.hooks import ModuleHook
-from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica, StepReport
 from commrt.training.request import Request
+from commrt.training.step_guard import are_stepping
 
 __all__ = ["GossipReplica", "attach"]
 

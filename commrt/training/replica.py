@@ -24,11 +24,10 @@ from commrt.errors import UsageError
 from commrt.runtime.membership import Loss
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
-from commrt.training.admission import ParameterList
 from commrt.training.broadcast_state import Broadcaster, gather_values, mean, overwrite_buffers, overwrite_model
 from commrt.training.hooks import keep_alive, let_go
 from commrt.training.model_state import Stateful, fingerprint
-from commrt.training.optimizer_steps import are_stepping, before_each_step, parameters_of, wrapped_as
+from commrt.training.step_guard import ParameterList, are_stepping, before_each_step, wrapped_as
 
 __all__ = ["Replica", "Stats", "StepReport", "attached", "attached_to"]
 
@@ -71,31 +70,39 @@ class Replica(ABC):
 
     def _check_step(self, optimizer: Optimizer) -> None:
         """Refuse a step of any optimizer that would let the replicas drift apart."""
-        if any(optimizer is each for each in self._given):
-            self._parameters.require_unchanged()
-            self._require_averaged([param for param in parameters_of(optimizer) if param.grad is not None])
-            if not are_stepping(self._given):
-                self._refuse_writes()
-        else:
-            names = self._parameters.names()
-            ours = [param for param in parameters_of(optimizer) if id(param) in names and param.grad is not None]
-            if ours and not are_stepping(self._given):
-                self._require_averaged(ours)
-                self._refuse_stranger(optimizer, names[id(ours[0])])
+        if optimizer not in self._given:
+            self._check_stranger(optimizer)
+            return
+        self._parameters.require_unchanged()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in self._averaged and param.grad is not None:
+                    self._require_attached(param)
+        if not are_stepping(self._given):
+            self._refuse_writes()
+
+    def _check_stranger(self, optimizer: Optimizer) -> None:
+        """Refuse a step of an optimizer that was not given, if it steps this model and passes nothing on."""
+        if are_stepping(self._given):
+            return
+        names = self._parameters.names()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in names and param.grad is not None:
+                    self._require_attached(param)
+                    self._refuse_stranger(optimizer, names[id(param)])
 
     def _refuse_writes(self) -> None:  # noqa: B027  # only gossip and local SGD rely on weights between steps
         """Raise `UsageError` if somebody else has written parameters that an exchange relies on."""
 
-    def _require_averaged(self, params: Sequence[Tensor]) -> None:
-        """Raise `UsageError` if one of the `params` that are to be stepped belongs to no replica."""
-        if all(id(param) in self._averaged for param in params) or all(attached(params)):
-            return
-        param = params[attached(params).index(False)]
-        name = self._parameters.names().get(id(param), f"a parameter of shape {list(param.shape)}")
-        raise UsageError(
-            f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
-            "commrt does not average its gradient; detach() and attach() again"
-        )
+    def _require_attached(self, param: Tensor) -> None:
+        """Raise `UsageError` if `param`, which is to be stepped, belongs to no replica."""
+        if id(param) not in self._averaged and not all(attached([param])):
+            name = self._parameters.names().get(id(param), f"a parameter of shape {list(param.shape)}")
+            raise UsageError(
+                f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
+                "commrt does not average its gradient; detach() and attach() again"
+            )
 
     def _refuse_stranger(self, optimizer: Optimizer, name: str) -> None:
         """Raise `UsageError` unless `optimizer` passes its steps on to one that was given, or none was given."""
@@ -330,11 +337,15 @@ class Stats:
 
     def plus(self, report: StepReport) -> Stats:
         """Return the totals with one more step."""
+        comm_s, nbytes_sent = self.comm_s, self.nbytes_sent
+        for span in report.spans:
+            comm_s += span.end_s - span.begin_s
+            nbytes_sent += span.nbytes_sent
         return Stats(
             self.steps + 1,
-            self.comm_s + report.comm_s,
+            comm_s,
             self.exposed_s + report.exposed_s,
-            self.nbytes_sent + report.nbytes_sent,
+            nbytes_sent,
             self.received_from | report.received_from,
             self.counted + report.counted,
             self.late_s + report.late_s,

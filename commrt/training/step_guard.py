@@ -1,24 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before ``optimizer.step()``: refuse what would let the replicas drift apart."""
+"""What is checked in each step: the model as it is now, and each call of ``optimizer.step()``.
+
+Replicas must not drift apart: what an optimizer steps was averaged, and nobody else steps it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from hashlib import blake2b
+from itertools import chain
+from operator import is_
 from struct import pack
+from threading import local
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from commrt.buckets.layout import WIDTHS
 from commrt.errors import UsageError
 from commrt.runtime.world import World
+from commrt.training.admission import EMBEDDINGS
 
-__all__ = ["StepGuard", "closure_in", "settings_digest"]
+__all__ = [
+    "ParameterList",
+    "StepGuard",
+    "are_stepping",
+    "before_each_step",
+    "closure_in",
+    "settings_digest",
+    "wrapped_as",
+]
 
 UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
@@ -32,6 +51,65 @@ MIDWAY = (
     "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
     "it, the other ranks wait for the rest: close the world and start again"
 )
+
+
+class ParameterList:
+    """The parameters of a model as they are now; modules without any may come and go later.
+
+    Cost of a check: 0.1 us per module and parameter, and a walk through the model after a module has changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._params = list(model.named_parameters())
+        self._names = {id(param): name for name, param in self._params}
+        self._frozen = [(name, param) for name, param in self._params if not param.requires_grad]
+        modules = model.named_modules()
+        self._tables = [each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None]
+        self._remember()
+
+    def require_unchanged(self) -> None:
+        """Raise `UsageError` if a parameter came or went, requires a gradient now, or is written by a forward pass."""
+        if not self._is_as_before():
+            _refuse(self._changed_parameter())
+            self._remember()
+        for name, param in self._frozen:
+            if param.requires_grad:
+                _refuse(f"{name} was frozen and is not any more")
+        for name, table in self._tables:
+            if table.max_norm is not None:
+                _refuse(f"max_norm of {name or 'it'} was set")
+
+    def names(self) -> Mapping[int, str]:
+        """Return the names of the parameters that the model has now, by their ids."""
+        return (
+            self._names if self._is_as_before() else {id(param): name for name, param in self._model.named_parameters()}
+        )
+
+    def _is_as_before(self) -> bool:
+        now = [*chain.from_iterable(map(tuple, map(dict.values, self._dicts)))]  # another thread may own the model
+        return len(now) == len(self._known) and all(map(is_, now, self._known))
+
+    def _remember(self) -> None:
+        modules = list(self._model.modules())
+        # Public access would walk through all modules again: these are the dicts in which they keep their contents.
+        self._dicts: list[dict[str, Any]] = [
+            *(module._modules for module in modules),  # noqa: SLF001
+            *(module._parameters for module in modules),  # noqa: SLF001
+        ]
+        self._known = [*chain.from_iterable(map(dict.values, self._dicts))]
+
+    def _changed_parameter(self) -> str | None:
+        now = list(self._model.named_parameters())
+        there, known = {id(param) for _, param in now}, {id(param) for _, param in self._params}
+        gone = (f"{name} was replaced or removed" for name, param in self._params if id(param) not in there)
+        added = (f"{name} was added" for name, param in now if id(param) not in known)
+        return next(chain(gone, added), None)
+
+
+def _refuse(change: str | None) -> None:
+    if change is not None:
+        raise UsageError(f"the model has changed since attach(), {change}: detach() and attach() again")
 
 
 class StepGuard:
@@ -60,22 +138,19 @@ class StepGuard:
         before = [optimizer.register_step_pre_hook(self._before) for optimizer in self._optimizers]
         return before + [optimizer.register_step_post_hook(self._after) for optimizer in self._optimizers]
 
-    def settings(self, salt: int) -> int:
-        """Return the `settings_digest` of the optimizers."""
-        return settings_digest(self._optimizers, salt)
-
     def hold_back(self) -> None:
         """Note that a backward pass has added to gradients without averaging them."""
         self._held_back = True
 
-    def close(self) -> None:
-        """Refuse steps: gradients are on their way."""
+    def close(self, step: int) -> tuple[int, int]:
+        """Refuse steps, as gradients are on their way; return the steps so far, and the digest of all settings."""
         self._closed = True
+        return self.steps, settings_digest(self._optimizers, step % (1 << WIDTHS.step))
 
     def open(self) -> None:
         """Allow each optimizer a step: all gradients have been averaged."""
         self._held_back = self._closed = False
-        self._unused_by = {id(optimizer) for optimizer in self._optimizers}
+        self._unused_by = set(self._weights)
 
     def drop(self) -> None:
         """Note that the gradients at hand are not to be used."""
@@ -86,9 +161,7 @@ class StepGuard:
     def is_due(self) -> bool:
         """True if averaged gradients are at hand for an optimizer that has not stepped with them."""
         unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
-        return any(
-            _is_filled(param.grad) for each in unused for group in each.param_groups for param in group["params"]
-        )
+        return any(_is_filled(param) for each in unused for group in each.param_groups for param in group["params"])
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
@@ -101,7 +174,8 @@ class StepGuard:
         if (closure := closure_in(args, kwargs)) is not None:
             guarded = self._guarded(optimizer, closure)
             return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
-        self._require_averaged()
+        if self._held_back:
+            raise UsageError(UNAVERAGED)
         if id(optimizer) not in self._unused_by:
             self._take_part()
         return None
@@ -112,7 +186,8 @@ class StepGuard:
         @wraps(closure)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             value = closure(*args, **kwargs)
-            self._require_averaged()
+            if self._held_back:
+                raise UsageError(UNAVERAGED)
             if id(optimizer) not in self._unused_by:
                 if not self._are_zeroed():
                     raise UsageError(UNAVERAGED_BY_CLOSURE)
@@ -123,11 +198,7 @@ class StepGuard:
 
     def _are_zeroed(self) -> bool:
         """Return True if no parameter has a gradient but zeros; ranks whose gradients were averaged find the same."""
-        return not any(_is_filled(param.grad) for param in self._params)
-
-    def _require_averaged(self) -> None:
-        if self._held_back:
-            raise UsageError(UNAVERAGED)
+        return not any(map(_is_filled, self._params))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._unused_by.discard(id(optimizer))
@@ -136,8 +207,9 @@ class StepGuard:
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 
 
-def _is_filled(grad: Tensor | None) -> bool:
-    """Return False for None and for zeros; on a GPU, which would have to be waited for, zeros count as a gradient."""
+def _is_filled(param: Tensor) -> bool:
+    """Return True if `param` has a gradient other than zeros; on a GPU, which would have to be waited for, any."""
+    grad = param.grad
     return grad is not None and (grad.is_cuda or grad.layout != torch.strided or bool(grad.any()))
 
 
@@ -154,17 +226,89 @@ def settings_digest(optimizers: Sequence[Optimizer], salt: int) -> int:
     256 times, and other ones for another `salt`: a difference that lasts is found. Numbers on a GPU are left out,
     because reading them would wait for it. Cost: 8 us for AdamW with one group.
     """
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    values = (group[key] for group in groups for key in sorted(group) if key != "params")  # loaded ones: other orders
-    numbers = [number for value in values for number in _numbers(value)]
+    numbers: list[float] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for key in sorted(group):  # loaded ones come in other orders
+                if key != "params":
+                    _add_numbers(group[key], numbers)
     return blake2b(pack(f"q{len(numbers)}d", salt, *numbers), digest_size=1).digest()[0]
 
 
-def _numbers(value: object) -> Iterator[float]:
+def _add_numbers(value: object, numbers: list[float]) -> None:
+    """Append to `numbers` those that `value` holds."""
     if isinstance(value, int | float | np.integer | np.floating | np.bool_):
-        yield float(value)
+        numbers.append(float(value))
     elif isinstance(value, tuple | list):
         for part in value:
-            yield from _numbers(part)
+            _add_numbers(part, numbers)
     elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1 and not value.is_complex():
-        yield float(value)
+        numbers.append(float(value))
+
+
+class _Thread(local):
+    """What one thread runs."""
+
+    def __init__(self) -> None:
+        self.running: list[Optimizer] = []
+        """Steps that have begun and not ended, the outermost first."""
+
+
+_thread = _Thread()
+_calls: OrderedDict[int, WeakMethod[Callable[[Optimizer], None]]] = OrderedDict()
+
+
+def before_each_step(call: Callable[[Optimizer], None]) -> RemovableHandle:
+    """Call the method `call` before each step of any optimizer; does not keep its object alive."""
+    _register()
+    handle = RemovableHandle(_calls)
+    _calls[handle.id] = WeakMethod(call)
+    return handle
+
+
+def are_stepping(optimizers: Sequence[Optimizer]) -> bool:
+    """Return True if this thread is within a step of one of `optimizers`."""
+    return any(map(optimizers.__contains__, _thread.running))
+
+
+@cache
+def _register() -> None:
+    """Register with torch, once in a process."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    _leave(optimizer)  # an error may have ended its step before
+    for number, weakly in tuple(_calls.items()):
+        if (call := weakly()) is not None:
+            call(optimizer)
+        else:
+            _calls.pop(number, None)
+    _thread.running.append(optimizer)
+
+
+def _after(optimizer: Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _leave(optimizer)
+
+
+def _leave(optimizer: Optimizer) -> None:
+    """Note that a step has ended, and all that began within it."""
+    for place, running in enumerate(_thread.running):
+        if running is optimizer:
+            del _thread.running[place:]
+            return
+
+
+def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return the attribute of one of `optimizers` that is `inner` or holds it, as text; None if there is none."""
+    pairs = ((outer, key) for outer in optimizers for key, value in vars(outer).items() if _holds(value, inner))
+    return next((f"{type(outer).__name__}.{key}" for outer, key in pairs), None)
+
+
+def _holds(value: object, inner: Optimizer) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return any(part is inner for part in parts)

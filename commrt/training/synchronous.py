@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from commrt.buckets.engine import BuildBuckets, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
-from commrt.buckets.layout import WIDTHS, Header
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.recording import within_range
@@ -81,13 +80,13 @@ class SynchronousReplica(Replica):
         self._order_is_observed = False
         buffers = [*model.buffers()]
         self._broadcasts_buffers = broadcast_buffers and not self._alone
-        self._buffer_kinds = _kinds(buffers)
+        self._buffer_kinds = [*map(_kind, buffers)]
         carries = self._broadcasts_buffers and buffers
         self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate_shared) if carries else None
         if self._flat_buffers is not None and self._flat_buffers.flat.numel():
             engine.submit_sharing(self._flat_buffers.flat).result()
         self._number: int | None = None  # of the backward pass whose gradients are on their way
-        self._header = engine.buckets[0].header  # as the first bucket says it in this step
+        self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
         self._live(
@@ -136,32 +135,30 @@ class SynchronousReplica(Replica):
         self._number, self._in_flight = number, []
         self._order.arm()
         if not self._alone:
-            self._guard.close()
-            self._header = self._header_of_step(int(number == LATE))
+            steps, settings = self._guard.close(self._step)
+            late, first = int(number == LATE), self._engine.buckets[0].header
+            self._header = first._replace(late=late, optimizer_steps=steps, step=self._step, settings=settings)
         self._has_data = self._engine.submit_has_data(True, self._step) if self._joining else None
-
-    def _header_of_step(self, late: int) -> Header:
-        """Return what all ranks must agree on in this step. The first bucket says it; the others only who they are."""
-        settings = self._guard.settings(self._step % (1 << WIDTHS.step))
-        header = self._engine.buckets[0].header
-        return header._replace(late=late, optimizer_steps=self._guard.steps, step=self._step, settings=settings)
 
     def _submit(self, indices: Iterable[int]) -> None:
         """Send the buckets at `indices` on their way."""
-        for bucket in (self._engine.buckets[i] for i in indices):
+        for i in indices:
+            bucket = self._engine.buckets[i]
             if not self._alone:
-                bucket.take(self._header if bucket.index == 0 else bucket.header, self._order.is_ready)
+                bucket.take(self._header if i == 0 else bucket.header, self._order.is_ready)
             self._in_flight.append(self._engine.submit(bucket, self._step))
 
     def _finish(self) -> None:
         """Send what is left, wait for all, and give the averages to the parameters."""
         begin_s = perf_counter()
         self._submit(self._order.rest())
-        buffers = self._submit_buffers()  # behind the gradients: they may change until the backward pass has ended
+        buffers = (
+            self._submit_buffers() if self._broadcasts_buffers else []
+        )  # behind the gradients: they may change until the backward pass has ended
         if self._has_data:
             self._has_data.result()  # first: if it failed, the others only know that something did
         with within_range(self._world.recorder, "wait", step=self._step):
-            spans = tuple(answer.result() for answer in self._in_flight)
+            spans = tuple(map(Future.result, self._in_flight))
         if not self._alone:
             for bucket in self._engine.buckets:
                 bucket.assign_gradients()
@@ -178,10 +175,8 @@ class SynchronousReplica(Replica):
 
     def _submit_buffers(self) -> list[Tensor]:
         """Send rank 0's buffers, and return this rank's."""
-        if not self._broadcasts_buffers:
-            return []
         buffers = [*self.model.buffers()]
-        if _kinds(buffers) != self._buffer_kinds:
+        if [*map(_kind, buffers)] != self._buffer_kinds:
             raise UsageError(
                 f"the buffers' dtypes or shapes have changed since attach(), now {describe_buffers(self.model)}: "
                 "keep them as they are, or attach with broadcast_buffers=False"
@@ -296,5 +291,5 @@ class SynchronousReplica(Replica):
         self._engine.release()
 
 
-def _kinds(tensors: Iterable[Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
-    return [(tensor.dtype, tensor.shape) for tensor in tensors]
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape

@@ -84,14 +84,18 @@ class Fabric:
                     raise post.mismatch(what, place(post))
 
     def _post(self, rank: int, group: P2PGroup, call: int) -> list[_Post]:
-        sends, recvs = ([_Post(m.peer, m.data, call) for m in side] for side in (group.sends, group.recvs))
-        for post in sends:
-            self._lines[rank, post.peer].sends.append(post)
-            self._match(self._lines[rank, post.peer])
-        for post in recvs:
-            self._lines[post.peer, rank].recvs.append(post)
-            self._match(self._lines[post.peer, rank])
-        return [*sends, *recvs]
+        posts = []
+        for message in group.sends:
+            posts.append(post := _Post(message.peer, message.data, call))
+            line = self._lines[rank, post.peer]
+            line.sends.append(post)
+            self._match(line)
+        for message in group.recvs:
+            posts.append(post := _Post(message.peer, message.data, call))
+            line = self._lines[post.peer, rank]
+            line.recvs.append(post)
+            self._match(line)
+        return posts
 
     def _match(self, line: _Line) -> None:
         while line.sends and line.recvs:

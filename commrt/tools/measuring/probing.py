@@ -236,7 +236,7 @@ def _code_s_per_byte(device: torch.device) -> float:
     return sum(_typical_s(each, values) for each in passes) / len(passes) / values.nbytes
 
 
-def _typical_s(work: Callable[[], None], out: Tensor) -> float:
+def _typical_s(work: Callable[[], object], out: Tensor) -> float:
     """Return the median time of `work`, which writes to `out`."""
     times_s = []
     for _ in range(10):
