@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
@@ -16,7 +17,7 @@ from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.step_graph import StepGraphs
-from commrt.errors import UsageError
+from commrt.errors import TransportClosed, UsageError
 from commrt.program import Program, member_program, program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
@@ -105,7 +106,7 @@ class Engine:
             raise UsageError(f"{self.algorithm} cannot go on without a rank that has left join(): {error}") from error
 
     def replace_buckets(self, buckets: Sequence[GradientBucket]) -> None:
-        """Carry `buckets` from now on; what is in flight keeps what it needs."""
+        """Carry `buckets` from now on; nothing may be in flight."""
         self.buckets = buckets
         self._windows: dict[int, Window] = {}  # by bucket, where peers read it; filled on the communication thread
         self.forget()
@@ -133,7 +134,14 @@ class Engine:
                 part.zero_()
 
     def release(self) -> None:
-        """Let go of all memory once nothing is in flight; nothing more can be carried."""
+        """Let go of all memory, behind what is in flight; nothing more can be carried."""
+        with suppress(TransportClosed):  # it was closed by another thread meanwhile
+            if not self.world.closed:
+                self.world.comm_thread.run(self._let_go)
+                return
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.replace_buckets(())
         self._proven.cache_clear()
         self._broadcast.cache_clear()
