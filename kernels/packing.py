@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.layout import Layout, refuse_count
-from commrt.kernels.reference import mix, norm_of, pack, unpack
+from commrt.kernels.reference import mix, norm_of, pack, pack_at_once, unpack
 
 __all__ = ["NO_PARTS", "Findings", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
 
@@ -30,6 +30,8 @@ class Parts:
 
 
 NO_PARTS = Parts()
+SMALL_NUMEL = 1 << 14
+"""Tensors of so many elements, on average, are packed at once: see `pack_at_once`."""
 KEPT = 256
 """Headers whose bits are kept: only one of a step is new."""
 
@@ -129,7 +131,8 @@ class TorchPacking:
 
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
         self._layout, self._like = layout, like
-        self._views = views_of(wire, layout, like)
+        self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
+        self._packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
         self._flags, self._header = layout.flags(wire), layout.header(wire)
         self.mismatched = False
 
@@ -144,8 +147,10 @@ class TorchPacking:
         """See `Packing.pack`: one pass over each tensor, two more with `findings`."""
         if len(tensors) != len(self._like):
             refuse_count(tensors, len(self._like))
-        nonfinite, sums = (None, None) if findings is None else self._outputs(findings)
-        pack(tensors, self._views, scale, nonfinite, sums)
+        if findings is None and self._packs_at_once:
+            pack_at_once(tensors, self._views, self._row, scale)
+        else:
+            pack(tensors, self._views, scale, *((None, None) if findings is None else self._outputs(findings)))
         self.seal(tensors, header)
 
     def pack_one(self, index: int, tensor: Tensor | None, scale: float) -> None:

@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["combine_into", "in_pieces", "mix", "mix_into", "norm_of", "pack", "reduce_into", "unpack"]
+__all__ = [
+    "combine_into",
+    "in_pieces",
+    "mix",
+    "mix_into",
+    "norm_of",
+    "pack",
+    "pack_at_once",
+    "reduce_into",
+    "unpack",
+]
 
 PIECE_NUMEL = 1 << 16
 """2 ** 15 to 2 ** 17 elements are equally fast; whole tensors of 1.6 million elements take 6 times as long."""
@@ -38,6 +48,25 @@ def pack(
         _square_sums(sources, scale, scale, sums)
     if nonfinite is not None and not all(_is_finite(one, scale) for one in sources):
         nonfinite.fill_(1)
+
+
+def pack_at_once(sources: Sequence[Tensor | None], targets: Sequence[Tensor], row: Tensor, scale: float) -> None:
+    """Do what `pack` does for targets in one `row`, of the sources' dtype: copy all, then scale the row.
+
+    Per tensor it saves a call: 0.5 in place of 2.8 us at 1,024 elements, 2.9 for 4.3 at 16,384. Tensors that do not fit
+    a core's cache are read and written twice: 20 for 17 us at 65,536.
+    """
+    present: list[Tensor] = []
+    places: list[Tensor] = []
+    for source, target in zip(sources, targets, strict=True):
+        if source is None:
+            target.zero_()
+        else:
+            present.append(source)
+            places.append(target)
+    if present:
+        torch._foreach_copy_(places, present)
+        row.mul_(scale)
 
 
 def _square_sums(tensors: Sequence[Tensor | None], factor: float, scale: float, sums: Tensor) -> None:

@@ -127,6 +127,7 @@ class GradientBucket:
         self._overlaps.buckets += 1
         self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in params]
         self._kinds = [TensorKind.of(like) for like in self._like]
+        self._nbytes = [like.nbytes for like in self._like]
         self._packing = packing(wire, layout, self._like)
         self.repeatable = repeatable(self._packing)
         """Launches that a device graph can hold; None where plain torch packs, as on a CPU."""
@@ -167,8 +168,8 @@ class GradientBucket:
                 self._require_fit(place, grad)
                 if grad._base is None:  # noqa: SLF001  # nothing else tells
                     version = grad._version  # noqa: SLF001
-                if grad.numel():
-                    blocks.append((grad.data_ptr(), grad.nbytes, name))
+                if nbytes := self._nbytes[place]:
+                    blocks.append((grad.data_ptr(), nbytes, name))
             elif is_ready(name):
                 raise UsageError(CHANGED.format(name=name))
             else:
