@@ -32,6 +32,8 @@ class Parts:
 NO_PARTS = Parts()
 SMALL_NUMEL = 1 << 14
 """Tensors of so many elements, on average, are packed at once: see `pack_at_once`."""
+HEADS_KEPT = 8
+"""Headers with flags that are kept for one wire, which has the same ones in most steps."""
 KEPT = 256
 """Headers whose bits are kept: only one of a step is new."""
 
@@ -133,7 +135,8 @@ class TorchPacking:
         self._layout, self._like = layout, like
         self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
         self._packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
-        self._flags, self._header = layout.flags(wire), layout.header(wire)
+        self._head, self._flags, self._header = wire[: layout.head_numel], layout.flags(wire), layout.header(wire)
+        self._head_of = lru_cache(HEADS_KEPT)(self._make_head)
         self.mismatched = False
 
     def findings(self) -> Findings:
@@ -159,11 +162,14 @@ class TorchPacking:
 
     def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
         """Write the flags of `tensors` and the bits of `header`."""
-        self._flags.fill_(1)
-        for i, tensor in enumerate(tensors):
-            if tensor is None:
-                self._flags[i] = 0
-        self._header.copy_(bits(header))
+        self._head.copy_(self._head_of(header, tuple([i for i, tensor in enumerate(tensors) if tensor is None])))
+
+    def _make_head(self, header: int, absent: tuple[int, ...]) -> Tensor:
+        head = torch.zeros_like(self._head)
+        head[: len(bits(header))] = bits(header)
+        flags = head[len(bits(header)) :][: len(self._like)]
+        flags.fill_(1)[list(absent)] = 0
+        return head
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
@@ -192,7 +198,7 @@ class TorchPacking:
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`."""
-        self.mismatched = self.mismatched or not torch.equal((self._header != 0).cpu(), bits(header))
+        self.mismatched = self.mismatched or not torch.equal(self._header.bool().cpu(), bits(header))
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""

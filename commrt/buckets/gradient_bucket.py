@@ -111,6 +111,7 @@ class GradientBucket:
         quantized: QuantizedWire | None = None,
     ) -> None:
         self.index, self.params, self.layout, self.wire = index, params, layout, wire
+        self._device = wire.device
         self.model = model
         """Number of the model among those attached to one world."""
         self.header = Header(0, model, 0, 0, index, 0)
@@ -235,9 +236,9 @@ class GradientBucket:
         name, kind = self.names[place], self._kinds[place]
         if grad.is_inference():
             raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
-        if grad.device != self.wire.device:
+        if grad.device != self._device:
             raise UsageError(
-                f"the gradient of {name} is on {grad.device}, and its bucket on {self.wire.device}: move it there"
+                f"the gradient of {name} is on {grad.device}, and its bucket on {self._device}: move it there"
             )
         if (grad.dtype, grad.shape, grad.stride()) != kind:
             _refuse_kind(name, TensorKind.of(grad), kind)

@@ -69,8 +69,9 @@ def on_dense_gradients(
             here = weakly()
             if here is None:
                 raise UsageError(f"{name} outlived the model it was attached with: keep the model or its replica")
-            if param.grad is not None and param.grad.layout != torch.strided:
-                raise UsageError(f"the gradient of {name} is {param.grad.layout}: only dense gradients can be averaged")
+            grad = param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
             call(here, name)
 
         return ready
