@@ -13,8 +13,10 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-__all__ = ["GRANULE", "HEADER_NUMEL", "Layout", "layout_of", "overlap", "padded", "require_as_many"]
+__all__ = ["GRANULE", "HEADER_NUMEL", "WIDEST_NBYTES", "Layout", "layout_of", "overlap", "padded", "require_as_many"]
 
+WIDEST_NBYTES = 16
+"""The widest access of a GPU thread."""
 GRANULE = 16
 """Elements; each part of a wire buffer begins at a multiple."""
 HEADER_NUMEL = 64

@@ -17,10 +17,9 @@ from interpreter import interpreted_gpu
 from commrt.kernels import dispatch, quantize_dispatch
 from commrt.kernels.device import combine, meet_launch, packing, quantize_launches
 from commrt.kernels.device.sizes import sizes_for
-from commrt.kernels.layout import layout_of
+from commrt.kernels.layout import WIDEST_NBYTES, layout_of
 from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
 from commrt.kernels.packing import Parts
-from commrt.kernels.tables import WIDEST_NBYTES
 
 BENCH = Path(__file__).parent.parent / "bench"
 sys.path.insert(0, str(BENCH))

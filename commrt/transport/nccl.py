@@ -39,7 +39,7 @@ from commrt.transport.nccl_communicator import (
     create,
     load,
 )
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, share_nothing, split_self, zeros
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, PlainTransport, Tag, split_self
 
 __all__ = ["NcclTransport"]
 
@@ -89,7 +89,7 @@ class _Pending:
         return self.end is not None and self.end.query()
 
 
-class NcclTransport:
+class NcclTransport(PlainTransport):
     """One rank of an NCCL communicator; a `Transport` for tensors on `device`, the thread's current one by default.
 
     Connects to all other `members` through a `store` that only this communicator uses. Raises `DeadlineExceeded` with
@@ -102,7 +102,6 @@ class NcclTransport:
 
     kind = "nccl"
     can_move_receives = False
-    share = staticmethod(share_nothing)
 
     def __init__(
         self,
@@ -137,9 +136,8 @@ class NcclTransport:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """See `Transport.allocate`: ordinary memory of the device."""
-        device = self.device if device is None else device
-        self._require_device(device)
-        return zeros(numel, dtype, device)
+        self._require_device(device or self.device)
+        return super().allocate(numel, dtype, self.device)
 
     allocate_shared = allocate
 

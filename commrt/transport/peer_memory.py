@@ -8,11 +8,12 @@ pool gives such memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from commrt.kernels.dispatch import on_gpu
 from commrt.kernels.meeting import MeetingPlan
 
 __all__ = ["CudaPeerMemory", "PeerMemory"]
@@ -104,9 +105,7 @@ class CudaPeerMemory:
 
     def meet(self, plan: MeetingPlan) -> Callable[[], None]:
         """See `PeerMemory.meet`: one launch of one warp."""
-        from commrt.kernels.device.meet_launch import meet_launch  # noqa: PLC0415  # Triton is there only with a GPU
-
-        return meet_launch(plan)
+        return cast("Callable[[], None]", on_gpu("meet")(plan))
 
     def synchronize(self) -> None:
         """See `PeerMemory.synchronize`."""

@@ -10,6 +10,7 @@ overwrite; after it, no kernel tells anything any more.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,21 +20,26 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.program import Meeting
-from commrt.store.client import start_call
+from commrt.store.client import clone_connection, start_call
+from commrt.store.launcher import chosen_transport
+from commrt.store.rendezvous import host_identity
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.streams import StreamEvent, streams_of
+from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_communicator import Graphs, ShutdownNotices, Watchdog
 from commrt.transport.neighbours import Neighbours
-from commrt.transport.peer_memory import PeerMemory
+from commrt.transport.peer_memory import CudaPeerMemory, PeerMemory
 from commrt.transport.protocol import Exchange, P2PGroup, QueueingTransport, Tag, Window
 
-__all__ = ["PeersTransport"]
+__all__ = ["PeersTransport", "beside", "connect"]
 
+_log = logging.getLogger("commrt")
 LINGER_S = 1.0
 """Time for the peers to unmap the memory of this rank before it is freed."""
 SLACK_S = 20.0
@@ -69,6 +75,7 @@ class PeersTransport:
     """
 
     can_move_receives = False
+    one_host = False
 
     def __init__(
         self,
@@ -321,6 +328,52 @@ class PeersTransport:
         """Do nothing with the device in a forked child: the parent uses it."""
         self._closed = self._is_unmapped = True
         self._watchdog.stop()
+
+
+def connect(
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    timeout_s: float,
+    device: torch.device,
+    *,
+    on_failure: Callable[[TransportError], None],
+) -> QueueingTransport:
+    """Connect a rank by NCCL, with windows in peers' memory where the ranks of its host can map it. Collective.
+
+    Raises `UsageError` where they cannot and COMMRT_TRANSPORT asks for it.
+    """
+    rest = NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
+    try:
+        host = host_identity() or f"none that rank {rank} can share"
+        made = beside(rest, store, CudaPeerMemory(device), device, host, on_failure)
+    except BaseException:
+        rest.abort()  # others may be connected already, and wait for this rank
+        raise
+    if isinstance(made, PeersTransport):
+        return made
+    if made and chosen_transport() == "peers":
+        rest.abort()
+        raise UsageError(f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {made}. Unset it")
+    if made:
+        _log.info("GPUs of this host exchange through NCCL, not through each other's memory: %s", made)
+    return rest
+
+
+def beside(
+    rest: QueueingTransport,
+    store: Store,
+    memory: PeerMemory,
+    device: torch.device,
+    host: str,
+    on_failure: Callable[[TransportError], None] | None = None,
+) -> PeersTransport | str:
+    """Return windows beside `rest`, or why there are none; no reason for a rank that is alone on `host`. Collective."""
+    own = PrefixStore("peers", clone_connection(store))
+    neighbours = Neighbours(own, rest.rank, rest.members, rest.timeout_s, memory, host)
+    if not neighbours.ranks:
+        return neighbours.refusal
+    return PeersTransport(rest, neighbours, ShutdownNotices(own, rest.rank), memory, device, on_failure)
 
 
 class _Window:

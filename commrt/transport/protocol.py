@@ -31,15 +31,14 @@ __all__ = [
     "Exchange",
     "P2PGroup",
     "P2PMessage",
+    "PlainTransport",
     "QueueingTransport",
     "Tag",
     "Transport",
     "Window",
-    "capture_nothing",
     "point",
     "require_cpu",
     "require_peers",
-    "share_nothing",
     "split_self",
     "zeros",
 ]
@@ -101,11 +100,6 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """(numel, dtype, device) -> zeros [numel]."""
 
 
-def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-    """Return zeros [numel] in ordinary memory, as an `Allocate`."""
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
 class Transport(Protocol):
     """Runs groups of messages. Every implementation passes `commrt.testing.conformance`."""
 
@@ -119,6 +113,10 @@ class Transport(Protocol):
     @property
     def kind(self) -> str:
         """Name of the medium, such as ``gloo``."""
+
+    @property
+    def one_host(self) -> bool:
+        """True if it needs all members on one host."""
 
     @property
     def rank(self) -> int:
@@ -171,6 +169,34 @@ class Transport(Protocol):
         """
 
 
+def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """Return zeros [numel] in ordinary memory, as an `Allocate`."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+class PlainTransport:
+    """What most transports have in common: ordinary memory, no windows, and nothing that could be captured."""
+
+    one_host = False
+    can_move_receives = True
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate`: ordinary memory."""
+        return zeros(numel, dtype, device)
+
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate_shared`: no other memory."""
+        return self.allocate(numel, dtype, device)
+
+    def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
+        """See `Transport.capture`: nothing is queued."""
+        return None
+
+    def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
+        """See `Transport.share`: peers cannot read this memory."""
+        return ()
+
+
 class QueueingTransport(Transport, Protocol):
     """A transport whose groups return when they are queued on a device, before they are complete."""
 
@@ -208,16 +234,6 @@ class Window(Protocol):
 def point(target: Tensor, memory: Tensor) -> None:
     """Set `target` to `memory`, which has its size and dtype."""
     target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
-
-
-def capture_nothing(work: Callable[[], None], group: P2PGroup) -> Exchange | None:  # noqa: ARG001  # a `capture`
-    """Return None, as `Transport.capture` does where nothing is queued."""
-    return None
-
-
-def share_nothing(buffers: Sequence[Tensor]) -> Sequence[Window]:  # noqa: ARG001  # a `share`
-    """Return no windows, as `Transport.share` does where peers cannot read."""
-    return ()
 
 
 def require_cpu(device: torch.device, medium: str) -> None:

@@ -39,11 +39,10 @@ from commrt.transport.protocol import (
     Exchange,
     P2PGroup,
     P2PMessage,
+    PlainTransport,
     Tag,
-    capture_nothing,
     point,
     require_cpu,
-    share_nothing,
     split_self,
 )
 
@@ -156,20 +155,26 @@ class _PeerExchange:
         return self.sends[len(self.sends) - self.channel.untaken :]
 
 
-class SharedTransport:
+class SharedTransport(PlainTransport):
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
     Connects to all other `members` at construction, through a `store` that nobody else uses; raises
     `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.transport.channel.host_identity`. Used by one thread at a time; a process may hold several.
+    `commrt.store.rendezvous.host_identity`. Used by one thread at a time; a process may hold several.
     """
 
     kind = "shared"
-    capture = staticmethod(capture_nothing)
-    share = staticmethod(share_nothing)
-    can_move_receives = True
+    one_host = True
 
-    def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float = 300.0,
+        address: str | None = None,
+        neighbours: Sequence[int] = (),
+    ) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
@@ -184,8 +189,6 @@ class SharedTransport:
         """See `Transport.allocate`: sends from this memory need no copy on this side."""
         require_cpu(device, MEDIUM)
         return self._arena.allocate(numel, dtype)
-
-    allocate_shared = allocate
 
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
