@@ -263,10 +263,9 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_the_table_of_transports_names_the_class_of_each(name):
-    assert (connection.transport_called(name).kind, issubclass(connection.transport_called(name), PlainTransport)) == (
-        name,
-        True,
-    )
+    named = connection.transport_called(name)
+    assert issubclass(named, PlainTransport)
+    assert named.kind == name
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
