@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
 import commrt
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.buckets.gradient_bucket import build_buckets
 from commrt.buckets.layout import Header, encode
 from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NO_KERNEL, NOT_WHOLE, NOTHING_QUEUED, StepGraphs
@@ -154,7 +155,7 @@ def test_what_is_unpacked_from_peers_memory_is_what_nccl_brings(gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [commrt.Direct(), RING, commrt.Torus2D(), commrt.HalvingDoubling()], ids=str)
+@pytest.mark.parametrize("algorithm", [make() for make in ALGORITHMS.values()], ids=ALGORITHMS)
 def test_what_three_ranks_unpack_from_peers_memory_is_what_nccl_brings(gpu, algorithm):
     require_same(3, over_peers, algorithm=algorithm)
 
