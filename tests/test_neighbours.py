@@ -157,7 +157,7 @@ def test_a_rank_that_is_alone_on_its_host_may_ask_for_any_transport_of_gpus(aske
 def connected_gpus(memory, monkeypatch, *hosts):
     """What two ranks on `hosts` exchange by, over stand-ins for NCCL and for GPUs' memory."""
     memories, store, places = iter([HostPeerMemory(), memory()]), HashStore(), iter(hosts)
-    monkeypatch.setattr(peers, "CudaPeerMemory", lambda device: next(memories))
+    monkeypatch.setattr(peers, "PeerMemory", lambda device: next(memories))
     monkeypatch.setattr(peers, "host_identity", places.__next__)
     monkeypatch.setattr("commrt.transport.nccl.load", lambda: stand_in)
 

@@ -284,11 +284,10 @@ class NcclTransport(PlainTransport):
 
     def _lost_peer(self, pending: _Pending) -> PeerLost | None:
         """Return the error for a peer that left without its part in `pending`, which NCCL does not report."""
-        for peer, counts in self._notices.known(pending.counts).items():
-            if counts is None or counts.get(self.rank, 0) < pending.counts[peer]:
-                place = Place(self.rank, peer, *pending.tag, pending.group.hop)
-                return PeerLost("the peer left before this transfer: look at its own error", place)
-        return None
+        if (peer := self._notices.left_early(pending.counts)) is None:
+            return None
+        place = pending.tag.place(self.rank, pending.group.hop, peer)
+        return PeerLost("the peer left before this transfer: look at its own error", place)
 
     def _fail(self, error: TransportError) -> bool:
         """Abort because of `error`; return False if the transport had failed or been closed before."""

@@ -33,8 +33,7 @@ from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.streams import StreamEvent, streams_of
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_communicator import Graphs, ShutdownNotices, Watchdog
-from commrt.transport.neighbours import Neighbours
-from commrt.transport.peer_memory import CudaPeerMemory, PeerMemory
+from commrt.transport.neighbours import Neighbours, PeerMemory
 from commrt.transport.protocol import Exchange, P2PGroup, QueueingTransport, Tag, Window
 
 __all__ = ["PeersTransport", "beside", "connect"]
@@ -256,11 +255,9 @@ class PeersTransport:
         ended, since_s = self._stalled
         if ended != self._words[ENDED] or ended == self._queued:
             self._stalled = int(self._words[ENDED]), now_s()
-        elif now_s() - since_s > READ_NOTICES_S:
-            for peer, counts in self._notices.known(self._begun).items():
-                if counts is None or counts.get(self.rank, 0) < self._begun[peer]:
-                    what = "the peer left before this exchange: look at its own error"
-                    return PeerLost(what, self._latest.place(self.rank, 0, peer))
+        elif now_s() - since_s > READ_NOTICES_S and (peer := self._notices.left_early(self._begun)) is not None:
+            what = "the peer left before this exchange: look at its own error"
+            return PeerLost(what, self._latest.place(self.rank, 0, peer))
         return None
 
     def wait(self) -> None:
@@ -346,7 +343,7 @@ def connect(
     rest = NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
     try:
         host = host_identity() or f"none that rank {rank} can share"
-        made = beside(rest, store, CudaPeerMemory(device), device, host, on_failure)
+        made = beside(rest, store, PeerMemory(device), device, host, on_failure)
     except BaseException:
         rest.abort()  # others may be connected already, and wait for this rank
         raise
