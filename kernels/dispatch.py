@@ -41,12 +41,12 @@ TRITON_AT_LEAST = "3.5"
 
 ON_GPUS = {
     "packing": "commrt.kernels.device.packing:TritonPacking",
-    "add": "commrt.kernels.device.combine:add_launch",
-    "mix": "commrt.kernels.device.combine:mix_launch",
-    "quantize": "commrt.kernels.device.quantize_launches:quantize_launch",
-    "dequantize": "commrt.kernels.device.quantize_launches:dequantize_launch",
-    "add quantized": "commrt.kernels.device.quantize_launches:add_quantized_launch",
-    "meet": "commrt.kernels.device.meet_launch:meet_launch",
+    "add": "commrt.kernels.device.launches:add_launch",
+    "mix": "commrt.kernels.device.launches:mix_launch",
+    "quantize": "commrt.kernels.device.launches:quantize_launch",
+    "dequantize": "commrt.kernels.device.launches:dequantize_launch",
+    "add quantized": "commrt.kernels.device.launches:add_quantized_launch",
+    "meet": "commrt.kernels.device.launches:meet_launch",
 }
 """What makes the launches of each kernel. Imported for the first tensor on a GPU, as only there is Triton needed."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
-from commrt.testing.graphs import recording
+from commrt.testing.nccl import recording
 from commrt.threads.clock import now_s
 from commrt.transport.neighbours import PeerMemory
 
