@@ -21,9 +21,8 @@ from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
 from commrt.runtime import connection
-from commrt.store.agreement import gather
+from commrt.store.agreement import WorldConfig, gather
 from commrt.store.reports import diagnose
-from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
 from commrt.training.join_progress import JoinProgress
 from commrt.transport import channel, nccl_communicator

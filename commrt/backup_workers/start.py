@@ -15,9 +15,9 @@ from commrt.backup_workers.backup_replica import BackupWorkersReplica
 from commrt.buckets.engine import Engine
 from commrt.errors import UsageError
 from commrt.runtime.world import World
+from commrt.store.agreement import WorldConfig
 from commrt.store.launcher import chosen_transport
 from commrt.store.rendezvous import host_identity
-from commrt.store.world_config import WorldConfig
 from commrt.training import synchronous
 from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.training.model_state import dump, flatten, load

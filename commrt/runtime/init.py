@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.errors import TransportClosed, UsageError
 from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
 from commrt.runtime.world import Hooks, World
+from commrt.store.agreement import WorldConfig
 from commrt.store.client import STORE_ANSWER_S, call_store, clone_connection
 from commrt.store.launcher import (
     DEFAULT_TIMEOUT_S,
@@ -28,7 +29,6 @@ from commrt.store.launcher import (
     require_deadlines,
 )
 from commrt.store.rendezvous import host_identity, is_loopback, meet, own_address
-from commrt.store.world_config import WorldConfig
 from commrt.threads.comm_thread import EXIT_S
 from commrt.transport.by_device import NullTransport
 from commrt.transport.local import Fabric
