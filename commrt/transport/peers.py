@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import sleep
@@ -138,7 +138,7 @@ class PeersTransport:
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
         """Return windows of `buffers`, all from `allocate_shared`. Collective, with the same sizes on all members."""
-        return [_Window(self, peers) for peers in self._neighbours.share(buffers, self.timeout_s)]
+        return [Window(peers, self.bind_meeting) for peers in self._neighbours.share(buffers, self.timeout_s)]
 
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`: by the rest."""
@@ -154,7 +154,11 @@ class PeersTransport:
         last: bool = False,
         looks: bool = False,
     ) -> Exchange:
-        """See `Window.bind`."""
+        """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
+
+        A program begins with its `first` meeting and ends with its `last` one, after which positions begin anew.
+        One that `looks` fails if an exchange before it, by other means, has been given up.
+        """
         self._require_open(CAPTURE, hop)
         number, words = next(self._numbers), [self._neighbours.words(peer) for peer in ranks]
         bound = self._meetings[number] = _Bound(hop, ranks, first)
@@ -371,14 +375,3 @@ def beside(
     if not neighbours.ranks:
         return neighbours.refusal
     return PeersTransport(rest, neighbours, ShutdownNotices(own, rest.rank), memory, device, on_failure)
-
-
-class _Window:
-    """A `Window` of one buffer."""
-
-    def __init__(self, transport: PeersTransport, peers: Mapping[int, Tensor]) -> None:
-        self._transport, self.peers = transport, peers
-
-    def bind(self, meeting: Meeting, hop: int, ranks: Sequence[int], **flags: bool) -> Exchange:
-        """See `Window.bind`."""
-        return self._transport.bind_meeting(meeting, hop, ranks, **flags)

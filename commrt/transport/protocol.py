@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from commrt.errors import Place, UsageError
-from commrt.program import Meeting
 
 __all__ = [
     "CPU",
@@ -207,28 +206,13 @@ class QueueingTransport(Transport, Protocol):
         """Wait until all queued groups are complete; raises an error that no call has raised yet."""
 
 
-class Window(Protocol):
+class Window(NamedTuple):
     """A buffer of this rank that peers read where it lies, and the same buffer of each of them."""
 
-    @property
-    def peers(self) -> Mapping[int, Tensor]:
-        """By rank, its buffer, of the shape and dtype of this rank's; for ranks of this host. Never write to it."""
-
-    def bind(
-        self,
-        meeting: Meeting,
-        hop: int,
-        ranks: Sequence[int],
-        *,
-        first: bool = False,
-        last: bool = False,
-        looks: bool = False,
-    ) -> Exchange:
-        """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
-
-        A program begins with its `first` meeting and ends with its `last` one, after which positions begin anew.
-        One that `looks` fails if an exchange before it, by other means, has been given up.
-        """
+    peers: Mapping[int, Tensor]
+    """By rank, its buffer, of the dtype of this rank's; for ranks of this host. Never write to it."""
+    bind: Callable[..., Exchange]
+    """Prepares a meeting once, to run it many times; see `commrt.transport.peers.PeersTransport.bind_meeting`."""
 
 
 def point(target: Tensor, memory: Tensor) -> None:

@@ -10,10 +10,11 @@ ends. Small messages travel on the sockets themselves, and are complete when the
 from __future__ import annotations
 
 import select
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
+from operator import methodcaller
 from weakref import finalize
 
 import torch
@@ -204,8 +205,8 @@ class SharedTransport(PlainTransport):
                 target.copy_(source)
             if not exchanges:
                 return None
-            self._run(exchanges, where, tag.call)
-            return partial(self._return_borrowed, exchanges, where) if group.reads else None
+            self._run(exchanges, where, methodcaller("begin", tag.call))
+            return partial(self._run, exchanges, where, _PeerExchange.return_borrowed) if group.reads else None
 
         return run
 
@@ -245,23 +246,15 @@ class SharedTransport(PlainTransport):
         if self._failure is not None:
             raise TransportClosed("an earlier exchange failed; start a new world", place) from self._failure
 
-    def _run(self, exchanges: Sequence[_PeerExchange], where: Place, call: int) -> None:
+    def _run(self, exchanges: Sequence[_PeerExchange], where: Place, begin: Callable[[_PeerExchange], None]) -> None:
+        """Call `begin` with each of `exchanges`, and return when all are finished."""
         try:
             while self._arena.freed:
                 number = self._arena.freed.popleft()
                 for channel in self._channels.values():
                     channel.forget(number)
             for exchange in exchanges:
-                exchange.begin(call)
-            self._complete(exchanges, where)
-        except TransportError as failure:
-            self._failure = failure
-            raise
-
-    def _return_borrowed(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
-        try:
-            for exchange in exchanges:
-                exchange.return_borrowed()
+                begin(exchange)
             self._complete(exchanges, where)
         except TransportError as failure:
             self._failure = failure
