@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from commrt.kernels import dispatch
+from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing, TorchPacking, views_of
 from commrt.threads.streams import streams_of
@@ -25,9 +26,8 @@ from commrt.transport.nccl_communicator import load
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 LENGTHS = (0, 1, 7, 8, 9, 127, 1009, 4095, 4096, 4097, 8192, 50257, 1_000_003)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 F64 = torch.float64
-PAIRS = [*product(DTYPES, DTYPES), (F64, F64), (F64, torch.float32), (F64, torch.bfloat16)]
+PAIRS = [*product(GPU_DTYPES, GPU_DTYPES), (F64, F64), (F64, torch.float32), (F64, torch.bfloat16)]
 """Plain torch packs those of fp64."""
 HEADER = 0xF000_0000_0000_0005
 
@@ -80,7 +80,7 @@ def test_pack_and_unpack_are_their_definitions_bit_by_bit(dtype: torch.dtype, wi
     assert all(map(same, back, targets))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
 def test_gradients_that_live_on_the_wire_are_scaled_in_place(dtype: torch.dtype):
     layout = layout_of(LENGTHS)
     like = [torch.empty(length, dtype=dtype) for length in LENGTHS]
@@ -102,7 +102,7 @@ def test_gradients_that_live_on_the_wire_are_scaled_in_place(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 9])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=str)
 def test_what_arrives_is_added_from_left_to_right_and_rounded_once(dtype: torch.dtype, ranks: int):
     for seed, count in enumerate(LENGTHS[1:]):
         own, scratch = random(count, dtype, seed), random(ranks * (count + 16), dtype, seed + 50).view(ranks, -1)
@@ -132,7 +132,7 @@ def test_mix_is_its_definition_bit_by_bit(dtype: torch.dtype, wire: torch.dtype,
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("wire", DTYPES, ids=str)
+@pytest.mark.parametrize("wire", GPU_DTYPES, ids=str)
 def test_options_are_their_definitions_and_norms_the_same_in_every_run(wire: torch.dtype, accumulate: bool):
     tensors = [random(count, torch.float32, seed) for seed, count in enumerate(LENGTHS)]
     _, packing, _, reference = wires(layout_of(LENGTHS), wire, tensors)

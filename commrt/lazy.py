@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a package that are imported when they are first used, so that ``import commrt`` needs no torch."""
+"""Names of a package that are imported when they are first used, so that ``import commrt`` needs no torch.
+
+A package's ``__init__.pyi`` is the one list of them, for type checkers and at run time: each line imports names from
+the modules that define them, and nothing reads it before a name is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 
-__all__ = ["names_in"]
+__all__ = ["homes", "names_of"]
 
 
-def names_in(package: str, modules: Mapping[str, Sequence[str]], rooms: Sequence[str] = ()) -> Callable[[str], object]:
-    """Return a package's ``__getattr__``: `modules` says which module has which names; `rooms` are its own packages."""
-    module_of = {name: module for module, names in modules.items() for name in names}
+def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and the ``__dir__`` of `package`, whose names are those of its ``__init__.pyi``."""
 
     def get(name: str) -> object:
-        if name in rooms:
-            return import_module(f"{package}.{name}")
-        if name not in module_of:
+        if name == "__all__":
+            return sorted(name for name, home in homes(package).items() if home != package)
+        if name.startswith("__") or name not in homes(package):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(module_of[name]), name)
+        home = homes(package)[name]
+        return import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
 
-    return get
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes(package)})
+
+
+@cache
+def homes(package: str) -> dict[str, str]:
+    """Return by name the module that defines it; for a package inside `package`, that is `package`."""
+    import ast  # noqa: PLC0415  # takes as long as the rest of ``import commrt``
+    from pkgutil import get_data  # noqa: PLC0415  # reads from archives too
+
+    stub = ast.parse(get_data(package, "__init__.pyi") or b"")
+    imports = [each for each in stub.body if isinstance(each, ast.ImportFrom)]
+    return {alias.name: str(each.module) for each in imports for alias in each.names}

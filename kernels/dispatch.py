@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from pkgutil import resolve_name
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from commrt.kernels.layout import Layout
+from commrt.kernels.layout import WIDEST_NBYTES, Layout
 from commrt.kernels.packing import Packing, Repeatable, TorchPacking
 from commrt.kernels.reference import combine_into, mix_into, reduce_into
-from commrt.kernels.tables import WIDEST_NBYTES
 
 __all__ = [
     "GPU_DTYPES",
+    "ON_GPUS",
     "OPERATIONS",
     "TRITON_AT_LEAST",
     "adding",
@@ -28,6 +29,7 @@ __all__ = [
     "copying",
     "is_too_old",
     "mixing",
+    "on_gpu",
     "packing",
     "repeatable",
 ]
@@ -37,6 +39,17 @@ GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 TRITON_AT_LEAST = "3.5"
 """3.2 lacks functions that `device.variants` calls; 3.5 and 3.6 were tried."""
+
+ON_GPUS = {
+    "packing": "commrt.kernels.device.packing:TritonPacking",
+    "add": "commrt.kernels.device.launches:add_launch",
+    "mix": "commrt.kernels.device.launches:mix_launch",
+    "quantize": "commrt.kernels.device.launches:quantize_launch",
+    "dequantize": "commrt.kernels.device.launches:dequantize_launch",
+    "add quantized": "commrt.kernels.device.launches:add_quantized_launch",
+    "meet": "commrt.kernels.device.launches:meet_launch",
+}
+"""What makes the launches of each kernel. Imported for the first tensor on a GPU, as only there is Triton needed."""
 
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -53,12 +66,15 @@ Combination = Callable[[], object]
 """Runs an addition or a mix on fixed memory each time it is called."""
 
 
+def on_gpu(kernel: str) -> Callable[..., Any]:
+    """Return what makes the launches of `kernel`."""
+    return cast("Callable[..., Any]", resolve_name(ON_GPUS[kernel]))
+
+
 def packing(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> Packing:
     """Return the `Packing` for tensors of the dtype, shapes and strides of `like` on `wire`; compiles its kernels."""
     if is_on_gpu(wire) and wire.dtype in GPU_DTYPES and like[0].dtype in GPU_DTYPES:
-        from commrt.kernels.device.packing import TritonPacking  # noqa: PLC0415  # Triton is there only with a GPU
-
-        return TritonPacking(wire, layout, like[0].dtype)
+        return cast("Packing", on_gpu("packing")(wire, layout, like[0].dtype))
     return TorchPacking(wire, layout, like)
 
 
@@ -85,9 +101,7 @@ def suit_kernels(*buffers: Tensor) -> bool:
 def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
     """Return a function that computes ``out += received[0] + ...``."""
     if suits_kernels(out):
-        from commrt.kernels.device.combine import add_launch  # noqa: PLC0415
-
-        return add_launch(out, received)
+        return cast("Combination", on_gpu("add")(out, received))
     return partial(reduce_into, out, received)
 
 
@@ -110,9 +124,7 @@ def copying(out: Tensor, source: Tensor) -> Combination:
 def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
     """Return a function that computes ``out += weight * (received - out)``."""
     if suits_kernels(out):
-        from commrt.kernels.device.combine import mix_launch  # noqa: PLC0415
-
-        return mix_launch(out, received, weight)
+        return cast("Combination", on_gpu("mix")(out, received, weight))
     return partial(mix_into, out, received, weight)
 
 

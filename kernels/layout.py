@@ -14,8 +14,10 @@ from typing import NoReturn
 
 from torch import Tensor
 
-__all__ = ["GRANULE", "HEADER_NUMEL", "Layout", "layout_of", "padded", "refuse_count"]
+__all__ = ["GRANULE", "HEADER_NUMEL", "WIDEST_NBYTES", "Layout", "layout_of", "padded", "refuse_count"]
 
+WIDEST_NBYTES = 16
+"""The widest access of a GPU thread."""
 GRANULE = 16
 """Elements; each part of a wire buffer begins at a multiple."""
 HEADER_NUMEL = 64

@@ -12,7 +12,7 @@ from typing import cast
 
 from torch import Tensor
 
-from commrt.kernels.dispatch import Combination, suit_kernels
+from commrt.kernels.dispatch import Combination, on_gpu, suit_kernels
 from commrt.kernels.quantize import add_quantized, dequantize, quantize
 from commrt.quantizer import Quantizer
 
@@ -38,9 +38,7 @@ def compiled_quantize() -> ModuleType | None:
 def quantizing(values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None) -> Callable[[int], None]:
     """Return a function of a key that codes `values`; see `quantize.encode`."""
     if suit_kernels(values, codes, *([] if residual is None else [residual])):
-        from commrt.kernels.device.quantize_launches import quantize_launch  # noqa: PLC0415
-
-        return quantize_launch(values, codes, quantizer, residual)
+        return cast("Callable[[int], None]", on_gpu("quantize")(values, codes, quantizer, residual))
     if suits_numba(values) and (numba := compiled_quantize()):
         return cast("Callable[[int], None]", numba.quantize_call(values, codes, quantizer, residual))
     return lambda key: quantize(values, codes, quantizer, residual, key)
@@ -49,9 +47,7 @@ def quantizing(values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Te
 def dequantizing(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Combination:
     """Return a function that dequantizes to `values`; see `quantize.decode`."""
     if suit_kernels(values, codes):
-        from commrt.kernels.device.quantize_launches import dequantize_launch  # noqa: PLC0415
-
-        return dequantize_launch(codes, values, quantizer)
+        return cast("Combination", on_gpu("dequantize")(codes, values, quantizer))
     if suits_numba(values) and (numba := compiled_quantize()):
         return cast("Combination", numba.dequantize_call(codes, values, quantizer))
     return lambda: dequantize(codes, values, quantizer)
@@ -63,9 +59,7 @@ def adding_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quan
     On a GPU they lie evenly spaced in one buffer.
     """
     if suit_kernels(values, *received):
-        from commrt.kernels.device.quantize_launches import add_quantized_launch  # noqa: PLC0415
-
-        return add_quantized_launch(values, received, quantizer)
+        return cast("Combination", on_gpu("add quantized")(values, received, quantizer))
     if suits_numba(values) and (numba := compiled_quantize()):
         return cast("Combination", numba.add_quantized_call(values, received, quantizer))
     return lambda: add_quantized(values, received, quantizer)

@@ -12,14 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from commrt.kernels.layout import GRANULE, Layout, refuse_count
+from commrt.kernels.layout import GRANULE, WIDEST_NBYTES, Layout, refuse_count
 
 IntArray = NDArray[np.integer[Any]]
 
-__all__ = ["WIDEST_NBYTES", "Tables", "alignment"]
+__all__ = ["Tables", "alignment"]
 
-WIDEST_NBYTES = 16
-"""The widest access of a GPU thread."""
 EMPTY = WIDEST_NBYTES
 """Address of an empty tensor, instead of torch's 0, which marks an absent one; it is never accessed."""
 

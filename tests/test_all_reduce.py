@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from interpreter import interpreted_gpu
 
 import commrt
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, UsageError
+from commrt.store.launcher import TRANSPORTS
 from commrt.testing.faults import delay_at, drop_at, with_faults
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
@@ -37,7 +39,7 @@ def summed(world, tensor, **kwargs):
     return tensor
 
 
-@pytest.mark.parametrize("algorithm", [commrt.Torus2D(), commrt.Ring(), commrt.HalvingDoubling()], ids=repr)
+@pytest.mark.parametrize("algorithm", [make() for make in ALGORITHMS.values()], ids=ALGORITHMS)
 @given(
     size=st.sampled_from([1, 2, 3, 4, 5, 7]),
     shape=st.lists(st.integers(0, 5), max_size=3),
@@ -336,7 +338,7 @@ def test_a_wait_may_be_of_any_length():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_send_different_dtypes_of_one_size_are_told(transport, monkeypatch):
     monkeypatch.setenv("COMMRT_TRANSPORT", transport)
     for outcome in run_processes(2, averaging_ranks.two_wires, limit_s=60):

@@ -18,8 +18,10 @@ import walks
 from sources import ROOT, assert_none, modules, offences, parsed, sources
 
 import commrt
+from commrt import lazy
 from commrt.algorithms.catalogue import ALGORITHMS
 
+STUBS = [path for folder in ("commrt", "algorithms") for path in (ROOT / folder).rglob("__init__.pyi")]
 KERNELS = [path.stem for path in (ROOT / "kernels").glob("*.py") if path.stem != "__init__"]
 
 
@@ -30,16 +32,26 @@ def test_the_rooms_outside_are_linked_into_the_package():
 
 
 def test_the_public_surface_is_sorted_and_exists():
-    def alphabetical(names):
-        return sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
-
-    assert commrt.__all__ == alphabetical(commrt.__all__)
+    assert commrt.__all__ == sorted(set(commrt.__all__))
     assert len(commrt.__all__) <= 30
     for name in commrt.__all__:
         assert getattr(commrt, name) is not None
     assert set(commrt.__all__) <= set(dir(commrt))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = commrt.nonsense
+
+
+def test_every_stub_names_what_is_there_and_stands_in_its_own_room_or_below():
+    layers = next(each["layers"] for each in contracts() if each["name"] == "Rooms import downwards only")
+    floors = {room: floor for floor, rooms in enumerate(layers) for room in rooms.split(" | ")}
+    offers = {path.parent: lazy.homes(imported(path).__name__) for path in STUBS}
+    assert len(offers) == 9
+    for folder, homes in offers.items():
+        package = imported(folder / "__init__.py")
+        assert homes
+        assert_none(f"{folder.name}.{name}" for name in homes if getattr(package, name, None) is None)
+        below = [home.split(".")[1] for home in homes.values() if home != "commrt" and folder.name != "commrt"]
+        assert_none(f"{folder.name} offers {room}" for room in below if floors[room] < floors[folder.name])
 
 
 def test_every_module_has_a_licence():
@@ -84,6 +96,10 @@ def imported(path):
     """The module of a file, under the name by which users import it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return import_module(".".join(parts if parts[0] == "commrt" else ("commrt", *parts)).removesuffix(".__init__"))
+
+
+def contracts():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
 def test_what_a_module_offers_it_defines():

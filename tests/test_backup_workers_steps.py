@@ -16,6 +16,7 @@ from pairwise import pairwise
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.backup_workers import quorum_vote
 from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
@@ -28,7 +29,7 @@ def test_exactly_n_gradients_count_whichever_rank_is_late_and_replicas_end_equal
     ranks = data.draw(st.integers(3, 7))
     backups = data.draw(st.integers(1, (ranks - 1) // 2))
     steps, early = data.draw(st.integers(1, 40)), data.draw(st.booleans())
-    inner = data.draw(st.sampled_from([commrt.Torus2D(), commrt.Ring(), commrt.HalvingDoubling()]))
+    inner = ALGORITHMS[data.draw(st.sampled_from([*ALGORITHMS]))]()
     places = st.tuples(st.integers(0, ranks - 1), st.integers(0, steps - 1))
     late = data.draw(st.dictionaries(places, st.integers(1, 9), max_size=30))
     progress, may = Progress(), threading.Semaphore(backups)

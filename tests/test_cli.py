@@ -15,6 +15,7 @@ from commands import ended, invoke, told
 from typer.testing import CliRunner
 
 import commrt
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.errors import CommrtError
 from commrt.tools.commands.app import app
 
@@ -26,11 +27,8 @@ def verified(*args):
     return told("verify", *args)
 
 
-ALL_REDUCES = ("ring", "halving_doubling", "torus2d", "direct")
-
-
 def test_verify_proves_all_reduces_of_any_number_of_ranks():
-    records = {(name, ranks): verified(name, "--ranks", str(ranks)) for name in ALL_REDUCES for ranks in RANKS}
+    records = {(name, ranks): verified(name, "--ranks", str(ranks)) for name in ALGORITHMS for ranks in RANKS}
     assert [case for case, record in records.items() if (record["ok"], record["counterexample"]) != (True, None)] == []
 
 

@@ -14,6 +14,7 @@ from cases import for_each
 from commands import invoke, refused, told
 
 import commrt
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.pricing.cluster import builtin_clusters
 from commrt.pricing.wires import ITEMS, QUANTIZERS
 from commrt.proof.replay import prove
@@ -33,10 +34,7 @@ def test_simulate_says_what_an_exchange_takes_and_what_no_schedule_can_beat():
     assert 1.5 < record["seconds"] / record["lower_bound_seconds"] == record["of_optimal"] < 1.6
 
 
-ALGORITHMS = ("ring", "halving_doubling", "torus2d", "direct", "gossip")
-
-
-@for_each(("algorithm", "cluster"), product(ALGORITHMS, builtin_clusters()))
+@for_each(("algorithm", "cluster"), product([*ALGORITHMS, "gossip"], builtin_clusters()))
 def test_every_algorithm_has_a_price_on_every_shipped_cluster(algorithm, cluster):
     record = told("simulate", "exchange", algorithm, "--ranks", 32, "--cluster", cluster, *BUFFER)
     assert record["seconds"] >= record["lower_bound_seconds"] > 0

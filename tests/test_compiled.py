@@ -15,12 +15,11 @@ import torch
 from interpreter import interpreted_gpu
 
 from commrt.kernels import dispatch, quantize_dispatch
-from commrt.kernels.device import combine, meet_launch, packing, quantize_launches
+from commrt.kernels.device import launches, packing
 from commrt.kernels.device.sizes import sizes_for
-from commrt.kernels.layout import layout_of
+from commrt.kernels.layout import WIDEST_NBYTES, layout_of
 from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
 from commrt.kernels.packing import Parts
-from commrt.kernels.tables import WIDEST_NBYTES
 
 BENCH = Path(__file__).parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
@@ -74,8 +73,7 @@ def test_every_kernel_that_is_launched_has_been_looked_at(monkeypatch):
 
     with interpreted_gpu():
         monkeypatch.setattr(packing, "launch_of", launch_of)
-        monkeypatch.setattr(combine, "launch_of", launch_of)
-        monkeypatch.setattr(meet_launch, "launch_of", launch_of)
+        monkeypatch.setattr(launches, "launch_of", launch_of)
         for dtype, wire, skew in product(SHORT, SHORT, (0, 1, 2, 4)):
             launch_everything(dtype, wire, skew)
         for peers in PEERS:
@@ -113,7 +111,7 @@ def launch_everything(dtype, wire_dtype, skew):
 def launch_a_meeting(peers):
     words = torch.zeros(3, peers, 1, dtype=torch.int32)
     state, host = torch.zeros(2, dtype=torch.int32), torch.zeros(len(HOST_WORDS), dtype=torch.int64)
-    meet_launch.meet_launch(MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0))
+    launches.meet_launch(MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0))
 
 
 @pytest.mark.parametrize("triton", FINDINGS)
@@ -179,7 +177,7 @@ def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch)
         launched.add(variant)
 
     with interpreted_gpu():
-        monkeypatch.setattr(quantize_launches, "launch_of", launch_of)
+        monkeypatch.setattr(launches, "launch_of", launch_of)
         for quantizer in inspect_quantize.quantizers():
             values, codes = torch.zeros(100), torch.zeros(quantizer.nbytes(100), dtype=torch.uint8)
             quantize_dispatch.quantizing(values, codes, quantizer, values if quantizer.feedback else None)

@@ -297,7 +297,7 @@ def test_more_ranks_than_processors_are_a_warning(monkeypatch):
 
 
 @FORKS
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_processes_exchange_over_the_transport_that_was_chosen(transport, monkeypatch):
     variables = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
     for name, value in (variables | {"COMMRT_TRANSPORT": transport}).items():

@@ -13,6 +13,7 @@ from torch import nn
 
 import commrt
 from commrt.algorithms import ring
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.buckets.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
 from commrt.runtime.consistency import ConsistencyCheck
@@ -134,7 +135,7 @@ def test_a_step_binds_nothing_that_attach_or_the_new_cut_could_have_bound(monkey
     assert carried == [0] * 8
 
 
-@pytest.mark.parametrize("algorithm", [commrt.Ring(), commrt.Torus2D(), commrt.HalvingDoubling()], ids=repr)
+@pytest.mark.parametrize("algorithm", [make() for make in ALGORITHMS.values()], ids=ALGORITHMS)
 def test_attach_connects_to_every_peer_of_a_step(algorithm, monkeypatch):
     met, bind = defaultdict(set), LocalTransport.bind
 

@@ -11,6 +11,7 @@ import failing_ranks
 import pytest
 
 import commrt
+from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
 
 TIMEOUT_S = 3.0
@@ -45,7 +46,10 @@ def assert_names_the_place(error, victim):
     assert f"peer {victim}" in error, error
 
 
-@pytest.fixture(params=["shared", pytest.param("gloo", marks=pytest.mark.slow)])
+FIRST, *OTHERS = TRANSPORTS
+
+
+@pytest.fixture(params=[FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def transport(request, monkeypatch):
     """What the workers exchange through; elsewhere they choose, and take shared memory."""
     monkeypatch.setenv("COMMRT_TRANSPORT", request.param)

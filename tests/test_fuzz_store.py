@@ -21,9 +21,8 @@ from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
 from commrt.runtime import connection
-from commrt.store.agreement import gather
+from commrt.store.agreement import WorldConfig, gather
 from commrt.store.reports import diagnose
-from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
 from commrt.training.join_progress import JoinProgress
 from commrt.transport import channel, nccl_communicator
@@ -101,9 +100,9 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     met(lambda: list(progress.outlast(0)))
     met(diagnose, store, 0, 2, PeerLost("gone", Place(0, 1)))
     departures = ShutdownNotices(store, 0)
-    departures.known([1])
+    departures.left_early({1: 1})
     departures._question.exception(5.0)
-    departures.known([1])
+    departures.left_early({1: 1})
     met(request_state, said[:99].decode(errors="replace"), b"R", 1, 0.5)
 
 

@@ -22,6 +22,7 @@ import commrt
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.runtime import connection
+from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 
@@ -417,7 +418,7 @@ def test_killed_processes_are_named_and_the_others_finish_long_before_a_deadline
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["shared", "gloo", "both"], indirect=True)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "both"], indirect=True)
 def test_a_process_killed_while_replicas_become_equal_is_left_out(transport):
     assert_they_went_on(struck({2: "consolidating"}, pauses=[2]), {2: None})
 

@@ -31,6 +31,7 @@ from torch import nn
 import commrt
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import DisagreementError, UsageError
+from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
 
 
@@ -87,7 +88,7 @@ def apart(world, algorithm, wire, rounds=6):
     return before, (params(model), replica.disagreement())
 
 
-@for_each(("wire", "staleness"), pairwise([None, torch.bfloat16, torch.float16], [0, 1]))
+@for_each(("wire", "staleness"), pairwise([None, *WIRES[1:]], [0, 1]))
 def test_mixing_keeps_the_mean_also_where_the_wire_rounds(wire, staleness):
     outcomes = run_ranks(4, lambda world: apart(world, Gossip(staleness=staleness), wire))
     before, after = ([torch.stack(parts).mean(0) for parts in zip(*bits, strict=True)] for bits in means(outcomes))

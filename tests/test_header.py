@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from commrt.buckets.layout import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
 from commrt.kernels.packing import bits
+from commrt.runtime.wire import WIRES
 
 CLAIMS = st.builds(Header, *(st.integers(0, (1 << width) - 1) for width in WIDTHS))
 
 
-@given(CLAIMS, st.integers(1, 64), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+@given(CLAIMS, st.integers(1, 64), st.sampled_from(WIRES))
 def test_equal_claims_of_any_number_of_ranks_show_the_own_header(claim, ranks, dtype):
     total = torch.zeros(64, dtype=dtype)
     for _ in range(ranks):

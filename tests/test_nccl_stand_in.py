@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commrt.testing import nccl
-from commrt.testing.graphs import record
+from commrt.testing.nccl import record
 
 PATIENT_S, SHORT_S = 20.0, 0.2
 

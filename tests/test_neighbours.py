@@ -14,10 +14,11 @@ from peer_group import ODD, TIMEOUT_S, connected
 from torch.distributed import HashStore
 
 from commrt.errors import DisagreementError, SizeMismatch, UsageError
-from commrt.runtime import connection
+from commrt.runtime.connection import connect_gpu
+from commrt.store.launcher import GPU_TRANSPORTS
+from commrt.testing import nccl as stand_in
 from commrt.testing.peer_memory import HostPeerMemory
-from commrt.testing.ranks import over_nccl
-from commrt.transport import peer_memory
+from commrt.transport import peers
 from commrt.transport.neighbours import Neighbours
 from commrt.transport.protocol import CPU
 
@@ -131,41 +132,40 @@ def test_all_ranks_of_a_host_refuse_if_one_of_them_cannot_map_and_other_hosts_do
 
 @pytest.mark.parametrize(("memory", "kind"), [(HostPeerMemory, "peers' memory and nccl"), (Refusing, "nccl")])
 def test_ranks_whose_gpus_cannot_map_each_other_s_memory_exchange_by_nccl_alone(memory, kind, monkeypatch):
-    transports = beside(memory, monkeypatch, required=False)
+    transports = connected_gpus(memory, monkeypatch, "here", "here")
     assert [transport.kind for transport in transports] == [kind] * 2
     for transport in transports:
         transport.abort()
 
 
 def test_who_asks_for_peers_memory_is_told_why_there_is_none(monkeypatch):
+    monkeypatch.setenv("COMMRT_TRANSPORT", "peers")
     with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=peers, .*peer access is not supported.* Unset it"):
-        beside(Refusing, monkeypatch, required=True)
+        connected_gpus(Refusing, monkeypatch, "here", "here")
 
 
-def test_a_rank_that_is_alone_on_its_host_may_ask_for_peers_memory(monkeypatch):
-    monkeypatch.setattr(connection, "host_identity", iter(["here", "there"]).__next__)
-    transports = beside(HostPeerMemory, monkeypatch, required=True)
+@pytest.mark.parametrize("asked", [None, *GPU_TRANSPORTS])
+def test_a_rank_that_is_alone_on_its_host_may_ask_for_any_transport_of_gpus(asked, monkeypatch):
+    if asked:
+        monkeypatch.setenv("COMMRT_TRANSPORT", asked)
+    transports = connected_gpus(HostPeerMemory, monkeypatch, "here", "there")
     assert [transport.kind for transport in transports] == ["nccl"] * 2
     for transport in transports:
         transport.abort()
 
 
-def beside(memory, monkeypatch, *, required):
-    """What two ranks of this host connect by beside NCCL."""
-    memories, store = iter([HostPeerMemory(), memory()]), HashStore()
-    monkeypatch.setattr(peer_memory, "CudaPeerMemory", lambda device: next(memories))
-    rest = over_nccl(store, 2, TIMEOUT_S)
+def connected_gpus(memory, monkeypatch, *hosts):
+    """What two ranks on `hosts` exchange by, over stand-ins for NCCL and for GPUs' memory."""
+    memories, store, places = iter([HostPeerMemory(), memory()]), HashStore(), iter(hosts)
+    monkeypatch.setattr(peers, "PeerMemory", lambda device: next(memories))
+    monkeypatch.setattr(peers, "host_identity", places.__next__)
+    monkeypatch.setattr("commrt.transport.nccl.load", lambda: stand_in)
 
     def one(rank):
-        return connection._beside_peers(rest[rank], store, CPU, lambda error: None, required=required)
+        return connect_gpu(store, rank, range(2), TIMEOUT_S, CPU, lambda error: None)
 
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(one, range(2)))
-    except BaseException:
-        for transport in rest:
-            transport.abort()
-        raise
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
 
 
 PAGE = ["a", "00", 5]

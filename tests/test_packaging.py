@@ -63,7 +63,7 @@ def contents(wheel):
 def package_files():
     """As the checkout has them, under the names of the wheel."""
     rooms = [ROOT / "commrt", ROOT / "commrt" / "kernels", ROOT / "commrt" / "algorithms"]  # glob follows no links
-    files = {path for room in rooms for kind in ("*.py", "*.toml", "py.typed") for path in room.rglob(kind)}
+    files = {path for room in rooms for kind in ("*.py", "*.pyi", "*.toml", "py.typed") for path in room.rglob(kind)}
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 

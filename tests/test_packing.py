@@ -25,12 +25,12 @@ from commrt.buckets.layout import Header
 from commrt.errors import UsageError
 from commrt.kernels import device, dispatch
 from commrt.kernels.device.packing import TritonPacking
+from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import GRANULE, Layout, layout_of
 from commrt.kernels.packing import TorchPacking
 from commrt.kernels.tables import EMPTY, Tables, alignment
 from commrt.testing.ranks import run_ranks
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = st.lists(st.sampled_from([0, 1, 7, 8, 9, 16, 129, 4095, 4096, 4097]), min_size=1, max_size=5)
 WORDS = st.integers(0, (1 << 64) - 1)
 BACKENDS = {"torch": nullcontext, "triton": interpreted_gpu}
@@ -55,7 +55,7 @@ def wired(tensors, dtype):
 
 
 @settings(max_examples=15, deadline=None)
-@given(COUNTS, st.sampled_from(DTYPES), st.sampled_from(DTYPES), WORDS, st.data())
+@given(COUNTS, st.sampled_from(GPU_DTYPES), st.sampled_from(GPU_DTYPES), WORDS, st.data())
 def test_backends_make_the_same_wire_and_the_same_tensors(counts, dtype, wire_dtype, word, data):
     there = data.draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts)))
     results = []
@@ -151,7 +151,7 @@ def test_tensors_that_are_dense_in_another_order_keep_it(backend):
 
 
 @settings(max_examples=10, deadline=None)
-@given(COUNTS, st.sampled_from(DTYPES), st.sampled_from([1.0, 0.3]), st.booleans())
+@given(COUNTS, st.sampled_from(GPU_DTYPES), st.sampled_from([1.0, 0.3]), st.booleans())
 def test_backends_unpack_alike_with_every_option_and_find_the_same(counts, wire_dtype, scale, accumulate):
     results, norms = [], []
     for context in BACKENDS.values():
@@ -202,7 +202,7 @@ def test_in_empty_and_absent_tensors_nothing_is_found_whatever_the_scale(backend
 
 
 def test_with_a_scale_that_is_not_finite_all_that_is_there_has_no_norm(backend):
-    for scale, wire_dtype, accumulate, count in pairwise(NOT_FINITE, DTYPES, (False, True), (20, 7, 4096)):
+    for scale, wire_dtype, accumulate, count in pairwise(NOT_FINITE, GPU_DTYPES, (False, True), (20, 7, 4096)):
         tensors = [None, *values([0, count], torch.float32)]
         found = found_at(scale, tensors, wire_dtype, accumulate=accumulate)
         assert found == pytest.approx((1, float("nan"), float("nan")), nan_ok=True), (scale, wire_dtype, count)
@@ -240,7 +240,7 @@ def test_the_norm_of_what_is_unpacked_is_that_of_values_before_their_cast(backen
 
 
 def test_there_is_room_for_what_is_found_in_tensors_at_any_element(backend):
-    for dtype, skew in product(DTYPES, (1, 2, 4)):
+    for dtype, skew in product(GPU_DTYPES, (1, 2, 4)):
         (whole,) = values([9000 + skew], dtype)
         _, _, packing = wired([whole[skew:]], torch.float32)
         findings = packing.findings()
@@ -292,7 +292,7 @@ def test_backends_mix_tensors_alike_with_what_was_received(counts, dtypes):
 
 
 def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend):
-    for dtype, ranks, count in pairwise(DTYPES, (1, 3, 9), (100, 9001)):
+    for dtype, ranks, count in pairwise(GPU_DTYPES, (1, 3, 9), (100, 9001)):
         own = values([count], dtype)[0]
         scratch = torch.randn(ranks, count + 15).to(dtype)[:, : count + -count % 16].contiguous()
         received = [row[:count] for row in scratch]
@@ -304,7 +304,7 @@ def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend):
 
 
 def test_what_arrives_is_mixed_in_fp32(backend):
-    for dtype in DTYPES:
+    for dtype in GPU_DTYPES:
         own, received = values([9000, 9000], dtype)
         want = (own.float() + 0.25 * (received.float() - own.float())).to(dtype)
         dispatch.mixing(own, received, 0.25)()

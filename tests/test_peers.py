@@ -27,7 +27,7 @@ from commrt.kernels.meeting import FAILED
 from commrt.program import program
 from commrt.runtime import reading
 from commrt.runtime.executor import bind
-from commrt.testing import graphs
+from commrt.testing import nccl
 from commrt.testing.moved_clock import moved_clock
 from commrt.testing.ranks import over_peers, over_threads, run_ranks
 from commrt.threads.streams import Streams
@@ -92,7 +92,7 @@ class Remembering(Streams):
     """Streams of a device that can capture."""
 
     def capture(self, work):
-        return graphs.record(work)
+        return nccl.record(work)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def graphs_of_kernels(monkeypatch):
     """Combining is recorded by a graph, as on a GPU."""
 
     def noted(combinations):
-        return lambda *args: tuple((lambda kernel=each: graphs.ask(kernel)) for each in combinations(*args))
+        return lambda *args: tuple((lambda kernel=each: nccl.ask(kernel)) for each in combinations(*args))
 
     monkeypatch.setattr(reading, "combinations_of", noted(reading.combinations_of))
     copying = reading.copying

@@ -26,9 +26,7 @@ from commrt.schedule import ADD, COPY, MIX, Schedule, Step
 from commrt.testing.moved_clock import moved_clock
 from commrt.testing.peer_memory import HostPeerMemory, meeting
 from commrt.transport.by_device import NullTransport
-from commrt.transport.nccl_communicator import ShutdownNotices
-from commrt.transport.neighbours import Neighbours
-from commrt.transport.peers import PeersTransport
+from commrt.transport.peers import beside
 from commrt.transport.protocol import CPU, Tag
 
 GRANULE = 16
@@ -116,8 +114,7 @@ class Ranks:
 
     def connected(self, rank, store):
         rest = NullTransport(rank, range(self.size), 60.0)
-        neighbours = Neighbours(store, rank, range(self.size), 60.0, self.memories[rank], "host")
-        return PeersTransport(rest, neighbours, ShutdownNotices(store, rank), self.memories[rank], CPU)
+        return beside(rest, store, self.memories[rank], CPU, "host")
 
     def share(self, name):
         """Let all read a new buffer of each rank."""

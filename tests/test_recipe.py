@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
-from commrt.algorithms.catalogue import by_name
+from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
 from commrt.training.large_batch import BatchSizeControl, Rate, lars
@@ -233,7 +233,7 @@ def test_label_smoothing_is_torchs_and_the_papers(smoothing):
     torch.testing.assert_close(cross_entropy(logits, digits, label_smoothing=smoothing), expected, rtol=1e-12, atol=0)
 
 
-@for_each(("ranks", "name"), taking_turns([2, 4, 8, 16], ["ring", "torus2d", "halving_doubling"]))
+@for_each(("ranks", "name"), taking_turns([2, 4, 8, 16], [*ALGORITHMS]))
 def test_an_exchange_in_fp16_is_wrong_by_a_rounding_per_addition_and_does_not_overflow(name, ranks):
     """Divided by the ranks before it is cast: values of which the sum is beyond fp16 have a mean that is not."""
     torch.manual_seed(ranks)

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 import commrt
 from commrt.errors import DisagreementError, TransportClosed, UsageError
 from commrt.runtime.world import World
-from commrt.store.world_config import WorldConfig
+from commrt.store.agreement import WorldConfig
 from commrt.testing.processes import RESTART, run_processes
 from commrt.transport.by_device import NullTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.algorithms.catalogue import by_name
+from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
@@ -30,7 +30,6 @@ from commrt.tools.planning.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket
 GRADIENTS = run_path(Path(__file__).parent.parent / "bench" / "model_gradients.py")
 RESNET50_FP16 = 51.1e6
 ABCI = Cluster.named("abci")
-ALL_REDUCES = ["ring", "halving_doubling", "torus2d"]
 
 
 def one_each(latency_us, gbytes_per_s, **more):
@@ -73,7 +72,7 @@ STARTS = st.floats(0, 0.01).map(lambda s: [s] * 12) | st.lists(st.floats(0, 0.01
 
 
 @given(
-    name=st.sampled_from(["ring", "torus2d", "halving_doubling", "double_tree", "direct"]),
+    name=st.sampled_from([*ALGORITHMS]),
     starts_s=STARTS,
     per_node=st.integers(1, 5),
 )
@@ -134,7 +133,7 @@ def test_where_every_rank_is_a_host_a_ring_takes_what_the_closed_form_says(ranks
 
 
 @given(
-    name=st.sampled_from([*ALL_REDUCES, "gossip"]),
+    name=st.sampled_from([*ALGORITHMS, "gossip"]),
     ranks=st.integers(2, 24),
     gpus=st.integers(1, 5),
     nics=st.integers(1, 3),
@@ -197,7 +196,7 @@ def test_a_rank_that_begins_late_holds_up_only_those_that_need_it():
     assert finish_s.tolist() == pytest.approx([0.6, 0.6, 0.1, 0.1, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("name", ALL_REDUCES)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_one_late_rank_makes_an_all_reduce_late_by_as_much_at_most(name):
     for ranks in (2, 5, 8):
         pricing = Pricing(by_name(name).schedule(0, ranks), one_each(10, 1))

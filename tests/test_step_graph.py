@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device graph carries a bucket's step: the same bits as call by call, whatever changes between steps.
 
-`commrt.testing.graphs` stands for CUDA graphs: while a thread records, launches of kernels and calls of NCCL are noted
-instead of made, and host code runs once. Replaying makes the noted calls again, with their arguments as they were.
+`commrt.testing.nccl.record` stands for CUDA graphs: while a thread records, launches of kernels and calls of NCCL are
+noted instead of made, and host code runs once. Replaying makes the noted calls again, with the same arguments.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
 import commrt
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.buckets.gradient_bucket import build_buckets
 from commrt.buckets.layout import Header, encode
 from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NO_KERNEL, NOT_WHOLE, NOTHING_QUEUED, StepGraphs
 from commrt.errors import TransportClosed
-from commrt.kernels.device import combine, packing
+from commrt.kernels.device import launches as device_launches
+from commrt.kernels.device import packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
 from commrt.runtime import reading
-from commrt.testing import graphs, nccl
+from commrt.testing import nccl
 from commrt.testing.ranks import over_peers, run_ranks
 from commrt.threads.streams import DONE
 from commrt.transport import nccl as transport_module
@@ -65,14 +67,14 @@ class Streams:
         return 0
 
     def record_event(self):
-        assert graphs.recording() is None  # or nobody could ask whether it was reached
+        assert nccl.recording() is None  # or nobody could ask whether it was reached
         return DONE
 
     def wait_event(self, mark):
         pass
 
     def capture(self, work):
-        remembered.graphs.append(graphs.record(work))
+        remembered.graphs.append(nccl.record(work))
         return remembered.graphs[-1]
 
 
@@ -87,16 +89,16 @@ def gpu(monkeypatch):
     """CPU tensors count as a GPU's, which remembers what it is told to."""
     for module in (transport_module, peers):
         monkeypatch.setattr(module, "streams_of", lambda device: Streams())
-    monkeypatch.setattr(reading, "copying", lambda out, source: lambda: graphs.ask(lambda: out.copy_(source)))
+    monkeypatch.setattr(reading, "copying", lambda out, source: lambda: nccl.ask(lambda: out.copy_(source)))
     with interpreted_gpu() as launches:
-        for module in (packing, combine):
+        for module in (packing, device_launches):
             monkeypatch.setattr(module, "launch_of", partial(noted_launch, launches))
         yield launches
 
 
 def noted_launch(launches, variant, device):
     launch = launches.launch_of(variant, device)
-    return lambda *arguments: graphs.ask(partial(launch, *arguments))
+    return lambda *arguments: nccl.ask(partial(launch, *arguments))
 
 
 UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
@@ -154,7 +156,7 @@ def test_what_is_unpacked_from_peers_memory_is_what_nccl_brings(gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [commrt.Direct(), RING, commrt.Torus2D(), commrt.HalvingDoubling()], ids=str)
+@pytest.mark.parametrize("algorithm", [make() for make in ALGORITHMS.values()], ids=ALGORITHMS)
 def test_what_three_ranks_unpack_from_peers_memory_is_what_nccl_brings(gpu, algorithm):
     require_same(3, over_peers, algorithm=algorithm)
 
@@ -194,7 +196,7 @@ def test_when_the_device_of_one_rank_refuses_no_rank_uses_graphs(gpu, monkeypatc
     asked = []
 
     def refuse(streams, work):
-        asked.append(graphs.record(work))
+        asked.append(nccl.record(work))
         if len(asked) == 3:
             asked[-1].reset()
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -218,7 +220,7 @@ def test_graphs_are_made_when_backward_passes_have_ended(gpu, monkeypatch):
 
     def capture(streams, work):
         made.append(list(busy))
-        return graphs.record(work)
+        return nccl.record(work)
 
     def backward(world, step, model, loss):
         busy[world.rank] = True
@@ -379,7 +381,7 @@ class Counted:
         self.captures += 1
         if self._refusal is not None:
             raise self._refusal
-        graph = graphs.record(work)
+        graph = nccl.record(work)
         return (lambda tag: graph.replay()) if self._queues else None
 
 

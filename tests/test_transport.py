@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pkgutil import resolve_name
 from time import monotonic
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
+from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
-from commrt.runtime.connection import connect_hosts
-from commrt.store import launcher
-from commrt.store.launcher import LOOPBACK
+from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
@@ -24,7 +25,7 @@ from commrt.testing.ranks import over_nccl, over_threads
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.hierarchical import HierarchicalTransport
 from commrt.transport.nccl import FREE_S, NcclTransport
-from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
+from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, PlainTransport, Tag
 from commrt.transport.shared import SharedTransport
 
 
@@ -52,9 +53,8 @@ def hierarchical(hosts, timeout_s):
     store = HashStore()
 
     def one(rank):
-        far = GlooTransport(PrefixStore("far", store), rank, range(len(hosts)), timeout_s, "127.0.0.1")
         neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-        return HierarchicalTransport(SharedTransport(PrefixStore("near", store), rank, neighbours, timeout_s), far)
+        return HierarchicalTransport(store, rank, range(len(hosts)), timeout_s, LOOPBACK, neighbours)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
         return list(pool.map(one, range(len(hosts))))
@@ -261,8 +261,22 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
         assert list(pool.map(body, range(2))) == [[1.0] * 4] * 2
 
 
-def test_a_transport_that_is_offered_and_never_connected_is_no_other_one(monkeypatch):
-    monkeypatch.setattr(launcher, "TRANSPORTS", ("shared", "gloo", "pigeons"))
-    monkeypatch.setenv("COMMRT_TRANSPORT", "pigeons")
-    with pytest.raises(UsageError, match="pigeons is offered, and connect_hosts"):
-        connect_hosts(HashStore(), 0, [0], 1.0)
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_table_of_transports_names_the_class_of_each(name):
+    named = connection.transport_called(name)
+    assert issubclass(named, PlainTransport)
+    assert named.kind == name
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_transport_that_is_asked_for_is_the_one_that_connects(name, monkeypatch):
+    monkeypatch.setenv("COMMRT_TRANSPORT", name)
+    with closing(connection.connect_hosts(HashStore(), 0, [0], 10.0, LOOPBACK)) as made:
+        assert made.kind == name
+
+
+@pytest.mark.parametrize(
+    "where", [*GPU_TRANSPORTS.values(), *ON_GPUS.values(), connection.NCCL_BINDING, connection.MIXED]
+)
+def test_what_is_imported_by_name_for_gpus_and_several_hosts_is_there(where):
+    assert callable(resolve_name(where))

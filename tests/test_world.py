@@ -22,7 +22,7 @@ from commrt.runtime import world as world_module
 from commrt.runtime.consistency import KEPT, SCHEDULES_KEPT, ConsistencyCheck
 from commrt.runtime.world import Hooks, World
 from commrt.schedule import MIX, Schedule, Step
-from commrt.store.launcher import LOOPBACK
+from commrt.store.launcher import LOOPBACK, TRANSPORTS
 from commrt.testing.processes import free_port, run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.transport.gloo import GlooTransport
@@ -246,7 +246,7 @@ REFUSALS = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_forked_child_is_refused_and_harms_nobody(monkeypatch, transport):
     monkeypatch.setenv("COMMRT_TRANSPORT", transport)
     outcomes = run_processes(2, rendezvous_ranks.child_uses_the_world, limit_s=LIMIT_S)

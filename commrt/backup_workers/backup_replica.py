@@ -25,7 +25,7 @@ from commrt.buckets.engine import BuildBuckets, Engine
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.world import Hooks
-from commrt.store.world_config import WorldConfig
+from commrt.store.agreement import WorldConfig
 from commrt.training.admission import check_stateful
 from commrt.training.broadcast_state import WorldBroadcaster, gather_integers
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients

@@ -15,14 +15,14 @@ from commrt.backup_workers.backup_replica import BackupWorkersReplica
 from commrt.buckets.engine import Engine
 from commrt.errors import UsageError
 from commrt.runtime.world import World
+from commrt.store.agreement import WorldConfig
 from commrt.store.launcher import chosen_transport
-from commrt.store.world_config import WorldConfig
+from commrt.store.rendezvous import host_identity
 from commrt.training import synchronous
 from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.training.model_state import dump, flatten, load
 from commrt.training.replica import Replica, attached_to
 from commrt.training.request import Request
-from commrt.transport.channel import host_identity
 
 __all__ = ["attach"]
 
@@ -48,7 +48,7 @@ def attach(request: Request) -> Replica:
         return _join_as_replacement(world, make())
     request.agree(claim)
     replica = request.begin(make(), WorldBroadcaster(world))
-    host = host_identity() if world.transport.kind == "shared" else None
+    host = host_identity() if world.transport.one_host else None
     claim |= {"frozen parameters": _frozen_digest(request.model)}  # they are rank 0's now
     WorldConfig(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
     return replica

@@ -24,8 +24,8 @@ from commrt.runtime.world import World
 from commrt.store.agreement import gather
 from commrt.store.client import STORE_ANSWER_S, call_store
 from commrt.store.launcher import LOOPBACK, chosen_cluster, chosen_schedules
+from commrt.store.rendezvous import host_identity
 from commrt.threads.comm_thread import EXIT_S
-from commrt.transport.channel import host_identity
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
@@ -50,7 +50,7 @@ class ProcessGroupWorld:
         transport, selection = _connect(store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, store, local_rank(), "torch.distributed")
         self.engine = CallEngine(self.world, selection, name)
-        self.store, self._host = store, LOOPBACK if transport.kind == "shared" else None
+        self.store, self._host = store, LOOPBACK if transport.one_host else None
         self.host_messages = HostMessages(PrefixStore("messages", store), self.world, self._host)
         self.device_messages = DeviceMessages(self.world)
         _OPEN.add(self)
@@ -115,7 +115,7 @@ def _connect(
     if given:
         return transport, Selection(cluster, global_ranks, forced)
     hosts = ["here"] * size
-    if transport.kind != "shared":
+    if not transport.one_host:
         here = host_identity() or f"rank {rank}"
         hosts = [*gather(PrefixStore("hosts", store), rank, range(size), here, timeout_s, json.loads).values()]
     per_host = max(map(hosts.count, hosts))

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from pkgutil import resolve_name
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -17,61 +17,81 @@ from commrt.store.agreement import LINGER_S, find_disagreement, gather, wait_unt
 from commrt.store.client import (
     STORE_ANSWER_S,
     call_store,
-    clone_connection,
     parse_int,
     parse_list,
     require,
 )
-from commrt.store.launcher import GPU_TRANSPORTS, chosen_transport, launched
-from commrt.transport.channel import host_identity
-from commrt.transport.gloo import GlooTransport
-from commrt.transport.hierarchical import HierarchicalTransport
+from commrt.store.launcher import GPU_TRANSPORTS, TRANSPORTS, chosen_transport, launched
+from commrt.store.rendezvous import host_identity
 from commrt.transport.protocol import QueueingTransport, Transport
-from commrt.transport.shared import SharedTransport
 
 __all__ = [
     "Connect",
     "ConnectGpu",
+    "HostTransport",
     "ReconnectOptions",
     "connect_gpu",
     "connect_hosts",
     "default_device",
     "local_rank",
     "require_gpu",
+    "suited",
+    "transport_called",
 ]
 
 
+class HostTransport(Protocol):
+    """A class of transports for host memory: what `TRANSPORTS` names."""
+
+    kind: str
+    one_host: bool
+    """See `Transport`."""
+
+    def __call__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float,
+        address: str | None,
+        neighbours: Sequence[int],
+        /,
+    ) -> Transport:
+        """Connect `rank` with `members`, of which `neighbours` are on its host, which has `address`."""
+
+
 def connect_hosts(
-    store: Store, rank: int, members: Sequence[int], timeout_s: float, host: str | None = None, choice: str = ""
+    store: Store, rank: int, members: Sequence[int], timeout_s: float, address: str | None = None, choice: str = ""
 ) -> Transport:
     """Connect `members` for CPU tensors. Collective. `choice` is what else must be equal on all of them.
 
-    COMMRT_TRANSPORT chooses the transport. By default it is shared memory on one Linux host, Gloo where each member has
-    a host of its own, and both at once otherwise. `host` is the address at which Gloo listens.
+    COMMRT_TRANSPORT chooses the transport; by default it is `suited` to the hosts. `address` is where this rank listens
+    for others in the network.
     """
     starts = _compare_starts(store, rank, members, timeout_s, choice)
-    kind, hosts = starts[rank].transport, [starts[peer].host for peer in members]
-    shared_store, gloo_store = PrefixStore("shared", store), PrefixStore("gloo", store)
-    if kind == "gloo":
-        return GlooTransport(gloo_store, rank, members, timeout_s, host)
-    if kind not in CHOSEN_BY_HOST:
-        raise UsageError(f"COMMRT_TRANSPORT={kind} is offered, and connect_hosts() does not connect it: unset it")
-    if len(set(hosts)) == 1:
-        return SharedTransport(shared_store, rank, members, timeout_s)
-    gloo = GlooTransport(gloo_store, rank, members, timeout_s, host)
-    if len(set(hosts)) == len(members):
-        return gloo
-    neighbours = [peer for peer in members if starts[peer].host == starts[rank].host]
-    try:
-        return HierarchicalTransport(SharedTransport(shared_store, rank, neighbours, timeout_s), gloo)
-    except BaseException:
-        gloo.close()  # others may be connected already, and wait for this rank
-        raise
+    hosts = {peer: starts[peer].host for peer in members}
+    connects = transport_called(starts[rank].transport) or suited([*hosts.values()])
+    neighbours = [peer for peer in members if hosts[peer] == hosts[rank]]
+    return connects(PrefixStore(connects.kind, store), rank, members, timeout_s, address, neighbours)
 
 
-_log = logging.getLogger("commrt")
-CHOSEN_BY_HOST = (None, "shared", *GPU_TRANSPORTS)
-"""Values of COMMRT_TRANSPORT with which host memory travels as the hosts allow."""
+def transport_called(name: str | None) -> HostTransport | None:
+    """Return the transport for host memory that COMMRT_TRANSPORT names; None if that chooses none."""
+    return cast("HostTransport", resolve_name(TRANSPORTS[name])) if name in TRANSPORTS else None
+
+
+def suited(hosts: Sequence[str | None]) -> HostTransport:
+    """Return the transport for ranks on these `hosts`; None is one whose processes cannot share memory.
+
+    It is shared memory on one host, Gloo where each rank has a host of its own, and both at once otherwise.
+    """
+    if len(set(hosts)) == 1 and hosts[0] is not None:
+        return cast("HostTransport", resolve_name(TRANSPORTS["shared"]))
+    return cast("HostTransport", resolve_name(TRANSPORTS["gloo"] if len(set(hosts)) == len(hosts) else MIXED))
+
+
+MIXED = "commrt.transport.hierarchical:HierarchicalTransport"
+"""For several ranks on each of several hosts."""
 
 
 class _Start(NamedTuple):
@@ -96,10 +116,11 @@ def _compare_starts(
             )
             starts = {**found, rank: own}
             _require_same_start(starts)
-        if own.transport == "shared" and len({start.host for start in starts.values()}) > 1:
+        asked = transport_called(own.transport)
+        if asked is not None and asked.one_host and len({start.host for start in starts.values()}) > 1:
             raise UsageError(  # after all ranks have read why
-                "COMMRT_TRANSPORT=shared, but not all ranks are on one Linux host and in one network namespace: "
-                "unset it, or start them all on one"
+                f"COMMRT_TRANSPORT={own.transport}, but not all ranks are on one Linux host and in one network "
+                "namespace: unset it, or start them all on one"
             )
     except CommrtError:
         with suppress(RuntimeError, TransportError):  # the error is known
@@ -128,6 +149,9 @@ def _parse_start(text: bytes) -> _Start:
     return _Start(parse_int(size), transport, host, choice)
 
 
+NCCL_BINDING = "commrt.transport.nccl_communicator:load"
+
+
 def connect_gpu(
     store: Store,
     rank: int,
@@ -136,49 +160,14 @@ def connect_gpu(
     device: torch.device,
     on_failure: Callable[[TransportError], None],
 ) -> QueueingTransport:
-    """Connect `members` for tensors on the GPU `device` of this rank, through NCCL. Collective.
+    """Connect `members` for tensors on the GPU `device` of this rank. Collective.
 
+    By NCCL, and by peers' memory where the ranks of a host can map it, unless COMMRT_TRANSPORT chooses NCCL alone.
     `on_failure` is called with an error that ends an exchange for which nobody waits.
     """
-    from commrt.transport.nccl import NcclTransport  # noqa: PLC0415  # needs CuPy
-
-    nccl = NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
     asked = chosen_transport()
-    if asked == "nccl":
-        return nccl
-    try:
-        return _beside_peers(nccl, store, device, on_failure, required=asked == "peers")
-    except BaseException:
-        nccl.abort()  # others may be connected already, and wait for this rank
-        raise
-
-
-def _beside_peers(
-    rest: QueueingTransport,
-    store: Store,
-    device: torch.device,
-    on_failure: Callable[[TransportError], None],
-    *,
-    required: bool,
-) -> QueueingTransport:
-    """Return windows in peers' memory beside `rest`, or `rest` where the ranks of a host cannot map it."""
-    from commrt.transport.nccl_communicator import ShutdownNotices  # noqa: PLC0415  # as above
-    from commrt.transport.neighbours import Neighbours  # noqa: PLC0415
-    from commrt.transport.peer_memory import CudaPeerMemory  # noqa: PLC0415
-    from commrt.transport.peers import PeersTransport  # noqa: PLC0415
-
-    memory, host = CudaPeerMemory(device), host_identity() or f"none that rank {rest.rank} can share"
-    own_store = PrefixStore("peers", clone_connection(store))
-    neighbours = Neighbours(own_store, rest.rank, rest.members, rest.timeout_s, memory, host)
-    if neighbours.ranks:
-        return PeersTransport(rest, neighbours, ShutdownNotices(own_store, rest.rank), memory, device, on_failure)
-    if required and neighbours.refusal:
-        raise UsageError(
-            f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {neighbours.refusal}. Unset it"
-        )
-    if neighbours.refusal:
-        _log.info("GPUs of this host exchange through NCCL, not through each other's memory: %s", neighbours.refusal)
-    return rest
+    connects = resolve_name(GPU_TRANSPORTS[asked] if asked in GPU_TRANSPORTS else next(iter(GPU_TRANSPORTS.values())))
+    return cast("QueueingTransport", connects(store, rank, members, timeout_s, device, on_failure=on_failure))
 
 
 def require_gpu(device: torch.device | str) -> torch.device:
@@ -186,9 +175,7 @@ def require_gpu(device: torch.device | str) -> torch.device:
     chosen = torch.device(device)
     if chosen.type != "cuda" or not torch.cuda.is_available():
         raise UsageError(f"{device} is no NVIDIA GPU of this machine: CPU tensors need no connect()")
-    from commrt.transport.nccl_communicator import load  # noqa: PLC0415  # CuPy is there only with a GPU
-
-    load()  # raises here, before anybody waits for this rank
+    resolve_name(NCCL_BINDING)()  # raises here, before anybody waits for this rank
     return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
 
 

@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.errors import TransportClosed, UsageError
 from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
 from commrt.runtime.world import Hooks, World
+from commrt.store.agreement import WorldConfig
 from commrt.store.client import STORE_ANSWER_S, call_store, clone_connection
 from commrt.store.launcher import (
     DEFAULT_TIMEOUT_S,
@@ -27,11 +28,9 @@ from commrt.store.launcher import (
     launched,
     require_deadlines,
 )
-from commrt.store.rendezvous import is_loopback, meet, own_address
-from commrt.store.world_config import WorldConfig
+from commrt.store.rendezvous import host_identity, is_loopback, meet, own_address
 from commrt.threads.comm_thread import EXIT_S
 from commrt.transport.by_device import NullTransport
-from commrt.transport.channel import host_identity
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
@@ -111,8 +110,7 @@ def _join_group(timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{_opened}", default)
     connect = _connector(store, rank)
     transport = connect(0, range(size), timeout_s)
-    is_near = transport.kind == "shared"
-    towards = _address_towards(None, is_near=is_near)  # a group does not say where the others are
+    towards = _address_towards(None, is_near=transport.one_host)  # a group does not say where the others are
     options = ReconnectOptions(connect, towards)
     return World(transport, store, local, "torch.distributed", holds_store=rank == 0, reconnect_options=options)
 
@@ -126,7 +124,7 @@ def _join_launch(launch: Launch, timeout_s: float) -> World:
     transport: Transport
     if config is None:
         transport = connect(0, range(launch.size), timeout_s)
-        is_near = transport.kind == "shared"
+        is_near = transport.one_host
     else:
         config.require_place(launch.rank, launch.size, host_identity(), chosen_transport())
         transport = NullTransport(launch.rank, range(launch.size), timeout_s)

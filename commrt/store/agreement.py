@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of all ranks, gathered on the store; claims that must be equal."""
+"""Records of all ranks, gathered on the store; claims that must be equal; what a replacement of a rank must match."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Event
 from typing import TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.errors import DeadlineExceeded, DisagreementError, Place
-from commrt.store.client import parse
+from commrt.errors import DeadlineExceeded, DisagreementError, Place, UsageError
+from commrt.store.client import parse, parse_dict, parse_int, require
 from commrt.threads.clock import now_s
 
-__all__ = ["LINGER_S", "TOPIC", "excerpt", "find_disagreement", "first_difference", "gather", "wait_until_read"]
+__all__ = ["LINGER_S", "TOPIC", "WorldConfig", "find_disagreement", "gather", "wait_until_read"]
 
 TOPIC = "topic"
 LINGER_S, LINGER_POLL_S = 5.0, 0.01
@@ -83,3 +84,88 @@ def excerpt(mine: str, first: str, width: int = 160) -> str:
     start = max(0, part - width // 4)
     cut = [("..." if start else "") + text[start : start + width] for text in (mine, first)]
     return f"{cut[0]!r} against {cut[1]!r}"
+
+
+KEY = "world configuration"
+
+
+@dataclass(frozen=True, slots=True)
+class WorldConfig:
+    """The world, and the model that it trains."""
+
+    size: int
+    """Of the world."""
+    host: str | None
+    """The one host of all ranks, if they exchange through shared memory; None if they use a network."""
+    model: int
+    """The number of the attached model: 0 for the first."""
+    claim: Mapping[str, str]
+    """What must be the same on every rank, by name."""
+    transport: str | None = None
+    """The one that COMMRT_TRANSPORT requires."""
+
+    @staticmethod
+    def read(store: Store) -> WorldConfig | None:
+        """Return the configuration on `store`, None before there is one; raise `UsageError` if training has ended."""
+        if not store.check([KEY]):
+            return None
+        config = parse(KEY, store.get(KEY), _parse_config)
+        if config is None:
+            raise UsageError(
+                "this process comes to a world whose training has ended: a process that takes the place of a lost "
+                "rank must start earlier; to train anew, start all ranks again"
+            )
+        return config
+
+    def publish(self, store: Store) -> None:
+        """Write this configuration to `store` unless one is there or was withdrawn. Every rank calls it."""
+        store.compare_set(KEY, "", json.dumps(asdict(self)))
+
+    @staticmethod
+    def withdraw(store: Store) -> None:
+        """Record that training has ended."""
+        store.set(KEY, json.dumps(None))
+
+    def require_place(self, rank: int, size: int, host: str | None, transport: str | None = None) -> None:
+        """Raise unless a process on `host` that starts as `rank` of `size` can take that rank's place."""
+        if transport != self.transport:
+            raise DisagreementError(
+                f"rank {rank} starts with COMMRT_TRANSPORT={transport or 'unset'}, and the others train with "
+                f"{self.transport or 'unset'}: set it as they did"
+            )
+        if size != self.size:
+            raise DisagreementError(
+                f"rank {rank} starts with a world of {size} ranks, and {self.size} ranks train already: set the "
+                "launcher's variables as they were for the process that it replaces"
+            )
+        if self.host not in {None, host}:
+            raise UsageError(
+                f"rank {rank} starts on another host than the other ranks, which run on one host through shared "
+                "memory: start it there, or start all ranks with COMMRT_TRANSPORT=gloo"
+            )
+
+    def require_same(self, rank: int, model: int, claim: Mapping[str, str]) -> None:
+        """Raise unless the model that `rank` attaches is the one that the others train."""
+        if model != self.model:
+            raise UsageError(
+                f"the others train their attached model number {self.model}, and this process, which takes the place "
+                f"of rank {rank}, attaches its number {model}: start all ranks again"
+            )
+        if (name := first_difference(claim, self.claim)) is not None:
+            mine, theirs = claim.get(name, "nothing"), self.claim.get(name, "nothing")
+            raise DisagreementError(
+                f"this process takes the place of rank {rank}, and differs from the others in {name}: "
+                f"{excerpt(mine, theirs)}. Start it with the same program and options"
+            )
+
+
+def _parse_config(text: bytes) -> WorldConfig | None:
+    """Return None if it was withdrawn."""
+    if json.loads(text) is None:
+        return None
+    config = WorldConfig(**parse_dict(text))
+    parse_int(config.size, 1)
+    parse_int(config.model)
+    require(isinstance(config.host, str | None) and isinstance(config.transport, str | None))
+    require(all(isinstance(value, str) for value in dict(config.claim).values()))
+    return config

@@ -43,10 +43,10 @@ DEFAULT_TIMEOUT_S = 300.0
 LONGEST_TIMEOUT_S = 2e6
 """Sockets count milliseconds in 32 bits."""
 LOOPBACK = "127.0.0.1"
-TRANSPORTS = ("shared", "gloo")
-"""Between CPUs."""
-GPU_TRANSPORTS = ("peers", "nccl")
-"""Between GPUs of one host."""
+TRANSPORTS = {"shared": "commrt.transport.shared:SharedTransport", "gloo": "commrt.transport.gloo:GlooTransport"}
+"""Transports for host memory by name: the class of each, which is imported when ranks connect."""
+GPU_TRANSPORTS = {"peers": "commrt.transport.peers:connect", "nccl": "commrt.transport.nccl:NcclTransport"}
+"""Transports for GPUs by name: what connects a rank. The first one is taken where COMMRT_TRANSPORT names none."""
 VARIABLES = ("COMMRT_CLUSTER", "COMMRT_NVTX", "COMMRT_SCHEDULES", "COMMRT_TIMEOUT_S", "COMMRT_TRANSPORT")
 """All that are commrt's own."""
 

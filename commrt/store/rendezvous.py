@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 
 from torch.distributed import Store, TCPStore
 
@@ -14,7 +16,7 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
 from commrt.store.client import STORE_ANSWER_S, call_store
 from commrt.store.launcher import LOOPBACK, Launch
 
-__all__ = ["hold", "is_loopback", "listen", "meet", "own_address"]
+__all__ = ["hold", "host_identity", "is_loopback", "listen", "meet", "own_address"]
 
 DISCARD_PORT = 9
 """UDP's discard: no packet is sent there."""
@@ -50,6 +52,20 @@ def own_address(towards: str) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing: the kernel only chooses
         return str(probe.getsockname()[0])
+
+
+def host_identity() -> str | None:
+    """Return a text that is equal in two processes if they can share memory; None if this platform cannot.
+
+    It contains the network namespace, because abstract socket names are not visible outside of it.
+    """
+    try:
+        os.close(os.memfd_create("commrt-probe"))
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).close()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+    except (AttributeError, OSError):
+        return None
 
 
 def _number(address: str) -> IPv4Address | IPv6Address | None:

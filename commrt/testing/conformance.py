@@ -12,9 +12,11 @@ Each transport is used from one thread, with one thread per rank.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import isfunction, signature
+from multiprocessing import get_context
 from time import monotonic
 from typing import TypeVar
 
@@ -207,6 +209,14 @@ def a_silent_peer_ends_in_a_deadline_that_names_it(make: Make) -> None:
     _require(got == (0, 2, 7, 3, 4, 20), f"it names {place}")
 
 
+def a_send_that_nobody_takes_ends_in_a_deadline_that_says_its_bytes(make: Make) -> None:
+    """The error names the peer and the bytes of what was sent."""
+    transports = make(2, SHORT_S)
+    run = _bind(transports[0], [(1, torch.ones(100_000))])
+    place = _raises(DeadlineExceeded, lambda: run(NOW)).place
+    _require((place.peer, place.nbytes) == (1, 400_000), f"it names {place}")
+
+
 def a_deadline_may_be_changed_between_groups(make: Make) -> None:
     """Ranks can connect with a long timeout, and train with a short one."""
     transports = make(2, LONG_S)
@@ -270,12 +280,39 @@ def what_was_sent_arrives_though_the_sender_closes(make: Make) -> None:
 
 
 def a_closed_transport_refuses(make: Make) -> None:
-    """Closing twice is fine, and a group that runs afterwards raises `TransportClosed`."""
+    """A group raises `TransportClosed`, bound before or not. Closing again is fine, and allocated memory stays."""
     transport = make(2, SHORT_S)[0]
-    run = _bind(transport, [(1, torch.ones(1))])
-    transport.close()
-    transport.close()
-    _raises(TransportClosed, lambda: run(NOW))
+    run, kept = _bind(transport, [(1, torch.ones(1))]), transport.allocate(3, torch.float32)
+    for leave in (transport.close, transport.close, transport.abort):
+        leave()
+        _raises(TransportClosed, lambda: run(NOW))
+        _raises(TransportClosed, lambda: _bind(transport, [(1, torch.ones(1))])(NOW))
+    _require(kept.add_(1.0).tolist() == [1.0] * 3, "memory was lost")
+
+
+def a_forked_child_takes_nothing_from_its_parent(make: Make) -> None:
+    """A child that closes what it has inherited, and ends, leaves the parent's connections as they are."""
+    transports = make(2, LONG_S)
+
+    def close_all() -> None:
+        for transport in transports:
+            transport.close()
+
+    child = get_context("fork").Process(target=close_all, daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, which a child does not have
+        child.start()
+    child.join(LONG_S / 2)
+    child.kill()
+    child.join()
+    _require(child.exitcode == 0, f"the child could not close them: {child.exitcode}")
+
+    def body(t: Transport) -> float:
+        data = torch.full((10_000,), 2.0 - t.rank)
+        _one_way(t, data)(NOW)
+        return data.mean().item()
+
+    _require(_on_all(transports, body) == [2.0, 2.0], "the child has changed what the parent receives")
 
 
 def sizes_that_differ_never_pass_for_success(make: Make) -> None:
@@ -289,6 +326,21 @@ def sizes_that_differ_never_pass_for_success(make: Make) -> None:
         return False
 
     _require(_on_all(make(2, SHORT_S), body)[1], "4 elements were taken for 5")
+
+
+def calls_that_differ_never_pass_for_success(make: Make) -> None:
+    """The receiver gets an error, at the latest by the deadline, where messages carry the number of their call."""
+
+    def body(t: Transport) -> bool:
+        try:
+            _one_way(t, torch.ones(4))(NOW._replace(call=t.rank))
+        except TransportError:
+            return True
+        return False
+
+    transports = make(2, SHORT_S)
+    is_told = _on_all(transports, body)[1]
+    _require(is_told or hasattr(transports[1], "before_abort"), "one call was taken for another")  # NCCL has no room
 
 
 CHECKS: tuple[Check, ...] = tuple(

@@ -46,7 +46,7 @@ class FaultyTransport:
         self._faults = [fault for fault in faults if fault.rank in (None, inner.rank)]
         self._delayed: Tag | None = None
         self.kind, self.allocate, self.capture = inner.kind, inner.allocate, inner.capture
-        self.can_move_receives = inner.can_move_receives
+        self.one_host, self.can_move_receives = inner.one_host, inner.can_move_receives
         self.rank, self.members = inner.rank, inner.members
         self.allocate_shared = inner.allocate_shared
         self.close, self.abort, self.share = inner.close, inner.abort, inner.share

@@ -13,8 +13,8 @@ It keeps NCCL's rules, and is stricter only where NCCL leaves the result undefin
   leaves a group open in its thread (seen with NCCL 2.28.9);
 * only one thread at a time uses a communicator; here a second one gets ``NCCL_ERROR_INVALID_USAGE``;
 * ``abort`` ends the calls that wait in its own communicator; peers are not told, and wait on;
-* a group that a thread records (`commrt.testing.graphs`) is posted by each replay. The k-th group that a rank recorded
-  with a peer must meet the peer's k-th; NCCL leaves anything else undefined, here both ends get
+* a group that a thread records (`record` stands for CUDA graphs) is posted by each replay. The k-th group that a rank
+  recorded with a peer must meet the peer's k-th; NCCL leaves anything else undefined, here both ends get
   ``NCCL_ERROR_INTERNAL_ERROR``;
 * ``abort`` and ``destroy`` return when all graphs with calls of the communicator are reset.
 
@@ -26,17 +26,15 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from commrt.testing.graphs import RecordedGraph, recording
-
 __all__ = [
     "NCCL_BFLOAT16", "NCCL_FLOAT16", "NCCL_FLOAT32", "NCCL_FLOAT64", "NCCL_INT8", "NCCL_INT32", "NCCL_INT64",
-    "NCCL_UINT8", "NcclCommunicator", "NcclError", "available", "get_build_version", "get_unique_id", "get_version",
-    "groupEnd", "groupStart",
+    "NCCL_UINT8", "NcclCommunicator", "NcclError", "RecordedGraph", "ask", "available", "get_build_version",
+    "get_unique_id", "get_version", "groupEnd", "groupStart", "record", "recording",
 ]  # fmt: skip
 
 available = True
@@ -58,6 +56,68 @@ class NcclError(RuntimeError):
     def __init__(self, status: int) -> None:
         self.status = status
         super().__init__(f"NCCL_ERROR_{STATUSES[status]}")
+
+
+class RecordedGraph:
+    """Recorded calls, in order, with their arguments."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+        self._calls: list[Callable[[], None]] = []
+        self._on_reset: list[Callable[[], None]] = []
+
+    def note(self, call: Callable[[], None]) -> None:
+        """Record `call`."""
+        self._calls.append(call)
+
+    def on_reset(self, call: Callable[[], None]) -> None:
+        """Call `call` when the graph is reset."""
+        self._on_reset.append(call)
+
+    def replay(self) -> None:
+        """Repeat all recorded calls."""
+        self.replays += 1
+        for call in self._calls:
+            call()
+
+    def reset(self) -> None:
+        """Drop all recorded calls."""
+        callbacks, self._on_reset, self._calls = self._on_reset, [], []
+        for call in callbacks:
+            call()
+
+
+class _Thread(threading.local):
+    graph: RecordedGraph | None = None
+
+
+_thread = _Thread()
+
+
+def recording() -> RecordedGraph | None:
+    """Return the graph that the calling thread records to, or None."""
+    return _thread.graph
+
+
+def ask(call: Callable[[], None]) -> None:
+    """Call `call` now, or in each replay if the thread records."""
+    if _thread.graph is None:
+        call()
+    else:
+        _thread.graph.note(call)
+
+
+def record(work: Callable[[], None]) -> RecordedGraph:
+    """Return a graph of the device calls of `work`, which are not run yet; its other code runs now, and only now."""
+    graph = _thread.graph = RecordedGraph()
+    try:
+        work()
+    except BaseException:
+        graph.reset()
+        raise
+    finally:
+        _thread.graph = None
+    return graph
 
 
 @dataclass(slots=True, eq=False)

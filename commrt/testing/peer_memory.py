@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
-from commrt.testing.graphs import recording
+from commrt.testing.nccl import recording
 from commrt.threads.clock import now_s
+from commrt.transport.neighbours import PeerMemory
 
 __all__ = ["HostPeerMemory"]
 
 PAUSE_S = 0.0001
 
 
-class HostPeerMemory:
-    """A `PeerMemory` of one rank; all ranks of a process share `segments`."""
+class HostPeerMemory(PeerMemory):
+    """A `PeerMemory` of one rank, in host memory; all ranks of a process share `segments`."""
 
     segments: ClassVar[WeakValueDictionary[bytes, Any]] = WeakValueDictionary()
     _numbers = count()

@@ -18,9 +18,7 @@ from commrt.testing import nccl
 from commrt.testing.peer_memory import HostPeerMemory
 from commrt.transport.local import Fabric
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.nccl_communicator import ShutdownNotices
-from commrt.transport.neighbours import Neighbours
-from commrt.transport.peers import PeersTransport
+from commrt.transport.peers import beside
 from commrt.transport.protocol import CPU, Transport
 
 __all__ = ["Connect", "local_worlds", "over_nccl", "over_peers", "over_threads", "run_ranks"]
@@ -44,7 +42,7 @@ def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
 
 
 def over_peers(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
-    """Connect the ranks by `PeersTransport` over stand-ins for NCCL and for GPUs' memory; a `Connect`."""
+    """Connect the ranks with peers' memory over stand-ins for NCCL and for GPUs' memory; a `Connect`."""
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(lambda rank: _beside_nccl(store, rank, range(ranks), timeout_s), range(ranks)))
 
@@ -53,10 +51,10 @@ def _nccl(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> 
     return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, CPU, nccl)
 
 
-def _beside_nccl(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> PeersTransport:
-    rest, memory = _nccl(store, rank, members, timeout_s), HostPeerMemory()
-    neighbours = Neighbours(PrefixStore("peers", store), rank, members, timeout_s, memory, "host")
-    return PeersTransport(rest, neighbours, ShutdownNotices(PrefixStore("peers", store), rank), memory, CPU)
+def _beside_nccl(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> Transport:
+    rest = _nccl(store, rank, members, timeout_s)
+    made = beside(rest, store, HostPeerMemory(), CPU, "host")
+    return rest if isinstance(made, str) else made
 
 
 RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transport]] = {

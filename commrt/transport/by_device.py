@@ -14,12 +14,10 @@ from commrt.transport.protocol import (
     CPU,
     Exchange,
     P2PGroup,
+    PlainTransport,
     QueueingTransport,
     Transport,
     Window,
-    capture_nothing,
-    share_nothing,
-    zeros,
 )
 
 __all__ = ["NullTransport", "TransportByDevice"]
@@ -76,6 +74,11 @@ class TransportByDevice:
     def kind(self) -> str:
         """See `Transport.kind`: the names of all media."""
         return " and ".join(transport.kind for transport in self._all())
+
+    @property
+    def one_host(self) -> bool:
+        """See `Transport.one_host`: of host memory."""
+        return self._host.one_host
 
     @property
     def can_move_receives(self) -> bool:
@@ -152,14 +155,10 @@ def _device(group: P2PGroup) -> torch.device:
     return devices.pop()
 
 
-class NullTransport:
+class NullTransport(PlainTransport):
     """A `QueueingTransport` for a rank that the other ranks have not admitted yet: binding raises an error."""
 
     kind = "nothing yet"
-    can_move_receives = False
-    allocate = allocate_shared = staticmethod(zeros)
-    capture = staticmethod(capture_nothing)
-    share = staticmethod(share_nothing)
 
     def __init__(self, rank: int, members: Sequence[int], timeout_s: float) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s

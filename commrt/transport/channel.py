@@ -32,7 +32,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from math import ceil
-from pathlib import Path
 from threading import Lock
 from typing import Literal, NamedTuple
 
@@ -55,7 +54,6 @@ __all__ = [
     "Segment",
     "aligned",
     "connect",
-    "host_identity",
     "posts",
 ]
 
@@ -68,20 +66,6 @@ SMALL_NBYTES = 16 << 10
 """Messages up to this size travel in packets: below, an offer and its answer take longer than two copies more."""
 PACKET_NBYTES = CALL.size + SMALL_NBYTES
 DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
-
-
-def host_identity() -> str | None:
-    """Return a text that is equal in two processes if they can share memory; None if this platform cannot.
-
-    It contains the network namespace, because abstract socket names are not visible outside of it.
-    """
-    try:
-        os.close(os.memfd_create("commrt-probe"))
-        _socket().close()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
-    except (AttributeError, OSError):
-        return None
 
 
 def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:

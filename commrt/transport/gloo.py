@@ -31,12 +31,10 @@ from commrt.transport.protocol import (
     CPU,
     Exchange,
     P2PGroup,
+    PlainTransport,
     Tag,
-    capture_nothing,
     require_cpu,
-    share_nothing,
     split_self,
-    zeros,
 )
 
 __all__ = ["Finish", "GlooTransport"]
@@ -73,18 +71,15 @@ class _Transfer(NamedTuple):
         return post(self.data, self.gloo_rank, tag)
 
 
-class GlooTransport:
+class GlooTransport(PlainTransport):
     """One rank of a group of processes; a `Transport` for CPU tensors.
 
     Connects to all other `members` at construction, through a `store` that nobody used before; raises
-    `TransportError` if one does not come. `host` is the address that this rank listens on, None for Gloo's own
+    `TransportError` if one does not come. `address` is what this rank listens on, None for Gloo's own
     choice (``GLOO_SOCKET_IFNAME``). If `lazy`, it waits for nobody, and two ranks connect when they first exchange.
     """
 
     kind = "gloo"
-    capture = staticmethod(capture_nothing)
-    share = staticmethod(share_nothing)
-    can_move_receives = True
 
     def __init__(
         self,
@@ -92,7 +87,8 @@ class GlooTransport:
         rank: int,
         members: Sequence[int],
         timeout_s: float = 300.0,
-        host: str | None = None,
+        address: str | None = None,
+        neighbours: Sequence[int] = (),
         *,
         lazy: bool = False,
     ) -> None:
@@ -100,16 +96,16 @@ class GlooTransport:
         self._sent = {peer: count() for peer in members}
         self._received = {peer: count() for peer in members}
         self._lazy = lazy
-        self._gloo: Any = self._connect(store, host, lazy)
+        self._gloo: Any = self._connect(store, address, lazy)
         release_in_forked_child(self)
 
-    def _connect(self, store: Store, host: str | None, lazy: bool) -> Any:
+    def _connect(self, store: Store, address: str | None, lazy: bool) -> Any:
         place, ranks = self.members.index(self.rank), len(self.members)
         options: Any = timedelta(seconds=self.timeout_s)  # only without options does torch read GLOO_SOCKET_IFNAME
-        if host or lazy:
+        if address or lazy:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
             options._timeout = timedelta(seconds=self.timeout_s)  # noqa: SLF001
-            options._devices = [_device(host, lazy)]  # noqa: SLF001
+            options._devices = [_device(address, lazy)]  # noqa: SLF001
         try:
             return call_store(lambda: ProcessGroupGloo(store, place, ranks, options), self.timeout_s + STORE_ANSWER_S)
         except (RuntimeError, TransportError) as error:
@@ -128,9 +124,7 @@ class GlooTransport:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """See `Transport.allocate`: ordinary memory."""
         require_cpu(device, MEDIUM)
-        return zeros(numel, dtype, device)
-
-    allocate_shared = allocate
+        return super().allocate(numel, dtype)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
         """Begin one send or receive with Gloo's own tags, not in order with groups; None receives from any rank."""
@@ -234,11 +228,11 @@ class GlooTransport:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
 
 
-def _device(host: str | None, lazy: bool) -> Any:
-    """Return what Gloo listens on: `host`, or its own choice. Early versions of torch (2.6) connect all at once."""
+def _device(address: str | None, lazy: bool) -> Any:
+    """Return what Gloo listens on: `address`, or its own choice. Early versions of torch (2.6) connect all at once."""
     how: Any = {"lazy_init": True} if lazy and "lazy_init" in str(ProcessGroupGloo.create_device.__doc__) else {}
-    if host:
-        return ProcessGroupGloo.create_device(hostname=host, **how)
+    if address:
+        return ProcessGroupGloo.create_device(hostname=address, **how)
     if interface := gloo_interface():
         return ProcessGroupGloo.create_device(interface=interface, **how)
     return ProcessGroupGloo.create_default_device(**how)

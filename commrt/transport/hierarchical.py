@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, Store
 
 from commrt.errors import DeadlineExceeded
 from commrt.transport.gloo import GlooTransport
@@ -21,35 +22,39 @@ from commrt.transport.protocol import (
     EndLoan,
     Exchange,
     P2PGroup,
+    PlainTransport,
     Tag,
-    capture_nothing,
     require_peers,
-    share_nothing,
 )
 from commrt.transport.shared import SharedTransport
 
 __all__ = ["HierarchicalTransport"]
 
 
-class HierarchicalTransport:
+class HierarchicalTransport(PlainTransport):
     """One rank of a group of processes on several hosts; a `Transport` for CPU tensors.
 
-    `local` connects the ranks of this host, `remote` all ranks; both include this one.
+    Connects to all other `members`, of which `neighbours` are on this host. `address` is as for `GlooTransport`.
     """
 
     kind = "shared and gloo"
-    capture = staticmethod(capture_nothing)
-    share = staticmethod(share_nothing)
-    can_move_receives = True
 
-    def __init__(self, local: SharedTransport, remote: GlooTransport) -> None:
-        self._local, self._remote = local, remote
-        self.rank = remote.rank
-
-    @property
-    def members(self) -> Sequence[int]:
-        """See `Transport.members`."""
-        return self._remote.members
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float,
+        address: str | None,
+        neighbours: Sequence[int],
+    ) -> None:
+        self.rank, self.members = rank, members
+        self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
+        try:
+            self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
+        except BaseException:
+            self._remote.close()  # others may be connected already, and wait for this rank
+            raise
 
     @property
     def timeout_s(self) -> float:
@@ -63,8 +68,6 @@ class HierarchicalTransport:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """See `Transport.allocate`: shared memory, which sockets can read too."""
         return self._local.allocate(numel, dtype, device)
-
-    allocate_shared = allocate
 
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.threads.clock import now_s, slice_s
-from commrt.transport.protocol import Exchange, P2PGroup, Tag, capture_nothing, share_nothing, split_self, zeros
+from commrt.transport.protocol import Exchange, P2PGroup, PlainTransport, Tag, split_self
 
 __all__ = ["Fabric", "LocalTransport"]
 
@@ -116,14 +116,11 @@ class Fabric:
         return ", ".join(f"{a}->{b}" for a, b in sorted(edges))
 
 
-class LocalTransport:
+class LocalTransport(PlainTransport):
     """One rank of a `Fabric`; a `Transport`."""
 
     kind = "local"
-    allocate = allocate_shared = staticmethod(zeros)
-    capture = staticmethod(capture_nothing)
-    share = staticmethod(share_nothing)
-    can_move_receives = True
+    one_host = True
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self._fabric = fabric

@@ -39,7 +39,7 @@ from commrt.transport.nccl_communicator import (
     create,
     load,
 )
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, share_nothing, split_self, zeros
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, PlainTransport, Tag, split_self
 
 __all__ = ["NcclTransport"]
 
@@ -89,7 +89,7 @@ class _Pending:
         return self.end is not None and self.end.query()
 
 
-class NcclTransport:
+class NcclTransport(PlainTransport):
     """One rank of an NCCL communicator; a `Transport` for tensors on `device`, the thread's current one by default.
 
     Connects to all other `members` through a `store` that only this communicator uses. Raises `DeadlineExceeded` with
@@ -102,7 +102,6 @@ class NcclTransport:
 
     kind = "nccl"
     can_move_receives = False
-    share = staticmethod(share_nothing)
 
     def __init__(
         self,
@@ -137,9 +136,8 @@ class NcclTransport:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """See `Transport.allocate`: ordinary memory of the device."""
-        device = self.device if device is None else device
-        self._require_device(device)
-        return zeros(numel, dtype, device)
+        self._require_device(device or self.device)
+        return super().allocate(numel, dtype, self.device)
 
     allocate_shared = allocate
 
@@ -286,11 +284,10 @@ class NcclTransport:
 
     def _lost_peer(self, pending: _Pending) -> PeerLost | None:
         """Return the error for a peer that left without its part in `pending`, which NCCL does not report."""
-        for peer, counts in self._notices.known(pending.counts).items():
-            if counts is None or counts.get(self.rank, 0) < pending.counts[peer]:
-                place = Place(self.rank, peer, *pending.tag, pending.group.hop)
-                return PeerLost("the peer left before this transfer: look at its own error", place)
-        return None
+        if (peer := self._notices.left_early(pending.counts)) is None:
+            return None
+        place = pending.tag.place(self.rank, pending.group.hop, peer)
+        return PeerLost("the peer left before this transfer: look at its own error", place)
 
     def _fail(self, error: TransportError) -> bool:
         """Abort because of `error`; return False if the transport had failed or been closed before."""

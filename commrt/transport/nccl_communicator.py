@@ -286,8 +286,16 @@ class ShutdownNotices:
         with suppress(RuntimeError, TransportError):  # the store is gone, and the other ranks with it
             call_store(lambda: self._store.set(f"left/{self._rank}", data), STORE_ANSWER_S)
 
-    def known(self, peers: Collection[int]) -> dict[int, Counts]:
-        """Return the notices of `peers` that have been read so far. Never waits: another thread reads the store."""
+    def left_early(self, begun: Mapping[int, int]) -> int | None:
+        """Return a peer that is known to have left without its part in what was `begun` with it; None if none has.
+
+        Never waits: another thread reads the store.
+        """
+        known = self._known_of(begun)
+        early = (peer for peer, counts in known.items() if counts is None or counts.get(self._rank, 0) < begun[peer])
+        return next(early, None)
+
+    def _known_of(self, peers: Collection[int]) -> dict[int, Counts]:
         if self._question is None:
             if now_s() >= self._next_read_s:
                 self._next_read_s = now_s() + READ_INTERVAL_S

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import finalize
 
 import torch
@@ -23,11 +23,12 @@ from torch.distributed import PrefixStore, Store
 from torch.utils.dlpack import from_dlpack
 
 from commrt.errors import SizeMismatch, TransportError, UsageError
+from commrt.kernels.dispatch import on_gpu
+from commrt.kernels.meeting import MeetingPlan
 from commrt.store.agreement import gather
 from commrt.store.client import STORE_ANSWER_S, call_store, parse_int, parse_list, require
-from commrt.transport.peer_memory import PeerMemory
 
-__all__ = ["Neighbours", "Words"]
+__all__ = ["Neighbours", "PeerMemory", "Words"]
 
 T = TypeVar("T")
 
@@ -36,6 +37,78 @@ WORD_NBYTES = 128
 _mapped_by_peers: list[object] = []
 LARGER = 2
 """A freed segment serves again for a buffer at least this many times smaller than it."""
+
+
+class PeerMemory:
+    """Memory of the GPU `device` that other processes of its host can map, and meetings in it.
+
+    A handle stands for a whole allocation of ``cudaMalloc``, so each segment is one. Neither torch's allocator nor
+    CuPy's pool gives such memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import cupy  # noqa: PLC0415  # slow to import, and absent without a GPU
+
+        self._cupy, self._runtime, self._device = cupy, cupy.cuda.runtime, device
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a segment, a uint8 array [nbytes], of zeros, by one ``cudaMalloc``, which may wait for the GPU."""
+        with torch.cuda.device(self._device):
+            memory = self._allocated(nbytes)
+            self._runtime.memset(memory.ptr, 0, nbytes)
+        self.synchronize()  # torch queues on streams of its own
+        return self._array(memory, nbytes)
+
+    def _allocated(self, nbytes: int) -> Any:
+        """Return memory, even if torch must give up some that it keeps; raises torch's ``OutOfMemoryError``."""
+        try:
+            return self._cupy.cuda.Memory(nbytes)
+        except RuntimeError:  # CuPy's, of the driver
+            torch.cuda.empty_cache()
+        try:
+            return self._cupy.cuda.Memory(nbytes)
+        except RuntimeError as error:
+            what = f"{self._device} has no {nbytes:,} bytes left for a buffer that travels ({error})"
+            raise torch.OutOfMemoryError(what) from error
+
+    def _array(self, memory: Any, nbytes: int) -> Any:
+        return self._cupy.ndarray(nbytes, self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def again(self, segment: Any) -> Any:
+        """Return another array of the same memory, which keeps it alive."""
+        return self._array(segment.data.mem, segment.nbytes)
+
+    def handle(self, segment: Any) -> bytes:
+        """Return what another process needs to open `segment`."""
+        with torch.cuda.device(self._device):
+            return bytes(self._runtime.ipcGetMemHandle(segment.data.ptr))
+
+    def open(self, handle: bytes, nbytes: int) -> Any:
+        """Return a peer's segment, a uint8 array [nbytes]; raises `RuntimeError` where that cannot be.
+
+        The memory counts as this device's, wherever it is.
+        """
+        with torch.cuda.device(self._device):
+            address = self._runtime.ipcOpenMemHandle(handle)
+        memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
+        return self._array(memory, nbytes)
+
+    def close(self, segment: Any) -> None:
+        """Unmap a peer's segment, which nobody may use any more."""
+        with torch.cuda.device(self._device):
+            self._runtime.ipcCloseMemHandle(segment.data.ptr)
+
+    def host_words(self, count: int) -> Tensor:
+        """Return zeros int64 [count] in host memory that the device reads and writes."""
+        return torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def meet(self, plan: MeetingPlan) -> Callable[[], None]:
+        """Return what queues a meeting each time it is called: one launch of one warp of a loaded kernel."""
+        return cast("Callable[[], None]", on_gpu("meet")(plan))
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+        torch.cuda.synchronize(self._device)
 
 
 class Words(NamedTuple):

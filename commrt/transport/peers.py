@@ -10,8 +10,9 @@ overwrite; after it, no kernel tells anything any more.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from time import sleep
@@ -19,21 +20,25 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.program import Meeting
-from commrt.store.client import start_call
+from commrt.store.client import clone_connection, start_call
+from commrt.store.launcher import chosen_transport
+from commrt.store.rendezvous import host_identity
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.streams import StreamEvent, streams_of
+from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_communicator import Graphs, ShutdownNotices, Watchdog
-from commrt.transport.neighbours import Neighbours
-from commrt.transport.peer_memory import PeerMemory
+from commrt.transport.neighbours import Neighbours, PeerMemory
 from commrt.transport.protocol import Exchange, P2PGroup, QueueingTransport, Tag, Window
 
-__all__ = ["PeersTransport"]
+__all__ = ["PeersTransport", "beside", "connect"]
 
+_log = logging.getLogger("commrt")
 LINGER_S = 1.0
 """Time for the peers to unmap the memory of this rank before it is freed."""
 SLACK_S = 20.0
@@ -69,6 +74,7 @@ class PeersTransport:
     """
 
     can_move_receives = False
+    one_host = False
 
     def __init__(
         self,
@@ -132,7 +138,7 @@ class PeersTransport:
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
         """Return windows of `buffers`, all from `allocate_shared`. Collective, with the same sizes on all members."""
-        return [_Window(self, peers) for peers in self._neighbours.share(buffers, self.timeout_s)]
+        return [Window(peers, self.bind_meeting) for peers in self._neighbours.share(buffers, self.timeout_s)]
 
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`: by the rest."""
@@ -148,7 +154,11 @@ class PeersTransport:
         last: bool = False,
         looks: bool = False,
     ) -> Exchange:
-        """See `Window.bind`."""
+        """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
+
+        A program begins with its `first` meeting and ends with its `last` one, after which positions begin anew.
+        One that `looks` fails if an exchange before it, by other means, has been given up.
+        """
         self._require_open(CAPTURE, hop)
         number, words = next(self._numbers), [self._neighbours.words(peer) for peer in ranks]
         bound = self._meetings[number] = _Bound(hop, ranks, first)
@@ -249,11 +259,9 @@ class PeersTransport:
         ended, since_s = self._stalled
         if ended != self._words[ENDED] or ended == self._queued:
             self._stalled = int(self._words[ENDED]), now_s()
-        elif now_s() - since_s > READ_NOTICES_S:
-            for peer, counts in self._notices.known(self._begun).items():
-                if counts is None or counts.get(self.rank, 0) < self._begun[peer]:
-                    what = "the peer left before this exchange: look at its own error"
-                    return PeerLost(what, self._latest.place(self.rank, 0, peer))
+        elif now_s() - since_s > READ_NOTICES_S and (peer := self._notices.left_early(self._begun)) is not None:
+            what = "the peer left before this exchange: look at its own error"
+            return PeerLost(what, self._latest.place(self.rank, 0, peer))
         return None
 
     def wait(self) -> None:
@@ -323,12 +331,47 @@ class PeersTransport:
         self._watchdog.stop()
 
 
-class _Window:
-    """A `Window` of one buffer."""
+def connect(
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    timeout_s: float,
+    device: torch.device,
+    *,
+    on_failure: Callable[[TransportError], None],
+) -> QueueingTransport:
+    """Connect a rank by NCCL, with windows in peers' memory where the ranks of its host can map it. Collective.
 
-    def __init__(self, transport: PeersTransport, peers: Mapping[int, Tensor]) -> None:
-        self._transport, self.peers = transport, peers
+    Raises `UsageError` where they cannot and COMMRT_TRANSPORT asks for it.
+    """
+    rest = NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, device, on_failure=on_failure)
+    try:
+        host = host_identity() or f"none that rank {rank} can share"
+        made = beside(rest, store, PeerMemory(device), device, host, on_failure)
+    except BaseException:
+        rest.abort()  # others may be connected already, and wait for this rank
+        raise
+    if isinstance(made, PeersTransport):
+        return made
+    if made and chosen_transport() == "peers":
+        rest.abort()
+        raise UsageError(f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {made}. Unset it")
+    if made:
+        _log.info("GPUs of this host exchange through NCCL, not through each other's memory: %s", made)
+    return rest
 
-    def bind(self, meeting: Meeting, hop: int, ranks: Sequence[int], **flags: bool) -> Exchange:
-        """See `Window.bind`."""
-        return self._transport.bind_meeting(meeting, hop, ranks, **flags)
+
+def beside(
+    rest: QueueingTransport,
+    store: Store,
+    memory: PeerMemory,
+    device: torch.device,
+    host: str,
+    on_failure: Callable[[TransportError], None] | None = None,
+) -> PeersTransport | str:
+    """Return windows beside `rest`, or why there are none; no reason for a rank that is alone on `host`. Collective."""
+    own = PrefixStore("peers", clone_connection(store))
+    neighbours = Neighbours(own, rest.rank, rest.members, rest.timeout_s, memory, host)
+    if not neighbours.ranks:
+        return neighbours.refusal
+    return PeersTransport(rest, neighbours, ShutdownNotices(own, rest.rank), memory, device, on_failure)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from commrt.errors import Place, UsageError
-from commrt.program import Meeting
 
 __all__ = [
     "CPU",
@@ -31,15 +30,14 @@ __all__ = [
     "Exchange",
     "P2PGroup",
     "P2PMessage",
+    "PlainTransport",
     "QueueingTransport",
     "Tag",
     "Transport",
     "Window",
-    "capture_nothing",
     "point",
     "require_cpu",
     "require_peers",
-    "share_nothing",
     "split_self",
     "zeros",
 ]
@@ -101,11 +99,6 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """(numel, dtype, device) -> zeros [numel]."""
 
 
-def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-    """Return zeros [numel] in ordinary memory, as an `Allocate`."""
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
 class Transport(Protocol):
     """Runs groups of messages. Every implementation passes `commrt.testing.conformance`."""
 
@@ -119,6 +112,10 @@ class Transport(Protocol):
     @property
     def kind(self) -> str:
         """Name of the medium, such as ``gloo``."""
+
+    @property
+    def one_host(self) -> bool:
+        """True if it needs all members on one host."""
 
     @property
     def rank(self) -> int:
@@ -171,6 +168,34 @@ class Transport(Protocol):
         """
 
 
+def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """Return zeros [numel] in ordinary memory, as an `Allocate`."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+class PlainTransport:
+    """What most transports have in common: ordinary memory, no windows, and nothing that could be captured."""
+
+    one_host = False
+    can_move_receives = True
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate`: ordinary memory."""
+        return zeros(numel, dtype, device)
+
+    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate_shared`: no other memory."""
+        return self.allocate(numel, dtype, device)
+
+    def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
+        """See `Transport.capture`: nothing is queued."""
+        return None
+
+    def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
+        """See `Transport.share`: peers cannot read this memory."""
+        return ()
+
+
 class QueueingTransport(Transport, Protocol):
     """A transport whose groups return when they are queued on a device, before they are complete."""
 
@@ -181,43 +206,18 @@ class QueueingTransport(Transport, Protocol):
         """Wait until all queued groups are complete; raises an error that no call has raised yet."""
 
 
-class Window(Protocol):
+class Window(NamedTuple):
     """A buffer of this rank that peers read where it lies, and the same buffer of each of them."""
 
-    @property
-    def peers(self) -> Mapping[int, Tensor]:
-        """By rank, its buffer, of the shape and dtype of this rank's; for ranks of this host. Never write to it."""
-
-    def bind(
-        self,
-        meeting: Meeting,
-        hop: int,
-        ranks: Sequence[int],
-        *,
-        first: bool = False,
-        last: bool = False,
-        looks: bool = False,
-    ) -> Exchange:
-        """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
-
-        A program begins with its `first` meeting and ends with its `last` one, after which positions begin anew.
-        One that `looks` fails if an exchange before it, by other means, has been given up.
-        """
+    peers: Mapping[int, Tensor]
+    """By rank, its buffer, of the dtype of this rank's; for ranks of this host. Never write to it."""
+    bind: Callable[..., Exchange]
+    """Prepares a meeting once, to run it many times; see `commrt.transport.peers.PeersTransport.bind_meeting`."""
 
 
 def point(target: Tensor, memory: Tensor) -> None:
     """Set `target` to `memory`, which has its size and dtype."""
     target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
-
-
-def capture_nothing(work: Callable[[], None], group: P2PGroup) -> Exchange | None:  # noqa: ARG001  # a `capture`
-    """Return None, as `Transport.capture` does where nothing is queued."""
-    return None
-
-
-def share_nothing(buffers: Sequence[Tensor]) -> Sequence[Window]:  # noqa: ARG001  # a `share`
-    """Return no windows, as `Transport.share` does where peers cannot read."""
-    return ()
 
 
 def require_cpu(device: torch.device, medium: str) -> None:

@@ -10,10 +10,11 @@ ends. Small messages travel on the sockets themselves, and are complete when the
 from __future__ import annotations
 
 import select
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
+from operator import methodcaller
 from weakref import finalize
 
 import torch
@@ -39,11 +40,10 @@ from commrt.transport.protocol import (
     Exchange,
     P2PGroup,
     P2PMessage,
+    PlainTransport,
     Tag,
-    capture_nothing,
     point,
     require_cpu,
-    share_nothing,
     split_self,
 )
 
@@ -156,20 +156,26 @@ class _PeerExchange:
         return self.sends[len(self.sends) - self.channel.untaken :]
 
 
-class SharedTransport:
+class SharedTransport(PlainTransport):
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
     Connects to all other `members` at construction, through a `store` that nobody else uses; raises
     `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.transport.channel.host_identity`. Used by one thread at a time; a process may hold several.
+    `commrt.store.rendezvous.host_identity`. Used by one thread at a time; a process may hold several.
     """
 
     kind = "shared"
-    capture = staticmethod(capture_nothing)
-    share = staticmethod(share_nothing)
-    can_move_receives = True
+    one_host = True
 
-    def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float = 300.0,
+        address: str | None = None,
+        neighbours: Sequence[int] = (),
+    ) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
@@ -185,8 +191,6 @@ class SharedTransport:
         require_cpu(device, MEDIUM)
         return self._arena.allocate(numel, dtype)
 
-    allocate_shared = allocate
-
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.members)
@@ -201,8 +205,8 @@ class SharedTransport:
                 target.copy_(source)
             if not exchanges:
                 return None
-            self._run(exchanges, where, tag.call)
-            return partial(self._return_borrowed, exchanges, where) if group.reads else None
+            self._run(exchanges, where, methodcaller("begin", tag.call))
+            return partial(self._run, exchanges, where, _PeerExchange.return_borrowed) if group.reads else None
 
         return run
 
@@ -242,23 +246,15 @@ class SharedTransport:
         if self._failure is not None:
             raise TransportClosed("an earlier exchange failed; start a new world", place) from self._failure
 
-    def _run(self, exchanges: Sequence[_PeerExchange], where: Place, call: int) -> None:
+    def _run(self, exchanges: Sequence[_PeerExchange], where: Place, begin: Callable[[_PeerExchange], None]) -> None:
+        """Call `begin` with each of `exchanges`, and return when all are finished."""
         try:
             while self._arena.freed:
                 number = self._arena.freed.popleft()
                 for channel in self._channels.values():
                     channel.forget(number)
             for exchange in exchanges:
-                exchange.begin(call)
-            self._complete(exchanges, where)
-        except TransportError as failure:
-            self._failure = failure
-            raise
-
-    def _return_borrowed(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
-        try:
-            for exchange in exchanges:
-                exchange.return_borrowed()
+                begin(exchange)
             self._complete(exchanges, where)
         except TransportError as failure:
             self._failure = failure

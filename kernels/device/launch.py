@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from commrt.kernels.device.variants import Variant, compiled
-from commrt.kernels.tables import WIDEST_NBYTES
+from commrt.kernels.layout import WIDEST_NBYTES
 
 __all__ = ["Bound", "Launch", "arch_of", "launch_of", "require_aligned"]
 

@@ -15,9 +15,9 @@ from commrt.kernels.device import variants
 from commrt.kernels.device.launch import Launch, arch_of, launch_of, require_aligned
 from commrt.kernels.device.sizes import sizes_for, tile_for
 from commrt.kernels.device.variants import DTYPES, Variant
-from commrt.kernels.layout import Layout
+from commrt.kernels.layout import WIDEST_NBYTES, Layout
 from commrt.kernels.packing import NO_PARTS, Findings, Parts
-from commrt.kernels.tables import WIDEST_NBYTES, Tables
+from commrt.kernels.tables import Tables
 
 __all__ = ["TritonPacking"]
 

@@ -24,7 +24,7 @@ from commrt.kernels.device.quantize import add_quantized_kernel, dequantize_kern
 from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
-from commrt.kernels.tables import WIDEST_NBYTES
+from commrt.kernels.layout import WIDEST_NBYTES
 from commrt.quantizer import STOCHASTIC, Quantizer
 
 __all__ = [

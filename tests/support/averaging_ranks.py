@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commrt
 from commrt.algorithms.ring import all_gather
 from commrt.elastic.store_membership import StoreMembership
+from commrt.runtime.wire import WIRES
 
 STEPS = 12
 BATCH = 16
@@ -240,7 +241,7 @@ def two_models_in_two_orders(tell):
 
 def two_wires(tell):
     """Call all_reduce() with different wires on two ranks, after both wires were used; return the error."""
-    wires = [torch.bfloat16, torch.float16]
+    wires = WIRES[1:]
     world = commrt.init(timeout_s=30)
     tensor = torch.ones(8)
     for wire in wires:

@@ -7,16 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from commrt.program import member_program
 from commrt.runtime.executor import bind
 from commrt.runtime.reading import bind_reading
 from commrt.testing.peer_memory import HostPeerMemory
 from commrt.testing.ranks import over_nccl
-from commrt.transport.nccl_communicator import ShutdownNotices
-from commrt.transport.neighbours import Neighbours
-from commrt.transport.peers import PeersTransport
+from commrt.transport.peers import beside
 from commrt.transport.protocol import CPU, Tag
 
 NOW = Tag(7, 3)
@@ -36,10 +34,9 @@ class Group:
         self.transports = self.on_all(lambda rank: self.connected(rank, hosts[rank]))
 
     def connected(self, rank, host):
-        rest, memory = self.rest[rank], self.memories[rank]
-        neighbours = Neighbours(PrefixStore("peers", self.store), rank, rest.members, TIMEOUT_S, memory, host)
-        notices = ShutdownNotices(PrefixStore("peers", self.store), rank)
-        return PeersTransport(rest, neighbours, notices, memory, CPU) if neighbours.ranks else rest
+        rest = self.rest[rank]
+        made = beside(rest, self.store, self.memories[rank], CPU, host)
+        return rest if isinstance(made, str) else made
 
     def on_all(self, work):
         return list(self.pool.map(work, range(self.size)))

@@ -157,7 +157,7 @@ class StepEstimate:
 def run_exchange(name: str, options: ExchangeOptions, shape: ShapeOptions, as_json: bool) -> None:
     """Print the estimate of an exchange; raises `UsageError`."""
     cluster = Cluster.named(options.cluster)
-    algorithm = _chosen(name, shape, cluster)
+    algorithm = _chosen(name, shape, cluster, options.ranks)
     record = ExchangeEstimate(algorithm, options.ranks, cluster, options.wire_nbytes, options.wire).record()
     if as_json:
         print(json_of(record))
@@ -166,10 +166,10 @@ def run_exchange(name: str, options: ExchangeOptions, shape: ShapeOptions, as_js
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
 
 
-def _chosen(name: str, shape: ShapeOptions, cluster: Cluster) -> Algorithm:
+def _chosen(name: str, shape: ShapeOptions, cluster: Cluster, ranks: int) -> Algorithm:
     if name in OTHERS:
         raise UsageError(f"steps of {name} are simulated by another command: {OTHERS[name]}")
-    return choose(name, shape, cluster)
+    return choose(name, shape, replace(cluster, gpus_per_node=min(cluster.gpus_per_node, ranks)))
 
 
 def _show(record: dict[str, Any], cluster: Cluster) -> None:
@@ -199,7 +199,7 @@ def run_step(name: str, options: StepOptions, jitter: JitterOptions, shape: Shap
             f"{jitter.steps:,} steps of {options.ranks:,} ranks are too many: give up to --steps {most_steps}"
         )
     cluster = Cluster.named(options.cluster)
-    estimate = StepEstimate.of(_chosen(name, shape, cluster), options, cluster)
+    estimate = StepEstimate.of(_chosen(name, shape, cluster, options.ranks), options, cluster)
     record = estimate.record()
     if jitter.jitter is not None:
         record |= estimate.jitter_record(jitter.jitter, jitter.steps, jitter.seed)

@@ -21,12 +21,13 @@ from commrt.algorithms import ring
 from commrt.errors import CommrtError, DisagreementError, UsageError
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.runtime.connection import suited, transport_called
 from commrt.runtime.init import init
 from commrt.schedule import Schedule
 from commrt.store.launcher import Launch, chosen_transport
+from commrt.store.rendezvous import host_identity
 from commrt.testing.workers import run_workers
 from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
-from commrt.transport.channel import host_identity
 
 __all__ = ["Exchanged", "examine", "exchange", "files", "gpus", "measure", "nccl", "needed_files", "processors"]
 
@@ -62,8 +63,8 @@ def examine(launch: Launch | None, quick: bool) -> Iterator[Finding]:
 def transport() -> Iterator[Finding]:
     """Yield the transport that ``init()`` would choose."""
     asked, shares_memory = chosen_transport(), host_identity() is not None
-    if asked == "shared" and not shares_memory:
-        detail = "COMMRT_TRANSPORT=shared, but this platform lacks memfd_create or abstract sockets"
+    if (named := transport_called(asked)) is not None and named.one_host and not shares_memory:
+        detail = f"COMMRT_TRANSPORT={asked}, but this platform lacks memfd_create or abstract sockets"
         yield Finding("transport", "problem", detail, "Unset it.")
     elif asked:
         yield Finding("transport", "ok", f"COMMRT_TRANSPORT={asked}")
@@ -119,9 +120,7 @@ def exchange() -> Iterator[Finding]:
     """Let two forked processes all-reduce over the transport that ``init()`` would choose, and check the sums."""
     schedule = ring.all_reduce(RANKS)
     prove(schedule, all_reduce(RANKS, schedule.chunks))
-    asked = chosen_transport()
-    if asked not in EXCHANGE_ADVICE:
-        asked = "gloo" if host_identity() is None else "shared"
+    asked = (transport_called(chosen_transport()) or suited([host_identity()])).kind
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # forked processes cannot inherit more
     try:

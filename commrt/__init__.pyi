@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+from commrt import algorithms as algorithms
+from commrt import backup_workers as backup_workers
+from commrt import elastic as elastic
+from commrt import local_sgd as local_sgd
+from commrt import proof as proof
+from commrt import quantization as quantization
+from commrt import testing as testing
+from commrt import tools as tools
+from commrt import training as training
+from commrt.algorithms.backup import BackupWorkers as BackupWorkers
+from commrt.algorithms.direct import Direct as Direct
+from commrt.algorithms.gossip import Gossip as Gossip
+from commrt.algorithms.halving_doubling import HalvingDoubling as HalvingDoubling
+from commrt.algorithms.ring import Ring as Ring
+from commrt.algorithms.torus import Torus2D as Torus2D
+from commrt.errors import CommrtError as CommrtError
+from commrt.errors import DeadlineExceeded as DeadlineExceeded
+from commrt.errors import DisagreementError as DisagreementError
+from commrt.errors import PeerLost as PeerLost
+from commrt.errors import ScheduleError as ScheduleError
+from commrt.errors import TransportError as TransportError
+from commrt.errors import UsageError as UsageError
+from commrt.proof.replay import prove as prove
+from commrt.runtime.init import init as init
+from commrt.runtime.work import Work as Work
+from commrt.runtime.world import World as World
+from commrt.schedule import ADD as ADD
+from commrt.schedule import COPY as COPY
+from commrt.schedule import MIX as MIX
+from commrt.schedule import Algorithm as Algorithm
+from commrt.schedule import Schedule as Schedule
+from commrt.schedule import Step as Step
+from commrt.schedule import beside as beside
+from commrt.training.attach import attach as attach
+from commrt.training.ddp import DDPState as DDPState
+from commrt.training.ddp import ddp_hook as ddp_hook
+from commrt.training.replica import Replica as Replica
+from commrt.training.ring_shuffle import RingShuffle as RingShuffle
+from commrt.transport.protocol import Tag as Tag
+
+__version__: str

@@ -1,0 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0
+from commrt.tools.measuring.workload_of import workload_of as workload_of
+from commrt.tools.planning.workload import Workload as Workload
