@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch.distributed import PrefixStore
 
@@ -29,8 +29,8 @@ def make_elastic(world: World) -> ElasticMembership:
     """Return the membership of `world`, one that can go on without lost ranks."""
     if not isinstance(world.membership, ElasticMembership):
         own = world.store, world.transport, world.comm_thread, world.reconnect_options, world.connect_gpu
-        world.use_membership(ElasticMembership(*own))
-    return cast("ElasticMembership", world.membership)
+        world.membership = ElasticMembership(*own)
+    return world.membership
 
 
 class ElasticMembership(Recovery):

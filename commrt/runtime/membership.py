@@ -51,6 +51,10 @@ class Membership:
     """True if a lost rank does not end this world; the same on all ranks."""
     needed = 0
     """So many ranks make a step of backup workers; 0 without them."""
+    number = 0
+    """Of the generation whose connections this rank uses."""
+    lost: tuple[Loss, ...] = ()
+    """The ranks without which the others went on."""
     memory_epoch = 0
     """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
 
@@ -63,16 +67,6 @@ class Membership:
     def ranks(self) -> tuple[int, ...]:
         """The members, in ascending order."""
         return self._all
-
-    @property
-    def lost(self) -> tuple[Loss, ...]:
-        """The ranks without which the others went on."""
-        return ()
-
-    @property
-    def number(self) -> int:
-        """The number of the generation whose connections this rank uses."""
-        return 0
 
     def others(self) -> int:
         """Return how many attached models depend on this membership. On the training thread."""
