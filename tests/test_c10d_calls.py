@@ -120,12 +120,14 @@ def test_any_size_on_any_number_of_ranks_along_any_schedule(collective, size, nu
 
 def test_a_receive_that_nothing_depends_on_lands_in_the_callers_memory(narrow, monkeypatch):
     copied = []
-    unpack = call_engine.Call.unpack
+    unpack = call_engine._unpack
     monkeypatch.setattr(
-        call_engine.Call, "unpack", lambda call, wire, part, rest: copied.append(rest) or unpack(call, wire, part, rest)
+        call_engine,
+        "_unpack",
+        lambda copies, call: copied.append([(each.begin, each.end) for each in copies]) or unpack(copies, call),
     )
     assert run("all_gather", "direct", 2, [128]) == []
-    assert sorted(copied) == [[[], [(0, 512)]], [[(0, 512)], []]]  # of two slots, each rank copies its own
+    assert sorted(copied) == [[(0, 512)], [(512, 1024)]]  # of two slots, each rank copies its own
 
 
 def test_after_a_call_the_wire_is_whole_again(narrow):

@@ -120,6 +120,8 @@ class DeviceMessages:
 
 
 class _Batch:
+    """Messages that leave together."""
+
     def __init__(self, world: World) -> None:
         self._world = world
         self.sends: list[P2PMessage] = []
@@ -140,8 +142,8 @@ class BatchWork(GroupWork):
     """A send or a receive in a batch, which leaves when somebody asks for it."""
 
     def __init__(self, batch: _Batch, data: Tensor) -> None:
-        super().__init__(TaskFuture(), [data])
-        self._batch = batch
+        super().__init__(None, [data], "the message")
+        self._batch, self._is_observed = batch, False
 
     def _task(self) -> TaskFuture[None]:
         return self._batch.begin()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from commrt.c10d.group_work import GroupWork
 from commrt.errors import UsageError
-from commrt.threads.comm_thread import TaskFuture
 
 AllGather = Callable[[Sequence[Tensor], Tensor], dist.Work]
 """(outputs, tensor) -> the work of an all-gather."""
@@ -45,9 +44,7 @@ def sparse_all_reduce(tensor: Tensor, op: Any, ranks: int, all_gather: AllGather
     total = sum(parts[1:], parts[0]).coalesce()
     with torch.no_grad():
         tensor.copy_(total)
-    done: TaskFuture[None] = TaskFuture()
-    done.set_result(None)
-    return GroupWork(done, [tensor])
+    return GroupWork(None, [tensor])
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

@@ -44,8 +44,9 @@ class ConsistencyCheck:
     def __init__(self, transport: TransportByDevice) -> None:
         self._transport = transport
 
-    def require_same_call_now(self, ranks: Sequence[int], call: str) -> None:
-        """Fail on all `ranks` with a `DisagreementError` if they make different calls; the world goes on."""
+    def require_same_call_now(self, claim: tuple[Sequence[int], str], _: int = 0) -> None:
+        """Fail with a `DisagreementError` on all ranks of a `claim` if one claims another call; the world goes on."""
+        ranks, call = claim
         if difference := _difference(self._gather(call, ranks)):  # any error of `_gather` is of this rank alone
             raise RecoveredError(
                 DisagreementError(

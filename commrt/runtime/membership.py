@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from commrt.errors import (
     DeadlineExceeded,
@@ -16,12 +18,16 @@ from commrt.errors import (
     TransportError,
     UsageError,
 )
-from commrt.threads.comm_thread import CommThread
+from commrt.threads.comm_thread import CommThread, TaskFuture
 from commrt.threads.future import Future
 
-__all__ = ["LOST", "REFUSALS", "Loss", "Membership"]
+__all__ = ["LOST", "REFUSALS", "Begin", "Loss", "Membership", "RunNow"]
 
 T = TypeVar("T")
+RunNow = Callable[[Tensor], object]
+"""Overwrites a tensor, on the communication thread."""
+Begin = Callable[[], RunNow]
+"""Checks on the training thread what concerns this rank alone. What all ranks refuse alike is for the other thread."""
 LOST = (PeerLost, DeadlineExceeded, TransportClosed)
 """Errors that may mean that a rank is lost. All others are errors of this rank, or of the program."""
 REFUSALS = (UsageError, DisagreementError, ScheduleError)
@@ -75,6 +81,14 @@ class Membership:
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on the communication thread; ``result()`` raises what ended it."""
         return self._comm_thread.submit(task)
+
+    def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None) -> TaskFuture[Any] | None:
+        """Let what `begin` returns overwrite `tensor`, and `residual` too; return None if that is done.
+
+        All members do so, on the training thread, in a `collective`.
+        """
+        run_now = begin()
+        return self._comm_thread.submit(lambda: run_now(tensor))
 
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do. On the training thread, in a `collective`."""

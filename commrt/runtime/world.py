@@ -21,8 +21,8 @@ from commrt.runtime.collectives import Sums, check_all_reduce_call
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import bind
-from commrt.runtime.membership import REFUSALS, Loss, Membership
-from commrt.runtime.prepared import Claim, PreparedRuns, check_run, cut
+from commrt.runtime.membership import REFUSALS, Begin, Loss, Membership, RunNow
+from commrt.runtime.prepared import PreparedRuns, check_run, cut
 from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
@@ -40,10 +40,6 @@ from commrt.transport.protocol import QueueingTransport, Tag, Transport
 __all__ = ["Hooks", "World"]
 
 UNNAMED = Tag(0, "run")
-RunNow = Callable[[Tensor], object]
-"""Overwrites a tensor, on the communication thread."""
-Begin = Callable[[], RunNow]
-"""Checks on the calling thread what can be checked there."""
 
 
 @dataclass(slots=True)
@@ -105,8 +101,8 @@ class World:
         """Who takes part, and what happens when a rank is lost."""
         self.consistency = ConsistencyCheck(self.transport)
         """Compares what ranks do before they do it."""
-        self._runs = PreparedRuns(self.transport, self, self._compare)
-        self._sums = Sums(self.transport, self.comm_thread, self, self._compare)
+        self._runs = PreparedRuns(self.transport, self, self.consistency.require_same_call_now)
+        self._sums = Sums(self.transport, self.comm_thread, self, self.consistency.require_same_call_now)
         release_in_forked_child(self)
 
     @property
@@ -171,7 +167,7 @@ class World:
             return lambda row: self._runs.run(schedule, row, tag)
 
         with self.collective("run()"):
-            return self._carry(begin, buffer, async_op=async_op)
+            return self._work(begin, buffer, async_op=async_op)
 
     @property
     def _is_plain(self) -> bool:
@@ -210,44 +206,13 @@ class World:
         with self.collective("all_reduce()"):
             if tensor.is_cuda:
                 self.connect(tensor.device)
-            return self._carry(begin, tensor, residual, async_op=async_op)
+            return self._work(begin, tensor, residual, async_op=async_op)
 
-    def _carry(self, begin: Begin, tensor: Tensor, residual: Tensor | None = None, *, async_op: bool) -> Work:
-        """Let what `begin` returns overwrite `tensor`; in a `collective`."""
-        if self.membership.is_elastic:
-            self._carry_copy(begin, tensor, residual)
-            return Work([tensor], self.rank)
-        run_now = begin()
-        work = Work([tensor], self.rank, self.comm_thread.submit(lambda: run_now(tensor)))
+    def _work(self, begin: Begin, tensor: Tensor, residual: Tensor | None = None, *, async_op: bool) -> Work:
+        work = Work([tensor], self.rank, self.membership.begin_call(begin, tensor, residual))
         if not async_op:
             work.wait()
         return work
-
-    def _carry_copy(self, begin: Begin, tensor: Tensor, residual: Tensor | None) -> None:
-        """Do so on a copy, as a lost rank may end an attempt; all then start again, and owe what they owed before."""
-        owed = None if residual is None else residual.clone()
-
-        def attempt() -> Tensor | CommrtError:
-            """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
-            if residual is not None and owed is not None:
-                residual.copy_(owed)
-            run_now, copy = begin(), tensor.detach().clone()
-            try:
-                self.membership.submit(lambda: run_now(copy)).result()
-            except (DisagreementError, UsageError) as error:
-                if self.comm_thread.failure is not None:
-                    raise
-                return error
-            return copy
-
-        done = self.membership.together(attempt)
-        if isinstance(done, CommrtError):
-            raise done
-        with torch.no_grad():
-            tensor.copy_(done)
-
-    def _compare(self, claim: Claim, _: int) -> None:
-        self.consistency.require_same_call_now(*claim)
 
     def agree(self, topic: str, **claim: str) -> None:
         """Return once all ranks made the same `claim` about `topic`. Collective among the ranks that are left.
