@@ -22,14 +22,11 @@ from commrt.errors import UsageError
 from commrt.kernels.layout import padded
 from commrt.program import chunk_bounds
 
-__all__ = ["GRANULE", "Call", "Kind", "Piece", "Range", "Slice", "Traits", "bounds_of", "memory_of", "whole"]
+__all__ = ["GRANULE", "Call", "Kind", "Piece", "Slice", "Traits", "bounds_of", "memory_of", "whole"]
 
 GRANULE = 16
 """Elements, or bytes of what only moves: a slot's size is a multiple. In an `all_to_all`, where only the two ends of a
 transfer know its size, a slot has exactly that size: so two ends that differ notice it."""
-
-Range = tuple[int, int]
-"""Elements [begin, end) of a slot."""
 
 
 class Piece(NamedTuple):

@@ -8,16 +8,14 @@ size, whatever tensors come. On a CPU the wire fits the cache, so copies to and 
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from commrt.c10d.call import Call, Kind, Piece, Range, Slice, bounds_of
+from commrt.c10d.call import Call, Kind, Slice, bounds_of
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import combining
 from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
@@ -47,21 +45,6 @@ class _Memory(NamedTuple):
     operation: str | None
     dtype: torch.dtype
     device: torch.device
-
-
-class _Landing(NamedTuple):
-    target: Tensor
-    slot: int
-    range: Range
-    """Of the slot."""
-    home: Tensor
-    """What `target` is between two calls: a part of the wire."""
-
-
-class _Bound(NamedTuple):
-    program: BoundProgram
-    wire: Tensor
-    landings: Sequence[_Landing]
 
 
 class _Copy(NamedTuple):
@@ -159,28 +142,28 @@ class CallEngine:
         return _Plan(schedule.name, number, sum(kind.sizes), [self._part(schedule, kind, each) for each in slices])
 
     def _part(self, schedule: Schedule, kind: Kind, part: Slice) -> _Part:
-        traits = kind.traits
+        traits, places = kind.traits, part.places
         memory = _Memory(part.shape, traits.operation, traits.wire_dtype, kind.device)
-        program, wire, landings = self._prepared.get(schedule, None, memory)
+        program, wire = self._prepared.get(schedule, None, memory)
+        lands = kind.divisor == 1 and part.shape == part.sizes and places[-1] >= LANDING_NUMEL
+        landings = sorted(program.landings, key=lambda each: each.begin) if lands and self._can_land(kind) else []
+        put, take, land = [], [], []
+        for slot, row, first in kind.put:
+            put.append(_copy(wire, row, places[slot], places[slot] + part.sizes[slot], first + part.lo))
+        for slot, row, first in kind.take:
+            begin, stop, ahead = places[slot], places[slot] + part.sizes[slot], first + part.lo - places[slot]
+            for target, lo, hi in landings:
+                if begin <= lo < hi <= stop:
+                    take.append(_copy(wire, row, begin, lo, begin + ahead))
+                    land.append((target, _copy(wire, row, lo, hi, lo + ahead)))
+                    begin = hi
+            take.append(_copy(wire, row, begin, stop, begin + ahead))
+        return _Part(program, put, [each for each in take if each.begin < each.end], land)
 
-        def copies(pieces: Sequence[Piece], ranges: dict[int, list[Range]]) -> Iterator[_Copy]:
-            for slot, row, first in pieces:
-                for begin, end in ranges.get(slot, [(0, part.sizes[slot])]):
-                    place, offset = part.places[slot], first + part.lo
-                    yield _Copy(wire[place + begin : place + end], row, offset + begin, offset + end)
+    def _can_land(self, kind: Kind) -> bool:
+        return kind.device.type == "cpu" and self._world.transport.can_move_receives
 
-        if kind.divisor > 1 or part.shape != part.sizes or part.places[-1] < LANDING_NUMEL:
-            landings = ()
-        taken = {piece.slot: [each.range for each in landings if each.slot == piece.slot] for piece in kind.take}
-        rest = {slot: _complement(ranges, part.shape[slot]) for slot, ranges in taken.items()} if landings else {}
-        land = [
-            (each.target, copy)
-            for each in landings
-            for copy in copies([piece for piece in kind.take if piece.slot == each.slot], {each.slot: [each.range]})
-        ]
-        return _Part(program, [*copies(kind.put, {})], [*copies(kind.take, rest)], land)
-
-    def _bind(self, schedule: Schedule, _: Members, memory: _Memory) -> _Bound:
+    def _bind(self, schedule: Schedule, _: Members, memory: _Memory) -> tuple[BoundProgram, Tensor]:
         shape, operation, dtype, device = memory
         ranks, world = range(self._world.size), self._world
         mine = member_program(schedule, ranks, world.rank, len(ranks))  # which remembers schedules
@@ -188,9 +171,7 @@ class CallEngine:
         wire = self._allocate("wire", bounds[-1], dtype, device)
         scratch = self._allocate("scratch", scratch_numel(mine, bounds[-1], bounds), dtype, device)
         add = None if operation is None else combining(operation)
-        bound = bind(mine, wire, world.transport, scratch, world.comm_thread.streams, bounds=bounds, add=add)
-        can_land = device.type == "cpu" and world.transport.can_move_receives
-        return _Bound(bound, wire, [*_landings(bound, wire, shape)] if can_land else [])
+        return bind(mine, wire, world.transport, scratch, world.comm_thread.streams, bounds=bounds, add=add), wire
 
     def _allocate(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return [numel] of the memory that all calls share; programs bound to what was too small keep theirs."""
@@ -220,21 +201,6 @@ def _unpack(copies: Sequence[_Copy], call: Call) -> None:
         call.take[row][begin:end].copy_(wire)
 
 
-def _landings(bound: BoundProgram, wire: Tensor, shape: Sequence[int]) -> Iterator[_Landing]:
-    """Yield the landings of `bound` that lie within one slot."""
-    places = list(accumulate(shape, initial=0))
-    for target, begin, end in bound.landings:
-        slot = bisect_right(places, begin) - 1
-        if begin < end <= places[slot + 1]:
-            inside = begin - places[slot], end - places[slot]
-            yield _Landing(target, slot, inside, wire[begin:end])
-
-
-def _complement(ranges: Sequence[Range], size: int) -> list[Range]:
-    """Return what is left of [0, size) without `ranges`, which do not overlap.
-
-    >>> _complement([(4, 6), (0, 2)], 8)
-    [(2, 4), (6, 8)]
-    """
-    bounds = [0, *(bound for each in sorted(ranges) for bound in each), size]
-    return [(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
+def _copy(wire: Tensor, row: int, begin: int, end: int, first: int) -> _Copy:
+    """Return the copy of elements [begin, end) of the wire, from or to element `first` of a row on."""
+    return _Copy(wire[begin:end], row, first, first + end - begin)

@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that torch.distributed calls on a process group, by c10d's names. All return a `Work`."""
+"""The methods that torch.distributed calls on a process group, by c10d's names. All return a `Work`.
+
+torch's profiler and dispatch modes see them on the thread that calls. The ranges of the communication thread come from
+`commrt.runtime.recording`. Without a profiler nothing is recorded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import profiler
 
 from commrt.c10d.call import Call, memory_of
 from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
-from commrt.c10d.observed import observable
-from commrt.c10d.sparse import sparse_all_reduce
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 from commrt.torch_import import NAME, untraced
 
@@ -23,6 +29,46 @@ __all__ = ["NAME", "Methods"]
 
 SHORTEST_S = 0.001
 """The timeout of a barrier for which 0 is given."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001  # of the calling thread
+
+
+def observable(name: str, torch_name: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a profiler and dispatch modes see the calls of a method. `torch_name` is c10d's, if the method has another.
+
+    While there are such, the call goes to ``self.observed(torch_name, args, begin)``, of which ``begin()`` is the call.
+    """
+
+    def decorated(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def begin(*args: P.args, **options: P.kwargs) -> R:
+            if not (profiler._is_profiler_enabled or _modes()):  # noqa: SLF001  # a flag of the process
+                return method(*args, **options)
+            group, *given = list(args) + list(options.values())
+
+            def call() -> R:
+                with _RecordFunctionFast(f"commrt::{name}", _inputs(given)):
+                    return method(*args, **options)
+
+            return cast("R", cast("Any", group).observed(torch_name or method.__name__, given, call))
+
+        return begin
+
+    return decorated
+
+
+def _inputs(given: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that a call reads: by c10d's order the second argument, or the first if that has none."""
+    found = [_tensors(each) for each in given[:2]]
+    return (found[1:] and found[1]) or found[0] if found else []
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    return [one for each in given for one in _tensors(each)] if isinstance(given, list | tuple) else []
 
 
 @untraced
@@ -46,7 +92,7 @@ class Methods:
         """Combine all ranks' tensors at every rank."""
         tensor = _one(tensors)
         if tensor.is_sparse:
-            return self._guarded(lambda: sparse_all_reduce(tensor, _op(opts), self.requests.size, self.allgather))
+            return self._guarded(lambda: _sparse_all_reduce(tensor, _op(opts), self.requests.size, self.allgather))
         return self._begin(opts, self.requests.all_reduce, tensor, _op(opts))
 
     @observable("all_reduce")
@@ -256,3 +302,37 @@ def _op(opts: Any) -> Any:
 
 def _root(opts: Any) -> int:
     return 0 if opts is None else int(opts.rootRank)
+
+
+def _sparse_all_reduce(tensor: Tensor, op: Any, ranks: int, all_gather: Callable[..., dist.Work]) -> dist.Work:
+    """Replace the sparse `tensor` by the sum over all ranks; the work is complete when this returns.
+
+    Cost: three all-gathers, of the counts, then of as many indices and values as the fullest rank has.
+    """
+    if op != dist.ReduceOp.SUM:
+        raise UsageError(f"{op} of sparse tensors: only their SUM can be formed; pass dense copies")
+
+    def gathered(rows: Tensor) -> list[Tensor]:
+        outputs = [torch.empty_like(rows) for _ in range(ranks)]
+        all_gather(outputs, rows).wait()
+        return outputs
+
+    own = tensor.coalesce()
+    counts = gathered(torch.tensor([own._nnz()], device=own.device))  # noqa: SLF001  # torch's name for it
+    most = int(max(count.item() for count in counts))
+    indices = gathered(_padded(own.indices().t(), most))
+    values = gathered(_padded(own.values(), most))
+    parts = [
+        torch.sparse_coo_tensor(index[: int(count)].t(), value[: int(count)], own.shape)
+        for index, value, count in zip(indices, values, counts, strict=True)
+    ]
+    total = sum(parts[1:], parts[0]).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
+    return GroupWork(None, [tensor])
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    padded = rows.new_zeros((count, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    return padded
