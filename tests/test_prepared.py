@@ -69,7 +69,8 @@ def test_a_schedule_is_bound_to_a_buffer_once(bound_on):
     assert len(bound_on) == 2
 
 
-def test_what_is_bound_runs_on_its_caller_s_thread_unless_the_caller_goes_on(monkeypatch):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_caller_that_waits_runs_what_is_bound_itself_and_on_a_cpu_the_rest_too(on_gpu, monkeypatch):
     ran_on, run_bound, broadcast = defaultdict(list), PreparedRuns.run, tree.broadcast(2)  # which needs no kernel
 
     def noted(runs, *args):
@@ -77,6 +78,7 @@ def test_what_is_bound_runs_on_its_caller_s_thread_unless_the_caller_goes_on(mon
         run_bound(runs, *args)
 
     monkeypatch.setattr(PreparedRuns, "run", noted)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
 
     def run(world):
         buffer = torch.zeros(10)
@@ -84,7 +86,7 @@ def test_what_is_bound_runs_on_its_caller_s_thread_unless_the_caller_goes_on(mon
             world.run(broadcast, buffer, async_op=is_async).wait()
         return [thread == threading.get_ident() for thread in ran_on[world._runs]]
 
-    assert run_ranks(2, run) == [[False, True, False]] * 2
+    assert run_ranks(2, run) == [[not on_gpu, True, False]] * 2
 
 
 def test_a_buffer_that_lies_elsewhere_is_bound_anew():

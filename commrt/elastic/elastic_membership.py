@@ -129,10 +129,12 @@ class ElasticMembership(Recovery):
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
             self.barrier.leave()
 
-    def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None) -> TaskFuture[Any] | None:
+    def begin_call(
+        self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool
+    ) -> TaskFuture[Any] | None:
         """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""
         if self._membership is None:
-            return super().begin_call(begin, tensor, residual)
+            return super().begin_call(begin, tensor, residual, at_once=at_once)
         owed = None if residual is None else residual.clone()
 
         def attempt() -> Tensor | CommrtError:

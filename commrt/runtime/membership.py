@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a world. Here they stay the same; `commrt.elastic` has a membership that goes on without lost ranks."""
+"""The ranks of a world, and what it asks of an attached model.
+
+Here the ranks stay the same; `commrt.elastic` has a membership that goes on without lost ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -21,7 +25,7 @@ from commrt.errors import (
 from commrt.threads.comm_thread import CommThread, TaskFuture
 from commrt.threads.future import Future
 
-__all__ = ["LOST", "REFUSALS", "Begin", "Loss", "Membership", "RunNow"]
+__all__ = ["LOST", "NO_HOOKS", "REFUSALS", "Begin", "Hooks", "Loss", "Membership", "RunNow"]
 
 T = TypeVar("T")
 RunNow = Callable[[Tensor], object]
@@ -32,6 +36,23 @@ LOST = (PeerLost, DeadlineExceeded, TransportClosed)
 """Errors that may mean that a rank is lost. All others are errors of this rank, or of the program."""
 REFUSALS = (UsageError, DisagreementError, ScheduleError)
 """Errors of a collective after which the world goes on."""
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Functions of the attached model that its world calls, on the training thread. By default they do nothing."""
+
+    before_collective: Callable[[], None] = lambda: None
+    when_all_came: Callable[[], None] = lambda: None
+    """To a collective, before its work begins."""
+    before_close: Callable[[], None] = lambda: None
+    """Only if the world has not failed."""
+    before_leave: Callable[[], None] = lambda: None
+    """Later in `World.close`: no task runs any more, and the other ranks still count on this process."""
+    on_collective_error: Callable[[BaseException], None] = lambda _: None
+
+
+NO_HOOKS = Hooks()
 
 
 class Loss(NamedTuple):
@@ -82,13 +103,15 @@ class Membership:
         """Run `task` on the communication thread; ``result()`` raises what ended it."""
         return self._comm_thread.submit(task)
 
-    def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None) -> TaskFuture[Any] | None:
+    def begin_call(
+        self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool
+    ) -> TaskFuture[Any] | None:
         """Let what `begin` returns overwrite `tensor`, and `residual` too; return None if that is done.
 
-        All members do so, on the training thread, in a `collective`.
+        All members do so, on the training thread, in a `collective`. If possible that thread does it `at_once`.
         """
-        run_now = begin()
-        return self._comm_thread.submit(lambda: run_now(tensor))
+        run_now, comm_thread = begin(), self._comm_thread
+        return (comm_thread.run if at_once else comm_thread.submit)(lambda: run_now(tensor))
 
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do. On the training thread, in a `collective`."""

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
@@ -21,7 +20,7 @@ from commrt.runtime.collectives import Sums, check_all_reduce_call
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import bind
-from commrt.runtime.membership import REFUSALS, Begin, Loss, Membership, RunNow
+from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Hooks, Loss, Membership, RunNow
 from commrt.runtime.prepared import PreparedRuns, check_run, cut
 from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.wire import AnyWire
@@ -40,23 +39,6 @@ from commrt.transport.protocol import QueueingTransport, Tag, Transport
 __all__ = ["Hooks", "World"]
 
 UNNAMED = Tag(0, "run")
-
-
-@dataclass(slots=True)
-class Hooks:
-    """Functions of the attached model that its world calls, on the training thread. By default they do nothing."""
-
-    before_collective: Callable[[], None] = lambda: None
-    when_all_came: Callable[[], None] = lambda: None
-    """To a collective, before its work begins."""
-    before_close: Callable[[], None] = lambda: None
-    """Only if the world has not failed."""
-    before_leave: Callable[[], None] = lambda: None
-    """Later in `World.close`: no task runs any more, and the other ranks still count on this process."""
-    on_collective_error: Callable[[BaseException], None] = lambda _: None
-
-
-NO_HOOKS = Hooks()
 
 
 @untraced
@@ -152,9 +134,8 @@ class World:
         same sum in all chunks, as after an all-reduce or a broadcast. The call waits for the result, unless `async_op`:
         then wait for the `Work`. commrt does not verify the schedule here: `commrt.prove` it first. The first time that
         it runs on so many elements of a dtype, its ranks compare the three, at the cost of an all-reduce of 128 bytes
-        per rank. It stays bound to the buffer; on a GPU the calling thread queues what is bound. Before anything is
-        sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if they differ; the world
-        stays usable.
+        per rank. It stays bound to the buffer. Before anything is sent it raises `UsageError` for what cannot work, and
+        `DisagreementError` on all ranks if they differ; the world stays usable.
         """
         check_run(schedule, buffer, tag, self.transport.ranks)
         is_ready = not async_op and self._runs.known(schedule, buffer) is not None
@@ -209,7 +190,8 @@ class World:
             return self._work(begin, tensor, residual, async_op=async_op)
 
     def _work(self, begin: Begin, tensor: Tensor, residual: Tensor | None = None, *, async_op: bool) -> Work:
-        work = Work([tensor], self.rank, self.membership.begin_call(begin, tensor, residual))
+        at_once = not (async_op or tensor.is_cuda)  # in CUDA or NCCL nothing can interrupt a wait
+        work = Work([tensor], self.rank, self.membership.begin_call(begin, tensor, residual, at_once=at_once))
         if not async_op:
             work.wait()
         return work
