@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms.catalogue import ROOTED
-from commrt.errors import UsageError
 from commrt.kernels.layout import padded
 from commrt.program import chunk_bounds
 
-__all__ = ["GRANULE", "Call", "Kind", "Piece", "Slice", "Traits", "bounds_of", "memory_of", "whole"]
+__all__ = ["GRANULE", "Call", "Kind", "Piece", "Slice", "Traits", "bounds_of"]
 
 GRANULE = 16
 """Elements, or bytes of what only moves: a slot's size is a multiple. In an `all_to_all`, where only the two ends of a
@@ -134,26 +133,3 @@ class Call:
     """What this rank's contribution is multiplied by."""
     copies: Sequence[tuple[Tensor, Tensor]] = ()
     """(target, row) pairs to copy at the end: tensors with gaps, and the rows that are taken for them."""
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """Return the memory of `tensor`: of the tensor inside if a functional collective returned it, which is waited for.
-
-    Writing to it does not count as an in-place change for autograd, as with Gloo. Raises `UsageError` for other
-    subclasses that have no memory of their own, such as DTensor.
-    """
-    kind = type(tensor)
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return tensor.data
-    if (wait := getattr(tensor, "trigger_wait", None)) is None:  # torch's AsyncCollectiveTensor has it
-        raise UsageError(f"a {kind.__name__} cannot travel: pass the tensor in it, such as to_local() of a DTensor")
-    return memory_of(wait())
-
-
-def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor` as a contiguous row of `dtype`: its own memory, or a copy if it has gaps."""
-    plain = memory_of(tensor)
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    row = plain.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
-    return row if row.dtype is dtype else row.view(dtype)

@@ -22,7 +22,7 @@ from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.program import member_program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.prepared import Members, Prepared
-from commrt.runtime.recording import within_range
+from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.comm_thread import TaskFuture
@@ -98,13 +98,22 @@ class CallEngine:
         return (comm_thread.run if waits else comm_thread.submit)(partial(self._run, call))
 
     def _run(self, call: Call) -> None:
-        number, transport = self.begun, self._world.transport
+        number, transport, recorder = self.begun, self._world.transport, self._world.recorder
         self.begun += 1
         if call.timeout_s is not None:
             transport.timeout_s = call.timeout_s
         try:
             with torch.inference_mode():  # the caller's tensors may be made under it
-                self._run_parts(call, number)
+                plan, collective = self._plan(call.kind), call.kind.traits.collective
+                tag = Tag(number, collective, plan.number ^ (number * SPREAD & 0xFFFFFFFF))
+                with within_range(recorder, collective, step=number, numel=plan.numel, schedule=plan.schedule):
+                    for part in plan.parts:
+                        _carry(part, call, tag, recorder)
+                    for target, row in call.copies:
+                        target.copy_(row.view(target.dtype).view(target.shape))
+            if call.kind.device.type == "cuda":
+                for row in (*call.put, *call.take):  # they may be freed on another stream
+                    row.record_stream(torch.cuda.current_stream(row.device))
         except TransportError as error:
             limit = f", with a timeout of {transport.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
             error.what = f"{call.kind.traits}, sequence number {number} of group {self._name}{limit}: {error.what}"
@@ -112,26 +121,6 @@ class CallEngine:
         finally:
             if call.timeout_s is not None:
                 transport.timeout_s = self.timeout_s
-
-    def _run_parts(self, call: Call, number: int) -> None:
-        plan, recorder, collective = self._plan(call.kind), self._world.recorder, call.kind.traits.collective
-        tag = Tag(number, collective, plan.number ^ (number * SPREAD & 0xFFFFFFFF))
-        with within_range(recorder, collective, step=number, numel=plan.numel, schedule=plan.schedule):
-            for part in plan.parts:
-                _pack(part.put, call)
-                for target, copy in part.land:
-                    point(target, call.take[copy.row][copy.begin : copy.end])
-                try:
-                    part.program.run(tag, recorder)
-                finally:
-                    for target, copy in part.land:
-                        point(target, copy.wire)
-                _unpack(part.take, call)
-            for target, row in call.copies:
-                target.copy_(row.view(target.dtype).view(target.shape))
-        if call.kind.device.type == "cuda":
-            for row in (*call.put, *call.take):  # they may be freed on another stream
-                row.record_stream(torch.cuda.current_stream(row.device))
 
     def _new_plan(self, kind: Kind) -> _Plan:
         traits, size = kind.traits, self._world.size
@@ -183,19 +172,21 @@ class CallEngine:
         return memory[:need].view(dtype)
 
 
-def _pack(copies: Sequence[_Copy], call: Call) -> None:
-    """Write this rank's contribution to the wire."""
-    for wire, row, begin, end in copies:
+def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None:
+    """Write this rank's contribution to the wire, run the schedule, and read the result."""
+    for wire, row, begin, end in part.put:
         wire.copy_(call.put[row][begin:end])
         if call.factor is not None:
             wire.mul_(call.factor)
-
-
-def _unpack(copies: Sequence[_Copy], call: Call) -> None:
-    """Read the result from the wire."""
-    divisor = call.kind.divisor
-    for wire, row, begin, end in copies:
-        if divisor > 1:
+    for target, copy in part.land:
+        point(target, call.take[copy.row][copy.begin : copy.end])
+    try:
+        part.program.run(tag, recorder)
+    finally:
+        for target, copy in part.land:
+            point(target, copy.wire)
+    for wire, row, begin, end in part.take:
+        if (divisor := call.kind.divisor) > 1:
             is_exact = wire.is_floating_point() or wire.is_complex()
             wire.div_(divisor, rounding_mode=None if is_exact else "trunc")
         call.take[row][begin:end].copy_(wire)

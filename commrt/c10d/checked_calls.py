@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from commrt.algorithms.parts import require_root
-from commrt.c10d.call import Call, Kind, Piece, Traits, memory_of, whole
+from commrt.c10d.call import Call, Kind, Piece, Traits
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
 from commrt.pricing.selection import WIRE_NBYTES, slots_of
 from commrt.runtime.collectives import is_expanded
 
-__all__ = ["CheckedCalls"]
+__all__ = ["CheckedCalls", "memory_of"]
 
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members
 NAMES = {
@@ -100,7 +100,7 @@ class CheckedCalls:
         _require_alike([*outputs, *inputs])
         if len(outputs) != self.size or len(inputs) != self.size:
             raise UsageError(f"{len(inputs)} inputs and {len(outputs)} outputs of an all_to_all: give {self.size} each")
-        taken, put = ([whole(one, torch.uint8) for one in side] for side in (outputs, inputs))
+        taken, put = ([_whole(one, torch.uint8) for one in side] for side in (outputs, inputs))
         return self._all_to_all(outputs, taken, taken, put, timeout_s)
 
     def all_to_all_single(
@@ -113,7 +113,7 @@ class CheckedCalls:
     ) -> Call:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
         _require_alike([output, tensor])
-        row, sent = whole(output, torch.uint8), whole(tensor, torch.uint8)
+        row, sent = _whole(output, torch.uint8), _whole(tensor, torch.uint8)
         taken, put = self._split(row, output, output_sizes), self._split(sent, tensor, input_sizes)
         return self._all_to_all([output], [row], taken, put, timeout_s)
 
@@ -171,8 +171,8 @@ class CheckedCalls:
         if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
             raise UsageError(f"a factor of {factor.dtype} for tensors of {like.dtype}: convert one of them")
         wire_dtype = torch.uint8 if how.operation is None else like.dtype
-        inputs = [*map(whole, put, repeat(wire_dtype))]
-        outputs = inputs if taken is put else [*map(whole, taken, repeat(wire_dtype))]
+        inputs = [*map(_whole, put, repeat(wire_dtype))]
+        outputs = inputs if taken is put else [*map(_whole, taken, repeat(wire_dtype))]
         first = inputs[0].numel() if inputs else 0, outputs[0].numel() if outputs else 0
         rows = (len(inputs), first[0]), (len(outputs), first[1])
         kind = self._kind(collective, like.numel(), like.dtype, like.device, how, root, rows)
@@ -251,6 +251,29 @@ def _require_alike(tensors: Sequence[Tensor]) -> None:
             raise UsageError(f"a tensor is {tensor.layout}: only all_reduce takes sparse ones; pass a dense copy")
         if tensor.dtype is not dtype or tensor.device != device:
             raise UsageError(f"{_text(tensor)} beside {_text(first)}: all must have one dtype, on one device")
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return the memory of `tensor`: of the tensor inside if a functional collective returned it, which is waited for.
+
+    Writing to it does not count as an in-place change for autograd, as with Gloo. Raises `UsageError` for other
+    subclasses that have no memory of their own, such as DTensor.
+    """
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return tensor.data
+    if (wait := getattr(tensor, "trigger_wait", None)) is None:  # torch's AsyncCollectiveTensor has it
+        raise UsageError(f"a {kind.__name__} cannot travel: pass the tensor in it, such as to_local() of a DTensor")
+    return memory_of(wait())
+
+
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `tensor` as a contiguous row of `dtype`: its own memory, or a copy if it has gaps."""
+    plain = memory_of(tensor)
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    row = plain.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
+    return row if row.dtype is dtype else row.view(dtype)
 
 
 def _gaps(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:

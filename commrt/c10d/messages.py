@@ -104,7 +104,8 @@ class DeviceMessages:
         self._world = world
         self._sends: list[P2PMessage] = []
         self._recvs: list[P2PMessage] = []
-        self._works: list[BatchWork] = []
+        self.waiting: list[BatchWork] = []
+        """The works of the batch, which has yet to leave."""
 
     def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
         """Add a send to `peer`, or a receive from there, to the batch."""
@@ -112,14 +113,14 @@ class DeviceMessages:
             raise UsageError("a receive from any rank needs CPU tensors, as NCCL has none: name the source")
         self._world.connect(data.device)
         (self._sends if is_send else self._recvs).append(P2PMessage(peer, data.view(-1)))
-        self._works.append(BatchWork(self, data))
-        return self._works[-1]
+        self.waiting.append(BatchWork(self, data))
+        return self.waiting[-1]
 
     def flush(self) -> None:
         """Let the batch leave, if there is one."""
-        if self._works:
-            group, works = P2PGroup(self._sends, self._recvs), self._works
-            self._sends, self._recvs, self._works = [], [], []
+        if self.waiting:
+            group, works = P2PGroup(self._sends, self._recvs), self.waiting
+            self._sends, self._recvs, self.waiting = [], [], []
             tag = Tag(0, "send and receive")
             future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))
             for work in works:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 
-from commrt.c10d.call import Call, memory_of
-from commrt.c10d.checked_calls import CheckedCalls
+from commrt.c10d.call import Call
+from commrt.c10d.checked_calls import CheckedCalls, memory_of
 from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
@@ -248,7 +248,8 @@ class Methods:
         """Begin the call that `request` returns for what is `given`."""
         try:
             call = request(*given, None if opts is None else seconds_of(opts.timeout))
-            self.group.device_messages.flush()
+            if self.group.device_messages.waiting:
+                self.group.device_messages.flush()
             future = self.group.engine.begin(call, waits=not getattr(opts, "asyncOp", True))
             return GroupWork(future, call.result, call.kind.traits)
         except CommrtError as error:

@@ -56,7 +56,7 @@ class Work:
         self._wait(None if timeout is None else _seconds(timeout))
 
     def _wait(self, timeout_s: float | None) -> None:
-        task = self._task()
+        task = self._future or self._task()
         try:
             task.result(timeout_s)
         except TimeoutError as late:
