@@ -14,6 +14,7 @@ import torch
 
 import commrt
 from commrt.algorithms import tree
+from commrt.errors import TransportClosed
 from commrt.runtime import prepared
 from commrt.runtime.prepared import Claim, Prepared, PreparedRuns
 from commrt.schedule import COPY, Schedule, Step
@@ -132,6 +133,46 @@ def test_autograd_learns_that_the_buffer_was_written():
         return buffer._version > before
 
     assert run_ranks(2, run) == [True, True]
+
+
+def test_under_inference_mode_autograd_learns_it_too():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        before = buffer._version
+        with torch.inference_mode():
+            world.run(RING, buffer)
+        return buffer._version > before, buffer.tolist()
+
+    assert run_ranks(2, run) == [(True, [4.0] * 10)] * 2
+
+
+def test_a_bound_buffer_is_refused_once_it_has_another_shape():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        buffer.unsqueeze_(0)
+        with pytest.raises(commrt.UsageError, match="flatten it first"):
+            world.run(RING, buffer)
+        world.run(RING, buffer.squeeze_(0))
+        return buffer.tolist()
+
+    assert run_ranks(2, run) == [[4.0] * 10] * 2
+
+
+def test_what_is_bound_is_refused_inside_join_and_after_close():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        world.joined = object()
+        with pytest.raises(commrt.UsageError, match="inside join"):
+            world.run(RING, buffer)
+        world.joined = None
+        world.close()
+        with pytest.raises(TransportClosed, match="was closed"):
+            world.run(RING, buffer)
+
+    run_ranks(2, run)
 
 
 def test_a_program_is_forgotten_with_its_buffer(runs):

@@ -185,19 +185,17 @@ class Sums:
 
     def schedule(self, algorithm: Algorithm, call: AllReduce) -> Schedule:
         """Return the proven schedule for the members; raises `UsageError` or `ScheduleError` if there is none."""
-        members = len(self._world.membership.ranks)
-        schedule = algorithm.schedule(0, members)
-        if not isinstance(schedule, Schedule) or schedule.ranks != members:
-            raise UsageError(f"{algorithm} made {schedule!r:.80} for {members} ranks, which is no schedule of them")
-        if not self.is_ready(schedule, call):
+        members = self._world.membership.ranks
+        schedule = algorithm.schedule(0, len(members))
+        if not isinstance(schedule, Schedule) or schedule.ranks != len(members):
+            raise UsageError(
+                f"{algorithm} made {schedule!r:.80} for {len(members)} ranks, which is no schedule of them"
+            )
+        if self._prepared.known(schedule, members, call) is None:
             if is_quantized(call.wire):
                 carrier_of(call.wire).require_short_sums(schedule, call.wire)
             self._prepared.prove(schedule)
         return schedule
-
-    def is_ready(self, schedule: Schedule, call: AllReduce) -> bool:
-        """Return True if `run` has nothing to prepare. On any thread."""
-        return self._prepared.known(schedule, self._world.membership.ranks, call) is not None
 
     def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, tag: Tag, recorder: Recorder | None) -> None:
         """Overwrite `tensor` with the sum or the mean over the members. On the communication thread."""

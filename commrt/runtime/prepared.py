@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -64,7 +64,7 @@ class Prepared(Generic[T]):
         world: HasMembership,
         bind: Callable[[Schedule, Members, Any], T],
         *,
-        prove: Callable[[Schedule], object] = bool,
+        prove: Callable[[Schedule], object] = lambda _: None,
         claim: Callable[[Schedule, Members, Any], Claim | None] = lambda *_: None,
         compare: Callable[[Claim, int], None] = lambda *_: None,
         kept: int = KEPT,
@@ -201,11 +201,11 @@ class PreparedRuns:
             what = f"{schedule.name} names ranks {lost}, which are lost"
             do = "build a schedule for the ranks that are left, with schedule.over(world.members, world=world.size)"
             raise RecoveredError(UsageError(f"{what}: {do}"))
-        buffer = _alive(memory)
+        buffer = cast("Tensor", memory())
         return Claim(ranks, f"{digest} {buffer.numel()} {buffer.dtype}") if self._transport.rank in ranks else None
 
     def _bind(self, schedule: Schedule, _: Members, memory: ref[Tensor]) -> _Run:
-        buffer, ranks = _alive(memory), schedule.ranks
+        buffer, ranks = cast("Tensor", memory()), schedule.ranks
         if self._transport.rank in traits_of(schedule).ranks:
             _require_equal_chunks(schedule, buffer.numel())
         bounds, row = cut(schedule, buffer), buffer.detach()
@@ -241,13 +241,6 @@ def check_tag(tag: Tag) -> None:
     """Raise `UsageError` unless `tag` is one."""
     if not isinstance(tag, Tag):
         raise UsageError(f"tag={tag!r:.80}: give a commrt.Tag(step, bucket), or leave it out")
-
-
-def _alive(memory: ref[Tensor]) -> Tensor:
-    buffer = memory()
-    if buffer is None:
-        raise ReferenceError("the buffer is gone")
-    return buffer
 
 
 def _require_equal_chunks(schedule: Schedule, numel: int) -> None:
