@@ -112,9 +112,9 @@ def test_a_view_that_torch_negates_when_it_is_read_is_summed_as_it_reads():
 def test_one_buffer_serves_tensors_of_all_sizes():
     def body(world):
         results = [summed(world, torch.full((n,), float(world.rank)), op="sum") for n in (10, 1000, 0, 17, 1000, 10)]
-        wires = sum(use == "wire" for use, *_ in world._collectives._memory)
+        wires = sum(use == "wire" for use, *_ in world._sums._memory)
         summed(world, torch.ones(2000))  # nothing is left of the smaller wire
-        return [result.unique().tolist() for result in results], wires, world._collectives._bound.cache_info().currsize
+        return [result.unique().tolist() for result in results], wires, len(world._sums._prepared._bound)
 
     assert run_ranks(3, body) == [([[3.0], [3.0], [], [3.0], [3.0], [3.0]], 1, 1)] * 3
 

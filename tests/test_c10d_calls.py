@@ -119,13 +119,15 @@ def test_any_size_on_any_number_of_ranks_along_any_schedule(collective, size, nu
 
 
 def test_a_receive_that_nothing_depends_on_lands_in_the_callers_memory(narrow, monkeypatch):
-    copied = []
-    unpack = call_engine.Call.unpack
-    monkeypatch.setattr(
-        call_engine.Call, "unpack", lambda call, wire, part, rest: copied.append(rest) or unpack(call, wire, part, rest)
-    )
+    copied, carry = [], call_engine._carry
+
+    def noted(part, *given):
+        copied.append([(each.begin, each.end) for each in part.take])
+        carry(part, *given)
+
+    monkeypatch.setattr(call_engine, "_carry", noted)
     assert run("all_gather", "direct", 2, [128]) == []
-    assert sorted(copied) == [[[], [(0, 512)]], [[(0, 512)], []]]  # of two slots, each rank copies its own
+    assert sorted(copied) == [[(0, 512)], [(512, 1024)]]  # of two slots, each rank copies its own
 
 
 def test_after_a_call_the_wire_is_whole_again(narrow):

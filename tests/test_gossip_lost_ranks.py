@@ -313,10 +313,10 @@ def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
         elif what == "load_state_dict":
             replica.load_state_dict(replica.state_dict())
         elif what == "all_reduce":
-            tensor, before = torch.full((3,), float(world.rank)), {**world._collectives._memory}
+            tensor, before = torch.full((3,), float(world.rank)), {**world._sums._memory}
             assert world.all_reduce(tensor, "sum", async_op=True).is_completed()
             assert tensor.tolist() == [2.0] * 3
-            after = world._collectives._memory  # a broken peer may read what was there before
+            after = world._sums._memory  # a broken peer may read what was there before
             assert {one.data_ptr() for one in before.values()}.isdisjoint(one.data_ptr() for one in after.values())
         else:
             getattr(replica, what)()

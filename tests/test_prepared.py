@@ -6,15 +6,17 @@ from __future__ import annotations
 import gc
 import threading
 from collections import defaultdict
-from weakref import finalize
+from types import SimpleNamespace
+from weakref import finalize, ref
 
 import pytest
 import torch
 
 import commrt
 from commrt.algorithms import tree
+from commrt.errors import TransportClosed
 from commrt.runtime import prepared
-from commrt.runtime.prepared import KEPT, PreparedRuns
+from commrt.runtime.prepared import Claim, Prepared, PreparedRuns
 from commrt.schedule import COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 from commrt.transport.protocol import Tag
@@ -24,12 +26,19 @@ NOW = Tag(0, 0)
 
 
 class Nowhere:
-    """A transport that moves nothing."""
+    """A transport that moves nothing, and the world around it."""
 
-    rank = 0
+    rank, ranks = 0, 2
+
+    def __init__(self):
+        self.membership = SimpleNamespace(number=0, ranks=(0, 1))
 
     def bind(self, group):
         return lambda tag: None
+
+
+def runs_of(world):
+    return PreparedRuns(world, world, lambda claim, step: None)
 
 
 @pytest.fixture
@@ -47,7 +56,7 @@ def bound_on(monkeypatch):
 
 @pytest.fixture
 def runs():
-    return PreparedRuns(Nowhere(), lambda: 0)
+    return runs_of(Nowhere())
 
 
 def test_a_schedule_is_bound_to_a_buffer_once(bound_on):
@@ -62,7 +71,7 @@ def test_a_schedule_is_bound_to_a_buffer_once(bound_on):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_on_a_gpu_what_is_bound_is_queued_by_its_caller_s_thread_unless_the_caller_goes_on(on_gpu, monkeypatch):
+def test_a_caller_that_waits_runs_what_is_bound_itself_and_on_a_cpu_the_rest_too(on_gpu, monkeypatch):
     ran_on, run_bound, broadcast = defaultdict(list), PreparedRuns.run, tree.broadcast(2)  # which needs no kernel
 
     def noted(runs, *args):
@@ -76,9 +85,9 @@ def test_on_a_gpu_what_is_bound_is_queued_by_its_caller_s_thread_unless_the_call
         buffer = torch.zeros(10)
         for is_async in (False, False, True):
             world.run(broadcast, buffer, async_op=is_async).wait()
-        return [thread == threading.get_ident() for thread in ran_on[world._prepared]]
+        return [thread == threading.get_ident() for thread in ran_on[world._runs]]
 
-    assert run_ranks(2, run) == [[False, on_gpu, False]] * 2
+    assert run_ranks(2, run) == [[not on_gpu, True, False]] * 2
 
 
 def test_a_buffer_that_lies_elsewhere_is_bound_anew():
@@ -126,13 +135,54 @@ def test_autograd_learns_that_the_buffer_was_written():
     assert run_ranks(2, run) == [True, True]
 
 
+def test_under_inference_mode_autograd_learns_it_too():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        before = buffer._version
+        with torch.inference_mode():
+            world.run(RING, buffer)
+        return buffer._version > before, buffer.tolist()
+
+    assert run_ranks(2, run) == [(True, [4.0] * 10)] * 2
+
+
+def test_a_bound_buffer_is_refused_once_it_has_another_shape():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        buffer.unsqueeze_(0)
+        with pytest.raises(commrt.UsageError, match="flatten it first"):
+            world.run(RING, buffer)
+        world.run(RING, buffer.squeeze_(0))
+        return buffer.tolist()
+
+    assert run_ranks(2, run) == [[4.0] * 10] * 2
+
+
+def test_what_is_bound_is_refused_inside_join_and_after_close():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        world.joined = object()
+        with pytest.raises(commrt.UsageError, match="inside join"):
+            world.run(RING, buffer)
+        world.joined = None
+        world.close()
+        with pytest.raises(TransportClosed, match="was closed"):
+            world.run(RING, buffer)
+
+    run_ranks(2, run)
+
+
 def test_a_program_is_forgotten_with_its_buffer(runs):
     buffer = torch.zeros(10)
     runs.run(RING, buffer, NOW)
-    assert runs.has(RING, buffer)
+    assert runs.known(RING, buffer) is not None
+    bound = ref(runs.known(RING, buffer).group.sends[0].data)
     del buffer
     gc.collect()
-    assert runs._buffers == {}
+    assert bound() is None
 
 
 def test_a_buffer_that_lives_keeps_no_world_alive():
@@ -148,23 +198,24 @@ def test_a_buffer_that_lives_keeps_no_world_alive():
     assert sorted(gone) == [0, 1]
 
 
-def test_what_was_bound_in_another_memory_epoch_is_bound_anew(bound_on):
-    epoch = [0]
-    runs, buffer = PreparedRuns(Nowhere(), lambda: epoch[0]), torch.zeros(10)
+def test_what_was_bound_in_another_generation_is_bound_anew(bound_on):
+    world, buffer = Nowhere(), torch.zeros(10)
+    runs = runs_of(world)
     runs.run(RING, buffer, NOW)
-    epoch[0] = 1
-    assert not runs.has(RING, buffer)
+    world.membership.number = 1
+    assert runs.known(RING, buffer) is None
     for _ in range(2):
         runs.run(RING, buffer, NOW)
     assert len(bound_on) == 2
 
 
-def test_of_many_schedules_of_one_buffer_only_the_latest_are_kept(runs):
+def test_of_many_schedules_of_one_buffer_only_the_latest_are_kept(runs, monkeypatch):
+    monkeypatch.setattr(runs._prepared, "_kept", 16)
     buffer = torch.zeros(10)
-    some = [Schedule(f"{number}", 2, 1, lambda: iter([Step.of(0, 1, 0, 1, COPY)])) for number in range(KEPT + 1)]
+    some = [Schedule(f"{number}", 2, 1, lambda: iter([Step.of(0, 1, 0, 1, COPY)])) for number in range(17)]
     for schedule in some:
         runs.run(schedule, buffer, NOW)
-    assert [runs.has(schedule, buffer) for schedule in some] == [False] * KEPT + [True]
+    assert [runs.known(schedule, buffer) is not None for schedule in some] == [False] + [True] * 16
 
 
 def test_buffers_of_one_dtype_share_scratch_memory(runs, monkeypatch):
@@ -173,3 +224,59 @@ def test_buffers_of_one_dtype_share_scratch_memory(runs, monkeypatch):
     for numel in (100, 10, 100, 50):
         runs.run(RING, torch.zeros(numel), NOW)
     assert len(made) == 1
+
+
+@pytest.fixture
+def noted():
+    """What an object proved, compared and bound, in order; the exchange of a schedule and memory is their pair."""
+    return []
+
+
+@pytest.fixture
+def prepared_pairs(noted):
+    return Prepared(
+        Nowhere(),
+        lambda schedule, members, memory: noted.append("bound") or (schedule, memory),
+        prove=lambda schedule: noted.append("proven"),
+        claim=lambda schedule, members, memory: Claim(members, f"{schedule.digest()} {memory}"),
+        compare=lambda claim, step: noted.append(f"compared in step {step}"),
+        kept=2,
+    )
+
+
+def test_an_exchange_is_proven_compared_and_bound_once_and_then_found(prepared_pairs, noted):
+    assert prepared_pairs.known(RING, (0, 1), "here") is None
+    for step in range(3):
+        assert prepared_pairs.get(RING, (0, 1), "here", step) == (RING, "here")
+    assert noted == ["proven", "compared in step 0", "bound"]
+    prepared_pairs.get(RING, (0, 1), "there", 3)
+    assert noted[3:] == ["compared in step 3", "bound"]  # the schedule was proven
+
+
+def test_a_rank_that_has_another_object_or_has_let_go_of_one_compares_nothing_again(prepared_pairs, noted):
+    prepared_pairs.get(RING, (0, 1), "here")
+    prepared_pairs.get(RING.over((0, 1)), (0, 1), "here")
+    prepared_pairs.forget_one(RING, (0, 1), "here")
+    prepared_pairs.get(RING, (0, 1), "here")
+    assert sum(each.startswith("compared") for each in noted) == 1
+    assert noted.count("bound") == 3
+
+
+def test_what_is_forgotten_as_compared_is_forgotten_as_bound(noted, prepared_pairs, monkeypatch):
+    monkeypatch.setattr(prepared, "COMPARISONS_KEPT", 1)
+    for memory in ("here", "there", "here"):
+        prepared_pairs.get(RING, (0, 1), memory)
+    assert sum(each.startswith("compared") for each in noted) == 3
+
+
+def test_what_a_proof_or_a_comparison_refuses_is_not_bound(noted):
+    def refuse(claim, step):
+        raise commrt.DisagreementError("they differ")
+
+    refused = Prepared(
+        Nowhere(), lambda *_: noted.append("bound"), claim=lambda *_: Claim((0, 1), "this"), compare=refuse
+    )
+    for _ in range(2):
+        with pytest.raises(commrt.DisagreementError):
+            refused.get(RING, (0, 1), "here")
+    assert noted == []

@@ -19,7 +19,8 @@ import commrt
 from commrt.algorithms import ring, tree
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.runtime import world as world_module
-from commrt.runtime.consistency import KEPT, SCHEDULES_KEPT, ConsistencyCheck
+from commrt.runtime.consistency import ConsistencyCheck
+from commrt.runtime.prepared import COMPARISONS_KEPT, SCHEDULES_KEPT, traits_of
 from commrt.runtime.world import Hooks, World
 from commrt.schedule import MIX, Schedule, Step
 from commrt.store.launcher import LOOPBACK, TRANSPORTS
@@ -287,6 +288,7 @@ def inference_ones():
 UNFIT = {
     "two dimensions": (lambda: torch.ones(2, 2), "flatten it first"),
     "gaps": (lambda: torch.ones(8)[::2], "flatten it first"),
+    "a list": (lambda: [1.0] * 4, r"a buffer must be a tensor, not a list"),
     "sparse": (lambda: torch.ones(4).to_sparse(), "flatten it first"),
     "inference": (inference_ones, r"clone\(\) it outside of that"),
     "no addition": (lambda: torch.ones(4).to(torch.float8_e5m2), "cannot run on torch.float8_e5m2"),
@@ -401,27 +403,26 @@ def test_the_same_movement_of_the_same_buffer_is_compared_once(comparisons):
 def test_what_was_compared_is_forgotten_after_a_while(comparisons):
     def body(world):
         schedule = ring.all_reduce(2)
-        for numel in [*range(KEPT + 5), 0]:
+        for numel in [*range(COMPARISONS_KEPT + 5), 0]:
             world.run(schedule, torch.ones(numel))
-        return [len(known) for known in world.consistency._compared.values()]
+        return [len(known) for known in world._runs._prepared._compared.values()]
 
     assert run_ranks(2, body) == [[6], [6]]
-    assert len(comparisons) == 2 * (KEPT + 6)
+    assert len(comparisons) == 2 * (COMPARISONS_KEPT + 6)
 
 
 def test_a_schedule_is_not_taken_for_an_earlier_one_that_is_gone():
-    world = local_worlds(2)[0]
     for number in range(3 * SCHEDULES_KEPT):
         schedule = tree.broadcast(2, root=number % 2).over(range(2))  # a new object
-        assert world.consistency._traits(schedule).digest == schedule.digest()
+        assert traits_of(schedule).digest == schedule.digest()
         del schedule
-    assert world.consistency._traits.cache_info().currsize == SCHEDULES_KEPT
+    assert traits_of.cache_info().currsize == SCHEDULES_KEPT
 
 
 def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare():
     def body(world):
         pair, buffer = tree.broadcast(2).over([2, 0], world=3), torch.full((4,), float(world.rank))
-        for _ in range(KEPT if world.rank != 1 else 0):
+        for _ in range(COMPARISONS_KEPT if world.rank != 1 else 0):
             world.run(pair, buffer)
         world.run(tree.broadcast(3, root=2), buffer)
         return buffer.tolist()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -39,26 +38,6 @@ class CommrtBackend(Methods, Backend):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Raise `UsageError`: torch asks the work for its source, which it loses for a backend in Python (2.14)."""
         raise as_dist_error(UsageError("a receive from any rank is not possible with this version of torch: name src"))
-
-    def start_coalescing(self) -> None:
-        """Begin a block whose collectives torch waits for as one; they run in order anyway."""
-
-    def end_coalescing(self) -> dist.Work:
-        """Return a work that is complete when all earlier calls are."""
-        return self.after_all()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change the deadline of all later collectives."""
-        self.group.set_timeout(timeout.total_seconds())
-
-    def shutdown(self) -> None:
-        """Finish what was started, then close all connections; ``destroy_process_group`` calls it."""
-        self.group.close()
-
-    def abort(self) -> None:
-        """End all collectives that are in flight with an error, then close all connections."""
-        self.group.abort()
-        self.group.close()
 
 
 def create(options: Any, _: Any = None) -> CommrtBackend:

@@ -9,10 +9,8 @@ their tensors; but in an all-to-all, slots of which a rank is neither end are em
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,25 +18,21 @@ import torch
 from torch import Tensor
 
 from commrt.algorithms.catalogue import ROOTED
-from commrt.errors import UsageError
 from commrt.kernels.layout import padded
 from commrt.program import chunk_bounds
 
-__all__ = ["GRANULE", "Call", "Placed", "Range", "Slice", "Traits", "bounds_of", "memory_of", "whole"]
+__all__ = ["GRANULE", "Call", "Kind", "Piece", "Slice", "Traits", "bounds_of"]
 
 GRANULE = 16
 """Elements, or bytes of what only moves: a slot's size is a multiple. In an `all_to_all`, where only the two ends of a
 transfer know its size, a slot has exactly that size: so two ends that differ notice it."""
 
-Range = tuple[int, int]
-"""Elements [begin, end) of a slot."""
 
-
-class Placed(NamedTuple):
-    """Where the piece of a slot lies: in a contiguous row, from element `begin` on."""
+class Piece(NamedTuple):
+    """Where the piece of a slot lies: in a row of the call, from element `begin` on."""
 
     slot: int
-    row: Tensor
+    row: int
     begin: int
 
 
@@ -73,15 +67,6 @@ class Traits(NamedTuple):
         """The dtype of the wire: that of the tensors if they are combined, bytes otherwise."""
         return torch.uint8 if self.operation is None else self.dtype
 
-    def number(self, more: str) -> int:
-        """Return 32 bits that tell this kind of call, with `more` that must be equal, from others."""
-        return _number(self, more)
-
-
-@lru_cache(1024)
-def _number(traits: Traits, more: str) -> int:
-    return zlib.crc32(f"{traits} {more}".encode())
-
 
 class Slice(NamedTuple):
     """A part of each piece of a call: elements [lo, lo + size) of the piece in each slot."""
@@ -95,10 +80,28 @@ class Slice(NamedTuple):
     """[slots + 1] where each slot begins in the wire, and the end."""
 
 
-@lru_cache(256)
-def _slice(lo: int, sizes: tuple[int, ...], is_padded: bool) -> Slice:
-    shape = tuple(map(padded, sizes)) if is_padded else sizes
-    return Slice(lo, sizes, shape, tuple(accumulate(shape, initial=0)))
+class Kind(NamedTuple):
+    """A call without its memory: calls of one kind run the same programs on the same wire."""
+
+    traits: Traits
+    sizes: tuple[int, ...]
+    """[slots] elements of each piece, in elements of the wire's dtype; 0 for a slot that this rank does not use."""
+    put: tuple[Piece, ...]
+    """What this rank contributes."""
+    take: tuple[Piece, ...]
+    """Where this rank wants the result."""
+    device: torch.device
+    divisor: int = 1
+    """What the result is divided by; integers are rounded towards zero, as by NCCL."""
+    is_scaled: bool = False
+    """True if each rank's contribution is multiplied by a factor of its own."""
+
+    def slices(self, slot_numel: int) -> Iterator[Slice]:
+        """Yield the slices, with at most `slot_numel` elements of each piece."""
+        for lo in range(0, max(self.sizes, default=0), slot_numel):
+            sizes = tuple([min(max(size - lo, 0), slot_numel) for size in self.sizes])
+            shape = sizes if self.traits.numel is None else tuple(map(padded, sizes))
+            yield Slice(lo, sizes, shape, tuple(accumulate(shape, initial=0)))
 
 
 def bounds_of(shape: Sequence[int], chunks_per_slot: int) -> list[int]:
@@ -114,81 +117,19 @@ def bounds_of(shape: Sequence[int], chunks_per_slot: int) -> list[int]:
     return bounds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
     """One collective, checked. Rows share memory with the caller's tensors, or are copies of what has gaps."""
 
-    traits: Traits
-    sizes: tuple[int, ...]
-    """[slots] elements of each piece, in elements of the wire's dtype; 0 for a slot that this rank does not use."""
-    put: Sequence[Placed]
-    """What this rank contributes."""
-    take: Sequence[Placed]
-    """Where this rank wants the result."""
+    kind: Kind
+    put: Sequence[Tensor]
+    """The rows of what this rank contributes."""
+    take: Sequence[Tensor]
+    """The rows for the result."""
     result: Sequence[Tensor]
     """The caller's tensors that hold the result at the end."""
-    device: torch.device
+    timeout_s: float | None = None
     factor: Tensor | float | None = None
     """What this rank's contribution is multiplied by."""
-    divisor: int = 1
-    """What the result is divided by; integers are rounded towards zero, as by NCCL."""
-    timeout_s: float | None = None
-    copies: Sequence[tuple[Tensor, Tensor]] = field(default=())
-    """(target, row) pairs: tensors with gaps, and the rows that are taken for them."""
-
-    def slices(self, slot_numel: int) -> Iterator[Slice]:
-        """Yield the slices, with at most `slot_numel` elements of each piece."""
-        is_padded = self.traits.numel is not None
-        if 0 < (largest := max(self.sizes, default=0)) <= slot_numel:
-            yield _slice(0, self.sizes, is_padded)
-            return
-        for lo in range(0, largest, slot_numel):
-            yield _slice(lo, tuple([min(max(size - lo, 0), slot_numel) for size in self.sizes]), is_padded)
-
-    def pack(self, wire: Tensor, part: Slice) -> None:
-        """Write this rank's contribution to `wire`."""
-        for slot, row, first in self.put:
-            place, size, begin = part.places[slot], part.sizes[slot], first + part.lo
-            target = wire[place : place + size]
-            target.copy_(row[begin : begin + size])
-            if self.factor is not None:
-                target.mul_(self.factor)
-
-    def unpack(self, wire: Tensor, part: Slice, ranges: Sequence[Sequence[Range]] | None = None) -> None:
-        """Read the result from `wire`: all of each slot, or the given `ranges` [slots] of it."""
-        for slot, row, first in self.take:
-            place, offset = part.places[slot], first + part.lo
-            for begin, end in [(0, part.sizes[slot])] if ranges is None else ranges[slot]:
-                source = wire[place + begin : place + end]
-                if self.divisor > 1:
-                    is_exact = source.is_floating_point() or source.is_complex()
-                    source.div_(self.divisor, rounding_mode=None if is_exact else "trunc")
-                row[offset + begin : offset + end].copy_(source)
-
-    def finish(self) -> None:
-        """Copy the result to tensors with gaps."""
-        for target, row in self.copies:
-            target.copy_(row.view(target.dtype).view(target.shape))
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """Return the memory of `tensor`: of the tensor inside if a functional collective returned it, which is waited for.
-
-    Writing to it does not count as an in-place change for autograd, as with Gloo. Raises `UsageError` for other
-    subclasses that have no memory of their own, such as DTensor.
-    """
-    kind = type(tensor)
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return tensor.data
-    if (wait := getattr(tensor, "trigger_wait", None)) is None:  # torch's AsyncCollectiveTensor has it
-        raise UsageError(f"a {kind.__name__} cannot travel: pass the tensor in it, such as to_local() of a DTensor")
-    return memory_of(wait())
-
-
-def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor` as a contiguous row of `dtype`: its own memory, or a copy if it has gaps."""
-    plain = memory_of(tensor)
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    row = plain.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
-    return row if row.dtype is dtype else row.view(dtype)
+    copies: Sequence[tuple[Tensor, Tensor]] = ()
+    """(target, row) pairs to copy at the end: tensors with gaps, and the rows that are taken for them."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,13 +15,12 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
 
-from commrt.errors import CommrtError, DeadlineExceeded
+from commrt.errors import CommrtError
+from commrt.runtime.work import Work, new_future
 from commrt.threads.future import Future
 from commrt.torch_import import untraced
 
 __all__ = ["GroupWork", "as_dist_error", "seconds_of"]
-
-_log = logging.getLogger("commrt")
 
 Error = TypeVar("Error", bound=CommrtError)
 NO_TIMEOUT = timedelta(0)
@@ -70,44 +68,31 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 
 
 @untraced
-class GroupWork(dist.Work):
+class GroupWork(Work, dist.Work):
     """A collective that runs while its caller does something else; see ``torch.distributed.Work``.
 
     An error is raised by `wait` and by the future. If nobody asks for it, it is logged.
     """
 
-    def __init__(self, future: Future[Any], result: Sequence[Tensor], call: object = "the collective") -> None:
-        super().__init__()
+    def __init__(
+        self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective", rank: int = 0
+    ) -> None:
+        dist.Work.__init__(self)
+        Work.__init__(self, result, rank, future, call)
         _newest.append(self)
-        self._future, self._result, self._call, self._is_observed = future, list(result), call, False
 
-    def _task(self) -> Future[Any]:
-        """Return the future of the collective, which has begun."""
-        return self._future
-
-    def __del__(self) -> None:
-        if not self._is_observed:
-            self._future.add_done_callback(_log_error)
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # type: ignore[override]  # torch's
         """Return True when the result is there; raises the error that ended the collective.
 
         On a GPU the current stream waits for the result, and the calling thread does not. Raises `DeadlineExceeded`
         after `timeout`; the collective goes on, and you can wait for it again.
         """
-        limit_s = seconds_of(timeout)
         try:
-            self._task().result(limit_s)
-        except TimeoutError as late:
-            if isinstance(late, CommrtError):
-                raise as_dist_error(late) from late.__cause__
-            what = f"{self._call} is still in flight after {limit_s:g} s: wait() again, or with a longer timeout"
-            raise as_dist_error(DeadlineExceeded(what)) from late
+            self._wait(seconds_of(timeout))
         except CommrtError as error:
             raise as_dist_error(error) from error.__cause__
         finally:
-            if self._task().done():
-                self._is_observed = True
+            if _newest and self._task().done():
                 with suppress(ValueError):  # later versions of torch keep none
                     _newest.remove(self)
         return True
@@ -115,10 +100,6 @@ class GroupWork(dist.Work):
     def synchronize(self) -> None:
         """Do what `wait` does."""
         self.wait()
-
-    def is_completed(self) -> bool:
-        """Return True if `wait` would return or raise at once; on a GPU, if the collective is done. Never waits."""
-        return self._task().is_completed()
 
     def is_success(self) -> bool:
         """Return True if the collective is done without an error."""
@@ -131,33 +112,21 @@ class GroupWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         """Return the tensors that hold the result; call `wait` before."""
-        return self._result
+        return list(self._result)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of the tensors that hold the result.
+        """Do as `Work.get_future`. In a backward pass, ``backward()`` raises the error too.
 
-        It is complete when this collective is, and all that were begun before the call. Callbacks run on the
-        communication thread, or at once if it is complete. The collectives that they begin run at once, before the next
-        one. The group ends in `DeadlineExceeded` if a callback waits for anything else longer than the timeout.
-
-        In a backward pass, ``backward()`` raises the error: DDP would make a RuntimeError of it.
+        DDP would make a RuntimeError of it.
         """
         self._is_observed = True
         if torch._C._current_graph_task_id() != OUTSIDE:  # noqa: SLF001
             callback: Any = self.wait
             torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
-        device = self._result[0].device if self._result else None
-        done: torch.futures.Future[None] = torch.futures.Future(
-            devices=[device] if device is not None and device.type == "cuda" else None
-        )
+        done = new_future(self._result)
         self._task().after_all().add_done_callback(lambda _: done.set_result(None))
         return done.then(self._value)  # what a callback raises is an error for torch's C++ code too
 
     def _value(self, _: torch.futures.Future[None]) -> list[Tensor]:
         self.wait()
-        return self._result
-
-
-def _log_error(future: Any) -> None:
-    if error := future.exception():
-        _log.warning("commrt: a collective failed for which nobody waited: %s", error)
+        return self.result()

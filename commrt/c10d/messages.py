@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -101,47 +102,43 @@ class DeviceMessages:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._batch = _Batch(world)
+        self._sends: list[P2PMessage] = []
+        self._recvs: list[P2PMessage] = []
+        self.waiting: list[BatchWork] = []
+        """The works of the batch, which has yet to leave."""
 
     def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
         """Add a send to `peer`, or a receive from there, to the batch."""
         if peer is None:
             raise UsageError("a receive from any rank needs CPU tensors, as NCCL has none: name the source")
         self._world.connect(data.device)
-        if self._batch.future is not None:
-            self._batch = _Batch(self._world)
-        (self._batch.sends if is_send else self._batch.recvs).append(P2PMessage(peer, data.view(-1)))
-        return BatchWork(self._batch, data)
+        (self._sends if is_send else self._recvs).append(P2PMessage(peer, data.view(-1)))
+        self.waiting.append(BatchWork(self, data))
+        return self.waiting[-1]
 
     def flush(self) -> None:
         """Let the batch leave, if there is one."""
-        if self._batch.sends or self._batch.recvs:
-            self._batch.begin()
-
-
-class _Batch:
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.sends: list[P2PMessage] = []
-        self.recvs: list[P2PMessage] = []
-        self.future: Future[None] | None = None
-
-    def begin(self) -> Future[None]:
-        """Begin to exchange all messages, unless that was done."""
-        if self.future is None:
-            self.future = self._world.comm_thread.submit(self._exchange)
-        return self.future
-
-    def _exchange(self) -> None:
-        self._world.transport.bind(P2PGroup(self.sends, self.recvs))(Tag(0, "send and receive"))
+        if self.waiting:
+            group, works = P2PGroup(self._sends, self._recvs), self.waiting
+            self._sends, self._recvs, self.waiting = [], [], []
+            tag = Tag(0, "send and receive")
+            future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))
+            for work in works:
+                work.left_with(future)
 
 
 class BatchWork(GroupWork):
     """A send or a receive in a batch, which leaves when somebody asks for it."""
 
-    def __init__(self, batch: _Batch, data: Tensor) -> None:
-        super().__init__(Future(), [data])
-        self._batch = batch
+    def __init__(self, messages: DeviceMessages, data: Tensor) -> None:
+        super().__init__(None, [data], "the message")
+        self._messages, self._is_observed = messages, False
 
-    def _task(self) -> Future[None]:
-        return self._batch.begin()
+    def left_with(self, future: Future[Any]) -> None:
+        """Note the future of the batch."""
+        self._future = future
+
+    def _task(self) -> Future[Any]:
+        if self._future is None:
+            self._messages.flush()
+        return super()._task()

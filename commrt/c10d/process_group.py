@@ -8,7 +8,6 @@ written in Python: they find one of Gloo, which connects two ranks when they fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -106,27 +105,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         """Take the description that torch gives the group."""
         self._names["desc"] = desc
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change the deadline of all later collectives."""
-        self.group.set_timeout(timeout.total_seconds())
-
-    _set_default_timeout = set_timeout
-
-    def shutdown(self) -> None:
-        """Finish what was started, then close all connections; ``destroy_process_group`` calls it."""
-        self.group.close()
-
-    def abort(self) -> None:
-        """End all collectives that are in flight with an error, then close all connections."""
-        self.group.abort()
-        self.group.close()
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Begin a block whose collectives torch waits for as one; they run in order anyway."""
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        """Return a work that is complete when all earlier calls are."""
-        return self.after_all()
+    _set_default_timeout = Methods.set_timeout
 
 
 _registered = gather_with(CommrtProcessGroup)

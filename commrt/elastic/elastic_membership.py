@@ -8,17 +8,20 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
 from torch.distributed import PrefixStore
 
 from commrt.elastic.barrier import Barrier
 from commrt.elastic.generations import Generation
 from commrt.elastic.recovery import Recovery
 from commrt.elastic.store_membership import StoreMembership
-from commrt.errors import CommrtError, DisagreementError, PeerLost, Place, TransportError
-from commrt.runtime.membership import LOST, REFUSALS
+from commrt.errors import CommrtError, DisagreementError, PeerLost, Place, TransportError, UsageError
+from commrt.runtime.membership import LOST, REFUSALS, Begin
 from commrt.runtime.world import World
+from commrt.threads.future import Future
 
 __all__ = ["ElasticMembership", "make_elastic"]
 
@@ -29,8 +32,8 @@ def make_elastic(world: World) -> ElasticMembership:
     """Return the membership of `world`, one that can go on without lost ranks."""
     if not isinstance(world.membership, ElasticMembership):
         own = world.store, world.transport, world.comm_thread, world.reconnect_options, world.connect_gpu
-        world.use_membership(ElasticMembership(*own))
-    return cast("ElasticMembership", world.membership)
+        world.membership = ElasticMembership(*own)
+    return world.membership
 
 
 class ElasticMembership(Recovery):
@@ -125,6 +128,32 @@ class ElasticMembership(Recovery):
             raise
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
             self.barrier.leave()
+
+    def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool) -> Future[Any] | None:
+        """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""
+        if self._membership is None:
+            return super().begin_call(begin, tensor, residual, at_once=at_once)
+        owed = None if residual is None else residual.clone()
+
+        def attempt() -> Tensor | CommrtError:
+            """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
+            if residual is not None and owed is not None:
+                residual.copy_(owed)
+            run_now, copy = begin(), tensor.detach().clone()
+            try:
+                self.submit(lambda: run_now(copy)).result()
+            except (DisagreementError, UsageError) as error:
+                if self._comm_thread.failure is not None:
+                    raise
+                return error
+            return copy
+
+        done = self.together(attempt)
+        if isinstance(done, CommrtError):
+            raise done
+        with torch.no_grad():
+            tensor.copy_(done)
+        return None
 
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do; the survivors repeat it if a rank is lost meanwhile.

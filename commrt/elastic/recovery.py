@@ -104,12 +104,12 @@ class Recovery(Membership):
         return self.generation.ranks
 
     @property
-    def lost(self) -> tuple[Loss, ...]:
+    def lost(self) -> tuple[Loss, ...]:  # type: ignore[override]  # it changes here
         """The ranks without which the others went on."""
         return self.generation.lost
 
     @property
-    def number(self) -> int:
+    def number(self) -> int:  # type: ignore[override]  # it changes here
         """The number of the generation."""
         return self.generation.number
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce of tensors of any shape, along an algorithm's schedule.
 
-Sums travel one at a time, so all share one wire buffer, as large as the largest tensor so far. Where a rank may be lost
-meanwhile, a sum is computed on a copy: the tensor is written once all ranks have the result, so until then they can
-start again.
+Sums travel one at a time, so all share one wire buffer, as large as the largest tensor so far.
 """
 
 from __future__ import annotations
@@ -11,15 +9,15 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
+from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import Packing
@@ -27,28 +25,17 @@ from commrt.options import require_compatible
 from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import RunnableProgram, bind, scratch_numel
-from commrt.runtime.membership import Membership
+from commrt.runtime.prepared import Claim, HasMembership, Members, Prepared, check_tag, traits_of
 from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.wire import AnyWire, ValuesOnWire, carrier_of, check_wire, is_quantized, travels_as, wire_text
 from commrt.schedule import Algorithm, Schedule
-from commrt.threads.comm_thread import CommThread, RecoveredError
-from commrt.threads.future import Future
+from commrt.threads.comm_thread import CommThread
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag
 
-__all__ = [
-    "Collectives",
-    "check_algorithm",
-    "check_all_reduce",
-    "check_all_reduce_call",
-    "check_run",
-    "is_expanded",
-]
+__all__ = ["AllReduce", "Sums", "check_algorithm", "check_all_reduce", "check_all_reduce_call", "is_expanded"]
 
-KEPT = 256
-"""Bound programs that are kept: those of the tensors seen last."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 """Narrower ones would overflow: each rank adds flags to the sum as well."""
@@ -57,82 +44,47 @@ UNCONFIRMED = 64
 """Latest calls on a GPU for which a mismatch may still be found."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """What must be equal on all ranks to add up a tensor, and where it lies."""
+class AllReduce(NamedTuple):
+    """What must be equal on all ranks to add up a tensor, where it lies, and what this rank still owes to the sum."""
 
+    op: str
     shape: torch.Size
     strides: tuple[int, ...]
+    """Of a tensor without gaps."""
     dtype: torch.dtype
     wire: AnyWire
     """What travels."""
     device: torch.device
+    residual: Tensor | None
 
     def __str__(self) -> str:
         """Name all that must be equal on all ranks; the strides of dimensions of size 1 may differ."""
         strides = [stride if size > 1 else 0 for size, stride in zip(self.shape, self.strides, strict=True)]
         kinds = dict.fromkeys((self.dtype, self.wire))
         dtypes = " as ".join(repr(one) if is_quantized(one) else str(one)[6:] for one in kinds)
-        return f"{dtypes}{list(self.shape)} with strides {strides}"
+        return f"the {self.op} of {dtypes}{list(self.shape)} with strides {strides}"
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Return an uninitialized tensor of this layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduce:
-    """One call of `World.all_reduce`, checked."""
-
-    tensor: Tensor
-    layout: TensorLayout
-    op: str
-    algorithm: Algorithm
-    tag: Tag
-    residual: Tensor | None = None
-    """What this rank still owes to the sum."""
-
-    def __str__(self) -> str:
-        return f"the {self.op} of {self.layout}, at step {self.tag.step}, as {self.tag.bucket}"
-
-
 def check_all_reduce_call(
-    tensor: Tensor,
-    op: str,
-    algorithm: Algorithm,
-    wire: AnyWire | None,
-    tag: Tag,
-    residual: Tensor | None = None,
+    tensor: Tensor, op: str, algorithm: Algorithm, wire: AnyWire | None, tag: Tag, residual: Tensor | None
 ) -> AllReduce:
     """Return the checked call; raises `UsageError` for what cannot be summed."""
     _check_tensor(tensor)
     _check_arithmetic(tensor.dtype, op)
     check_wire(wire)
     check_all_reduce(algorithm, wire)
-    _check_tag(tag)
+    check_tag(tag)
     travels = travels_as(tensor, wire)
-    _check_residual(residual, travels, tensor)
+    if is_quantized(travels):
+        carrier_of(travels).check_residual(travels, residual, tensor)
+    elif residual is not None:
+        raise UsageError(f"{travels} with residual=a tensor: only a wire with feedback keeps one; leave it out")
     like = torch.empty_like(tensor, device="meta")  # has the strides of a dense tensor, and makes others dense
-    layout = TensorLayout(like.shape, like.stride(), like.dtype, travels, tensor.device)
-    return AllReduce(tensor, layout, op, algorithm, tag, residual)
-
-
-def _check_tag(tag: Tag) -> None:
-    """Raise `UsageError` unless `tag` is one."""
-    if not isinstance(tag, Tag):
-        raise UsageError(f"tag={tag!r:.80}: give a commrt.Tag(step, bucket), or leave it out")
-
-
-def check_run(schedule: Schedule, ranks: int, tag: Tag) -> None:
-    """Raise `UsageError` unless `schedule` is one of so many `ranks`."""
-    _check_tag(tag)
-    if not isinstance(schedule, Schedule):
-        raise UsageError(f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)")
-    if schedule.ranks != ranks:
-        raise UsageError(
-            f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {ranks}: say which of "
-            f"them play it with schedule.over(ranks, world={ranks})"
-        )
+    return AllReduce(op, like.shape, like.stride(), like.dtype, travels, tensor.device, residual)
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -145,13 +97,6 @@ def check_all_reduce(algorithm: Algorithm, wire: AnyWire | None = None) -> None:
     """Raise `UsageError` for an algorithm that is no all-reduce, and for a wire that only `attach` takes."""
     check_algorithm(algorithm)
     require_compatible(algorithm, wire, ["all-reduce"])
-
-
-def _check_residual(residual: Tensor | None, travels: AnyWire, tensor: Tensor) -> None:
-    if is_quantized(travels):
-        carrier_of(travels).check_residual(travels, residual, tensor)
-    elif residual is not None:
-        raise UsageError(f"{travels} with residual=a tensor: only a wire with feedback keeps one; leave it out")
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -188,194 +133,123 @@ def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class _Sum:
+    """A call that is bound to the wire."""
+
+    call: AllReduce
     program: RunnableProgram
     packing: Packing
+    scale: float
+    checksum: int
+    """Of all that must be equal on all ranks, but for the tag."""
+
+    def run(self, tensor: Tensor, tag: Tag, recorder: Recorder | None) -> None:
+        """Overwrite `tensor` with the result."""
+        is_dense = tensor.stride() == self.call.strides and not tensor.is_neg()  # a view that is negated when read
+        dense = tensor if is_dense else self.call.empty(tensor.device).copy_(tensor)
+        checksum = zlib.crc32(f"{tag.step} {tag.bucket}".encode(), self.checksum)
+        header = checksum << 32 | ~checksum & 0xFFFFFFFF  # shows in the sum over ranks if calls differ
+        self.packing.pack([dense], self.scale, header)
+        self.program.run(tag, recorder)
+        self.packing.unpack([dense], header)
+        self.require_no_mismatch(tag)
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+    def require_no_mismatch(self, tag: Tag) -> None:
+        """Raise `DisagreementError` if the ranks' calls were different ones; on a GPU that may show later."""
+        if self.packing.mismatched:
+            raise DisagreementError(
+                f"all_reduce() of {self.call}, at step {tag.step}, as {tag.bucket}: another rank came with another op, "
+                "shape, layout in memory, dtype, wire, algorithm or tag; make the same calls in the same order on "
+                "every rank"
+            )
 
 
-class Collectives:
-    """The all-reduces of one world. The communication thread runs `_reduce_now` and all that it calls."""
+class Sums:
+    """The all-reduces of one world."""
 
     def __init__(
         self,
         transport: TransportByDevice,
         comm_thread: CommThread,
-        membership: Membership,
-        consistency: ConsistencyCheck,
+        world: HasMembership,
+        compare: Callable[[Claim, int], None],
     ) -> None:
-        self._transport, self._comm_thread = transport, comm_thread
-        self.membership, self._consistency = membership, consistency
-        self._proven = lru_cache(KEPT)(_prove)
+        self._transport, self._comm_thread, self._world = transport, comm_thread, world
+        self._prepared = Prepared(world, self._bind, prove=_prove, claim=self._claim, compare=compare)
         self._calls = count(1)  # so that random numbers of untagged calls differ
-        self._start_again()
+        self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._memory_of = world.membership.number  # after connections broke, a peer may still read what it was sent
+        self._unconfirmed: deque[tuple[_Sum, Tag]] = deque(maxlen=UNCONFIRMED)
 
-    def all_reduce(self, call: AllReduce, recorder: Recorder | None) -> None:
-        """Return when the tensor holds the result, of the ranks that are left if one is lost. Collective."""
-        self._schedule(call, len(self.membership.ranks))  # its errors end nothing here
-        before = call.residual.clone() if self.membership.is_elastic and call.residual is not None else None
-        refusal, total = self.membership.together(lambda: self._attempt(call, recorder, before))
-        if refusal is not None:
-            raise refusal
-        if total is not call.tensor:
-            with torch.no_grad():
-                call.tensor.copy_(total)
+    def schedule(self, algorithm: Algorithm, call: AllReduce) -> Schedule:
+        """Return the proven schedule for the members; raises `UsageError` or `ScheduleError` if there is none."""
+        members = self._world.membership.ranks
+        schedule = algorithm.schedule(0, len(members))
+        if not isinstance(schedule, Schedule) or schedule.ranks != len(members):
+            raise UsageError(
+                f"{algorithm} made {schedule!r:.80} for {len(members)} ranks, which is no schedule of them"
+            )
+        if self._prepared.known(schedule, members, call) is None:
+            if is_quantized(call.wire):
+                carrier_of(call.wire).require_short_sums(schedule, call.wire)
+            self._prepared.prove(schedule)
+        return schedule
 
-    def _attempt(
-        self, call: AllReduce, recorder: Recorder | None, before: Tensor | None
-    ) -> tuple[DisagreementError | None, Tensor]:
-        """Reduce the tensor, or a copy where ranks may be lost: all then start again, and owe what they owed `before`.
-
-        Return (None, the sum) or (the error that all ranks found before anything was sent, the tensor).
-        """
-        own = call
-        if before is not None and call.residual is not None:
-            call.residual.copy_(before)
-        if self.membership.is_elastic:
-            with torch.no_grad():
-                own = replace(call, tensor=call.layout.empty(call.layout.device).copy_(call.tensor))
-        try:
-            self.membership.submit(lambda: self._reduce_now(own, recorder)).result()
-        except DisagreementError as error:
-            if self._comm_thread.failure is not None:
-                raise
-            return error, own.tensor  # ranks vote on it like on a sum
-        return None, own.tensor
-
-    def run(self, schedule: Schedule, buffer: Tensor, run_now: Callable[[Tensor], object]) -> None:
-        """Run `schedule` on `buffer` in a world that may lose ranks: on a copy, as a lost rank may end the attempt."""
-        done = self.membership.together(lambda: self._run_copy(schedule, buffer, run_now))
-        if isinstance(done, CommrtError):
-            raise done
-        buffer.copy_(done)
-
-    def _run_copy(
-        self, schedule: Schedule, buffer: Tensor, run_now: Callable[[Tensor], object]
-    ) -> Tensor | CommrtError:
-        """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
-        try:
-            self._consistency.require_present(schedule)
-        except UsageError as error:
-            return error
-        self._consistency.require_possible(schedule, buffer)
-        copy = buffer.clone()
-        try:
-            self.membership.submit(lambda: run_now(copy)).result()
-        except (DisagreementError, UsageError) as error:
-            if self._comm_thread.failure is not None:
-                raise
-            return error
-        return copy
-
-    def begin_all_reduce(self, call: AllReduce, recorder: Recorder | None) -> Future[None]:
-        """Return at once, with the future of the result. Collective."""
-        self._schedule(call, len(self.membership.ranks))  # as above
-        return self._comm_thread.submit(lambda: self._reduce_now(call, recorder))
+    def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, tag: Tag, recorder: Recorder | None) -> None:
+        """Overwrite `tensor` with the sum or the mean over the members. On the communication thread."""
+        members = self._world.membership.ranks
+        if len(members) == 1:
+            return
+        own = self._prepared.get(schedule, members, call)
+        self.require_no_mismatch()
+        with within_range(recorder, "sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
+            own.run(tensor, tag, recorder)
+        if tensor.is_cuda:
+            self._unconfirmed.append((own, tag))
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it may be freed on another stream
 
     def require_no_mismatch(self) -> None:
         """Raise `DisagreementError` if a GPU found that an earlier call was summed with a different one."""
-        for call, own in self._unconfirmed:
-            if own.packing.mismatched:
-                raise _mismatch(call)
+        for own, tag in self._unconfirmed:
+            own.require_no_mismatch(tag)
 
-    def _reduce_now(self, call: AllReduce, recorder: Recorder | None) -> None:
-        members = tuple(self.membership.ranks)
-        if len(members) == 1:
-            return
-        try:
-            schedule = self._schedule(call, len(members))
-            numel = layout_of([call.tensor.numel()]).numel  # other sizes on other ranks would end the world
-            self._consistency.require_same_buffers_now(schedule, members, numel, wire_text(call.layout.wire))
-        except (UsageError, ScheduleError, DisagreementError) as refusal:  # nothing was sent
-            raise RecoveredError(refusal) from refusal
-        tag = call.tag
-        with within_range(recorder, "sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
-            self._run(call, schedule, members, recorder)
+    def _claim(self, schedule: Schedule, members: Members, call: AllReduce) -> Claim:
+        numel = layout_of([call.shape.numel()]).numel  # other sizes on other ranks would end the world
+        return Claim(cast("tuple[int, ...]", members), f"{traits_of(schedule).digest} {numel} {wire_text(call.wire)}")
 
-    def _schedule(self, call: AllReduce, members: int) -> Schedule:
-        schedule = call.algorithm.schedule(0, members)
-        if not isinstance(schedule, Schedule) or schedule.ranks != members:
-            raise UsageError(
-                f"{call.algorithm} made {schedule!r:.80} for {members} ranks, which is no schedule of them"
+    def _bind(self, schedule: Schedule, members: Members, call: AllReduce) -> _Sum:
+        if self._memory_of != self._world.membership.number:
+            self._memory_of = self._world.membership.number
+            self._memory.clear()
+            self._unconfirmed.clear()
+        packed, ranks = layout_of([call.shape.numel()]), cast("tuple[int, ...]", members)
+        mine = member_program(schedule, ranks, self._transport.rank, self._transport.ranks)
+        dtype = torch.float32 if is_quantized(call.wire) else cast("torch.dtype", call.wire)
+        allocate = partial(self._allocate, call.device)
+        wire = allocate("wire", packed.numel, dtype)
+        plain = wire[: packed.head_numel] if is_quantized(call.wire) else wire
+        scratch = allocate("scratch", scratch_numel(mine, plain.numel()), dtype)
+        program: RunnableProgram
+        program = head = bind(mine, plain, self._transport, scratch, self._comm_thread.streams)
+        if is_quantized(call.wire):  # its values are added in fp32
+            values = ValuesOnWire(head, wire[packed.head_numel :][: call.shape.numel()], call.residual)
+            (program,) = carrier_of(call.wire).bind_values(
+                mine, call.wire, [values], self._transport, allocate, self._calls
             )
-        if is_quantized(wire := call.layout.wire):
-            carrier_of(wire).require_short_sums(schedule, wire)
-        return self._proven(schedule)
+        checksum = zlib.crc32(f"{call} {traits_of(schedule).digest}".encode())
+        scale = 1 / len(ranks) if call.op == "mean" else 1
+        return _Sum(call, program, packing(wire, packed, [call.empty("meta")]), scale, checksum)
 
-    def _run(self, call: AllReduce, schedule: Schedule, members: tuple[int, ...], recorder: Recorder | None) -> None:
-        tensor, layout, header = call.tensor, call.layout, self._header(call, schedule)
-        if self._memory_epoch != self.membership.memory_epoch:
-            self._start_again()
-        own = self._bound(schedule, members, layout, call.residual)
-        is_dense = tensor.stride() == layout.strides and not tensor.is_neg()  # a view that is negated when read
-        dense = tensor if is_dense else layout.empty(tensor.device).copy_(tensor)
-        self.require_no_mismatch()
-        own.packing.pack([dense], 1 / len(members) if call.op == "mean" else 1, header)
-        own.program.run(call.tag, recorder)
-        own.packing.unpack([dense], header)
-        if own.packing.mismatched:
-            raise _mismatch(call)
-        if dense is not tensor:
-            tensor.copy_(dense)
-        if tensor.is_cuda:
-            self._unconfirmed.append((call, own))
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it may be freed on another stream
-
-    def _header(self, call: AllReduce, schedule: Schedule) -> int:
-        """Return 64 bits that show in their sum over ranks if calls differ: 32 of a checksum, and their inverse."""
-        checksum = zlib.crc32(f"{call} {self._consistency.digest(schedule)}".encode())
-        return checksum << 32 | ~checksum & 0xFFFFFFFF
-
-    def _start_again(self) -> None:
-        """Use new memory: after connections broke, a peer may still read what it was sent."""
-        self._memory_epoch = self.membership.memory_epoch
-        self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-        self._unconfirmed: deque[tuple[AllReduce, _Bound]] = deque(maxlen=UNCONFIRMED)
-        self._bound = lru_cache(KEPT)(self._bind)
-
-    def _bind(
-        self, schedule: Schedule, members: tuple[int, ...], layout: TensorLayout, residual: Tensor | None
-    ) -> _Bound:
-        packed = layout_of([layout.shape.numel()])
-        mine = member_program(schedule, members, self._transport.rank, self._transport.ranks)
-        dtype, device, quantizer = _buffer_dtype(layout), layout.device, layout.wire
-        wire = self._allocate("wire", packed.numel, dtype, device)
-        plain = wire[: packed.head_numel] if is_quantized(quantizer) else wire
-        scratch = self._allocate("scratch", scratch_numel(mine, plain.numel()), dtype, device)
-        bound = bind(mine, plain, self._transport, scratch, self._comm_thread.streams)
-        packed_tensor = packing(wire, packed, [layout.empty("meta")])
-        if not is_quantized(quantizer):
-            return _Bound(bound, packed_tensor)
-        values = wire[packed.head_numel :][: layout.shape.numel()]
-        allocate = partial(self._allocate_bytes, device)
-        (program,) = carrier_of(quantizer).bind_values(
-            mine, quantizer, [ValuesOnWire(bound, values, residual)], self._transport, allocate, self._calls
-        )
-        return _Bound(program, packed_tensor)
-
-    def _allocate_bytes(self, device: torch.device, use: str, nbytes: int) -> Tensor:
-        return self._allocate(use, nbytes, torch.uint8, device)
-
-    def _allocate(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _allocate(self, device: torch.device, use: str, numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return [numel] of the one piece of memory for this `use`; its old contents stay, and nobody reads them."""
         key = use, dtype, device
         if key not in self._memory or self._memory[key].numel() < numel:
-            self._bound.cache_clear()  # it would keep the smaller one
+            self._prepared.forget_bound()  # it would keep the smaller one
             self._memory[key] = self._transport.allocate(numel, dtype, device)
         return self._memory[key][:numel]
 
 
-def _buffer_dtype(layout: TensorLayout) -> torch.dtype:
-    """Return the dtype of the wire buffer: values that are quantized are added in fp32."""
-    return torch.float32 if is_quantized(layout.wire) else cast("torch.dtype", layout.wire)
-
-
-def _prove(schedule: Schedule) -> Schedule:
+def _prove(schedule: Schedule) -> None:
     prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
-    return schedule
-
-
-def _mismatch(call: AllReduce) -> DisagreementError:
-    return DisagreementError(
-        f"all_reduce() of {call}: another rank came with another op, shape, layout in memory, dtype, wire, algorithm "
-        "or tag; make the same calls in the same order on every rank"
-    )

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a world. Here they stay the same; `commrt.elastic` has a membership that goes on without lost ranks."""
+"""The ranks of a world, and what it asks of an attached model.
+
+Here the ranks stay the same; `commrt.elastic` has a membership that goes on without lost ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from commrt.errors import (
     DeadlineExceeded,
@@ -19,13 +25,34 @@ from commrt.errors import (
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.future import Future
 
-__all__ = ["LOST", "REFUSALS", "Loss", "Membership"]
+__all__ = ["LOST", "NO_HOOKS", "REFUSALS", "Begin", "Hooks", "Loss", "Membership", "RunNow"]
 
 T = TypeVar("T")
+RunNow = Callable[[Tensor], object]
+"""Overwrites a tensor, on the communication thread."""
+Begin = Callable[[], RunNow]
+"""Checks on the training thread what concerns this rank alone. What all ranks refuse alike is for the other thread."""
 LOST = (PeerLost, DeadlineExceeded, TransportClosed)
 """Errors that may mean that a rank is lost. All others are errors of this rank, or of the program."""
 REFUSALS = (UsageError, DisagreementError, ScheduleError)
 """Errors of a collective after which the world goes on."""
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Functions of the attached model that its world calls, on the training thread. By default they do nothing."""
+
+    before_collective: Callable[[], None] = lambda: None
+    when_all_came: Callable[[], None] = lambda: None
+    """To a collective, before its work begins."""
+    before_close: Callable[[], None] = lambda: None
+    """Only if the world has not failed."""
+    before_leave: Callable[[], None] = lambda: None
+    """Later in `World.close`: no task runs any more, and the other ranks still count on this process."""
+    on_collective_error: Callable[[BaseException], None] = lambda _: None
+
+
+NO_HOOKS = Hooks()
 
 
 class Loss(NamedTuple):
@@ -51,6 +78,10 @@ class Membership:
     """True if a lost rank does not end this world; the same on all ranks."""
     needed = 0
     """So many ranks make a step of backup workers; 0 without them."""
+    number = 0
+    """Of the generation whose connections this rank uses."""
+    lost: tuple[Loss, ...] = ()
+    """The ranks without which the others went on."""
     memory_epoch = 0
     """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
 
@@ -64,16 +95,6 @@ class Membership:
         """The members, in ascending order."""
         return self._all
 
-    @property
-    def lost(self) -> tuple[Loss, ...]:
-        """The ranks without which the others went on."""
-        return ()
-
-    @property
-    def number(self) -> int:
-        """The number of the generation whose connections this rank uses."""
-        return 0
-
     def others(self) -> int:
         """Return how many attached models depend on this membership. On the training thread."""
         return 0
@@ -81,6 +102,14 @@ class Membership:
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on the communication thread; ``result()`` raises what ended it."""
         return self._comm_thread.submit(task)
+
+    def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool) -> Future[Any] | None:
+        """Let what `begin` returns overwrite `tensor`, and `residual` too; return None if that is done.
+
+        All members do so, on the training thread, in a `collective`. If possible that thread does it `at_once`.
+        """
+        run_now, comm_thread = begin(), self._comm_thread
+        return (comm_thread.run if at_once else comm_thread.submit)(lambda: run_now(tensor))
 
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do. On the training thread, in a `collective`."""

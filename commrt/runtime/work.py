@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from math import isnan
 from threading import TIMEOUT_MAX
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from commrt.errors import DeadlineExceeded, Place, UsageError
 from commrt.threads.future import Future
 
-__all__ = ["Work"]
+__all__ = ["Work", "new_future"]
 
 _log = logging.getLogger("commrt")
 
@@ -29,18 +29,23 @@ class Work:
     `wait` and by the future; if nobody asks for it, it is logged.
     """
 
-    def __init__(self, tensor: Tensor, rank: int, future: Future[Any] | None = None) -> None:
+    def __init__(
+        self, result: Sequence[Tensor], rank: int, future: Future[Any] | None = None, what: object = "the transfer"
+    ) -> None:
         """Handle the transfer of `future`; None stands for one that is completed."""
-        self._tensor, self._rank = tensor, rank
+        self._result, self._rank, self._future, self._what = result, rank, future, what
         self._is_observed = future is None
-        if future is None:
-            future = Future()
-            future.set_result(None)
-        self._future = future
+
+    def _task(self) -> Future[Any]:
+        if self._future is None:
+            self._future = Future()
+            self._future.set_result(None)
+        return self._future
 
     def __del__(self) -> None:
         if not self._is_observed:
-            self._future.add_done_callback(partial(_log_error, self._rank))
+            rank, what = self._rank, self._what
+            self._task().add_done_callback(lambda future: _log_error(rank, what, future.exception()))
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Return when the tensor holds the result, or raise the error that ended the transfer.
@@ -48,20 +53,23 @@ class Work:
         On a GPU the current stream waits for the result, and the calling thread does not. Raises `DeadlineExceeded`
         after `timeout` (seconds or a timedelta); the transfer then goes on, and you can wait for it again.
         """
-        timeout_s = _seconds(timeout)
+        self._wait(None if timeout is None else _seconds(timeout))
+
+    def _wait(self, timeout_s: float | None) -> None:
+        task = self._future or self._task()
         try:
-            self._future.result(timeout_s)
+            task.result(timeout_s)
         except TimeoutError as late:
-            if self._future.done():  # the transfer's own deadline
+            if task.done():  # the transfer's own deadline
                 raise
-            what = f"the transfer is still in flight after {timeout_s:g} s: wait() again, or with a longer timeout"
+            what = f"{self._what} is still in flight after {timeout_s:g} s: wait() again, or with a longer timeout"
             raise DeadlineExceeded(what, Place(self._rank)) from late
         finally:
-            self._is_observed |= self._future.done()
+            self._is_observed |= task.done()
 
     def is_completed(self) -> bool:
         """Return True if `wait` would return or raise at once; on a GPU, if the transfer is done. Never waits."""
-        return self._future.is_completed()
+        return self._task().is_completed()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of ``[tensor]``, like torch.distributed; its ``wait()`` and ``value()`` raise an error.
@@ -70,30 +78,31 @@ class Work:
         communication thread, or at once if it is complete. The transfers that they begin run at once, before the next
         one. The world ends in `DeadlineExceeded` if a callback waits for anything else longer than the timeout.
         """
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
-            devices=[self._tensor.device] if self._tensor.is_cuda else None
-        )
-        self._future.after_all().add_done_callback(lambda _: self._complete(future))
+        future: torch.futures.Future[list[Tensor]] = new_future(self._result)
+        self._task().after_all().add_done_callback(lambda _: self._complete(future))
         self._is_observed = True
         return future
 
     def _complete(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        if error := self._future.exception():
+        if error := self._task().exception():
             future.set_exception(error)  # type: ignore[arg-type]  # torch says it takes a value
         else:
-            self._future.result()  # lets this thread's stream wait, which the torch future records
-            future.set_result([self._tensor])
+            self._task().result()  # lets this thread's stream wait, which the torch future records
+            future.set_result(list(self._result))
 
 
-def _seconds(timeout: float | timedelta | None) -> float | None:
+def new_future(result: Sequence[Tensor]) -> torch.futures.Future[Any]:
+    """Return a future of torch for what comes with `result`."""
+    return torch.futures.Future(devices=[result[0].device] if result and result[0].is_cuda else None)
+
+
+def _seconds(timeout: float | timedelta) -> float:
     given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if given is None:
-        return None
     if isinstance(given, bool) or not isinstance(given, int | float) or (isinstance(given, float) and isnan(given)):
         raise UsageError(f"wait({type(timeout).__name__} {timeout!s:.80}): give seconds, a timedelta, or nothing")
     return min(given, TIMEOUT_MAX)
 
 
-def _log_error(rank: int, future: Future[Any]) -> None:
-    if error := future.exception():
-        _log.warning("commrt: rank %d: a transfer failed for which nobody waited: %s", rank, error)
+def _log_error(rank: int, what: object, error: BaseException | None) -> None:
+    if error is not None:
+        _log.warning("commrt: rank %d: nobody waited for %s, which failed: %s", rank, what, error)

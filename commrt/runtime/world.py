@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
@@ -17,12 +16,12 @@ from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
 from commrt.program import member_program
-from commrt.runtime.collectives import Collectives, check_all_reduce_call, check_run
+from commrt.runtime.collectives import Sums, check_all_reduce_call
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import bind
-from commrt.runtime.membership import REFUSALS, Loss, Membership
-from commrt.runtime.prepared import PreparedRuns, cut
+from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Hooks, Loss, Membership, RunNow
+from commrt.runtime.prepared import PreparedRuns, check_run, cut
 from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
@@ -40,20 +39,6 @@ from commrt.transport.protocol import QueueingTransport, Tag, Transport
 __all__ = ["Hooks", "World"]
 
 UNNAMED = Tag(0, "run")
-
-
-@dataclass(slots=True)
-class Hooks:
-    """Functions of the attached model that its world calls, on the training thread. By default they do nothing."""
-
-    before_collective: Callable[[], None] = lambda: None
-    when_all_came: Callable[[], None] = lambda: None
-    """To a collective, before its work begins."""
-    before_close: Callable[[], None] = lambda: None
-    """Only if the world has not failed."""
-    before_leave: Callable[[], None] = lambda: None
-    """Later in `World.close`: no task runs any more, and the other ranks still count on this process."""
-    on_collective_error: Callable[[BaseException], None] = lambda _: None
 
 
 @untraced
@@ -87,7 +72,7 @@ class World:
         """The number of models attached so far."""
         self.joined: object = None
         """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
-        self.hooks = Hooks()
+        self.hooks = NO_HOOKS
         self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
         """Receives ranges of time, for profilers."""
         self._late_failure: TransportError | None = None
@@ -96,10 +81,10 @@ class World:
         """How ranks connect again after one was lost; None in a world that cannot."""
         self.membership = Membership(transport.members, self.comm_thread)
         """Who takes part, and what happens when a rank is lost."""
-        self.consistency = ConsistencyCheck(self.transport, self.membership)
+        self.consistency = ConsistencyCheck(self.transport)
         """Compares what ranks do before they do it."""
-        self._prepared = PreparedRuns(self.transport, lambda: self.membership.memory_epoch)
-        self._collectives = Collectives(self.transport, self.comm_thread, self.membership, self.consistency)
+        self._runs = PreparedRuns(self.transport, self, self.consistency.require_same_call_now)
+        self._sums = Sums(self.transport, self.comm_thread, self, self.consistency.require_same_call_now)
         release_in_forked_child(self)
 
     @property
@@ -149,23 +134,27 @@ class World:
         same sum in all chunks, as after an all-reduce or a broadcast. The call waits for the result, unless `async_op`:
         then wait for the `Work`. commrt does not verify the schedule here: `commrt.prove` it first. The first time that
         it runs on so many elements of a dtype, its ranks compare the three, at the cost of an all-reduce of 128 bytes
-        per rank. It stays bound to the buffer; on a GPU the calling thread queues what is bound. Before anything is
-        sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if they differ; the world
-        stays usable.
+        per rank. It stays bound to the buffer. Before anything is sent it raises `UsageError` for what cannot work, and
+        `DisagreementError` on all ranks if they differ; the world stays usable.
         """
-        check_run(schedule, self.size, tag)
-        run_same = self.consistency.compared(schedule, lambda row: self._prepared.run(schedule, row, tag))
+        check_run(schedule, buffer, tag, self.transport.ranks)
+        is_ready = not async_op and self._runs.known(schedule, buffer) is not None
+        if is_ready and self._is_plain:
+            self.comm_thread.run(lambda: self._runs.run(schedule, buffer, tag)).result()
+            return Work([buffer], self.transport.rank)
+
+        def begin() -> RunNow:
+            self._runs.require_possible(schedule, buffer)
+            return lambda row: self._runs.run(schedule, row, tag)
+
         with self.collective("run()"):
-            if self.membership.is_elastic:
-                self._collectives.run(schedule, buffer, run_same)
-                return Work(buffer, self.rank)
-            self.consistency.require_possible(schedule, buffer)
-            is_ready = buffer.is_cuda and not async_op and self._prepared.has(schedule, buffer)
-            begin = self.comm_thread.run if is_ready else self.comm_thread.submit
-            work = Work(buffer, self.rank, begin(lambda: run_same(buffer)))
-            if not async_op:
-                work.wait()
-        return work
+            return self._work(begin, buffer, async_op=async_op)
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if nobody else has a say in a collective; not under inference mode, as the caller's thread may write."""
+        is_alone = self.hooks is NO_HOOKS and self.joined is None and self.config is None
+        return is_alone and not self.membership.is_elastic and not torch.is_inference_mode_enabled()
 
     def all_reduce(
         self,
@@ -190,13 +179,22 @@ class World:
         differences between the calls it raises `DisagreementError` later, and ends the world.
         """
         call = check_all_reduce_call(tensor, op, algorithm, wire, tag, residual)
+
+        def begin() -> RunNow:
+            schedule = self._sums.schedule(algorithm, call)
+            return lambda row: self._sums.run(schedule, call, row, tag, self.recorder)
+
         with self.collective("all_reduce()"):
             if tensor.is_cuda:
                 self.connect(tensor.device)
-            if async_op and not self.membership.is_elastic:
-                return Work(tensor, self.rank, self._collectives.begin_all_reduce(call, self.recorder))
-            self._collectives.all_reduce(call, self.recorder)
-        return Work(tensor, self.rank)
+            return self._work(begin, tensor, residual, async_op=async_op)
+
+    def _work(self, begin: Begin, tensor: Tensor, residual: Tensor | None = None, *, async_op: bool) -> Work:
+        at_once = not (async_op or tensor.is_cuda)  # in CUDA or NCCL nothing can interrupt a wait
+        work = Work([tensor], self.rank, self.membership.begin_call(begin, tensor, residual, at_once=at_once))
+        if not async_op:
+            work.wait()
+        return work
 
     def agree(self, topic: str, **claim: str) -> None:
         """Return once all ranks made the same `claim` about `topic`. Collective among the ranks that are left.
@@ -206,7 +204,7 @@ class World:
         """
         with self.collective(f"agree ({topic})"):
             try:
-                self.consistency.agree(topic, claim)
+                self.consistency.agree(self.membership, topic, claim)
             except BaseException as error:
                 if not isinstance(error, DisagreementError):
                     self.abort(error)
@@ -268,7 +266,7 @@ class World:
         Call it before you save a checkpoint: on a GPU an optimizer may have stepped with gradients that never came.
         """
         self.comm_thread.submit(self.transport.wait).result()
-        self._collectives.require_no_mismatch()
+        self._sums.require_no_mismatch()
 
     def connect(self, device: torch.device | str) -> None:
         """Connect this rank's GPU `device` with those of the others, through NCCL. Collective, and done once.
@@ -293,10 +291,6 @@ class World:
         is_member, name = self.config is None, f"connect {self.membership.number}"
         self.transport.add(device, self.connect_gpu(name, device) if is_member else absent)
         self.comm_thread.streams = streams
-
-    def use_membership(self, membership: Membership) -> None:
-        """Let `membership` decide from now on who takes part, and what happens when a rank is lost."""
-        self.membership = self.consistency.membership = self._collectives.membership = membership
 
     def connect_gpu(self, name: str, device: torch.device) -> QueueingTransport:
         """Connect `device` with the members' GPUs, under a `name` that was not used before. Collective."""
@@ -346,8 +340,8 @@ class World:
         except BaseException:  # the communication thread still runs
             self.transport.abort()
             raise
-        self._prepared.forget()
-        before_leave, self.hooks = self.hooks.before_leave, Hooks()
+        self._runs.forget()
+        before_leave, self.hooks = self.hooks.before_leave, NO_HOOKS
         before_leave()
         self.membership.end_membership("it closed its world", finished=True)
         if self.holds_store and isinstance(self.comm_thread.failure, Evicted | None):

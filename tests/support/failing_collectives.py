@@ -16,7 +16,7 @@ from failing_ranks import joined, model_of, one_step
 import commrt
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import PeerLost, Place, TransportError
-from commrt.runtime.collectives import Collectives
+from commrt.runtime.collectives import Sums
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import BoundProgram
 from commrt.store.client import call_store, clone_connection
@@ -232,22 +232,19 @@ def refused_as_one_dies(tell):
 
 
 def refused_by_one(tell, timeout_s):
-    """Let rank 1 refuse the algorithm of a sum only when the sum begins; return each rank's error, and the next sum.
-
-    Its check before the sum passes.
-    """
+    """Let rank 1 refuse the algorithm of a sum when the sum begins; return each rank's error, and the next sum."""
     _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    schedule, looks, heard = Collectives._schedule, [], []
+    schedule, looks, heard = Sums.schedule, [], []
 
     def odd(*what):
         looks.append(what)
-        if len(looks) == 2:
+        if len(looks) == 1:
             raise commrt.UsageError("no schedule of so many ranks")
         return schedule(*what)
 
     if world.rank == 1:
-        Collectives._schedule = odd
+        Sums.schedule = odd
     for _ in range(2):
         try:
             heard.append(world.all_reduce(torch.ones(2), "sum").is_completed())
