@@ -37,6 +37,8 @@ def test_the_public_surface_is_sorted_and_exists():
     for name in commrt.__all__:
         assert getattr(commrt, name) is not None
     assert set(commrt.__all__) <= set(dir(commrt))
+    exec("from commrt import *", taken := {})  # noqa: S102
+    assert set(commrt.__all__) == taken.keys() - {"__builtins__"}
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = commrt.nonsense
 
