@@ -137,6 +137,7 @@ def test_detaching_frees_the_buckets_without_the_garbage_collector():
             backward(model, 0)
             wires = [weakref.ref(bucket.wire) for bucket in replica.buckets]
             replica.detach()
+            world.wait()  # they are freed behind what is in flight
             return [wire() is None for wire in wires]
         finally:
             gc.enable()

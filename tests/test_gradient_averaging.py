@@ -246,7 +246,7 @@ def test_programs_of_schedules_that_never_come_back_are_forgotten():
         replica = commrt.attach(model, algorithm=Restless(), world=world)
         for step in range(2 * KEPT):
             backward(model, world.rank, step)
-        return len(replica._engine._programs)
+        return len(replica._engine._prepared._bound)
 
     assert run_ranks(2, body) == [KEPT, KEPT]
 

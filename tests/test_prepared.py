@@ -38,7 +38,7 @@ class Nowhere:
 
 
 def runs_of(world):
-    return PreparedRuns(world, world, lambda claim, step: None)
+    return PreparedRuns(world, world, lambda claim, schedule, step: None)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def prepared_pairs(noted):
         lambda schedule, members, memory: noted.append("bound") or (schedule, memory),
         prove=lambda schedule: noted.append("proven"),
         claim=lambda schedule, members, memory: Claim(members, f"{schedule.digest()} {memory}"),
-        compare=lambda claim, step: noted.append(f"compared in step {step}"),
+        compare=lambda claim, schedule, step: noted.append(f"compared in step {step}"),
         kept=2,
     )
 
@@ -270,7 +270,7 @@ def test_what_is_forgotten_as_compared_is_forgotten_as_bound(noted, prepared_pai
 
 
 def test_what_a_proof_or_a_comparison_refuses_is_not_bound(noted):
-    def refuse(claim, step):
+    def refuse(claim, schedule, step):
         raise commrt.DisagreementError("they differ")
 
     refused = Prepared(

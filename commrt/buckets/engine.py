@@ -8,9 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import cast
+from typing import Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from commrt.algorithms import halving_doubling, tree
@@ -18,10 +20,11 @@ from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.step_graph import StepGraphs
 from commrt.errors import TransportClosed, UsageError
-from commrt.program import Program, member_program, program
+from commrt.program import Program, member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import BoundProgram, RunnableProgram, bind, scratch_numel
+from commrt.runtime.prepared import Claim, Members, Prepared
 from commrt.runtime.reading import bind_reading
 from commrt.runtime.recording import within_range
 from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
@@ -34,10 +37,6 @@ __all__ = ["BuildBuckets", "Engine", "Span"]
 
 KEPT = 16
 """Proofs and bound programs that are kept, of the schedules and members used last."""
-COMPARISONS_KEPT = 256
-"""Schedules and members of which the engine knows that all ranks agree; a digest and a few numbers each."""
-
-_Key = tuple[Schedule, tuple[int, ...], QuantizedWire | None]
 BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
 """Makes buckets of parameters, given in ready order."""
 
@@ -50,6 +49,16 @@ class Span:
     begin_s: float
     end_s: float
     nbytes_sent: int
+
+
+class Rounds(Protocol):
+    """An algorithm whose steps are a few schedules, played by ranks that change places: only the few are proven."""
+
+    def rounds(self, ranks: int) -> tuple[Schedule, ...]:
+        """Return the schedules, of which step s has number s modulo their count."""
+
+    def order(self, step: int, ranks: int) -> NDArray[np.intp]:
+        """Return the rank that plays each rank's part in `step`: ``schedule(step)`` is the round over it."""
 
 
 class Engine:
@@ -77,7 +86,10 @@ class Engine:
         self._usual_ranks = world.size if ranks is None else ranks  # in a step without late or lost ranks
         self._uses_graphs, self._unpacks = graphs, unpacks
         self._row: int | None = getattr(algorithm, "mixing_row", None)
-        self._proven = lru_cache(KEPT)(self._prove)
+        self._rounds = cast("Rounds", algorithm) if hasattr(algorithm, "rounds") else None
+        self._prepared = Prepared(
+            world, self._bind, prove=self._prove, claim=self._claim, compare=self._compare, kept=KEPT
+        )
         self._broadcast = lru_cache(KEPT)(self._bind_broadcast)
         self._flat: tuple[Tensor, Window] | None = None
         self.replace_buckets(buckets)
@@ -89,13 +101,13 @@ class Engine:
             raise UsageError(
                 f"{self.algorithm} made {schedule!r:.80} for {self._usual_ranks} ranks: no schedule of as many"
             )
-        return self._proven(schedule)
+        self._prepared.prove(schedule)
+        return schedule
 
-    def _prove(self, schedule: Schedule) -> Schedule:
+    def _prove(self, schedule: Schedule) -> None:
         prove(schedule, promise(self.algorithm, schedule))
         if self.buckets and (wire := self.buckets[0].quantized) is not None:
             carrier_of(wire).require_short_sums(schedule, wire)
-        return schedule
 
     def require_any_members(self) -> None:
         """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
@@ -113,8 +125,7 @@ class Engine:
 
     def forget(self) -> None:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
-        self._programs: dict[_Key, Sequence[RunnableProgram]] = {}  # those used last at the end
-        self._compared: set[tuple[str, tuple[int, ...]]] = set()
+        self._prepared.forget()
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
         wire = self.buckets[0].quantized if self.buckets else None
@@ -143,7 +154,7 @@ class Engine:
 
     def _let_go(self) -> None:
         self.replace_buckets(())
-        self._proven.cache_clear()
+        self._prepared.prove.cache_clear()
         self._broadcast.cache_clear()
         self._flat = None
 
@@ -181,11 +192,10 @@ class Engine:
     def _prepare(self, step: int) -> None:
         if self.world.size > 1:
             self._share()
-            schedule = self.schedule(step)
-            self._bind(
-                schedule, tuple(range(self.world.size)), None if self.quantizer is None else self.quantizer.at(step)
-            )
-            self._connect_peers(program(schedule, self.world.rank), step)
+            self.schedule(step)
+            schedule, players = self._exchange_of(step, tuple(range(self.world.size)))
+            self._prepared.get(schedule, players, None if self.quantizer is None else self.quantizer.at(step), step)
+            self._connect_peers(schedule, players, step)
 
     def _share(self) -> None:
         """Let peers read the buckets, in place of messages, where they can and all take part in every step."""
@@ -195,8 +205,9 @@ class Engine:
             shown = [bucket.index for bucket in self.buckets if bucket.quantized is None]
             self._windows.update(zip(shown, windows, strict=True))
 
-    def _connect_peers(self, mine: Program, step: int) -> None:
+    def _connect_peers(self, schedule: Schedule, members: Sequence[int], step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
+        mine = member_program(schedule, members, self.world.rank, self.world.size)
         device = self.buckets[0].wire.device
 
         def messages(peers: set[int]) -> list[P2PMessage]:
@@ -211,9 +222,10 @@ class Engine:
         begin_s, recorder, tag = perf_counter(), self.world.recorder, Tag(step, bucket.index)
         if len(self.members) == 1:
             return self._keep(bucket, begin_s)
-        schedule = self.algorithm.schedule(step, len(self.members))
+        schedule, members = self._exchange_of(step, self.members)
+        quantizer = None if self.quantizer is None else self.quantizer.at(step)
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
-            programs = self._programs_of(schedule, step)
+            programs = self._prepared.get(schedule, members, quantizer, step)
             own = programs[bucket.index]
             if self._graphs is None or not self._replay(bucket, programs, tag):
                 with within_range(recorder, "pack"):
@@ -235,23 +247,13 @@ class Engine:
                 self.quantizer.note(bucket.wire[bucket.head_numel :])
         return Span(bucket.index, begin_s, perf_counter(), 0)
 
-    def _programs_of(self, schedule: Schedule, step: int) -> Sequence[RunnableProgram]:
-        """Return the programs of `step`, one for each bucket."""
-        quantizer = None if self.quantizer is None else self.quantizer.at(step)
-        key = schedule, self.members, quantizer
-        programs = self._programs.pop(key, None)
-        if programs is None:
-            return self._make_programs(*key, step)
-        self._programs[key] = programs
-        return programs
-
-    def _make_programs(
-        self, schedule: Schedule, members: tuple[int, ...], quantizer: QuantizedWire | None, step: int
-    ) -> Sequence[RunnableProgram]:
-        self._proven(schedule)
-        if self._unpacks and not self.mixes:
-            self._compare_once(schedule, members, step)
-        return self._bind(schedule, members, quantizer)
+    def _exchange_of(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
+        """Return a schedule and who plays it: in gossip, one round of a few, by ranks that change places."""
+        ranks = len(members)
+        if self._rounds is None:
+            return self.algorithm.schedule(step, ranks), members
+        rounds, order = self._rounds.rounds(ranks), self._rounds.order(step, ranks)
+        return rounds[step % len(rounds)], tuple(map(members.__getitem__, order.tolist()))
 
     @property
     def mixes(self) -> bool:
@@ -281,22 +283,20 @@ class Engine:
                 lambda: graphs.capture(lambda refused: self._ranks_with_flag(refused, self.members, tag))
             ).result()
 
-    def _compare_once(self, schedule: Schedule, members: tuple[int, ...], step: int) -> None:
-        """Raise `DisagreementError` if members run different schedules.
+    def _claim(self, schedule: Schedule, members: Members, _: object) -> Claim | None:
+        """Return what members compare before they run `schedule`; None where nobody has to.
 
-        The key is what moves and who takes part, never an object: all members must find the same comparisons due.
         Gossip's schedules follow from what ranks compared in `attach`, and `attach` compared the schedule of step 0.
         """
-        key = schedule.digest(), members
-        if key in self._compared:
-            return
-        if key != (self.schedule(0).digest(), tuple(range(self.world.size))):
-            self.world.consistency.require_same_schedule_now(*key, step)
-            self._connect_peers(member_program(schedule, members, self.world.rank, self.world.size), step)
-        if len(self._compared) == COMPARISONS_KEPT:  # all members forget at the same step
-            self._compared.clear()
-            self._programs.clear()  # what is bound was compared
-        self._compared.add(key)
+        if members is None or self.mixes or not self._unpacks:
+            return None
+        everybody, digest = tuple(range(self.world.size)), schedule.digest()
+        return None if (members, digest) == (everybody, self.schedule(0).digest()) else Claim(members, digest)
+
+    def _compare(self, claim: Claim, schedule: Schedule, step: int) -> None:
+        """Raise `DisagreementError` if members run different schedules; connect those that run the same one."""
+        self.world.consistency.require_same_schedule_now(claim.text, claim.ranks, step)
+        self._connect_peers(schedule, claim.ranks, step)
 
     def broadcast_now(self, flat: Tensor, step: int) -> Span:
         """Overwrite `flat` with the first member's."""
@@ -321,19 +321,12 @@ class Engine:
         self.world.run_now(halving_doubling.all_reduce(len(asked)), flags, tag, asked)
         return tuple(flags.nonzero().flatten().tolist())
 
-    def _bind(
-        self, schedule: Schedule, members: tuple[int, ...], quantizer: QuantizedWire | None
-    ) -> Sequence[RunnableProgram]:
-        """Bind the schedule to every bucket, and remember it."""
-        mine = member_program(schedule, members, self.world.rank, self.world.size)
+    def _bind(self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
+        """Return the programs of all buckets."""
+        mine = member_program(schedule, members or self.members, self.world.rank, self.world.size)
         if any(mine.peers & window.peers.keys() for window in self._windows.values()):
-            programs: Sequence[RunnableProgram] = [self._bind_reading(mine, bucket) for bucket in self.buckets]
-        else:
-            programs = self._bind_messages(mine, quantizer)
-        if len(self._programs) == KEPT:
-            self._programs.pop(next(iter(self._programs)))
-        self._programs[schedule, members, quantizer] = programs
-        return programs
+            return [self._bind_reading(mine, bucket) for bucket in self.buckets]
+        return self._bind_messages(mine, quantizer)
 
     def _bind_messages(self, mine: Program, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
         transport, streams = self.world.transport, self.world.comm_thread.streams

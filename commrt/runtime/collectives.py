@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -26,7 +25,7 @@ from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.runtime.executor import RunnableProgram, bind, scratch_numel
-from commrt.runtime.prepared import Claim, HasMembership, Members, Prepared, check_tag, traits_of
+from commrt.runtime.prepared import Claim, Compare, HasMembership, Members, Prepared, check_tag, traits_of
 from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.wire import AnyWire, ValuesOnWire, carrier_of, check_wire, is_quantized, travels_as, wire_text
 from commrt.schedule import Algorithm, Schedule
@@ -174,7 +173,7 @@ class Sums:
         transport: TransportByDevice,
         comm_thread: CommThread,
         world: HasMembership,
-        compare: Callable[[Claim, int], None],
+        compare: Compare,
     ) -> None:
         self._transport, self._comm_thread, self._world = transport, comm_thread, world
         self._prepared = Prepared(world, self._bind, prove=_prove, claim=self._claim, compare=compare)

@@ -44,7 +44,7 @@ class ConsistencyCheck:
     def __init__(self, transport: TransportByDevice) -> None:
         self._transport = transport
 
-    def require_same_call_now(self, claim: tuple[Sequence[int], str], _: int = 0) -> None:
+    def require_same_call_now(self, claim: tuple[Sequence[int], str], *_: object) -> None:
         """Fail with a `DisagreementError` on all ranks of a `claim` if one claims another call; the world goes on."""
         ranks, call = claim
         if difference := _difference(self._gather(call, ranks)):  # any error of `_gather` is of this rank alone

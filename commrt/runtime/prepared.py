@@ -23,7 +23,17 @@ from commrt.schedule import ADD, MIX, Schedule
 from commrt.threads.comm_thread import RecoveredError
 from commrt.transport.protocol import Tag, Transport
 
-__all__ = ["COMPARISONS_KEPT", "SCHEDULES_KEPT", "Claim", "Prepared", "PreparedRuns", "cut", "traits_of"]
+__all__ = [
+    "COMPARISONS_KEPT",
+    "SCHEDULES_KEPT",
+    "Claim",
+    "Compare",
+    "Members",
+    "Prepared",
+    "PreparedRuns",
+    "cut",
+    "traits_of",
+]
 
 T = TypeVar("T")
 KEPT = 256
@@ -50,6 +60,10 @@ class Claim(NamedTuple):
     text: str
 
 
+Compare = Callable[[Claim, Schedule, int], None]
+"""(claim, schedule, step): raises unless all ranks of the claim come with it. On the communication thread."""
+
+
 class Prepared(Generic[T]):
     """The exchanges of one kind, each made once from a schedule, the members that play it, and the memory it uses.
 
@@ -66,7 +80,7 @@ class Prepared(Generic[T]):
         *,
         prove: Callable[[Schedule], object] = lambda _: None,
         claim: Callable[[Schedule, Members, Any], Claim | None] = lambda *_: None,
-        compare: Callable[[Claim, int], None] = lambda *_: None,
+        compare: Compare = lambda *_: None,
         kept: int = KEPT,
     ) -> None:
         self._world, self._bind, self._claim, self._compare, self._kept = world, bind, claim, compare, kept
@@ -103,18 +117,18 @@ class Prepared(Generic[T]):
             self.forget()
         self.prove(schedule)
         if claim := self._claim(schedule, members, memory):
-            self._compare_once(claim, step)
+            self._compare_once(claim, schedule, step)
         bound = self._bind(schedule, members, memory)
         while len(self._bound) >= self._kept:
             self._bound.pop(next(iter(self._bound)), None)
         self._bound[schedule, members, memory] = bound
         return bound
 
-    def _compare_once(self, claim: Claim, step: int) -> None:
+    def _compare_once(self, claim: Claim, schedule: Schedule, step: int) -> None:
         known = self._compared.setdefault(claim.ranks, set())
         if claim.text in known:
             return
-        self._compare(claim, step)
+        self._compare(claim, schedule, step)
         if len(known) == COMPARISONS_KEPT:  # all ranks forget at the same call
             known.clear()
             self.forget_bound()
@@ -162,7 +176,7 @@ class PreparedRuns:
     all ranks raise alike, before anything is sent, leaves the world usable.
     """
 
-    def __init__(self, transport: Transport, world: HasMembership, compare: Callable[[Claim, int], None]) -> None:
+    def __init__(self, transport: Transport, world: HasMembership, compare: Compare) -> None:
         self._transport, self._world = transport, world
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._prepared = Prepared(world, self._bind, claim=self._claim, compare=compare, kept=RUNS_KEPT)
