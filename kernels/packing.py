@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.layout import Layout, refuse_count
+from commrt.kernels.layout import HEADER_NUMEL, Layout, refuse_count
 from commrt.kernels.reference import mix, norm_of, pack, pack_at_once, unpack
 
 __all__ = ["NO_PARTS", "Findings", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
@@ -32,8 +32,6 @@ class Parts:
 NO_PARTS = Parts()
 SMALL_NUMEL = 1 << 14
 """Tensors of so many elements, on average, are packed at once: see `pack_at_once`."""
-HEADS_KEPT = 8
-"""Headers with flags that are kept for one wire, which has the same ones in most steps."""
 KEPT = 256
 """Headers whose bits are kept: only one of a step is new."""
 
@@ -136,7 +134,6 @@ class TorchPacking:
         self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
         self._packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
         self._head, self._flags, self._header = wire[: layout.head_numel], layout.flags(wire), layout.header(wire)
-        self._head_of = lru_cache(HEADS_KEPT)(self._make_head)
         self.mismatched = False
 
     def findings(self) -> Findings:
@@ -162,14 +159,8 @@ class TorchPacking:
 
     def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
         """Write the flags of `tensors` and the bits of `header`."""
-        self._head.copy_(self._head_of(header, tuple([i for i, tensor in enumerate(tensors) if tensor is None])))
-
-    def _make_head(self, header: int, absent: tuple[int, ...]) -> Tensor:
-        head = torch.zeros_like(self._head)
-        head[: len(bits(header))] = bits(header)
-        flags = head[len(bits(header)) :][: len(self._like)]
-        flags.fill_(1)[list(absent)] = 0
-        return head
+        absent = tuple([i for i, tensor in enumerate(tensors) if tensor is None])
+        self._head.copy_(_head(header, len(tensors), absent, self._head.numel()))
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
@@ -221,6 +212,17 @@ def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tenso
     begin = wire.storage_offset()
     pairs = zip(like, layout.places, strict=True)
     return [wire.as_strided(t.shape, t.stride(), begin + place) for t, place in pairs]
+
+
+@lru_cache(KEPT)
+def _head(header: int, tensors: int, absent: tuple[int, ...], numel: int) -> Tensor:
+    """Return the head of a wire, bool [numel]: the bits of `header`, and a flag for each of the tensors."""
+    head = torch.zeros(numel, dtype=torch.bool, device="cpu")
+    head[:HEADER_NUMEL] = bits(header)
+    head[HEADER_NUMEL : HEADER_NUMEL + tensors] = True
+    for i in absent:
+        head[HEADER_NUMEL + i] = False
+    return head
 
 
 @lru_cache(KEPT)
