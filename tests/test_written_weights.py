@@ -14,7 +14,7 @@ from torch import nn
 
 import commrt
 from commrt import Gossip
-from commrt.buckets.weight_watch import WeightWatch
+from commrt.buckets.weight_bucket import WeightWatch
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD, Mix, Nesterov
 from commrt.testing.ranks import run_ranks

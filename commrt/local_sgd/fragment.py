@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Any
 
@@ -17,7 +17,7 @@ from commrt.algorithms.outer import Outer
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
-from commrt.buckets.weight_bucket import TensorSlot, watch_of
+from commrt.buckets.weight_bucket import TensorSlot, WeightPart
 from commrt.elastic.generations import Generation
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import LOST
@@ -40,24 +40,18 @@ class InFlight:
     """The ranks that average; None before it was sent."""
     vote: str = ""
     """The name of the vote on it."""
-    promised: Future[None] | None = None
-    """The end of the exchange in the background, when this rank has voted."""
-    answers: Sequence[Future[Span]] = field(default_factory=list)
+    answer: Future[tuple[Span, ...]] | None = None
+    """What averages `buckets`."""
     buckets: Sequence[GradientBucket] = ()
-    """What carries them."""
     residuals: Mapping[str, Tensor] | None = None
     """The residuals when the weights left; None before they were sent."""
 
     def arrived(self) -> bool:
         """Wait for the end of the exchange; return True if this rank has the average. Other errors are raised."""
         try:
-            for answer in self.answers:
-                answer.result()
-            if self.promised is not None:
-                self.promised.result()
+            return self.answer is not None and bool(self.answer.result())
         except LOST:
             return False
-        return True
 
     def wait(self) -> None:
         """Wait for the end of the exchange, in whatever it ends."""
@@ -65,19 +59,20 @@ class InFlight:
             self.arrived()
 
 
-class Fragment:
+class Fragment(WeightPart):
     """Tensors that leave together. All calls belong to the thread that trains.
 
     `outgoing` names the differences that travel: their ``grad`` holds what this rank sends, and then the average. The
     anchor is kept in fp32 for narrower weights, so that small outer steps are not rounded away.
     """
 
+    in_flight: InFlight | None
+
     def __init__(self, index: int, held: Sequence[TensorSlot], algorithm: LocalSGD) -> None:
-        self.index, self.held = index, held
+        super().__init__(index, held)
         self.exchanges = self.left = 0
         """How many have begun; the step after which the weights left last."""
-        self.in_flight: InFlight | None = None
-        self._algorithm = algorithm
+        self._algorithm, self.is_relied_on = algorithm, algorithm.outer is not None
         self.anchors = [self._anchor_of(slot.tensor()) for slot in held]
         self.velocities = [
             None if slot.is_buffer or algorithm.outer is None else torch.zeros_like(anchor)
@@ -87,7 +82,6 @@ class Fragment:
             (slot.name, _outgoing_param(anchor, slot.tensor().device))
             for slot, anchor in zip(held, self.anchors, strict=True)
         ]
-        self._watch = watch_of(held)
         self.note()
 
     def _anchor_of(self, tensor: Tensor) -> Tensor:
@@ -97,24 +91,7 @@ class Fragment:
 
     def rates(self, of: Mapping[int, float]) -> list[float | None]:
         """Return the learning rate of each tensor, given those `of` parameters by their ids; None for others."""
-        return [of.get(id(slot.held())) for slot in self.held]
-
-    @property
-    def _is_relied_on(self) -> bool:
-        """True if what the weights change by counts, so that only optimizers may write them."""
-        return self.in_flight is not None or self._algorithm.outer is not None
-
-    def note(self) -> None:
-        """Take the weights as they are now: an optimizer or commrt has written them."""
-        if self._is_relied_on:
-            self._watch.note()
-
-    def written(self) -> str | None:
-        """Return the name of a parameter that is relied on and was written since `note`; None if there is none.
-
-        While nothing is in flight a parameter that has its values again counts as unchanged.
-        """
-        return self._watch.written(may_be_put_back=self.in_flight is None) if self._is_relied_on else None
+        return [of.get(id(slot.place[slot.key])) for slot in self.held]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -179,7 +156,6 @@ class Fragment:
             else:
                 weights.copy_(anchor.to(weights.device) + learned[i] if learned is not None else anchor)
         self.drop_in_flight()
-        self.note()
 
     def _move(self, i: int, average: Tensor, outer: Outer | None, rate: float | None) -> None:
         anchor, velocity = self.anchors[i], self.velocities[i]

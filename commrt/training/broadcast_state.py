@@ -51,16 +51,14 @@ class Broadcaster(Protocol):
 class WorldBroadcaster:
     """Broadcast among all members of the current generation; ends in an error if one of them is lost meanwhile."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.source: int | None = None
-        """The rank to send from; None for the lowest member."""
+    def __init__(self, world: World, source: int | None = None) -> None:
+        """Send from the rank `source`; None for the lowest member."""
+        self.world, self._source = world, source
 
     @property
     def members(self) -> tuple[int, ...]:
         """All members, the source first."""
-        members = tuple(self.world.members)
-        return members if self.source is None else (self.source, *(rank for rank in members if rank != self.source))
+        return tuple(sorted(self.world.members, key=lambda rank: (rank != self._source, rank)))
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
         """Overwrite `flat` with the source's; collective."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from time import perf_counter
 
@@ -12,12 +13,13 @@ import torch
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import explain_mismatch
-from commrt.buckets.weight_bucket import Message, WeightBucket
+from commrt.buckets.layout import Header, explain_mismatch
+from commrt.buckets.weight_bucket import Message, Received, WeightBucket
 from commrt.elastic.elastic_membership import make_elastic
+from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.layout import HEADER_NUMEL
-from commrt.program import Program, member_program
+from commrt.program import Program, permuted_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import bind
@@ -26,54 +28,73 @@ from commrt.runtime.reading import bind_reading, bind_receiving
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
-from commrt.threads.future import Future
-from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 __all__ = ["GossipExchange"]
 
 KEPT = 64
-"""Proofs and bound exchanges that are kept, of those used last."""
+"""Programs that are kept with their bound exchanges, of those used last."""
 STEPS_KEPT = 2
-"""Steps whose programs are kept: all buckets have the same one."""
+"""Steps of which the program is known: all buckets of a step have the same one."""
+
+Bound = tuple[Exchange, int, float]
+"""An exchange, the bytes that it sends, and the weight of what it receives."""
 
 
-class GossipExchange(WorldBroadcaster):
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What this rank exchanges in a step."""
+
+    program: Program
+    sources: tuple[int, ...]
+    """The ranks that it receives from."""
+    bound: dict[Message, Bound] = field(default_factory=dict)
+
+
+class GossipExchange:
     """Exchange buckets with partners, in the order of submission.
+
+    The exchanges of a period are proven when the ranks become known, and a step only gives each rank another's part.
 
     When a rank is lost, the others form a new generation. It starts at the latest step of all its members. A member
     that has not reached that step trains alone until then.
     """
 
-    def __init__(self, world: World, algorithm: Gossip) -> None:
-        super().__init__(world)
-        self._attached = algorithm
+    def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
+        self.world, self._attached, self._number = world, algorithm, number
+        self.staleness = algorithm.staleness
         self.membership = make_elastic(world)
         """That of the world; it goes on without lost ranks."""
-        self._generation = self._shared = self.membership.number
-        self._ranks = np.array(self.members)
-        self._proven = lru_cache(KEPT)(self._prove)
-        self._program = lru_cache(STEPS_KEPT)(self._program_of)
-        self._bound = lru_cache(KEPT)(self._bind)
+        self._generation = self._shared = -1
+        self._plan = lru_cache(KEPT)(self._plan_of)
+        self._plan_at = lru_cache(STEPS_KEPT)(self._plan_of_step)
 
-    @property
-    def algorithm(self) -> Gossip:
-        """The algorithm for the ranks that are left."""
-        return self._attached.among(len(self.world.members)) if self.world.lost else self._attached
-
-    def prove_all(self) -> Schedule:
+    def prove(self) -> Schedule:
         """Prove the exchanges of a period, of which all later ones are permutations; return the first.
 
-        Raises `UsageError` for an algorithm whose `schedule` says otherwise than its `round`, which is what runs.
+        Raises `UsageError` for an algorithm whose `schedule` says otherwise than what runs.
         """
-        algorithm, ranks = self.algorithm, len(self.members)
-        self._prove(algorithm.schedule(0, ranks))
-        for step in range(algorithm.period(ranks) + 1):  # the last one is of another permutation
-            schedule, order = algorithm.round(step, ranks)
-            self._proven(schedule)
-            if schedule.over(order).digest() != algorithm.schedule(step, ranks).digest():
-                raise UsageError(f"{algorithm}: schedule({step}, {ranks}) is another than round() makes: override both")
-        return algorithm.schedule(0, ranks)
+        self._adopt(self.membership.generation)
+        algorithm, ranks = self._algorithm, len(self.members)
+        first = algorithm.schedule(0, ranks)
+        prove(first, promise(algorithm, first))
+        for step in range(len(self._rounds) + 1):  # the last one is of another permutation
+            renamed = self._rounds[step % len(self._rounds)].over(algorithm.order(step, ranks))
+            if renamed.digest() != algorithm.schedule(step, ranks).digest():
+                raise UsageError(
+                    f"{algorithm}: schedule({step}, {ranks}) is another than rounds() and order() make: override all"
+                )
+        return first
+
+    def _adopt(self, generation: Generation) -> None:
+        """Exchange among the members of `generation` from now on."""
+        self.release()  # it was bound to connections of another generation
+        self._generation, self.members = generation.number, generation.ranks
+        self._ranks, ranks = np.array(self.members), len(self.members)
+        self._algorithm = self._attached.among(ranks) if generation.lost else self._attached
+        self._rounds = self._algorithm.rounds(ranks)
+        for schedule in self._rounds:
+            prove(schedule, promise(self._algorithm, schedule))
 
     def share(self, buckets: Sequence[WeightBucket]) -> None:
         """Let partners of this host read the messages of `buckets`, where they can; collective.
@@ -81,66 +102,68 @@ class GossipExchange(WorldBroadcaster):
         After a rank was lost the others allocate anew, and GPUs go on through NCCL.
         """
         self._shared = self._generation
-        messages = [message for bucket in buckets for message in bucket.messages()]
+        messages = [message for bucket in buckets for message in bucket.free]
         buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
         windows = self.world.comm_thread.submit(lambda: self.world.transport.share(buffers)).result()
         for number, message in enumerate(messages):
             message.windows = windows[2 * number : 2 * number + 2]
 
-    def submit(self, message: Message, bucket: int, step: int) -> Future[Span]:
-        """Exchange `message`, the content of `bucket`, with the partners of `step`. On the training thread."""
-        if bucket == 0:  # from here on a generation that starts at `step` is too early for this rank
+    def send(self, bucket: WeightBucket, step: int) -> None:
+        """Exchange `bucket` as it is now with the partners of `step`. On the training thread."""
+        if bucket.index == 0:  # from here on a generation that starts at `step` is too early for this rank
             self.membership.submitted_steps = step + 1
-        with within_range(self.world.recorder, "submit", number=bucket, step=step):
-            return self.world.comm_thread.submit(lambda: self._carry(message, bucket, step))
+        header = Header(0, self._number, 0, step, bucket.index, 0)
+        message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
+        with within_range(self.world.recorder, "submit", number=bucket.index, step=step):
+            bucket.sent(self.world.comm_thread.submit(lambda: self._carry(message, bucket.index, step)))
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""
-        self._bound.cache_clear()
-        self._program.cache_clear()
+        self._plan.cache_clear()
+        self._plan_at.cache_clear()
 
-    def _carry(self, message: Message, bucket: int, step: int) -> Span:
-        membership = self.membership
-        begin_s, nbytes_sent = perf_counter(), 0
+    def _carry(self, message: Message, bucket: int, step: int) -> Received:
+        begin_s, membership, sources = perf_counter(), self.membership, tuple[int, ...]()
+        nbytes_sent, share = 0, 0.0
         with within_range(self.world.recorder, "bucket", number=bucket, step=step, algorithm="gossip"):
             if bucket == 0:
                 membership.next_step = step + 1
-            if membership.takes_part(step):
-                nbytes_sent = self._exchange(message, bucket, step)
-        return Span(bucket, begin_s, perf_counter(), nbytes_sent)
+            if (generation := membership.generation).start <= step:
+                if generation.number != self._generation:
+                    self._adopt(generation)
+                plan = self._plan_at(step)
+                try:
+                    nbytes_sent, share = self._exchange(plan, message, bucket, step)
+                    sources = plan.sources
+                except LOST as failure:
+                    membership.recover(failure)
+        return Received(Span(bucket, begin_s, perf_counter(), nbytes_sent), share, sources)
 
-    def _exchange(self, message: Message, bucket: int, step: int) -> int:
-        """Return how many bytes this rank sent; `message.share` stays 0 where a partner was lost."""
-        membership = self.membership
-        if self._generation != membership.number:
-            self._generation, self._ranks = membership.number, np.array(self.members)
-            self.release()  # it was bound to connections of another generation
-        program = self._program(step)
-        if not program.hops:
-            return 0
-        try:
-            run, nbytes_sent, share = self._bound(program, message)
-            run(Tag(step, bucket))
-            self.world.transport.wait()  # before a GPU mixes what may never have come
-        except LOST as failure:
-            membership.recover(failure)
-            return 0
-        membership.progress()
+    def _exchange(self, plan: _Plan, message: Message, bucket: int, step: int) -> tuple[int, float]:
+        """Return how many bytes this rank sent, and the weight of what it received."""
+        if not plan.program.hops:
+            return 0, 0.0
+        if (bound := plan.bound.get(message)) is None:
+            bound = plan.bound[message] = self._bind(plan.program, message)
+        run, nbytes_sent, share = bound
+        run(Tag(step, bucket))
+        if message.received.is_cuda:
+            self.world.transport.wait()  # before it mixes what may never have come
+        self.membership.progress()
         _require_same_header(message, bucket)
-        message.share, message.received_from = share, tuple(leg.peer for hop in program.hops for leg in hop.recvs)
-        return nbytes_sent
+        return nbytes_sent, share
 
-    def _program_of(self, step: int) -> Program:
-        schedule, order = self.algorithm.round(step, len(self.members))
-        self._proven(schedule)
-        return member_program(schedule, self._ranks[order].tolist(), self.world.rank, self.world.size)
+    def _plan_of_step(self, step: int) -> _Plan:
+        order = self._algorithm.order(step, len(self.members))
+        return self._plan(self._rounds[step % len(self._rounds)], order.tobytes())
 
-    def _prove(self, schedule: Schedule) -> None:
-        prove(schedule, promise(self.algorithm, schedule))
+    def _plan_of(self, schedule: Schedule, order: bytes) -> _Plan:
+        members = self._ranks[np.frombuffer(order, np.int64)]
+        program = permuted_program(schedule, members, self.world.rank, self.world.size)
+        return _Plan(program, tuple(each.peer for hop in program.hops for each in hop.recvs))
 
-    def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
-        """Return the exchange, the bytes that it sends, and the weight of what it receives."""
-        transport, within = self.world.transport, self.algorithm.within
+    def _bind(self, program: Program, message: Message) -> Bound:
+        transport, within = self.world.transport, self._algorithm.within
         windows = message.windows if self._generation == self._shared else ()
         if within == 1:  # received apart, as mixing on the wire would round to the wire's dtype
             (hop,) = program.hops
