@@ -28,7 +28,6 @@ __all__ = [
     "TensorSlot",
     "WeightBucket",
     "WeightPart",
-    "WeightWatch",
     "build_weight_buckets",
     "exchanged_tensors",
 ]
@@ -83,61 +82,6 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         yield from ((key, tensor, is_buffer) for key, tensor in places.items() if tensor is not None)
 
 
-class WeightWatch:
-    """Remembers parameters as they are, and finds one that was written since.
-
-    A write that autograd counts is always seen, unless it may be put back. Others, such as those through ``.data``, are
-    seen by the values that are compared, on a CPU; on a GPU the host would have to wait for them.
-    """
-
-    def __init__(self, places: Sequence[tuple[str, Mapping[str, Tensor | None], str]]) -> None:
-        """Watch what lies at `places`: of each parameter its name, the dict that holds it, and the key there."""
-        self._places = places
-        self._versions: list[int] = []
-        self._addresses: list[int] = []
-        self._views: list[Tensor] = []  # of the values that are compared
-        self._values: Tensor | None = None
-
-    def note(self) -> None:
-        """Remember the parameters as they are now; on a GPU in stream order."""
-        tensors, self._versions, addresses = self._look()
-        if addresses != self._addresses:
-            self._addresses, self._views = addresses, [*map(_spaced, tensors)]
-        self._values = torch.cat(self._views) if self._views else None
-
-    def written(self, *, may_be_put_back: bool) -> str | None:
-        """Return the name of a parameter that was written or lies elsewhere since `note`, or None.
-
-        With `may_be_put_back` one that has its values again counts as unchanged.
-        """
-        if self._values is None:
-            return None
-        tensors, versions, addresses = self._look()
-        is_touched = versions != self._versions or addresses != self._addresses
-        if is_touched and not may_be_put_back:
-            now, before = zip(versions, addresses, strict=True), zip(self._versions, self._addresses, strict=True)
-            return self._name_of([one != other for one, other in zip(now, before, strict=True)])
-        if self._values.is_cuda and not is_touched:
-            return None
-        views = self._views if addresses == self._addresses else [*map(_spaced, tensors)]
-        if torch.equal(torch.cat(views), self._values):
-            return None
-        noted = torch.split(self._values, [len(view) for view in self._views])
-        return self._name_of([_differ(now, before) for now, before in zip(views, noted, strict=True)])
-
-    def _look(self) -> tuple[list[Tensor], list[int], list[int]]:
-        """Return the parameters, how often autograd saw each written, and where each lies."""
-        try:
-            tensors: list[Tensor] = [place[key] for _, place, key in self._places]  # type: ignore[misc]
-        except KeyError:
-            gone = next(name for name, place, key in self._places if key not in place)
-            raise UsageError(GONE.format(name=gone)) from None
-        return tensors, [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
-
-    def _name_of(self, changed: Sequence[bool]) -> str | None:
-        return next((name for (name, _, _), is_so in zip(self._places, changed, strict=True) if is_so), None)
-
-
 def _spaced(tensor: Tensor) -> Tensor:
     """Return a view of at most `MOST_LOOKED_AT` elements; of none where memory has gaps or overlaps."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -155,8 +99,9 @@ def _differ(now: Tensor, before: Tensor) -> bool:
 class WeightPart:
     """Tensors of a model that leave together, and come back mixed. All calls belong to the thread that trains.
 
-    While they are relied on, only optimizers that commrt knows, and commrt itself, may write the parameters. Forward
-    passes may write the buffers.
+    While they are relied on, only optimizers that commrt knows, and commrt itself, may write the parameters; forward
+    passes may write the buffers. Other writes are found by what autograd counts, and on a CPU by the values, some of
+    which are compared: ``.data`` is not counted. On a GPU the host would have to wait for values.
     """
 
     in_flight: object = None
@@ -166,21 +111,52 @@ class WeightPart:
 
     def __init__(self, index: int, held: Sequence[TensorSlot], *, watches: bool = True) -> None:
         self.index, self.held = index, held
-        self.watch = WeightWatch([(slot.name, slot.place, slot.key) for slot in held if watches and not slot.is_buffer])
+        self._watched = [slot for slot in held if watches and not slot.is_buffer]
+        self._places = [(slot.place, slot.key) for slot in self._watched]
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []  # of the values that are compared
+        self._values: Tensor | None = None
 
-    def note(self) -> None:
+    def note(self, *, anyway: bool = False) -> None:
         """Take the weights as they are now, if they are relied on: an optimizer or commrt has written them."""
-        if self.in_flight or self.is_relied_on:
-            self.watch.note()
+        if self._watched and (anyway or self.in_flight or self.is_relied_on):
+            tensors, self._versions, addresses = self._look()
+            if addresses != self._addresses:
+                self._addresses, self._views = addresses, [*map(_spaced, tensors)]
+            self._values = torch.cat(self._views)
 
-    def written(self) -> str | None:
+    def written(self, *, anyway: bool = False) -> str | None:
         """Return the name of a parameter that is relied on and was written since `note`; None if there is none.
 
         While nothing is in flight a parameter that has its values again counts as unchanged.
         """
-        if self.in_flight or self.is_relied_on:
-            return self.watch.written(may_be_put_back=not self.in_flight)
-        return None
+        if self._values is None or not (anyway or self.in_flight or self.is_relied_on):
+            return None
+        tensors, versions, addresses = self._look()
+        stays, is_untouched = addresses == self._addresses, versions == self._versions
+        if self.in_flight and not (stays and is_untouched):
+            now, before = zip(versions, addresses, strict=True), zip(self._versions, self._addresses, strict=True)
+            return self._name_of([one != other for one, other in zip(now, before, strict=True)])
+        if self._values.is_cuda and stays and is_untouched:
+            return None
+        views = self._views if stays else [*map(_spaced, tensors)]
+        if torch.equal(torch.cat(views), self._values):
+            return None
+        noted = torch.split(self._values, [len(view) for view in self._views])
+        return self._name_of([_differ(now, before) for now, before in zip(views, noted, strict=True)])
+
+    def _look(self) -> tuple[list[Tensor], list[int], list[int]]:
+        """Return the parameters, how often autograd saw each written, and where each lies."""
+        try:
+            tensors: list[Tensor] = [place[key] for place, key in self._places]  # type: ignore[misc]
+        except KeyError:
+            gone = next(slot.name for slot in self._watched if slot.key not in slot.place)
+            raise UsageError(GONE.format(name=gone)) from None
+        return tensors, [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
+
+    def _name_of(self, changed: Sequence[bool]) -> str | None:
+        return next((slot.name for slot, is_so in zip(self._watched, changed, strict=True) if is_so), None)
 
 
 class Received(NamedTuple):

@@ -19,7 +19,7 @@ from commrt.local_sgd.fragment import Fragment, InFlight, cut_fragments
 from commrt.local_sgd.fragment_exchange import FragmentExchange
 from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
-from commrt.training.broadcast_state import WorldBroadcaster, overwrite_buffers
+from commrt.training.broadcast_state import overwrite_buffers
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import Replica
 from commrt.training.request import Request
@@ -49,7 +49,7 @@ def attach(request: Request) -> Replica:
     request.agree(request.claim(engine.schedule(0), engine.buckets))
     alone = request.is_alone("models that train alone")
     engine.submit_preparation(0).result()  # before the replica: from then on the world goes on without lost ranks
-    return request.begin(LocalReplica(request, exchange, alone=alone), WorldBroadcaster(world))
+    return request.begin(LocalReplica(request, exchange, alone=alone))
 
 
 class LocalReplica(AfterStepReplica):
@@ -92,7 +92,8 @@ class LocalReplica(AfterStepReplica):
     def _advance(self) -> None:
         """Count a step, merge what is due after it, and let leave what is due: in this order, see `LocalSGD`."""
         self._step += 1
-        self._begin_next(self._step)
+        if self._progress is not None:
+            self._progress.begin(self._step)
         for fragment in self._fragments:
             if fragment.in_flight is not None and self._is_back(fragment.in_flight):
                 self._merge(fragment)
@@ -102,13 +103,13 @@ class LocalReplica(AfterStepReplica):
                 if not self._local.delay_at(self._step):
                     self._merge(fragment)
         self._noted.pop(self._step, None)
-        self._add_report(self._step - 1, self._exchange.engine.members)
+        self._report(self._step - 1, self._exchange.engine.members)
 
     def _is_back(self, in_flight: InFlight) -> bool:
         return self._step - in_flight.step >= self._local.delay_at(in_flight.step)
 
     def _leave(self, fragment: Fragment) -> None:
-        self._refuse_writes_to(fragment)
+        self._refuse_writes(fragment)
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
         self._exchange.send(fragment, InFlight(self._step, settings, fragment.rates(rates)))
 
@@ -136,7 +137,7 @@ class LocalReplica(AfterStepReplica):
     def _account(self) -> None:
         """Add what exchanges between steps have cost to the totals."""
         before = self._stats
-        self._add_report(self._step, self._exchange.engine.members)
+        self._report(self._step, self._exchange.engine.members)
         self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
 
     def _end_period(self) -> None:
@@ -163,7 +164,7 @@ class LocalReplica(AfterStepReplica):
         with self._world.collective("consolidate()"):
             for fragment in self._fragments:
                 fragment.land()
-            self._world.membership.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_buffers(self._world, self.model, self.step))
 
     def join(self, *also: Stateful) -> AbstractContextManager[None]:
         """Let ranks run out of data at different times; see `AfterStepReplica.join`."""

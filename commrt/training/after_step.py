@@ -22,7 +22,7 @@ from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
 from commrt.torch_import import untraced
 from commrt.training.admission import check_stateful
-from commrt.training.broadcast_state import WorldBroadcaster, overwrite_states
+from commrt.training.broadcast_state import overwrite_states
 from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.join_progress import JoinProgress
 from commrt.training.model_state import Stateful
@@ -50,9 +50,10 @@ class AfterStepReplica(Replica):
     """The error about a parameter ``{name}`` that somebody else wrote while it was in flight."""
     WRITTEN: ClassVar[str]
     """The same while nothing was in flight."""
+    _reports_all = True
 
     def __init__(self, request: Request, parts: Sequence[WeightPart], *, alone: bool) -> None:
-        super().__init__(request.model, request.params, request.algorithm, WorldBroadcaster(request.world))
+        super().__init__(request.model, request.params, request.algorithm, request.world)
         self._optimizers, self._number, self._parts = request.optimizers, request.world.attached, parts
         self._passes = 0  # backward passes so far; the steps of those after `_step` have not ended
         self._pass: int | None = None  # the latest
@@ -89,30 +90,27 @@ class AfterStepReplica(Replica):
         self._passes = self._used_passes = step
         self._stepped = {}
 
-    def _refuse_writes(self) -> None:
-        for part in self._parts:
-            self._refuse_writes_to(part)
-
-    def _refuse_writes_to(self, part: WeightPart) -> None:
-        if (name := part.written()) and not are_stepping(self._optimizers):
-            raise UsageError((self.IN_FLIGHT if part.in_flight else self.WRITTEN).format(name=name))
+    def _refuse_writes(self, part: WeightPart | None = None) -> None:
+        for each in self._parts if part is None else (part,):
+            if (name := each.written()) and not are_stepping(self._optimizers):
+                raise UsageError((self.IN_FLIGHT if each.in_flight else self.WRITTEN).format(name=name))
 
     @contextmanager
     def _waiting_for(self, part: WeightPart) -> Iterator[None]:
         """Mix in the body what has come for `part`, and count how long that takes."""
-        self._refuse_writes_to(part)
+        self._refuse_writes(part)
         begin_s = perf_counter()
         with within_range(self._world.recorder, "wait", number=part.index):
             yield
         part.note()
         self._exposed_s += perf_counter() - begin_s
 
-    def _add_report(self, step: int, members: tuple[int, ...]) -> StepReport:
-        """Report what was mixed since the latest report."""
-        found = StepReport(step, members, self._exposed_s, tuple(self._spans), frozenset(self._received_from))
-        self.last, self._stats = found, self._stats.plus(found)
-        self._spans, self._received_from, self._exposed_s = [], set(), 0.0
-        return found
+    def _report(self, step: int, members: tuple[int, ...]) -> None:
+        """Report what was mixed since the latest report; only local SGD has steps without."""
+        if self._spans or self._reports_all:
+            self.last = StepReport(step, members, self._exposed_s, tuple(self._spans), frozenset(self._received_from))
+            self._stats = self._stats.plus(self.last)
+            self._spans, self._received_from, self._exposed_s = [], set(), 0.0
 
     def _hooks(self) -> Iterator[RemovableHandle]:
         """Register on gradients and optimizers."""
@@ -203,7 +201,8 @@ class AfterStepReplica(Replica):
             world.joined = None
             with world.collective("the end of join()"):
                 self.consolidate()
-                world.membership.together(lambda: self._take_states(progress.last(), also))
+                owners = [*self._optimizers, *also]
+                world.membership.together(lambda: overwrite_states(world, owners, self._step, progress.last()))
         finally:
             self._progress, world.joined = None, None
 
@@ -215,11 +214,6 @@ class AfterStepReplica(Replica):
         world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
         return progress
 
-    def _begin_next(self, step: int) -> None:
-        """Tell ranks that have run out of data that this rank begins `step`."""
-        if self._progress is not None:
-            self._progress.begin(step)
-
     def _exchange_until_all_end(self, progress: JoinProgress) -> None:
         while True:
             try:
@@ -229,9 +223,6 @@ class AfterStepReplica(Replica):
                 make_elastic(self._world).recover_now(failure)
             else:
                 return
-
-    def _take_states(self, source: int, also: Sequence[Stateful]) -> None:
-        overwrite_states(WorldBroadcaster(self._world, source), [*self._optimizers, *also], self._step)
 
     def detach(self) -> None:
         """Remove all hooks, and drop exchanges that are in flight; not collective."""

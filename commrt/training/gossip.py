@@ -15,7 +15,6 @@ from commrt.algorithms.gossip import Gossip
 from commrt.buckets.weight_bucket import WeightBucket, build_weight_buckets, exchanged_tensors
 from commrt.errors import UsageError
 from commrt.training.after_step import AfterStepReplica
-from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.training.gossip_exchange import GossipExchange
 from commrt.training.hooks import ModuleHook
 from commrt.training.optimizer_steps import are_stepping
@@ -46,7 +45,7 @@ def attach(request: Request) -> Replica:
     alone = request.is_alone("gossiping models")
     if world.size > 1:
         exchange.share(buckets)
-    return request.begin(GossipReplica(request, exchange, buckets, alone=alone), WorldBroadcaster(world))
+    return request.begin(GossipReplica(request, exchange, buckets, alone=alone))
 
 
 class GossipReplica(AfterStepReplica):
@@ -65,6 +64,8 @@ class GossipReplica(AfterStepReplica):
         "{name} was written after a backward pass, and not by a step of an optimizer given to attach(): put a pass "
         "such as SAM's first one into replica.no_sync(), and give attach() no optimizers if you update weights by hand"
     )
+
+    _reports_all = False
 
     def __init__(
         self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket], *, alone: bool
@@ -106,11 +107,12 @@ class GossipReplica(AfterStepReplica):
         if self._world.size > 1:
             for bucket in self.buckets:
                 self._mix(bucket, self._staleness)
-            self._report()
+            self._report(self._step - 1, self._exchange.members)
             for bucket in self.buckets:
                 self._exchange.send(bucket, self._step)
                 bucket.note()
-            self._begin_next(self._step + 1)
+            if self._progress is not None:
+                self._progress.begin(self._step + 1)
             for bucket in self.buckets:
                 if bucket.index not in self._hooked:  # compiled modules call no hooks, for instance
                     self._mix(bucket, self._staleness)
@@ -128,24 +130,20 @@ class GossipReplica(AfterStepReplica):
     def _refuse_moved_weights(self) -> None:
         """Raise `UsageError` if weights were written after a pass, and no optimizer has stepped."""
         if not (self._have_stepped or are_stepping(self._optimizers)):
-            names = (bucket.watch.written(may_be_put_back=True) for bucket in self.buckets if not bucket.in_flight)
+            names = (bucket.written(anyway=True) for bucket in self.buckets if not bucket.in_flight)
             if name := next(filter(None, names), None):
                 raise UsageError(self.WRITTEN.format(name=name))
 
     def _on_pass(self) -> None:
         for bucket in self.buckets:
             if not bucket.in_flight:
-                bucket.watch.note()
-
-    def _report(self) -> None:
-        if self._spans:
-            self._add_report(self._step - 1, self._exchange.members)
+                bucket.note(anyway=True)
 
     def _drain(self, *_: Any) -> None:
         self._end_steps(self._passes)  # an optimizer has not stepped
         for bucket in self.buckets:
             self._mix(bucket, 0)
-        self._report()
+        self._report(self._step - 1, self._exchange.members)
 
     def drain(self) -> None:
         """Wait for all exchanges in flight and mix what they brought; not collective."""
