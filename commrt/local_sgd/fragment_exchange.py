@@ -143,32 +143,28 @@ class FragmentExchange:
 
         The average is then on the wire of the bucket's buckets.
         """
-        membership = self._membership
         if not self._all_have(in_flight):
-            with membership.collective(f"merging what left after step {in_flight.step}"):
-                self._agreed = membership.together(lambda: self._attempt(fragment, in_flight))
-        assert in_flight.answer is not None  # noqa: S101  # for mypy
-        return in_flight.answer.result()
+            with self._membership.collective(f"merging what left after step {in_flight.step}"):
+                self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
+        return in_flight.result()
 
     def _all_have(self, in_flight: InFlight) -> bool:
         """Return True if the average that was made in the background is there on all ranks; they get one answer."""
-        membership = self._membership
         if in_flight.generation is None:
             return False
         is_mine = in_flight.arrived()
-        if not membership.is_elastic:
+        if not self._membership.is_elastic:
             return True
         if not is_mine:
-            membership.barrier.decline(in_flight.vote)
-        return membership.barrier.outcome(in_flight.vote, in_flight.generation)
+            self._membership.barrier.decline(in_flight.vote)
+        return self._membership.barrier.outcome(in_flight.vote, in_flight.generation)
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again, and return the number of the generation in which all did so."""
         self._renew()
         generation = self._membership.generation
         self._submit(fragment, in_flight, generation, votes=False)
-        assert in_flight.answer is not None  # noqa: S101  # for mypy
-        in_flight.answer.result()
+        in_flight.result()
         return generation.number
 
     def _renew(self) -> None:
