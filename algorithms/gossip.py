@@ -169,8 +169,9 @@ class Gossip:
 
         Raises `UsageError` if `within` does not divide `ranks`, or the topology does not take so many rows.
         """
-        rows = self._rows(ranks)
-        return _schedule(self.topology, rows, step % period(rows), self._turn(step, rows), self.share, self.within)
+        rounds, rows = self.rounds(ranks), self._rows(ranks)
+        number = step // len(rounds) if self.rotate else 0
+        return _schedule(rounds[step % len(rounds)], rows, self.within, number, self.seed)
 
     def rounds(self, ranks: int) -> tuple[Schedule, ...]:
         """Return the exchanges of a period among unpermuted ranks: prove these, and rename them by `order`."""
@@ -183,11 +184,7 @@ class Gossip:
         ``schedule(step)`` is ``rounds[step % period]`` over it.
         """
         rows = self._rows(ranks)
-        return _order(rows, self.within, *self._turn(step, rows))
-
-    def _turn(self, step: int, rows: int) -> tuple[int, int]:
-        """Return the number of the permutation, and the seed."""
-        return step // period(rows) if self.rotate else 0, self.seed
+        return _order(rows, self.within, step // period(rows) if self.rotate else 0, self.seed)
 
     def _rows(self, ranks: int) -> int:
         if ranks % self.within:
@@ -198,9 +195,9 @@ class Gossip:
 
 
 @lru_cache
-def _schedule(topology: str, rows: int, k: int, turn: tuple[int, int], share: float, within: int) -> Schedule:
+def _schedule(unpermuted: Schedule, rows: int, within: int, number: int, seed: int) -> Schedule:
     """Return one object for equal arguments, as proofs and programs are cached by it."""
-    return _round(topology, rows, k, share, within).over(_order(rows, within, *turn))
+    return unpermuted.over(_order(rows, within, number, seed))
 
 
 @lru_cache

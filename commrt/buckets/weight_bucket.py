@@ -187,8 +187,8 @@ class Message:
 class WeightBucket(WeightPart):
     """Weights that gossip sends together.
 
-    In each step the thread that trains calls `packed` and `sent`, the communication thread exchanges the message, and
-    the thread that trains calls `mix`. `in_flight` holds the messages in between, oldest first.
+    In each step the thread that trains calls `packed`, the communication thread exchanges the message, and the thread
+    that trains calls `mix`. Whoever sends moves the message from `free` to `in_flight`, where the oldest comes first.
     """
 
     def __init__(
@@ -233,11 +233,6 @@ class WeightBucket(WeightPart):
             self.free[0] = self._message(allocate, memory_epoch)
         self.free[0].packing.pack(self._tensors(), 1.0, encode(header))
         return self.free[0]
-
-    def sent(self, answer: Future[Received]) -> None:
-        """Note that what was packed is in flight, until `answer`."""
-        self.in_flight.append(self.free.popleft())
-        self.in_flight[-1].answer = answer
 
     def mix(self) -> Received:
         """Wait for the oldest exchange, mix what it brought into the weights, and return it.

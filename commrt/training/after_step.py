@@ -6,34 +6,40 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from threading import Event
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
 from commrt.buckets.weight_bucket import WeightPart
 from commrt.elastic.elastic_membership import make_elastic
-from commrt.errors import UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
+from commrt.runtime.world import World
+from commrt.store.client import STORE_ANSWER_S, call_store, parse, require
+from commrt.threads.clock import now_s
 from commrt.torch_import import untraced
 from commrt.training.admission import check_stateful
 from commrt.training.broadcast_state import overwrite_states
 from commrt.training.hooks import current_pass, on_gradient
-from commrt.training.join_progress import JoinProgress
 from commrt.training.model_state import Stateful
 from commrt.training.optimizer_steps import are_stepping
 from commrt.training.replica import Replica, StepReport
 from commrt.training.request import Request
 
-__all__ = ["AfterStepReplica"]
+__all__ = ["AfterStepReplica", "JoinProgress"]
 
 MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
+LOOK_S = 0.005
+"""Between two reads of the store in ``join()``."""
+RUNNING, ENDED = "running", "ended"
 
 
 @untraced
@@ -228,3 +234,75 @@ class AfterStepReplica(Replica):
         """Remove all hooks, and drop exchanges that are in flight; not collective."""
         super().detach()
         make_elastic(self._world).end(self)
+
+
+class _Place(NamedTuple):
+    steps: int
+    has_data: bool
+
+
+class JoinProgress:
+    """How far each member of `world` is in its loop, so that ranks without data outlast the others.
+
+    Needs a store prefix of its own.
+    """
+
+    def __init__(self, store: Store, world: World) -> None:
+        self._store, self._world, self._has_data = store, world, True
+
+    def begin(self, steps: int) -> None:
+        """Record that this rank has begun `steps` steps; costs one store operation."""
+        if self._has_data:
+            self._set(steps)
+
+    def outlast(self, steps: int) -> Iterator[int]:
+        """Record that this rank has ended after `steps` steps, then yield each further step as another rank begins it.
+
+        Returns when all have ended and no rank has done more. Raises `DeadlineExceeded` with the ranks that began no
+        step within the timeout, `PeerLost` if one is gone.
+        """
+        self._has_data = False
+        self._set(steps)
+        latest_s, before = now_s(), self._all()
+        while True:
+            ranks = self._all()
+            running = [rank for rank, place in ranks.items() if place.has_data]
+            if max(place.steps for place in ranks.values()) > steps:
+                yield steps
+                steps += 1
+            elif not running:
+                return
+            if ranks != before:
+                latest_s, before = now_s(), ranks
+            self._wait(running, latest_s)
+
+    def last(self) -> int:
+        """Return the lowest rank of those that did most steps; call it once all have ended."""
+        ranks = self._all()
+        return max(ranks, key=lambda rank: (ranks[rank].steps, -rank))
+
+    def _wait(self, running: list[int], latest_s: float) -> None:
+        world = self._world
+        if running and world.membership.any_gone(running):
+            raise PeerLost("a rank that had not ended is gone: look at its output", Place(world.rank))
+        if now_s() - latest_s > world.timeout_s:
+            what = (
+                f"ranks {running} began no step within {world.timeout_s:g} s, and have not ended: look at their output"
+            )
+            raise DeadlineExceeded(what, Place(world.rank, next(iter(running), None)))
+        Event().wait(LOOK_S)
+
+    def _set(self, steps: int) -> None:
+        key, value = str(self._world.rank), f"{steps} {RUNNING if self._has_data else ENDED}"
+        call_store(lambda: self._store.set(key, value), self._world.timeout_s + STORE_ANSWER_S, self._world.rank)
+
+    def _all(self) -> dict[int, _Place]:
+        members, limit_s = self._world.members, self._world.timeout_s + STORE_ANSWER_S
+        data = call_store(lambda: {rank: self._store.get(str(rank)) for rank in members}, limit_s, self._world.rank)
+        return {rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()}
+
+
+def _place(text: bytes) -> _Place:
+    steps, state = text.decode().split()
+    require(int(steps) >= 0 and state in (RUNNING, ENDED))
+    return _Place(int(steps), state == RUNNING)
