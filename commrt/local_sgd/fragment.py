@@ -102,7 +102,9 @@ class Fragment(WeightPart):
         super().__init__(index, held)
         self.exchanges = self.left = 0
         """How many have begun; the step after which the weights left last."""
-        self._algorithm, self.is_relied_on = algorithm, algorithm.outer is not None
+        self._algorithm, self._is_gossip = algorithm, algorithm.is_gossip
+        self.is_relied_on = algorithm.outer is not None
+        self._ids = [id(slot.place[slot.key]) for slot in held]
         self._tensors = [_Tensor.of(slot, algorithm) for slot in held]
         self.outgoing: list[Named] = [(each.slot.name, each.outgoing) for each in self._tensors]
         """The differences that travel."""
@@ -111,7 +113,7 @@ class Fragment(WeightPart):
 
     def rates(self, of: Mapping[int, float]) -> list[float | None]:
         """Return the learning rate of each tensor, given those `of` parameters by their ids; None for others."""
-        return [of.get(id(slot.place[slot.key])) for slot in self.held]
+        return [*map(of.get, self._ids)]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -134,7 +136,7 @@ class Fragment(WeightPart):
         """Note what this rank sends: the anchor minus its weights; where ranks gossip, minus the weights."""
         for each in self._tensors:
             weights = each.slot.tensor().to(each.anchor.dtype)
-            sent = -weights if self._algorithm.is_gossip else each.anchor.to(weights.device) - weights
+            sent = -weights if self._is_gossip else each.anchor.to(weights.device) - weights
             each.outgoing.grad = sent.contiguous()
         self.in_flight, self.left = in_flight, in_flight.step
         self.exchanges += 1
@@ -146,7 +148,7 @@ class Fragment(WeightPart):
         found = []
         for each in self._tensors:
             weights, sent = each.slot.tensor().to(each.anchor.dtype), _grad(each.outgoing)
-            origin = 0.0 if self._algorithm.is_gossip else each.anchor.to(sent.device)
+            origin = 0.0 if self._is_gossip else each.anchor.to(sent.device)
             found.append(weights - origin + sent)
         return found
 
@@ -171,7 +173,7 @@ class Fragment(WeightPart):
 
     def _move(self, each: _Tensor, outer: Outer | None, rate: float | None) -> None:
         average = _grad(each.outgoing).to(each.anchor.device)
-        difference = each.anchor + average if self._algorithm.is_gossip else average
+        difference = each.anchor + average if self._is_gossip else average
         if outer is None or each.velocity is None or rate is None:
             each.anchor -= difference
         else:

@@ -9,6 +9,8 @@ they merge. Until they have done so once, what leaves is held back: ranks learn 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -109,15 +111,16 @@ class FragmentExchange:
             if self._shares_memory:
                 bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
         in_flight.generation, in_flight.buckets = generation, buckets
-        self._restore_residuals(in_flight)
-        in_flight.answer = self._membership.submit(lambda: self._average(in_flight, generation, number, votes=votes))
+        if self.engine.quantizer is not None:
+            self._restore_residuals(in_flight)
+        in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number, votes=votes))
 
     def _average(self, in_flight: InFlight, generation: Generation, number: int, *, votes: bool) -> tuple[Span, ...]:
         """Average a fragment in its exchange `number`, then vote if asked to. On the communication thread."""
         if self._membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
         self._membership.next_step = in_flight.step
-        spans = tuple([self.engine.reduce_now(bucket, number) for bucket in in_flight.buckets])
+        spans = tuple(map(self.engine.reduce_now, in_flight.buckets, repeat(number)))
         if votes:
             self.world.transport.wait()
             self._membership.barrier.promise(in_flight.vote, generation)
