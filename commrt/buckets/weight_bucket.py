@@ -252,7 +252,8 @@ class WeightBucket(WeightPart):
         """Return the tensors as they are now, to be read and written; raises `UsageError` if they are others."""
         tensors = [slot.tensor() for slot in self.held]
         for slot, tensor, kind in zip(self.held, tensors, self._kinds, strict=True):
-            if (now := TensorKind.of(tensor)) != kind:
+            if (tensor.dtype, tensor.shape, tensor.stride()) != kind:
+                now = TensorKind.of(tensor)
                 raise UsageError(
                     f"{slot.name} is {now} now, and was {kind} when the model was attached: detach() and attach() "
                     "again after changing the model"

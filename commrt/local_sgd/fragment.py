@@ -153,13 +153,12 @@ class Fragment(WeightPart):
         return found
 
     @torch.no_grad()
-    def merge(self, learned: Sequence[Tensor] | None, outer: Outer | None) -> None:
+    def merge(self, in_flight: InFlight, learned: Sequence[Tensor] | None, outer: Outer | None) -> None:
         """Move the anchor by the averages that have arrived, and merge it with the weights; nothing is in flight then.
 
         `learned` is None where the anchor replaces the weights.
         """
-        in_flight, merge = self.in_flight, self._algorithm.merge
-        assert in_flight is not None  # noqa: S101  # for mypy
+        merge = self._algorithm.merge
         for i, each in enumerate(self._tensors):
             anchor, weights = each.anchor, each.slot.tensor()
             self._move(each, outer, in_flight.rates[i])

@@ -94,29 +94,30 @@ class LocalReplica(AfterStepReplica):
         self._step += 1
         if self._progress is not None:
             self._progress.begin(self._step)
-        for fragment in self._fragments:
-            if fragment.in_flight is not None and self._is_back(fragment.in_flight):
-                self._merge(fragment)
+        for fragment, in_flight in self._in_flight():
+            if self._step - in_flight.step >= self._local.delay_at(in_flight.step):
+                self._merge(fragment, in_flight)
         for fragment in self._fragments:
             if self._local.leaves(fragment.index, self._step):
-                self._leave(fragment)
+                in_flight = self._leave(fragment)
                 if not self._local.delay_at(self._step):
-                    self._merge(fragment)
+                    self._merge(fragment, in_flight)
         self._noted.pop(self._step, None)
         self._report(self._step - 1, self._exchange.engine.members)
 
-    def _is_back(self, in_flight: InFlight) -> bool:
-        return self._step - in_flight.step >= self._local.delay_at(in_flight.step)
+    def _in_flight(self) -> list[tuple[Fragment, InFlight]]:
+        """Return the fragments that are in flight."""
+        return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
 
-    def _leave(self, fragment: Fragment) -> None:
+    def _leave(self, fragment: Fragment) -> InFlight:
         self._refuse_writes(fragment)
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
-        self._exchange.send(fragment, InFlight(self._step, settings, fragment.rates(rates)))
+        in_flight = InFlight(self._step, settings, fragment.rates(rates))
+        self._exchange.send(fragment, in_flight)
+        return in_flight
 
-    def _merge(self, fragment: Fragment) -> None:
+    def _merge(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Wait for the average of `fragment`, and merge it."""
-        in_flight = fragment.in_flight
-        assert in_flight is not None  # noqa: S101  # for mypy
         with self._waiting_for(fragment):
             self._spans += self._exchange.receive(fragment, in_flight)
             is_fresh = self._step == in_flight.step or isinstance(self._local.merge, Mix)
@@ -124,14 +125,13 @@ class LocalReplica(AfterStepReplica):
             for bucket in in_flight.buckets:
                 bucket.unpack()
                 bucket.release()
-            fragment.merge(learned, self._local.outer if in_flight.step > self._local.warmup else None)
+            fragment.merge(in_flight, learned, self._local.outer if in_flight.step > self._local.warmup else None)
 
     def drain(self) -> None:
         """Merge all averages that are in flight, before they are due; collective."""
         self._end_steps(self._passes)  # an optimizer has not stepped
-        for fragment in self._fragments:
-            if fragment.in_flight is not None:
-                self._merge(fragment)
+        for fragment, in_flight in self._in_flight():
+            self._merge(fragment, in_flight)
         self._account()
 
     def _account(self) -> None:
@@ -145,8 +145,7 @@ class LocalReplica(AfterStepReplica):
         self.drain()
         for fragment in self._fragments:
             if fragment.left != self._step:
-                self._leave(fragment)
-                self._merge(fragment)
+                self._merge(fragment, self._leave(fragment))
         self._account()
 
     def consolidate(self) -> None:
@@ -224,9 +223,8 @@ class LocalReplica(AfterStepReplica):
         self._agree_on_state()
         self._exchange.begin_anew()
         self._exchange.engine.restore_residuals(residuals)
-        for fragment in self._fragments:
-            if fragment.in_flight is not None:
-                self._exchange.send_again(fragment, fragment.in_flight)
+        for fragment, each in self._in_flight():
+            self._exchange.send_again(fragment, each)
 
     def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
         if len(saved) != len(self._fragments):
@@ -245,9 +243,7 @@ class LocalReplica(AfterStepReplica):
 
     def _agree_on_state(self) -> None:
         """Raise `DisagreementError` if ranks have loaded what does not belong together."""
-        in_flight = ", ".join(
-            f"{part.index} after step {part.left}" for part in self._fragments if part.in_flight is not None
-        )
+        in_flight = ", ".join(f"{part.index} after step {part.left}" for part, _ in self._in_flight())
         anchors = "its own" if self._local.is_gossip else digest(
             [anchor for fragment in self._fragments for anchor in fragment.anchors]
         )  # fmt: skip
@@ -255,9 +251,8 @@ class LocalReplica(AfterStepReplica):
 
     def detach(self) -> None:
         """Remove all hooks, and drop the averages that are in flight once they are there; not collective."""
-        for fragment in self._fragments:
-            if fragment.in_flight is not None:
-                fragment.in_flight.wait()
+        for _, in_flight in self._in_flight():
+            in_flight.wait()
         super().detach()
         for fragment in self._fragments:
             fragment.drop_in_flight()
