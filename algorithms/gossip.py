@@ -169,21 +169,22 @@ class Gossip:
 
         Raises `UsageError` if `within` does not divide `ranks`, or the topology does not take so many rows.
         """
-        rows, number, k = self._where(step, ranks)
-        return _schedule(self.topology, rows, k, number, self.seed, self.share, self.within)
+        rounds, rows = self.rounds(ranks), self._rows(ranks)
+        number = step // len(rounds) if self.rotate else 0
+        return _schedule(rounds[step % len(rounds)], rows, self.within, number, self.seed)
 
-    def round(self, step: int, ranks: int) -> tuple[Schedule, IntArray]:
-        """Return the exchange of `step` among unpermuted ranks, and the rank that takes each one's part.
+    def rounds(self, ranks: int) -> tuple[Schedule, ...]:
+        """Return the exchanges of a period among unpermuted ranks: prove these, and rename them by `order`."""
+        rows = self._rows(ranks)
+        return tuple(_round(self.topology, rows, k, self.share, self.within) for k in range(period(rows)))
 
-        `schedule` is the one over the other. There are `period` different exchanges, so prove these.
+    def order(self, step: int, ranks: int) -> IntArray:
+        """Return the rank that takes each one's part in `step`.
+
+        ``schedule(step)`` is ``rounds[step % period]`` over it.
         """
-        rows, number, k = self._where(step, ranks)
-        return _round(self.topology, rows, k, self.share, self.within), _order(rows, number, self.seed, self.within)
-
-    def _where(self, step: int, ranks: int) -> tuple[int, int, int]:
-        """Return how many rows there are, the number of the permutation, and the step in the period."""
-        number, k = divmod(step, self.period(ranks))
-        return self._rows(ranks), number if self.rotate else 0, k
+        rows = self._rows(ranks)
+        return _order(rows, self.within, step // period(rows) if self.rotate else 0, self.seed)
 
     def _rows(self, ranks: int) -> int:
         if ranks % self.within:
@@ -194,13 +195,13 @@ class Gossip:
 
 
 @lru_cache
-def _schedule(topology: str, rows: int, k: int, number: int, seed: int, share: float, within: int) -> Schedule:
+def _schedule(unpermuted: Schedule, rows: int, within: int, number: int, seed: int) -> Schedule:
     """Return one object for equal arguments, as proofs and programs are cached by it."""
-    return _round(topology, rows, k, share, within).over(_order(rows, number, seed, within))
+    return unpermuted.over(_order(rows, within, number, seed))
 
 
 @lru_cache
-def _order(rows: int, number: int, seed: int, within: int) -> IntArray:
+def _order(rows: int, within: int, number: int, seed: int) -> IntArray:
     """Return the ranks of each row, where rows are permuted."""
     return (permutation(rows, number, seed)[:, None] * within + np.arange(within)).ravel()
 

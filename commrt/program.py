@@ -7,9 +7,10 @@ training step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -28,11 +29,12 @@ __all__ = [
     "final_receives",
     "meetings",
     "member_program",
+    "permuted_program",
     "program",
 ]
 
 PROGRAMS_KEPT = 64
-"""Programs that `member_program` remembers, by schedule and rank of the schedule."""
+"""Programs that `member_program` remembers, by schedule and rank of the schedule; schedules of `permuted_program`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +93,18 @@ def program(schedule: Schedule, rank: int) -> Program:
     for step in schedule.checked_steps():
         canonical = require_valid(step, schedule).canonical()
         sends, recvs = canonical.rows(canonical.src == rank), canonical.rows(canonical.dst == rank)
-        hops.append(Hop(tuple(_transfers(sends, sends.dst)), tuple(_transfers(recvs, recvs.src))))
+        hops.append(Hop(_transfers(sends, sends.dst), _transfers(recvs, recvs.src)))
     return Program(rank, schedule.ranks, schedule.chunks, tuple(hops))
 
 
-def _transfers(step: Step, peers: IntArray) -> Iterator[Transfer]:
-    order = np.lexsort((step.lo, peers))
-    columns = (peers, step.lo, step.hi, step.combine, step.weight)
-    for peer, lo, hi, combine, weight in zip(*(column[order].tolist() for column in columns), strict=True):
-        yield Transfer(peer, lo, hi, Combine(combine), weight)
+def _transfers(step: Step, peers: IntArray, rows: slice = slice(None)) -> tuple[Transfer, ...]:
+    """Return `rows` of `step`, of which `peers` are the other ends, sorted by (peer, lo)."""
+    columns = (peers, step.lo[rows], step.hi[rows], step.combine[rows], step.weight[rows])
+    found = sorted(zip(*map(np.ndarray.tolist, columns), strict=True), key=_PEER_AND_LO)
+    return tuple([Transfer(peer, lo, hi, _COMBINES[combine], weight) for peer, lo, hi, combine, weight in found])
+
+
+_PEER_AND_LO, _COMBINES = itemgetter(0, 1), [*Combine]
 
 
 def member_program(schedule: Schedule, members: Sequence[int], rank: int, ranks: int) -> Program:
@@ -124,6 +129,32 @@ def member_program(schedule: Schedule, members: Sequence[int], rank: int, ranks:
 
 
 _program_kept = lru_cache(PROGRAMS_KEPT)(program)
+
+
+def permuted_program(schedule: Schedule, members: IntArray, rank: int, ranks: int) -> Program:
+    """Return what `member_program` returns, for a short schedule whose `members` change places again and again.
+
+    Repeated calls, with any members, cost O(transfers of this rank), and a search for `rank`: all transfers are kept.
+
+    >>> from commrt.algorithms.gossip import dissemination
+    >>> order = np.array([2, 0, 1])
+    >>> permuted_program(dissemination(3, 0), order, 1, 3) == member_program(dissemination(3, 0), [2, 0, 1], 1, 3)
+    True
+    """
+    place, hops = int(np.flatnonzero(members == rank)[0]), []
+    for by_src, by_dst in _ends_kept(schedule):
+        sent = slice(*by_src.src.searchsorted((place, place + 1)).tolist())
+        received = slice(*by_dst.dst.searchsorted((place, place + 1)).tolist())
+        sends = _transfers(by_src, members[by_src.dst[sent]], sent)
+        hops.append(Hop(sends, _transfers(by_dst, members[by_dst.src[received]], received)))
+    return Program(rank, ranks, schedule.chunks, tuple(hops))
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _ends_kept(schedule: Schedule) -> list[tuple[Step, Step]]:
+    """Return each step sorted by sender, and sorted by receiver."""
+    steps = (require_valid(step, schedule).canonical() for step in schedule.checked_steps())
+    return [(step, step.rows(np.argsort(step.dst, kind="stable"))) for step in steps]
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class Turned(commrt.Gossip):
 @on_ranks(3)
 def test_a_gossip_whose_schedule_is_not_what_would_run_is_refused(world, step):
     model = net()
-    with pytest.raises(UsageError, match=rf"schedule\({step}, 3\) is another than round\(\) makes: override both"):
+    with pytest.raises(UsageError, match=rf"schedule\({step}, 3\) is another than rounds\(\) and order\(\) make"):
         commrt.attach(model, sgd(model), Turned(seed=step), world=world)
 
 

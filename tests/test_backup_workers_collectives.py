@@ -260,11 +260,10 @@ def test_gathered_integers_are_of_the_members_at_the_time_of_the_call():
         now[0] = (0, 1, 2, 3)
 
     elastic = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
-    world = SimpleNamespace(size=4, rank=0, run_now=run_now, membership=elastic)
 
-    class Broadcaster:
+    class World:
         members = property(lambda _: now[0])
 
-    broadcaster = Broadcaster()
-    broadcaster.world = world
-    assert gather_integers(broadcaster, 12) == {0: 12, 1: 5, 2: 7}
+    world = World()
+    vars(world).update(size=4, rank=0, run_now=run_now, membership=elastic)
+    assert gather_integers(world, 12) == {0: 12, 1: 5, 2: 7}

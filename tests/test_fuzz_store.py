@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from commrt.runtime import connection
 from commrt.store.agreement import WorldConfig, gather
 from commrt.store.reports import diagnose
 from commrt.testing.ranks import run_ranks
-from commrt.training.join_progress import JoinProgress
+from commrt.training.after_step import JoinProgress
 from commrt.transport import channel, nccl_communicator
 from commrt.transport.nccl_communicator import ShutdownNotices
 
@@ -92,10 +93,11 @@ def test_what_is_written_about_members_is_understood_or_refused_in_words(said):
 @example(b"one")
 def test_words_of_ranks_are_understood_or_refused_in_words(said):
     store = HashStore()
-    for key in ("ended/1", "begun/1", "report/1", "left/1"):
+    for key in ("1", "report/1", "left/1"):
         store.set(key, said)
-    progress = JoinProgress(store, 0, lambda: [0, 1], 1.0, lambda _: True)
-    progress._set("ended", "1")
+    membership = SimpleNamespace(any_gone=lambda _: True)
+    progress = JoinProgress(store, SimpleNamespace(rank=0, members=[0, 1], timeout_s=1.0, membership=membership))
+    progress.begin(1)
     met(progress.last)
     met(lambda: list(progress.outlast(0)))
     met(diagnose, store, 0, 2, PeerLost("gone", Place(0, 1)))

@@ -14,7 +14,7 @@ from torch import nn
 
 import commrt
 from commrt import Gossip
-from commrt.buckets.weight_watch import WeightWatch
+from commrt.buckets.weight_bucket import WeightPart, exchanged_tensors
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD, Mix, Nesterov
 from commrt.testing.ranks import run_ranks
@@ -294,30 +294,31 @@ LAYOUTS = {
 }
 
 
-def watched(tensor):
-    watch = WeightWatch([("nothing", {"key": torch.zeros(0)}, "key"), ("something", {"key": tensor}, "key")])
-    watch.note()
-    return watch
+def watched(tensor, *, in_flight=False):
+    """A part of a model that holds the parameters "nothing" and "something", and the latter."""
+    model = nn.ParameterDict({"nothing": torch.zeros(0), "something": tensor})
+    part = WeightPart(0, exchanged_tensors(model))
+    part.is_relied_on, part.in_flight = True, in_flight
+    part.note()
+    return part, model["something"]
 
 
 @for_each("name", LAYOUTS)
 def test_a_write_behind_autograds_back_is_seen_in_any_layout(name):
-    tensor = LAYOUTS[name].clone()
-    watch = watched(tensor)
-    assert watch.written(may_be_put_back=True) is None
-    tensor.data.fill_(7.0)
-    assert watch.written(may_be_put_back=True) == "something"
+    part, param = watched(LAYOUTS[name].clone())
+    assert part.written() is None
+    param.data.fill_(7.0)
+    assert part.written() == "something"
 
 
+@torch.no_grad()
 def test_a_write_that_autograd_counts_is_seen_wherever_it_is():
-    tensor = torch.zeros(1_000_003)
-    watch = watched(tensor)
-    tensor[-1] = 1.0
-    assert watch.written(may_be_put_back=False) == "something"
+    part, param = watched(torch.zeros(1_000_003), in_flight=True)
+    param[-1] = 1.0
+    assert part.written() == "something"
 
 
 def test_a_parameter_of_another_shape_has_other_values():
-    tensor = torch.zeros(3)
-    watch = watched(tensor)
-    tensor.data = torch.zeros(4)
-    assert watch.written(may_be_put_back=True) == "something"
+    part, param = watched(torch.zeros(3))
+    param.data = torch.zeros(4)
+    assert part.written() == "something"

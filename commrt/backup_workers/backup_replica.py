@@ -27,7 +27,7 @@ from commrt.errors import CommrtError, UsageError
 from commrt.runtime.world import Hooks
 from commrt.store.agreement import WorldConfig
 from commrt.training.admission import check_stateful
-from commrt.training.broadcast_state import WorldBroadcaster, gather_integers
+from commrt.training.broadcast_state import gather_integers
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful
 from commrt.training.replica import Replica, StepReport
@@ -69,7 +69,7 @@ class BackupWorkersReplica(Replica):
         named = [named for bucket in engine.buckets for named in bucket.params]
         params = [param for _, param in named]
         self._needed = algorithm.needed(engine.world.size)
-        super().__init__(model, named, algorithm, WorldBroadcaster(engine.world))
+        super().__init__(model, named, algorithm, engine.world)
         self._engine, self._owners_of_state = engine, [*optimizers, *also]
         self._final_calls = FinalCalls()
         self._passing: int | None = None  # a backward pass that has not ended
@@ -302,7 +302,7 @@ class BackupWorkersReplica(Replica):
         """Do the body in a collective in which late ranks have caught up."""
         with self._world.collective(what):
             own = self._backup_step.version
-            versions = self._world.membership.together(lambda: gather_integers(self._broadcaster, own))
+            versions = self._world.membership.together(lambda: gather_integers(self._world, own))
             latest = max(versions.values())
             if own < latest:
                 self._catch_up.require(latest, [rank for rank, version in versions.items() if version == latest])

@@ -19,7 +19,6 @@ from commrt.store.agreement import WorldConfig
 from commrt.store.launcher import chosen_transport
 from commrt.store.rendezvous import host_identity
 from commrt.training import synchronous
-from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.training.model_state import dump, flatten, load
 from commrt.training.replica import Replica, attached_to
 from commrt.training.request import Request
@@ -47,7 +46,7 @@ def attach(request: Request) -> Replica:
         world.config.require_same(world.rank, world.attached, claim | frozen)
         return _join_as_replacement(world, make())
     request.agree(claim)
-    replica = request.begin(make(), WorldBroadcaster(world))
+    replica = request.begin(make())
     host = host_identity() if world.transport.one_host else None
     claim |= {"frozen parameters": _frozen_digest(request.model)}  # they are rank 0's now
     WorldConfig(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of weights, for gossip: what a rank sent, what it received, and how the two are mixed."""
+"""Weights that leave and come back mixed: parts of a model, who wrote them meanwhile, and the messages of gossip."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import MIB, Header, TensorKind, Unit, bucket_description, encode, plan_buckets, wire_dtype
-from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -22,10 +22,22 @@ from commrt.kernels.packing import Packing
 from commrt.threads.future import Future
 from commrt.transport.protocol import Allocate, Window
 
-__all__ = ["Message", "TensorSlot", "WeightBucket", "build_weight_buckets", "exchanged_tensors", "watch_of"]
+__all__ = [
+    "Message",
+    "Received",
+    "TensorSlot",
+    "WeightBucket",
+    "WeightPart",
+    "build_weight_buckets",
+    "exchanged_tensors",
+]
 
 AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
+MOST_LOOKED_AT = 256
+"""A watch compares so many values of each tensor, evenly spaced."""
+GONE = "{name} is gone: detach() and attach() again after changing the model"
+_version = attrgetter("_version")
 
 
 class TensorSlot(NamedTuple):
@@ -36,17 +48,16 @@ class TensorSlot(NamedTuple):
     key: str
     is_buffer: bool
 
-    def held(self) -> Tensor:
-        """Return what lies there now."""
-        places = self.module._buffers if self.is_buffer else self.module._parameters  # noqa: SLF001
-        tensor = places.get(self.key)
-        if tensor is None:
-            raise UsageError(f"{self.name} is gone: detach() and attach() again after changing the model")
-        return tensor
+    @property
+    def place(self) -> Mapping[str, Tensor | None]:
+        """The dict in which the module keeps it, by its key."""
+        return self.module._buffers if self.is_buffer else self.module._parameters  # noqa: SLF001
 
     def tensor(self) -> Tensor:
         """Return what lies there now, to be read and written without autograd."""
-        tensor = self.held()
+        tensor = (self.module._buffers if self.is_buffer else self.module._parameters).get(self.key)  # noqa: SLF001
+        if tensor is None:
+            raise UsageError(GONE.format(name=self.name))
         # A graph saves what BatchNorm counts while it trains, and does not read it: autograd need not notice the write.
         is_unread = self.is_buffer and isinstance(self.module, _BatchNorm) and self.module.training
         return tensor.data if is_unread else tensor.detach()
@@ -71,10 +82,91 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         yield from ((key, tensor, is_buffer) for key, tensor in places.items() if tensor is not None)
 
 
-def watch_of(held: Sequence[TensorSlot]) -> WeightWatch:
-    """Return a watch on the parameters of `held`; forward passes write to buffers."""
-    places = ((slot.name, slot.module._parameters, slot.key) for slot in held if not slot.is_buffer)  # noqa: SLF001
-    return WeightWatch([*places])
+def _spaced(tensor: Tensor) -> Tensor:
+    """Return a view of at most `MOST_LOOKED_AT` elements; of none where memory has gaps or overlaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    dense = tensor.detach().permute(order)
+    if not dense.is_contiguous():
+        return tensor.detach().new_empty(0)
+    return dense.view(-1)[:: max(-(-tensor.numel() // MOST_LOOKED_AT), 1)]
+
+
+def _differ(now: Tensor, before: Tensor) -> bool:
+    """Return True unless both have the same values, where NaN equals NaN."""
+    return now.shape != before.shape or not torch.allclose(now.to(before.dtype), before, rtol=0, atol=0, equal_nan=True)
+
+
+class WeightPart:
+    """Tensors of a model that leave together, and come back mixed. All calls belong to the thread that trains.
+
+    While they are relied on, only optimizers that commrt knows, and commrt itself, may write the parameters; forward
+    passes may write the buffers. Other writes are found by what autograd counts, and on a CPU by the values, some of
+    which are compared: ``.data`` is not counted. On a GPU the host would have to wait for values.
+    """
+
+    in_flight: object = None
+    """What has left and was not mixed; false if there is nothing."""
+    is_relied_on = False
+    """True if what the weights change by always counts, and not only while they are in flight."""
+
+    def __init__(self, index: int, held: Sequence[TensorSlot], *, watches: bool = True) -> None:
+        self.index, self.held = index, held
+        self._watched = [slot for slot in held if watches and not slot.is_buffer]
+        self._places = [(slot.place, slot.key) for slot in self._watched]
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []  # of the values that are compared
+        self._values: Tensor | None = None
+
+    def note(self, *, anyway: bool = False) -> None:
+        """Take the weights as they are now, if they are relied on: an optimizer or commrt has written them."""
+        if self._watched and (anyway or self.in_flight or self.is_relied_on):
+            tensors, self._versions, addresses = self._look()
+            if addresses != self._addresses:
+                self._addresses, self._views = addresses, [*map(_spaced, tensors)]
+            self._values = torch.cat(self._views)
+
+    def written(self, *, anyway: bool = False) -> str | None:
+        """Return the name of a parameter that is relied on and was written since `note`; None if there is none.
+
+        While nothing is in flight a parameter that has its values again counts as unchanged.
+        """
+        if self._values is None or not (anyway or self.in_flight or self.is_relied_on):
+            return None
+        tensors, versions, addresses = self._look()
+        stays, is_untouched = addresses == self._addresses, versions == self._versions
+        if self.in_flight and not (stays and is_untouched):
+            now, before = zip(versions, addresses, strict=True), zip(self._versions, self._addresses, strict=True)
+            return self._name_of([one != other for one, other in zip(now, before, strict=True)])
+        if self._values.is_cuda and stays and is_untouched:
+            return None
+        views = self._views if stays else [*map(_spaced, tensors)]
+        if torch.equal(torch.cat(views), self._values):
+            return None
+        noted = torch.split(self._values, [len(view) for view in self._views])
+        return self._name_of([_differ(now, before) for now, before in zip(views, noted, strict=True)])
+
+    def _look(self) -> tuple[list[Tensor], list[int], list[int]]:
+        """Return the parameters, how often autograd saw each written, and where each lies."""
+        try:
+            tensors: list[Tensor] = [place[key] for place, key in self._places]  # type: ignore[misc]
+        except KeyError:
+            gone = next(slot.name for slot in self._watched if slot.key not in slot.place)
+            raise UsageError(GONE.format(name=gone)) from None
+        return tensors, [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
+
+    def _name_of(self, changed: Sequence[bool]) -> str | None:
+        return next((slot.name for slot, is_so in zip(self._watched, changed, strict=True) if is_so), None)
+
+
+class Received(NamedTuple):
+    """What an exchange has brought, and what it cost."""
+
+    span: Span
+    share: float = 0.0
+    """The weight of what was received; 0 if nothing came."""
+    sources: tuple[int, ...] = ()
+    """The ranks that it came from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,36 +180,37 @@ class Message:
     windows: Sequence[Window] = ()
     """Of `sent` and `received`, where peers can read them."""
     memory_epoch: int = 0
-    """See `WeightBucket.send`."""
-    answer: Future[Span] | None = None
-    """The exchange's; None if there is nothing to mix."""
-    share: float = 0.0
-    """The weight of what was received; 0 if nothing came."""
-    received_from: tuple[int, ...] = ()
-    """The ranks that it came from."""
+    """See `WeightBucket.packed`."""
+    answer: Future[Received] | None = None
 
 
-class WeightBucket:
-    """Weights that travel together.
+class WeightBucket(WeightPart):
+    """Weights that gossip sends together.
 
-    In each step the thread that trains calls `send`, the communication thread exchanges the message, and the thread
-    that trains calls `mix`. `in_flight` holds the messages in between, oldest first.
+    In each step the thread that trains calls `packed`, the communication thread exchanges the message, and the thread
+    that trains calls `mix`. Whoever sends moves the message from `free` to `in_flight`, where the oldest comes first.
     """
 
     def __init__(
-        self, index: int, held: Sequence[TensorSlot], wire: torch.dtype | None, messages: int, allocate: Allocate
+        self,
+        index: int,
+        held: Sequence[TensorSlot],
+        wire: torch.dtype | None,
+        messages: int,
+        allocate: Allocate,
+        *,
+        watches: bool,
     ) -> None:
-        self.index, self.held = index, held
-        tensors = [slot.tensor() for slot in held]
-        self._kinds = [TensorKind.of(tensor) for tensor in tensors]
-        self._wire = wire_dtype(tensors[0].dtype, wire)
-        self._layout = layout_of([tensor.numel() for tensor in tensors])
-        self._free = deque(self._message(tensors, allocate) for _ in range(messages))
+        super().__init__(index, held, watches=watches)
+        self._kinds = [TensorKind.of(slot.tensor()) for slot in held]
+        self._layout = layout_of([kind.shape.numel() for kind in self._kinds])
+        self._wire = wire_dtype(self._kinds[0].dtype, wire)
+        self.free = deque(self._message(allocate) for _ in range(messages))
+        """The messages that are not in flight."""
         self.in_flight: deque[Message] = deque()
-        self.watch = watch_of(held)
-        """Tells whether somebody has written the parameters, while they are in flight."""
 
-    def _message(self, like: Sequence[Tensor], allocate: Allocate, memory_epoch: int = 0) -> Message:
+    def _message(self, allocate: Allocate, memory_epoch: int = 0) -> Message:
+        like = self._tensors()
         sent, received = (allocate(self._layout.numel, self._wire, like[0].device) for _ in range(2))
         return Message(sent, received, packing(sent, self._layout, like), memory_epoch=memory_epoch)
 
@@ -126,47 +219,41 @@ class WeightBucket:
         """True if the wire is narrower than the weights."""
         return self._wire != self._kinds[0].dtype
 
-    def messages(self) -> Sequence[Message]:
-        """Return all messages, before the first of them is sent."""
-        return tuple(self._free)
-
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
         return bucket_description(self.index, self._wire, (slot.name for slot in self.held), self._kinds)
 
-    def send(self, header: Header, memory_epoch: int, allocate: Allocate) -> Message:
+    def packed(self, header: Header, memory_epoch: int, allocate: Allocate) -> Message:
         """Write the weights to a free message, and return it; on a GPU in stream order.
 
         `memory_epoch` numbers the memory that may be reused. If an exchange was broken off, a partner may still read a
         message of an earlier number, so this allocates a new one.
         """
-        message, tensors = self._free.popleft(), self._tensors()
-        if message.memory_epoch != memory_epoch:
-            message = self._message(tensors, allocate, memory_epoch)
-        message.packing.pack(tensors, 1.0, encode(header))
-        self.in_flight.append(message)
-        return message
+        if self.free[0].memory_epoch != memory_epoch:
+            self.free[0] = self._message(allocate, memory_epoch)
+        self.free[0].packing.pack(self._tensors(), 1.0, encode(header))
+        return self.free[0]
 
-    def mix(self) -> tuple[Span | None, tuple[int, ...]]:
-        """Wait for the oldest exchange and mix what it brought into the weights; return its cost and its source ranks.
+    def mix(self) -> Received:
+        """Wait for the oldest exchange, mix what it brought into the weights, and return it.
 
         Weights may have changed since they were sent, so this adds the difference between the two messages.
         """
         message = self.in_flight[0]
-        span = None if message.answer is None else message.answer.result()
-        self.in_flight.popleft()
-        if message.share:
+        assert message.answer is not None  # noqa: S101  # for mypy
+        found = message.answer.result()
+        self.free.append(self.in_flight.popleft())
+        if found.share:
             with torch.no_grad():
-                message.packing.mix(self._tensors(), message.received, message.sent, message.share)
-        received_from = message.received_from
-        message.answer, message.share, message.received_from = None, 0.0, ()
-        self._free.append(message)
-        return span, received_from
+                message.packing.mix(self._tensors(), message.received, message.sent, found.share)
+        return found
 
     def _tensors(self) -> list[Tensor]:
+        """Return the tensors as they are now, to be read and written; raises `UsageError` if they are others."""
         tensors = [slot.tensor() for slot in self.held]
         for slot, tensor, kind in zip(self.held, tensors, self._kinds, strict=True):
-            if (now := TensorKind.of(tensor)) != kind:
+            if (tensor.dtype, tensor.shape, tensor.stride()) != kind:
+                now = TensorKind.of(tensor)
                 raise UsageError(
                     f"{slot.name} is {now} now, and was {kind} when the model was attached: detach() and attach() "
                     "again after changing the model"
@@ -175,12 +262,22 @@ class WeightBucket:
 
 
 def build_weight_buckets(
-    held: Sequence[TensorSlot], wire: torch.dtype | None, cap_nbytes: int, messages: int, allocate: Allocate
+    held: Sequence[TensorSlot],
+    wire: torch.dtype | None,
+    cap_nbytes: int,
+    messages: int,
+    allocate: Allocate,
+    *,
+    watches: bool,
 ) -> list[WeightBucket]:
-    """Return buckets of about `cap_nbytes`, each with memory for `messages` at once; the first bucket is small."""
+    """Return buckets of about `cap_nbytes`, each with memory for `messages` at once; the first bucket is small.
+
+    With `watches` they notice who writes the weights.
+    """
     tensors = [slot.tensor() for slot in held]
     units = [Unit(slot.name, tensor.nbytes, tensor.dtype) for slot, tensor in zip(held, tensors, strict=True)]
     plan = plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes))
     return [
-        WeightBucket(index, [held[i] for i in places], wire, messages, allocate) for index, places in enumerate(plan)
+        WeightBucket(index, [held[i] for i in places], wire, messages, allocate, watches=watches)
+        for index, places in enumerate(plan)
     ]

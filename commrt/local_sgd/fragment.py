@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Any
 
@@ -17,7 +17,7 @@ from commrt.algorithms.outer import Outer
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
-from commrt.buckets.weight_bucket import TensorSlot, watch_of
+from commrt.buckets.weight_bucket import TensorSlot, WeightPart
 from commrt.elastic.generations import Generation
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import LOST
@@ -40,87 +40,86 @@ class InFlight:
     """The ranks that average; None before it was sent."""
     vote: str = ""
     """The name of the vote on it."""
-    promised: Future[None] | None = None
-    """The end of the exchange in the background, when this rank has voted."""
-    answers: Sequence[Future[Span]] = field(default_factory=list)
+    answer: Future[tuple[Span, ...]] | None = None
+    """What averages `buckets`."""
     buckets: Sequence[GradientBucket] = ()
-    """What carries them."""
     residuals: Mapping[str, Tensor] | None = None
     """The residuals when the weights left; None before they were sent."""
+
+    def result(self) -> tuple[Span, ...]:
+        """Wait for the end of the exchange, and return what it cost."""
+        assert self.answer is not None  # noqa: S101  # for mypy: it was sent
+        return self.answer.result()
 
     def arrived(self) -> bool:
         """Wait for the end of the exchange; return True if this rank has the average. Other errors are raised."""
         try:
-            for answer in self.answers:
-                answer.result()
-            if self.promised is not None:
-                self.promised.result()
+            self.result()
         except LOST:
             return False
         return True
 
     def wait(self) -> None:
         """Wait for the end of the exchange, in whatever it ends."""
-        with suppress(CommrtError):
-            self.arrived()
+        if self.answer is not None:
+            with suppress(CommrtError):
+                self.result()
 
 
-class Fragment:
-    """Tensors that leave together. All calls belong to the thread that trains.
+@dataclass(slots=True, eq=False)
+class _Tensor:
+    """A tensor of a fragment. The anchor is in fp32 for narrower weights, so that small outer steps do not vanish."""
 
-    `outgoing` names the differences that travel: their ``grad`` holds what this rank sends, and then the average. The
-    anchor is kept in fp32 for narrower weights, so that small outer steps are not rounded away.
-    """
+    slot: TensorSlot
+    anchor: Tensor
+    velocity: Tensor | None
+    """The momentum of the outer optimizer, where it steps this tensor."""
+    outgoing: nn.Parameter
+    """Its ``grad`` is what this rank sends, and then the average."""
+
+    @classmethod
+    def of(cls, slot: TensorSlot, algorithm: LocalSGD) -> _Tensor:
+        """Return what lies in `slot`, with its value as the anchor."""
+        tensor = slot.tensor()
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        device = "cpu" if algorithm.anchor == "cpu" else tensor.device
+        anchor = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        velocity = None if slot.is_buffer or algorithm.outer is None else torch.zeros_like(anchor)
+        nothing = torch.zeros((), dtype=dtype, device=tensor.device).expand(anchor.shape)  # takes no memory
+        return cls(slot, anchor, velocity, nn.Parameter(nothing, requires_grad=False))
+
+    def kept(self) -> dict[str, tuple[str, Tensor | None]]:
+        """Return what a checkpoint keeps of it, and what errors call that."""
+        return {"anchors": ("anchor", self.anchor), "velocities": ("momentum", self.velocity)}
+
+
+class Fragment(WeightPart):
+    """Tensors that leave together. All calls belong to the thread that trains."""
+
+    in_flight: InFlight | None
 
     def __init__(self, index: int, held: Sequence[TensorSlot], algorithm: LocalSGD) -> None:
-        self.index, self.held = index, held
+        super().__init__(index, held)
         self.exchanges = self.left = 0
         """How many have begun; the step after which the weights left last."""
-        self.in_flight: InFlight | None = None
-        self._algorithm = algorithm
-        self.anchors = [self._anchor_of(slot.tensor()) for slot in held]
-        self.velocities = [
-            None if slot.is_buffer or algorithm.outer is None else torch.zeros_like(anchor)
-            for slot, anchor in zip(held, self.anchors, strict=True)
-        ]
-        self.outgoing: list[Named] = [
-            (slot.name, _outgoing_param(anchor, slot.tensor().device))
-            for slot, anchor in zip(held, self.anchors, strict=True)
-        ]
-        self._watch = watch_of(held)
+        self._algorithm, self._is_gossip = algorithm, algorithm.is_gossip
+        self.is_relied_on = algorithm.outer is not None
+        self._ids = [id(slot.place[slot.key]) for slot in held]
+        self._tensors = [_Tensor.of(slot, algorithm) for slot in held]
+        self.outgoing: list[Named] = [(each.slot.name, each.outgoing) for each in self._tensors]
+        """The differences that travel."""
+        self.anchors = [each.anchor for each in self._tensors]
         self.note()
-
-    def _anchor_of(self, tensor: Tensor) -> Tensor:
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
-        device = "cpu" if self._algorithm.anchor == "cpu" else tensor.device
-        return tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
     def rates(self, of: Mapping[int, float]) -> list[float | None]:
         """Return the learning rate of each tensor, given those `of` parameters by their ids; None for others."""
-        return [of.get(id(slot.held())) for slot in self.held]
-
-    @property
-    def _is_relied_on(self) -> bool:
-        """True if what the weights change by counts, so that only optimizers may write them."""
-        return self.in_flight is not None or self._algorithm.outer is not None
-
-    def note(self) -> None:
-        """Take the weights as they are now: an optimizer or commrt has written them."""
-        if self._is_relied_on:
-            self._watch.note()
-
-    def written(self) -> str | None:
-        """Return the name of a parameter that is relied on and was written since `note`; None if there is none.
-
-        While nothing is in flight a parameter that has its values again counts as unchanged.
-        """
-        return self._watch.written(may_be_put_back=self.in_flight is None) if self._is_relied_on else None
+        return [*map(of.get, self._ids)]
 
     @torch.no_grad()
     def settle(self) -> None:
         """Take the weights as they are for the anchor."""
-        for slot, anchor in zip(self.held, self.anchors, strict=True):
-            anchor.copy_(slot.tensor())
+        for each in self._tensors:
+            each.anchor.copy_(each.slot.tensor())
         self.note()
 
     @torch.no_grad()
@@ -128,16 +127,17 @@ class Fragment:
         """Take the weights as they are for the anchor, without momentum and with nothing in flight."""
         self.drop_in_flight()
         self.settle()
-        for velocity in self.velocities:
-            if velocity is not None:
-                velocity.zero_()
+        for each in self._tensors:
+            if each.velocity is not None:
+                each.velocity.zero_()
 
     @torch.no_grad()
     def leave(self, in_flight: InFlight) -> None:
         """Note what this rank sends: the anchor minus its weights; where ranks gossip, minus the weights."""
-        for slot, anchor, (_, param) in zip(self.held, self.anchors, self.outgoing, strict=True):
-            weights = slot.tensor().to(anchor.dtype)
-            param.grad = (-weights if self._algorithm.is_gossip else anchor.to(weights.device) - weights).contiguous()
+        for each in self._tensors:
+            weights = each.slot.tensor().to(each.anchor.dtype)
+            sent = -weights if self._is_gossip else each.anchor.to(weights.device) - weights
+            each.outgoing.grad = sent.contiguous()
         self.in_flight, self.left = in_flight, in_flight.step
         self.exchanges += 1
         self.note()
@@ -145,112 +145,95 @@ class Fragment:
     @torch.no_grad()
     def learned(self) -> list[Tensor]:
         """Return what the weights have changed by since they left."""
-        return [
-            slot.tensor().to(anchor.dtype) - self._origin(anchor, own) + own
-            for slot, anchor, own in zip(self.held, self.anchors, self.differences(), strict=True)
-        ]
-
-    def _origin(self, anchor: Tensor, like: Tensor) -> Tensor | float:
-        """Return what weights were subtracted from when they left."""
-        return 0.0 if self._algorithm.is_gossip else anchor.to(like.device)
-
-    def differences(self) -> list[Tensor]:
-        """Return what this rank has sent, or the averages once they have arrived."""
-        found = [param.grad for _, param in self.outgoing]
-        return [tensor for tensor in found if tensor is not None]
+        found = []
+        for each in self._tensors:
+            weights, sent = each.slot.tensor().to(each.anchor.dtype), _grad(each.outgoing)
+            origin = 0.0 if self._is_gossip else each.anchor.to(sent.device)
+            found.append(weights - origin + sent)
+        return found
 
     @torch.no_grad()
-    def merge(self, learned: Sequence[Tensor] | None, outer: Outer | None) -> None:
+    def merge(self, in_flight: InFlight, learned: Sequence[Tensor] | None, outer: Outer | None) -> None:
         """Move the anchor by the averages that have arrived, and merge it with the weights; nothing is in flight then.
 
         `learned` is None where the anchor replaces the weights.
         """
-        in_flight = self.in_flight
-        assert in_flight is not None  # noqa: S101  # for mypy
-        for i, (slot, average) in enumerate(zip(self.held, self.differences(), strict=True)):
-            anchor, weights = self.anchors[i], slot.tensor()
-            self._move(i, average, outer, in_flight.rates[i])
-            if slot.is_buffer:  # what was learned since could make a variance negative
+        merge = self._algorithm.merge
+        for i, each in enumerate(self._tensors):
+            anchor, weights = each.anchor, each.slot.tensor()
+            self._move(each, outer, in_flight.rates[i])
+            if each.slot.is_buffer:  # what was learned since could make a variance negative
                 weights.copy_(anchor)
-            elif isinstance(self._algorithm.merge, Mix) and in_flight.step > self._algorithm.warmup:
-                weights.copy_(
-                    torch.lerp(anchor.to(weights.device), weights.to(anchor.dtype), self._algorithm.merge.local)
-                )
+            elif isinstance(merge, Mix) and in_flight.step > self._algorithm.warmup:
+                weights.copy_(torch.lerp(anchor.to(weights.device), weights.to(anchor.dtype), merge.local))
             else:
                 weights.copy_(anchor.to(weights.device) + learned[i] if learned is not None else anchor)
         self.drop_in_flight()
-        self.note()
 
-    def _move(self, i: int, average: Tensor, outer: Outer | None, rate: float | None) -> None:
-        anchor, velocity = self.anchors[i], self.velocities[i]
-        average = average.to(anchor.device)
-        difference = anchor + average if self._algorithm.is_gossip else average
-        if outer is None or velocity is None or rate is None:
-            anchor -= difference
+    def _move(self, each: _Tensor, outer: Outer | None, rate: float | None) -> None:
+        average = _grad(each.outgoing).to(each.anchor.device)
+        difference = each.anchor + average if self._is_gossip else average
+        if outer is None or each.velocity is None or rate is None:
+            each.anchor -= difference
         else:
-            outer.step(anchor, difference, velocity, rate)
+            outer.step(each.anchor, difference, each.velocity, rate)
 
     def drop_in_flight(self) -> None:
         """Forget what is in flight."""
         self.in_flight = None
-        for _, param in self.outgoing:
-            param.grad = None
+        for each in self._tensors:
+            each.outgoing.grad = None
 
     @torch.no_grad()
     def land(self) -> None:
         """Set the weights to the anchor."""
-        for slot, anchor in zip(self.held, self.anchors, strict=True):
-            slot.tensor().copy_(anchor)
+        for each in self._tensors:
+            each.slot.tensor().copy_(each.anchor)
         self.note()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on with; of what is in flight, what this rank has sent."""
         state: dict[str, Any] = {"exchanges": self.exchanges, "left": self.left, "in_flight": None}
         if self.in_flight is not None:
-            sent = self._named(self.differences())
+            sent = {each.slot.name: _grad(each.outgoing).clone() for each in self._tensors}
             state["in_flight"] = {"sent": sent, "rates": [*self.in_flight.rates], "settings": self.in_flight.settings}
-        return state | {"anchors": self._named(self.anchors), "velocities": self._named(self.velocities)}
-
-    def _named(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        pairs = zip(self.held, tensors, strict=True)
-        return {slot.name: tensor.clone() for slot, tensor in pairs if tensor is not None}
+        for each in self._tensors:
+            for key, (_, tensor) in each.kept().items():
+                state.setdefault(key, {}).update({} if tensor is None else {each.slot.name: tensor.clone()})
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of a checkpoint, after `check_state`; what was in flight is to be sent again."""
         self.drop_in_flight()
         self.exchanges, self.left = state["exchanges"], state["left"]
-        for slot, anchor, velocity in zip(self.held, self.anchors, self.velocities, strict=True):
-            anchor.copy_(state["anchors"][slot.name])
-            if velocity is not None:
-                velocity.copy_(state["velocities"][slot.name])
         if (in_flight := state["in_flight"]) is not None:
             self.in_flight = InFlight(self.left, in_flight["settings"], in_flight["rates"])
-            for (name, param), slot in zip(self.outgoing, self.held, strict=True):
-                param.grad = in_flight["sent"][name].to(slot.tensor().device, copy=True)
+        for each in self._tensors:
+            for key, (_, tensor) in each.kept().items():
+                if tensor is not None:
+                    tensor.copy_(state[key][each.slot.name])
+            if in_flight is not None:
+                each.outgoing.grad = in_flight["sent"][each.slot.name].to(each.outgoing.device, copy=True)
         self.note()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `UsageError` if `state` is not that of such a fragment."""
-        held: list[tuple[str, object, Sequence[Tensor | None]]] = [
-            ("anchor", state.get("anchors"), self.anchors),
-            ("momentum", state.get("velocities"), self.velocities),
-        ]
-        if in_flight := state.get("in_flight"):
-            held.append(("difference", in_flight.get("sent"), self.anchors))
-        for what, given, wanted in held:
-            for slot, like in zip(self.held, wanted, strict=True):
-                if like is not None:
-                    found = given.get(slot.name) if isinstance(given, Mapping) else None
-                    _require_fit(what, found, slot.name, like)
+        for each in self._tensors:
+            for key, (what, tensor) in each.kept().items():
+                if tensor is not None:
+                    _require_fit(what, state.get(key), each.slot.name, tensor)
+            if in_flight := state.get("in_flight"):
+                _require_fit("difference", in_flight.get("sent"), each.slot.name, each.anchor)
 
 
-def _outgoing_param(anchor: Tensor, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the anchor's shape that takes no memory."""
-    return nn.Parameter(torch.zeros((), dtype=anchor.dtype, device=device).expand(anchor.shape), requires_grad=False)
+def _grad(outgoing: nn.Parameter) -> Tensor:
+    assert outgoing.grad is not None  # noqa: S101  # for mypy: it is in flight
+    return outgoing.grad
 
 
-def _require_fit(what: str, tensor: object, name: str, like: Tensor) -> None:
+def _require_fit(what: str, given: object, name: str, like: Tensor) -> None:
+    tensor = given.get(name) if isinstance(given, Mapping) else None
     if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
         holds = f"one of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else "none"
         raise UsageError(

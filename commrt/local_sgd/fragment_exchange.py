@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from commrt.local_sgd.fragment import Fragment, InFlight
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import RecoveredError
-from commrt.training.broadcast_state import WorldBroadcaster
 from commrt.transport.protocol import Allocate
 
 __all__ = ["BuildFragmentBuckets", "FragmentExchange"]
@@ -34,38 +34,31 @@ BuildFragmentBuckets = Callable[[Sequence[Named], int, Allocate], list[GradientB
 """Makes buckets of named differences, numbered from a first index on, whose wires lie in memory of an `Allocate`."""
 
 
-class _SharedMemory:
-    """Memory for fragments that are never in flight at the same time; `begin` with each of them."""
+def _reusing(pieces: list[Tensor], allocate: Allocate) -> Allocate:
+    """Return what gives out `pieces` once more, and adds to them where none has room."""
+    used: dict[int, int] = {}
 
-    def __init__(self, allocate: Allocate) -> None:
-        self._allocate = allocate
-        self._pieces: list[Tensor] = []
-        self._used: list[int] = []
-
-    def begin(self) -> None:
-        """Give out all memory again."""
-        self._used = [0] * len(self._pieces)
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return [numel] of the first piece that has room."""
-        for i, piece in enumerate(self._pieces):
-            begin = self._used[i]
+    def again(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        for i, piece in enumerate(pieces):
+            begin = used.get(i, 0)
             if piece.dtype == dtype and begin + numel <= len(piece):
-                self._used[i] += numel
+                used[i] = begin + numel
                 return piece[begin : begin + numel]
-        self._pieces.append(self._allocate(numel, dtype, device))
-        self._used.append(numel)
-        return self._pieces[-1]
+        used[len(pieces)] = numel
+        pieces.append(allocate(numel, dtype, device))
+        return pieces[-1]
+
+    return again
 
 
-class FragmentExchange(WorldBroadcaster):
+class FragmentExchange:
     """Carries fragments over the communication thread, in the order in which they leave."""
 
     def __init__(
         self, world: World, algorithm: LocalSGD, fragments: Sequence[Fragment], build: BuildFragmentBuckets, number: int
     ) -> None:
-        super().__init__(world)
-        self.algorithm, self.fragments = algorithm, fragments
+        self.world, self.algorithm, self.fragments = world, algorithm, fragments
+        self._shares_memory = algorithm.at_once < len(fragments)
         self._build, self._number = build, number
         self._session = 0
         self._membership = make_elastic(world)
@@ -75,20 +68,16 @@ class FragmentExchange(WorldBroadcaster):
         self.engine = Engine(world, algorithm.inner, self._flat())
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
+        """Return the buckets of each fragment; fragments that are never in flight at the same time share memory."""
         found: list[list[GradientBucket]] = []
-        memory = [_SharedMemory(self.world.transport.allocate_shared) for _ in range(self.algorithm.at_once)]
+        pieces: list[list[Tensor]] = [[] for _ in range(self.algorithm.at_once)]
         for fragment in self.fragments:
-            own = memory[fragment.index % len(memory)]
-            own.begin()
-            found.append(self._build(fragment.outgoing, sum(map(len, found)), own.allocate))
+            own = _reusing(pieces[fragment.index % len(pieces)], self.world.transport.allocate_shared)
+            found.append(self._build(fragment.outgoing, sum(map(len, found)), own))
         return found
 
     def _flat(self) -> list[GradientBucket]:
         return [bucket for buckets in self._buckets for bucket in buckets]
-
-    def buckets(self, fragment: Fragment) -> Sequence[GradientBucket]:
-        """Return the buckets of `fragment`."""
-        return self._buckets[fragment.index]
 
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Let `fragment` leave with its differences; returns at once."""
@@ -96,14 +85,16 @@ class FragmentExchange(WorldBroadcaster):
         self.send_again(fragment, in_flight)
 
     def send_again(self, fragment: Fragment, in_flight: InFlight) -> None:
-        """Let leave what `fragment` holds as its differences."""
-        generation = self._membership.generation
-        if generation.number == self._agreed:
-            in_flight.vote = self._vote(fragment, fragment.exchanges, generation)
-            self._forget(fragment, generation)
-            with within_range(self.world.recorder, "submit", number=fragment.index):
-                self._submit(fragment, in_flight, generation)
-            in_flight.promised = self._membership.submit(lambda: self._promise(in_flight))
+        """Let leave what `fragment` holds as its differences, unless a rank was lost since all ranks had an average."""
+        membership, generation = self._membership, self._membership.generation
+        if generation.number != self._agreed:
+            return
+        in_flight.vote = self._vote(fragment, fragment.exchanges, generation)
+        if membership.is_elastic and fragment.exchanges > 2 and generation.ranks[0] == self.world.rank:
+            # All ranks have merged since the vote before the last, or they would not have sent again.
+            membership.barrier.forget(self._vote(fragment, fragment.exchanges - 2, generation))
+        with within_range(self.world.recorder, "submit", number=fragment.index):
+            self._submit(fragment, in_flight, generation, votes=membership.is_elastic)
 
     def begin_anew(self) -> None:
         """Use other names for votes, as the numbers of exchanges may come again; on all ranks."""
@@ -112,44 +103,32 @@ class FragmentExchange(WorldBroadcaster):
     def _vote(self, fragment: Fragment, number: int, generation: Generation) -> str:
         return f"merge/{self._number}.{self._session}.{generation.number}.{fragment.index}.{number}"
 
-    def _forget(self, fragment: Fragment, generation: Generation) -> None:
-        """Delete the vote before the last: all ranks have merged since, or they would not have sent again."""
-        membership = self._membership
-        if membership.is_elastic and fragment.exchanges > 2 and generation.ranks[0] == self.world.rank:
-            membership.barrier.forget(self._vote(fragment, fragment.exchanges - 2, generation))
-
-    def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation) -> None:
-        for bucket in self.buckets(fragment):
+    def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation, *, votes: bool) -> None:
+        buckets, number = self._buckets[fragment.index], fragment.exchanges - 1
+        for bucket in buckets:
             header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
             bucket.take(header, lambda _: True)
-            if len(self.fragments) > self.algorithm.at_once:
+            if self._shares_memory:
                 bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
-        self._restore_residuals(fragment, in_flight)
-        in_flight.generation, in_flight.buckets = generation, self.buckets(fragment)
-        average = partial(self._average, in_flight, fragment.exchanges - 1)
-        in_flight.answers = [self._membership.submit(partial(average, bucket)) for bucket in self.buckets(fragment)]
+        in_flight.generation, in_flight.buckets = generation, buckets
+        if self.engine.quantizer is not None:
+            self._restore_residuals(in_flight)
+        in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number, votes=votes))
 
-    def _average(self, in_flight: InFlight, number: int, bucket: GradientBucket) -> Span:
-        """Average a bucket in exchange `number` of its fragment. On the communication thread."""
-        self._require_generation(in_flight)
-        self._membership.next_step = in_flight.step
-        return self.engine.reduce_now(bucket, number)
-
-    def _promise(self, in_flight: InFlight) -> None:
-        """Vote: this rank has the average. On the communication thread, after all buckets."""
-        generation = self._require_generation(in_flight)
-        if self._membership.is_elastic:
-            self._membership.barrier.promise(in_flight.vote, generation)
-
-    def _require_generation(self, in_flight: InFlight) -> Generation:
-        """Return the generation that averages; raise if this rank has left it."""
-        if in_flight.generation is None or self._membership.number != in_flight.generation.number:
+    def _average(self, in_flight: InFlight, generation: Generation, number: int, *, votes: bool) -> tuple[Span, ...]:
+        """Average a fragment in its exchange `number`, then vote if asked to. On the communication thread."""
+        if self._membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
-        return in_flight.generation
+        self._membership.next_step = in_flight.step
+        spans = tuple(map(self.engine.reduce_now, in_flight.buckets, repeat(number)))
+        if votes:
+            self.world.transport.wait()
+            self._membership.barrier.promise(in_flight.vote, generation)
+        return spans
 
-    def _restore_residuals(self, fragment: Fragment, in_flight: InFlight) -> None:
+    def _restore_residuals(self, in_flight: InFlight) -> None:
         """Remember this rank's residuals, for an exchange that is done again, or go back to that."""
-        own = {name: part for bucket in self.buckets(fragment) for name, part in bucket.residuals().items()}
+        own = {name: part for bucket in in_flight.buckets for name, part in bucket.residuals().items()}
         if in_flight.residuals is None:
             in_flight.residuals = {name: part.clone() for name, part in own.items()}
         for name, part in own.items():
@@ -167,31 +146,28 @@ class FragmentExchange(WorldBroadcaster):
 
         The average is then on the wire of the bucket's buckets.
         """
-        membership = self._membership
         if not self._all_have(in_flight):
-            with membership.collective(f"merging what left after step {in_flight.step}"):
-                self._agreed = membership.together(lambda: self._attempt(fragment, in_flight))
-        return tuple(answer.result() for answer in in_flight.answers)
+            with self._membership.collective(f"merging what left after step {in_flight.step}"):
+                self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
+        return in_flight.result()
 
     def _all_have(self, in_flight: InFlight) -> bool:
         """Return True if the average that was made in the background is there on all ranks; they get one answer."""
-        membership = self._membership
         if in_flight.generation is None:
             return False
         is_mine = in_flight.arrived()
-        if not membership.is_elastic:
+        if not self._membership.is_elastic:
             return True
         if not is_mine:
-            membership.barrier.decline(in_flight.vote)
-        return membership.barrier.outcome(in_flight.vote, in_flight.generation)
+            self._membership.barrier.decline(in_flight.vote)
+        return self._membership.barrier.outcome(in_flight.vote, in_flight.generation)
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again, and return the number of the generation in which all did so."""
         self._renew()
         generation = self._membership.generation
-        self._submit(fragment, in_flight, generation)
-        for answer in in_flight.answers:
-            answer.result()
+        self._submit(fragment, in_flight, generation, votes=False)
+        in_flight.result()
         return generation.number
 
     def _renew(self) -> None:

@@ -5,47 +5,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from time import perf_counter
 from typing import Any, cast
-
-from torch import nn
-from torch.optim import Optimizer
 
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import SlowMomentum
-from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import WIDTHS, Named
 from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
 from commrt.local_sgd.fragment import Fragment, InFlight, cut_fragments
 from commrt.local_sgd.fragment_exchange import FragmentExchange
-from commrt.runtime.recording import within_range
 from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.broadcast_state import overwrite_buffers
-from commrt.training.join_progress import JoinProgress
 from commrt.training.model_state import Stateful, digest, own_residuals
-from commrt.training.replica import Replica, StepReport
+from commrt.training.replica import Replica
 from commrt.training.request import Request
-from commrt.training.step_guard import are_stepping, settings_digest
+from commrt.training.step_guard import settings_digest
 from commrt.transport.protocol import Allocate
 
 __all__ = ["LocalReplica", "attach"]
 
 _log = logging.getLogger("commrt")
-
-IN_FLIGHT = (
-    "{name} was written while an average of the old weights was in flight, and not by a step of an optimizer given to "
-    "attach(): call replica.drain() on all ranks before you write weights, or replica.load_state_dict() after a "
-    "checkpoint was loaded"
-)
-OUTER = (
-    "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: "
-    "leave outer out if your loop writes weights. After a checkpoint was loaded call replica.load_state_dict(), or "
-    "replica.overwrite_with_first() to begin anew"
-)
 
 
 def attach(request: Request) -> Replica:
@@ -66,33 +49,32 @@ def attach(request: Request) -> Replica:
     request.agree(request.claim(engine.schedule(0), engine.buckets))
     alone = request.is_alone("models that train alone")
     engine.submit_preparation(0).result()  # before the replica: from then on the world goes on without lost ranks
-    replica = LocalReplica(request.model, request.params, request.optimizers, exchange, number, alone=alone)
-    return request.begin(replica, exchange)
+    return request.begin(LocalReplica(request, exchange, alone=alone))
 
 
 class LocalReplica(AfterStepReplica):
     """Trains alone, and merges averages at steps that all ranks know; in between it waits for nobody."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Sequence[Named],
-        optimizers: Sequence[Optimizer],
-        exchange: FragmentExchange,
-        number: int,
-        *,
-        alone: bool,
-    ) -> None:
-        super().__init__(model, params, optimizers, exchange.algorithm, exchange, number, alone=alone)
+    IN_FLIGHT = (
+        "{name} was written while an average of the old weights was in flight, and not by a step of an optimizer given "
+        "to attach(): call replica.drain() on all ranks before you write weights, or replica.load_state_dict() after a "
+        "checkpoint was loaded"
+    )
+    WRITTEN = (
+        "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: "
+        "leave outer out if your loop writes weights. After a checkpoint was loaded call replica.load_state_dict(), or "
+        "replica.overwrite_with_first() to begin anew"
+    )
+
+    def __init__(self, request: Request, exchange: FragmentExchange, *, alone: bool) -> None:
+        super().__init__(request, exchange.fragments, alone=alone)
         self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
-        self._exposed_s = 0.0
-        self._spans: list[Span] = []
-        self._live([*self._hooks()], optimizers)
+        self._live([*self._hooks()], request.optimizers)
 
     def _on_pass(self) -> None:
-        step = self._step + self._passes_due
+        step = self._passes
         if any(self._local.leaves(part.index, step) for part in self._fragments):
             self._noted[step] = self._settings(step)
 
@@ -112,78 +94,58 @@ class LocalReplica(AfterStepReplica):
         self._step += 1
         if self._progress is not None:
             self._progress.begin(self._step)
-        for fragment in self._fragments:
-            if fragment.in_flight is not None and self._is_back(fragment.in_flight):
-                self._merge(fragment)
+        for fragment, in_flight in self._in_flight():
+            if self._step - in_flight.step >= self._local.delay_at(in_flight.step):
+                self._merge(fragment, in_flight)
         for fragment in self._fragments:
             if self._local.leaves(fragment.index, self._step):
-                self._leave(fragment)
+                in_flight = self._leave(fragment)
                 if not self._local.delay_at(self._step):
-                    self._merge(fragment)
+                    self._merge(fragment, in_flight)
         self._noted.pop(self._step, None)
-        self._report()
+        self._report(self._step - 1, self._exchange.engine.members)
 
-    def _is_back(self, in_flight: InFlight) -> bool:
-        return self._step - in_flight.step >= self._local.delay_at(in_flight.step)
+    def _in_flight(self) -> list[tuple[Fragment, InFlight]]:
+        """Return the fragments that are in flight."""
+        return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
 
-    def _note_writes(self) -> None:
-        for fragment in self._fragments:
-            fragment.note()
-
-    def _refuse_writes(self) -> None:
-        for fragment in self._fragments:
-            self._refuse_writes_to(fragment)
-
-    def _refuse_writes_to(self, fragment: Fragment) -> None:
-        if (name := fragment.written()) and not are_stepping(self._optimizers):
-            raise UsageError((OUTER if fragment.in_flight is None else IN_FLIGHT).format(name=name))
-
-    def _leave(self, fragment: Fragment) -> None:
-        self._refuse_writes_to(fragment)
+    def _leave(self, fragment: Fragment) -> InFlight:
+        self._refuse_writes(fragment)
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
-        self._exchange.send(fragment, InFlight(self._step, settings, fragment.rates(rates)))
+        in_flight = InFlight(self._step, settings, fragment.rates(rates))
+        self._exchange.send(fragment, in_flight)
+        return in_flight
 
-    def _merge(self, fragment: Fragment) -> None:
+    def _merge(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Wait for the average of `fragment`, and merge it."""
-        self._refuse_writes_to(fragment)
-        in_flight, begin_s = fragment.in_flight, perf_counter()
-        assert in_flight is not None  # noqa: S101  # for mypy
-        with within_range(self._world.recorder, "wait", number=fragment.index):
+        with self._waiting_for(fragment):
             self._spans += self._exchange.receive(fragment, in_flight)
-        is_fresh = self._step == in_flight.step or isinstance(self._local.merge, Mix)
-        learned = None if is_fresh else fragment.learned()
-        for bucket in in_flight.buckets:
-            bucket.unpack()
-            bucket.release()
-        fragment.merge(learned, self._local.outer if in_flight.step > self._local.warmup else None)
-        self._exposed_s += perf_counter() - begin_s
-
-    def _report(self) -> None:
-        self.last = StepReport(self._step - 1, self._exchange.members, self._exposed_s, tuple(self._spans))
-        self._stats = self._stats.plus(self.last)
-        self._spans, self._exposed_s = [], 0.0
+            is_fresh = self._step == in_flight.step or isinstance(self._local.merge, Mix)
+            learned = None if is_fresh else fragment.learned()
+            for bucket in in_flight.buckets:
+                bucket.unpack()
+                bucket.release()
+            fragment.merge(in_flight, learned, self._local.outer if in_flight.step > self._local.warmup else None)
 
     def drain(self) -> None:
         """Merge all averages that are in flight, before they are due; collective."""
-        self._end_steps(self._passes_due)  # an optimizer has not stepped
-        for fragment in self._fragments:
-            if fragment.in_flight is not None:
-                self._merge(fragment)
+        self._end_steps(self._passes)  # an optimizer has not stepped
+        for fragment, in_flight in self._in_flight():
+            self._merge(fragment, in_flight)
         self._account()
 
     def _account(self) -> None:
         """Add what exchanges between steps have cost to the totals."""
-        between = StepReport(self._step, self._exchange.members, self._exposed_s, tuple(self._spans))
-        before, self._spans, self._exposed_s = self._stats, [], 0.0
-        self._stats = replace(before.plus(between), steps=before.steps, counted=before.counted)
+        before = self._stats
+        self._report(self._step, self._exchange.engine.members)
+        self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
 
     def _end_period(self) -> None:
         """Average what was learned since weights last left, and merge it at once."""
         self.drain()
         for fragment in self._fragments:
             if fragment.left != self._step:
-                self._leave(fragment)
-                self._merge(fragment)
+                self._merge(fragment, self._leave(fragment))
         self._account()
 
     def consolidate(self) -> None:
@@ -201,16 +163,17 @@ class LocalReplica(AfterStepReplica):
         with self._world.collective("consolidate()"):
             for fragment in self._fragments:
                 fragment.land()
-            self._world.membership.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_buffers(self._world, self.model, self.step))
 
-    def _begin_join(self, also: Sequence[Stateful]) -> JoinProgress:
+    def join(self, *also: Stateful) -> AbstractContextManager[None]:
+        """Let ranks run out of data at different times; see `AfterStepReplica.join`."""
         if isinstance(self._local.outer, SlowMomentum):
             raise UsageError(
                 "join() with SlowMomentum: it divides by the learning rate, which ranks without data do not follow; "
                 "use Nesterov or HeavyBall"
             )
         self._noted = {}
-        return super()._begin_join(also)
+        return super().join(*also)
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all, and begin anew from them; collective, not inside `join`."""
@@ -224,13 +187,13 @@ class LocalReplica(AfterStepReplica):
         What is in flight is part of it, and is sent again after it was loaded, so nothing waits and nothing is lost. A
         step whose optimizers were all left out, as by a `GradScaler`, ends first.
         """
-        if not self._stepped:
-            self._end_steps(self._passes_due)
+        if not self._have_stepped:
+            self._end_steps(self._passes)
         return super().state_dict() | {
             "period": self._local.period,
             "delay": self._local.delay,
-            "due": self._passes_due,
-            "stepped": [self._stepped.get(id(optimizer), 0) for optimizer in self._optimizers],
+            "due": self._passes - self._step,
+            "stepped": [max(self._stepped.get(id(each), 0) - self._step, 0) for each in self._optimizers],
             "fragments": [fragment.state_dict() for fragment in self._fragments],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
             "rank": self._world.rank,
@@ -243,10 +206,8 @@ class LocalReplica(AfterStepReplica):
         must be equal on all ranks. Raises `UsageError` if `state` does not fit, `DisagreementError` if ranks load
         different steps or anchors.
         """
-        step, residuals = (
-            self._step_in(state),
-            own_residuals(state, self._world.rank, self._exchange.engine.residuals()),
-        )
+        step = self._step_in(state)
+        residuals = own_residuals(state, self._world.rank, self._exchange.engine.residuals())
         saved = state.get("fragments")
         if saved is not None:
             self._check(saved, state["period"], state["delay"])
@@ -256,15 +217,14 @@ class LocalReplica(AfterStepReplica):
             else:
                 fragment.load_state_dict(saved[i])
         self._restart_at_step(step)
-        self._passes_due, self._noted = 0 if saved is None else state["due"], {}
+        self._passes, self._noted = step if saved is None else step + state["due"], {}
         stepped = zip(self._optimizers, state.get("stepped", ()), strict=False)
-        self._stepped = {id(optimizer): passes for optimizer, passes in stepped if passes}
+        self._stepped = {id(optimizer): step + passes for optimizer, passes in stepped if passes}
         self._agree_on_state()
         self._exchange.begin_anew()
         self._exchange.engine.restore_residuals(residuals)
-        for fragment in self._fragments:
-            if fragment.in_flight is not None:
-                self._exchange.send_again(fragment, fragment.in_flight)
+        for fragment, each in self._in_flight():
+            self._exchange.send_again(fragment, each)
 
     def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
         if len(saved) != len(self._fragments):
@@ -283,20 +243,16 @@ class LocalReplica(AfterStepReplica):
 
     def _agree_on_state(self) -> None:
         """Raise `DisagreementError` if ranks have loaded what does not belong together."""
-        due = f"{self._step + self._passes_due}"
-        in_flight = ", ".join(
-            f"{part.index} after step {part.left}" for part in self._fragments if part.in_flight is not None
-        )
+        in_flight = ", ".join(f"{part.index} after step {part.left}" for part, _ in self._in_flight())
         anchors = "its own" if self._local.is_gossip else digest(
             [anchor for fragment in self._fragments for anchor in fragment.anchors]
         )  # fmt: skip
-        self._world.agree("load_state_dict", step=due, in_flight=in_flight, anchors=anchors)
+        self._world.agree("load_state_dict", step=str(self._passes), in_flight=in_flight, anchors=anchors)
 
     def detach(self) -> None:
         """Remove all hooks, and drop the averages that are in flight once they are there; not collective."""
-        for fragment in self._fragments:
-            if fragment.in_flight is not None:
-                fragment.in_flight.wait()
+        for _, in_flight in self._in_flight():
+            in_flight.wait()
         super().detach()
         for fragment in self._fragments:
             fragment.drop_in_flight()

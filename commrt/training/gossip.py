@@ -4,59 +4,73 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import Header, Named
-from commrt.buckets.weight_bucket import WeightBucket, build_weight_buckets, exchanged_tensors
-from commrt.errors import UsageError
+from commrt.buckets.layout import Header, explain_mismatch
+from commrt.buckets.weight_bucket import Message, Received, WeightBucket, build_weight_buckets, exchanged_tensors
+from commrt.elastic.elastic_membership import make_elastic
+from commrt.elastic.generations import Generation
+from commrt.errors import DisagreementError, UsageError
+from commrt.kernels.layout import HEADER_NUMEL
+from commrt.program import Program, permuted_program
+from commrt.proof.replay import prove
+from commrt.proof.spec import promise
+from commrt.runtime.executor import bind, scratch_numel
+from commrt.runtime.membership import LOST
+from commrt.runtime.reading import bind_reading, bind_receiving
 from commrt.runtime.recording import within_range
+from commrt.runtime.world import World
+from commrt.schedule import Schedule
 from commrt.training.after_step import AfterStepReplica
-from commrt.training.gossip_exchange import GossipExchange
 from commrt.training.hooks import ModuleHook
-from commrt.training.replica import Replica, StepReport
+from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.step_guard import are_stepping
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
-__all__ = ["GossipReplica", "attach"]
+__all__ = ["GossipExchange", "GossipReplica", "attach"]
 
-IN_FLIGHT = (
-    "{name} was written while its exchange was in flight, and not by a step of an optimizer given to attach(): call "
-    "replica.drain() before you write weights"
-)
-MOVED = (
-    "{name} was written after a backward pass, and not by a step of an optimizer given to attach(): put a pass such as "
-    "SAM's first one into replica.no_sync(), and give attach() no optimizers if you update weights by hand"
-)
+KEPT = 64
+"""Programs that are kept with their bound exchanges, of those used last."""
+STEPS_KEPT = 2
+"""Steps of which the program is known: all buckets of a step have the same one."""
+
+Bound = tuple[Exchange, int, float]
+"""An exchange, the bytes that it sends, and the weight of what it receives."""
 
 
 def attach(request: Request) -> Replica:
     """Return a replica that exchanges its weights with one partner after each step. Collective."""
     world, algorithm = request.world, cast("Gossip", request.algorithm)
-    exchange, held = GossipExchange(world, algorithm), exchanged_tensors(request.model)
-    wire = cast("torch.dtype | None", request.wire)  # quantized ones were refused
-    messages, allocate = algorithm.staleness + 1, world.transport.allocate_shared
-    buckets = build_weight_buckets(held, wire, request.cap_nbytes, messages, allocate)
+    exchange = GossipExchange(world, algorithm, world.attached)
+    buckets = build_weight_buckets(
+        exchanged_tensors(request.model),
+        cast("torch.dtype | None", request.wire),  # quantized ones were refused
+        request.cap_nbytes,
+        algorithm.staleness + 1,
+        world.transport.allocate_shared,
+        watches=bool(request.optimizers),
+    )
     if algorithm.within > 1 and any(bucket.rounds for bucket in buckets):
         raise UsageError(
             "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
             "leave wire out"
         )
-    request.agree(request.claim(exchange.prove_all(), buckets))
+    request.agree(request.claim(exchange.prove(), buckets))
     alone = request.is_alone("gossiping models")
     if world.size > 1:
         exchange.share(buckets)
-    replica = GossipReplica(
-        request.model, request.params, request.optimizers, exchange, buckets, world.attached, alone=alone
-    )
-    return request.begin(replica, exchange)
+    return request.begin(GossipReplica(request, exchange, buckets, alone=alone))
 
 
 class GossipReplica(AfterStepReplica):
@@ -67,26 +81,27 @@ class GossipReplica(AfterStepReplica):
     weights are sent before the forward pass.
     """
 
+    IN_FLIGHT = (
+        "{name} was written while its exchange was in flight, and not by a step of an optimizer given to attach(): "
+        "call replica.drain() before you write weights"
+    )
+    WRITTEN = (
+        "{name} was written after a backward pass, and not by a step of an optimizer given to attach(): put a pass "
+        "such as SAM's first one into replica.no_sync(), and give attach() no optimizers if you update weights by hand"
+    )
+
+    _reports_all = False
+
     def __init__(
-        self,
-        model: nn.Module,
-        params: Sequence[Named],
-        optimizers: Sequence[Optimizer],
-        exchange: GossipExchange,
-        buckets: Sequence[WeightBucket],
-        number: int,
-        *,
-        alone: bool,
+        self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket], *, alone: bool
     ) -> None:
-        super().__init__(model, params, optimizers, exchange.algorithm, exchange, number, alone=alone)
+        super().__init__(request, buckets, alone=alone)
         self.buckets = buckets
         """The buckets, in the order in which they are sent."""
-        self._exchange = exchange
+        self._exchange, self._staleness = exchange, exchange.staleness
+        self._is_alone = request.world.size == 1
         self._hooked: set[int] = set()  # buckets whose modules have called a forward hook since the last step
-        self._exposed_s = 0.0
-        self._spans: list[Span] = []
-        self._received_from: set[int] = set()
-        self._live([*self._register_on_modules(), *self._hooks()], optimizers)
+        self._live([*self._register_on_modules(), *self._hooks()], request.optimizers)
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
@@ -96,104 +111,69 @@ class GossipReplica(AfterStepReplica):
     def _register_on_modules(self) -> Iterator[RemovableHandle]:
         modules: dict[int, tuple[nn.Module, set[int]]] = {}
         for bucket in self.buckets:
-            for held in bucket.held:
-                modules.setdefault(id(held.module), (held.module, set()))[1].add(bucket.index)
-        before_forward, drain = self._weakly(self._before_forward), self._weakly(self.drain)
+            for slot in bucket.held:
+                modules.setdefault(id(slot.module), (slot.module, set()))[1].add(bucket.index)
+        before_forward, drain = self._weakly(self._before_forward), ModuleHook(self._weakly(self._drain))
         for module, indices in modules.values():
-            ours = sorted(indices)
-            mix = ModuleHook(lambda *_, ours=ours: before_forward(ours))
+            mix = ModuleHook(partial(before_forward, sorted(indices)))
             yield module.register_forward_pre_hook(mix, prepend=True)  # others compute weights: spectral_norm, prune
-            yield module.register_load_state_dict_pre_hook(ModuleHook(lambda *_: drain()))  # type: ignore[no-untyped-call]
-        yield self.model.register_state_dict_pre_hook(ModuleHook(lambda *_: drain()))  # type: ignore[no-untyped-call]
+            yield module.register_load_state_dict_pre_hook(drain)  # type: ignore[no-untyped-call]
+        yield self.model.register_state_dict_pre_hook(drain)  # type: ignore[no-untyped-call]
 
-    def _before_forward(self, indices: Sequence[int]) -> None:
-        if self._passes_due and torch.is_grad_enabled() and self.model.training:
+    def _before_forward(self, indices: Sequence[int], *_: Any) -> None:
+        if self._passes > self._step and torch.is_grad_enabled() and self.model.training:
             self._refuse_moved_weights()
-            self._end_steps(self._passes_due)  # an optimizer has not stepped
+            self._end_steps(self._passes)  # an optimizer has not stepped
         self._hooked.update(indices)
         for index in indices:
-            self._mix(self.buckets[index], self._exchange.algorithm.staleness)
+            self._mix(self.buckets[index], self._staleness)
 
     def _advance(self) -> None:
         """Send the weights as they are now."""
-        world, staleness = self._world, self._exchange.algorithm.staleness
-        if len(self._exchange.members) > 1:
+        if not self._is_alone:
             for bucket in self.buckets:
-                self._mix(bucket, staleness)
-            self._report()
+                self._mix(bucket, self._staleness)
+            self._report(self._step - 1, self._exchange.members)
             for bucket in self.buckets:
-                header = Header(0, self._number, 0, self._step, bucket.index, 0)
-                message = bucket.send(header, world.membership.memory_epoch, world.transport.allocate)
-                message.answer = self._exchange.submit(message, bucket.index, self._step)
-            self._note_writes()
+                self._exchange.send(bucket, self._step)
+                bucket.note()
             if self._progress is not None:
                 self._progress.begin(self._step + 1)
             for bucket in self.buckets:
                 if bucket.index not in self._hooked:  # compiled modules call no hooks, for instance
-                    self._mix(bucket, staleness)
+                    self._mix(bucket, self._staleness)
             self._hooked.clear()
         self._step += 1
 
     def _mix(self, bucket: WeightBucket, allowed: int) -> None:
         """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others brought."""
         while len(bucket.in_flight) > allowed:
-            self._refuse_writes_to(bucket)
-            begin_s = perf_counter()
-            with within_range(self._world.recorder, "wait", number=bucket.index):
-                span, received_from = bucket.mix()
-            self._note_writes_to(bucket)
-            self._exposed_s += perf_counter() - begin_s
-            if span is not None:
-                self._spans.append(span)
-                self._received_from.update(received_from)
-
-    @property
-    def _knows_writers(self) -> bool:
-        """True if all but optimizers that were given, and do not step now, may be taken for strangers."""
-        return bool(self._optimizers) and not are_stepping(self._optimizers)
-
-    def _refuse_writes(self) -> None:
-        for bucket in self.buckets:
-            self._refuse_writes_to(bucket)
-
-    def _refuse_writes_to(self, bucket: WeightBucket) -> None:
-        if bucket.in_flight and self._knows_writers and (name := bucket.watch.written(may_be_put_back=False)):
-            raise UsageError(IN_FLIGHT.format(name=name))
+            with self._waiting_for(bucket):
+                span, _, sources = bucket.mix()
+            self._spans.append(span)
+            self._received_from.update(sources)
 
     def _refuse_moved_weights(self) -> None:
         """Raise `UsageError` if weights were written after a pass, and no optimizer has stepped."""
-        if self._stepped or not self._knows_writers:
-            return
-        names = (bucket.watch.written(may_be_put_back=True) for bucket in self.buckets if not bucket.in_flight)
-        if name := next(filter(None, names), None):
-            raise UsageError(MOVED.format(name=name))
+        if not (self._have_stepped or are_stepping(self._optimizers)):
+            names = (bucket.written(anyway=True) for bucket in self.buckets if not bucket.in_flight)
+            if name := next(filter(None, names), None):
+                raise UsageError(self.WRITTEN.format(name=name))
 
     def _on_pass(self) -> None:
-        for bucket in self.buckets if self._optimizers else ():
-            if not bucket.in_flight:
-                bucket.watch.note()
-
-    def _note_writes(self) -> None:
         for bucket in self.buckets:
-            self._note_writes_to(bucket)
+            if not bucket.in_flight:
+                bucket.note(anyway=True)
 
-    def _note_writes_to(self, bucket: WeightBucket) -> None:
-        if bucket.in_flight and self._optimizers:
-            bucket.watch.note()
-
-    def _report(self) -> None:
-        if self._spans:
-            spans, received_from = tuple(self._spans), frozenset(self._received_from)
-            self.last = StepReport(self._step - 1, self._exchange.members, self._exposed_s, spans, received_from)
-            self._stats = self._stats.plus(self.last)
-            self._spans, self._received_from, self._exposed_s = [], set(), 0.0
+    def _drain(self, *_: Any) -> None:
+        self._end_steps(self._passes)  # an optimizer has not stepped
+        for bucket in self.buckets:
+            self._mix(bucket, 0)
+        self._report(self._step - 1, self._exchange.members)
 
     def drain(self) -> None:
         """Wait for all exchanges in flight and mix what they brought; not collective."""
-        self._end_steps(self._passes_due)  # an optimizer has not stepped
-        for bucket in self.buckets:
-            self._mix(bucket, 0)
-        self._report()
+        self._drain()
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; what is in flight ends first. See `Replica`."""
@@ -216,3 +196,162 @@ class GossipReplica(AfterStepReplica):
         for bucket in self.buckets:
             bucket.in_flight.clear()
         self._exchange.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What this rank exchanges in a step."""
+
+    program: Program
+    sources: tuple[int, ...]
+    """The ranks that it receives from."""
+    bound: dict[Message, Bound] = field(default_factory=dict)
+
+
+class GossipExchange:
+    """Exchange buckets with partners, in the order of submission.
+
+    The exchanges of a period are proven when the ranks become known, and a step only gives each rank another's part.
+
+    When a rank is lost, the others form a new generation. It starts at the latest step of all its members. A member
+    that has not reached that step trains alone until then.
+    """
+
+    def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
+        self.world, self._attached, self._number = world, algorithm, number
+        self.staleness = algorithm.staleness
+        self.membership = make_elastic(world)
+        """That of the world; it goes on without lost ranks."""
+        self._generation = self._shared = -1
+        self._plan = lru_cache(KEPT)(self._plan_of)
+        self._plan_at = lru_cache(STEPS_KEPT)(self._plan_of_step)
+
+    def prove(self) -> Schedule:
+        """Prove the exchanges of a period, of which all later ones are permutations; return the first.
+
+        Raises `UsageError` for an algorithm whose `schedule` says otherwise than what runs.
+        """
+        self._adopt(self.membership.generation)
+        algorithm, ranks = self._algorithm, len(self.members)
+        first = algorithm.schedule(0, ranks)
+        prove(first, promise(algorithm, first))
+        for step in range(len(self._rounds) + 1):  # the last one is of another permutation
+            renamed = self._rounds[step % len(self._rounds)].over(algorithm.order(step, ranks))
+            if renamed.digest() != algorithm.schedule(step, ranks).digest():
+                raise UsageError(
+                    f"{algorithm}: schedule({step}, {ranks}) is another than rounds() and order() make: override all"
+                )
+        return first
+
+    def _adopt(self, generation: Generation) -> None:
+        """Exchange among the members of `generation` from now on."""
+        self.release()  # it was bound to connections of another generation
+        self._generation, self.members = generation.number, generation.ranks
+        self._ranks, ranks = np.array(self.members), len(self.members)
+        self._algorithm = self._attached.among(ranks) if generation.lost else self._attached
+        self._rounds = self._algorithm.rounds(ranks)
+        for schedule in self._rounds:
+            prove(schedule, promise(self._algorithm, schedule))
+
+    def share(self, buckets: Sequence[WeightBucket]) -> None:
+        """Let partners of this host read the messages of `buckets`, where they can; collective.
+
+        After a rank was lost the others allocate anew, and GPUs go on through NCCL.
+        """
+        self._shared = self._generation
+        messages = [message for bucket in buckets for message in bucket.free]
+        buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
+        windows = self.world.comm_thread.submit(lambda: self.world.transport.share(buffers)).result()
+        for number, message in enumerate(messages):
+            message.windows = windows[2 * number : 2 * number + 2]
+
+    def send(self, bucket: WeightBucket, step: int) -> None:
+        """Exchange `bucket` as it is now with the partners of `step`. On the training thread."""
+        if bucket.index == 0:  # from here on a generation that starts at `step` is too early for this rank
+            self.membership.submitted_steps = step + 1
+        header = Header(0, self._number, 0, step, bucket.index, 0)
+        message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
+        with within_range(self.world.recorder, "submit", number=bucket.index, step=step):
+            message.answer = self.world.comm_thread.submit(partial(self._carry, message, bucket.index, step))
+        bucket.in_flight.append(bucket.free.popleft())
+
+    def release(self) -> None:
+        """Free all memory; call it when no exchange is in flight."""
+        self._plan.cache_clear()
+        self._plan_at.cache_clear()
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def _carry(self, message: Message, bucket: int, step: int) -> Received:
+        begin_s, membership, sources = perf_counter(), self.membership, tuple[int, ...]()
+        nbytes_sent, share = 0, 0.0
+        with within_range(self.world.recorder, "bucket", number=bucket, step=step, algorithm="gossip"):
+            if bucket == 0:
+                membership.next_step = step + 1
+            if (generation := membership.generation).start <= step:
+                if generation.number != self._generation:
+                    self._adopt(generation)
+                plan = self._plan_at(step)
+                try:
+                    nbytes_sent, share = self._exchange(plan, message, bucket, step)
+                    sources = plan.sources
+                except LOST as failure:
+                    membership.recover(failure)
+        return Received(Span(bucket, begin_s, perf_counter(), nbytes_sent), share, sources)
+
+    def _exchange(self, plan: _Plan, message: Message, bucket: int, step: int) -> tuple[int, float]:
+        """Return how many bytes this rank sent, and the weight of what it received."""
+        if not plan.program.hops:
+            return 0, 0.0
+        if (bound := plan.bound.get(message)) is None:
+            bound = plan.bound[message] = self._bind(plan.program, message)
+        run, nbytes_sent, share = bound
+        run(Tag(step, bucket))
+        if message.received.is_cuda:
+            self.world.transport.wait()  # before it mixes what may never have come
+        self.membership.progress()
+        ours, theirs = message.sent[:HEADER_NUMEL], message.received[:HEADER_NUMEL]
+        if not torch.equal(ours != 0, theirs != 0):
+            what = f"gossip: bucket {bucket} does not match what the partner sent: {explain_mismatch(ours + theirs)}"
+            raise DisagreementError(what)
+        return nbytes_sent, share
+
+    def _plan_of_step(self, step: int) -> _Plan:
+        order = self._algorithm.order(step, len(self.members))
+        return self._plan(self._rounds[step % len(self._rounds)], order.tobytes())
+
+    def _plan_of(self, schedule: Schedule, order: bytes) -> _Plan:
+        members = self._ranks[np.frombuffer(order, np.int64)]
+        program = permuted_program(schedule, members, self.world.rank, self.world.size)
+        return _Plan(program, tuple(each.peer for hop in program.hops for each in hop.recvs))
+
+    def _bind(self, program: Program, message: Message) -> Bound:
+        transport, within = self.world.transport, self._algorithm.within
+        windows = message.windows if self._generation == self._shared else ()
+        if within == 1:  # received apart, as mixing on the wire would round to the wire's dtype
+            (hop,) = program.hops
+            sends = [P2PMessage(leg.peer, message.sent) for leg in hop.sends]
+            recvs = [P2PMessage(leg.peer, message.received) for leg in hop.recvs]
+            nbytes_sent = len(sends) * message.sent.nbytes
+            group = P2PGroup(sends, recvs)
+            exchange = bind_receiving(group, windows[0], transport) if windows else transport.bind(group)
+            return exchange, nbytes_sent, hop.recvs[0].weight
+        if windows:
+            scratch = partial(self._scratch_for, message.received)
+            bound = bind_reading(program, message.received, windows[1], transport, scratch=scratch)
+        else:
+            numel = scratch_numel(program, len(message.received))
+            own = self._scratch_for(message.received, numel)
+            bound = bind(program, message.received, transport, own, self.world.comm_thread.streams)
+
+        def run(tag: Tag) -> None:
+            torch.mul(message.sent, 1 / within, out=message.received)
+            bound.run(tag, self.world.recorder)
+
+        return run, bound.nbytes_sent, 1.0
+
+    def _scratch_for(self, like: Tensor, numel: int) -> Tensor:
+        """Return [>= numel] of the dtype of `like`, for all programs: they run one after the other."""
+        known = self._scratch.get(like.dtype)
+        if known is None or len(known) < numel:
+            known = self._scratch[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return known

@@ -24,7 +24,7 @@ from commrt.errors import UsageError
 from commrt.runtime.membership import Loss
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
-from commrt.training.broadcast_state import Broadcaster, gather_values, mean, overwrite_buffers, overwrite_model
+from commrt.training.broadcast_state import gather_values, mean, overwrite_buffers, overwrite_model
 from commrt.training.hooks import keep_alive, let_go
 from commrt.training.model_state import Stateful, fingerprint
 from commrt.training.step_guard import ParameterList, are_stepping, before_each_step, wrapped_as
@@ -40,16 +40,14 @@ class Replica(ABC):
     All methods belong to the thread that trains. Every rank must call those marked collective.
     """
 
-    def __init__(
-        self, model: nn.Module, params: Sequence[Named], algorithm: Algorithm, broadcaster: Broadcaster
-    ) -> None:
+    def __init__(self, model: nn.Module, params: Sequence[Named], algorithm: Algorithm, world: World) -> None:
         self.model = model
         self.last: StepReport | None = None
         """The latest step."""
         self._params, self._algorithm = params, algorithm
         self._parameters, self._averaged = ParameterList(model), {id(param) for _, param in params}
         self._given: Sequence[Optimizer] = ()
-        self._broadcaster, self._world = broadcaster, broadcaster.world
+        self._world = world
         self._stats, self._step = Stats(), 0
         self._is_synchronous = True
         self._handles: list[RemovableHandle] = []
@@ -166,11 +164,11 @@ class Replica(ABC):
         with self._world.collective("consolidate()"):
             self.drain()
             tensors = [slot.tensor() for slot in exchanged_tensors(self.model)]
-            values = self._world.membership.together(lambda: mean(self._broadcaster, tensors, self.step))
+            values = self._world.membership.together(lambda: mean(self._world, tensors, self.step))
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
-            self._world.membership.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_buffers(self._world, self.model, self.step))
 
     def disagreement(self) -> float:
         """Return the distance of the farthest replica from the mean, relative to the mean's norm; collective.
@@ -179,25 +177,25 @@ class Replica(ABC):
         """
         with self._world.collective("disagreement()"):
             self.drain()
-            own, count = [param.detach().double() for _, param in self._params], len(self._broadcaster.members)
+            own, count = [param.detach().double() for _, param in self._params], len(self._world.members)
             parts = [count * tensor for tensor in own]
-            sums = self._world.membership.together(lambda: mean(self._broadcaster, parts, self.step))
+            sums = self._world.membership.together(lambda: mean(self._world, parts, self.step))
             pairs = [(tensor, value / count) for tensor, value in zip(own, sums, strict=True)]
             distance = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
             norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
             share = (distance / norm) ** 0.5
-            shares = self._world.membership.together(lambda: gather_values(self._broadcaster, share, self.step))
+            shares = self._world.membership.together(lambda: gather_values(self._world, share, self.step))
             return float(torch.tensor([*shares.values()], dtype=torch.float64, device="cpu").max())
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; collective, not inside `join`."""
         with self._world.collective("overwrite_with_first()"):
-            self._world.membership.together(lambda: overwrite_model(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_model(self._world, self.model, self.step))
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
         with self._world.collective("sync_buffers()"):
-            self._world.membership.together(lambda: overwrite_buffers(self._broadcaster, self.model, self.step))
+            self._world.membership.together(lambda: overwrite_buffers(self._world, self.model, self.step))
 
     def replicas_equal(self) -> bool:
         """Return True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`.

@@ -17,7 +17,7 @@ from commrt.runtime.wire import AnyWire
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
 from commrt.training.admission import describe_algorithm, describe_buffers, describe_optimizers, have_state
-from commrt.training.broadcast_state import Broadcaster, overwrite_states
+from commrt.training.broadcast_state import overwrite_states
 from commrt.training.model_state import Stateful
 from commrt.training.replica import Replica
 
@@ -71,12 +71,12 @@ class Request:
         optimizer = describe_optimizers(self.optimizers, self.params)
         self.world.agree("attach", model=str(self.world.attached), optimizer=optimizer, **claim)
 
-    def begin(self, replica: Replica, broadcaster: Broadcaster, prepare: Callable[[], object] = int) -> Replica:
+    def begin(self, replica: Replica, prepare: Callable[[], object] = int) -> Replica:
         """Give all ranks rank 0's state, and call `prepare`; detaches the replica if that fails."""
         try:
             replica.overwrite_with_first()
             if have_state(self.optimizers):
-                self.world.membership.together(lambda: overwrite_states(broadcaster, self.optimizers, 0))
+                self.world.membership.together(lambda: overwrite_states(self.world, self.optimizers, 0))
             prepare()
         except BaseException:
             replica.detach()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -78,7 +78,7 @@ class RingShuffle:
         """The number of whole passes so far."""
         self._taken = 0  # batches of the running pass
         self._used: Tensor | None = None  # the places in the shard of the latest batch, which was not sent yet
-        self._exchange = _RingExchange(self._world, self._fields)
+        self._exchange = _RingExchange(self._world, self._fields, self._batch_size)
         kinds = ", ".join(f"{field.dtype}{list(field.shape)}" for field in self._fields)
         self._world.agree("RingShuffle", samples=kinds, batch_size=str(self._batch_size))
 
@@ -147,19 +147,6 @@ class RingShuffle:
             raise UsageError("a state that no RingShuffle has saved: pass what state_dict() returned")
 
 
-@dataclass(slots=True, eq=False)
-class _Memory:
-    """Memory for one batch that is sent and one that is received, and the exchange that is bound to it."""
-
-    sent: FlatBuffer
-    received: FlatBuffer
-    parts: list[Tensor]
-    """What was received, as tensors."""
-    memory_epoch: int
-    """See `Elastic.memory_epoch`."""
-    exchange: Exchange | None = None
-
-
 class _RingExchange:
     """Send batches of a shard to the next rank, and put those of the rank before into their places.
 
@@ -167,42 +154,41 @@ class _RingExchange:
     exchanged instead, and all go back to the lowest number. So no sample is lost but those of the lost rank.
     """
 
-    def __init__(self, world: World, fields: Sequence[Tensor]) -> None:
+    def __init__(self, world: World, fields: Sequence[Tensor], batch_size: int) -> None:
         self._world, self._fields = world, fields
+        self._like = [field[:batch_size] for field in fields]
         self._generation = world.membership.number
-        self._memory: dict[int, _Memory] = {}  # by the number of samples
-        self._in_flight: tuple[Tensor, _Memory, Future[int | None]] | None = None
+        self._memory_epoch = -1  # of the memory below, see `Elastic.memory_epoch`
+        self._in_flight: tuple[Tensor, Future[int | None]] | None = None
         self._completed = 0  # batches exchanged since the start
         self._replaced: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=UNDO_BATCHES)
 
     def send(self, places: Tensor) -> None:
-        """Send the samples at `places` of the shard; no other batch may be in flight."""
-        batch, completed = [field[places] for field in self._fields], self._completed
-        memory = self._memory_for(batch)
-        memory.sent.fill(batch)
-        self._in_flight = places, memory, self._world.comm_thread.submit(lambda: self._exchange(memory, completed))
+        """Send the samples at `places` of the shard; no other batch may be in flight.
 
-    def _memory_for(self, batch: Sequence[Tensor]) -> _Memory:
-        """Return memory for `batch`: not memory that a rank of an earlier generation may still read."""
-        memory, memory_epoch = self._memory.get(len(batch[0])), self._world.membership.memory_epoch
-        if memory is None or memory.memory_epoch != memory_epoch:
-            sent, received = (FlatBuffer(batch, self._world.transport.allocate) for _ in range(2))
-            memory = _Memory(sent, received, [torch.empty_like(part) for part in batch], memory_epoch)
-            self._memory[len(batch[0])] = memory
-        return memory
+        A smaller batch repeats its last sample, so that one exchange is bound for all.
+        """
+        places = torch.cat([places, places[-1:].expand(len(self._like[0]) - len(places))])
+        if self._memory_epoch != self._world.membership.memory_epoch:  # a rank of an earlier generation may still read
+            self._memory_epoch = self._world.membership.memory_epoch
+            self._sent, self._received = (FlatBuffer(self._like, self._world.transport.allocate) for _ in range(2))
+            self._bound: Exchange | None = None
+        self._sent.fill([field[places] for field in self._fields])
+        self._in_flight = places, self._world.comm_thread.submit(partial(self._exchange, self._completed))
 
     def receive(self) -> None:
         """Wait for the batch in flight, if there is one, and put what has come into the shard."""
         if self._in_flight is None:
             return
-        (places, memory, answer), self._in_flight = self._in_flight, None
+        (places, answer), self._in_flight = self._in_flight, None
         completed = answer.result()
         if completed is None:
             return
         if completed > self._completed:
             self._replaced.append((places, [field[places] for field in self._fields]))
-            memory.received.empty(memory.parts)
-            self._put(places, memory.parts)
+            batch = [torch.empty_like(part) for part in self._like]
+            self._received.empty(batch)
+            self._put(places, batch)
         while self._completed > completed and self._replaced:
             self._put(*self._replaced.pop())
             self._completed -= 1
@@ -216,7 +202,7 @@ class _RingExchange:
         """Take no batch back any more: the shard was replaced."""
         self._replaced.clear()
 
-    def _exchange(self, memory: _Memory, completed: int) -> int | None:
+    def _exchange(self, completed: int) -> int | None:
         """Return how many batches all ranks have exchanged now, or None if that is unknown; on its own thread."""
         membership = self._world.membership
         step = membership.next_step  # a batch is sent before the weights of its step
@@ -226,9 +212,9 @@ class _RingExchange:
         try:
             if membership.number != self._generation:
                 return self._lowest(completed)
-            if memory.exchange is None:
-                memory.exchange = self._bind(memory)
-            memory.exchange(TAG)
+            if self._bound is None:
+                self._bound = self._bind()
+            self._bound(TAG)
             if membership.is_elastic:
                 self._world.transport.wait()
         except LOST as failure:
@@ -244,11 +230,11 @@ class _RingExchange:
         self._generation = self._world.membership.number
         return int(counts[list(members)].min())
 
-    def _bind(self, memory: _Memory) -> Exchange:
+    def _bind(self) -> Exchange:
         members = self._world.members
         place = members.index(self._world.rank)
         after, before = members[(place + 1) % len(members)], members[place - 1]
-        group = P2PGroup([P2PMessage(after, memory.sent.flat)], [P2PMessage(before, memory.received.flat)])
+        group = P2PGroup([P2PMessage(after, self._sent.flat)], [P2PMessage(before, self._received.flat)])
         return self._world.transport.bind(group)
 
 

@@ -262,7 +262,8 @@ def before_each_step(call: Callable[[Optimizer], None]) -> RemovableHandle:
     """Call the method `call` before each step of any optimizer; does not keep its object alive."""
     _register()
     handle = RemovableHandle(_calls)
-    _calls[handle.id] = WeakMethod(call)
+    number = handle.id
+    _calls[number] = WeakMethod(call, lambda _: _calls.pop(number, None))
     return handle
 
 
@@ -282,11 +283,9 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     _leave(optimizer)  # an error may have ended its step before
-    for number, weakly in tuple(_calls.items()):
+    for weakly in tuple(dict.values(_calls)):  # unlike OrderedDict's own, at once: other threads attach and detach
         if (call := weakly()) is not None:
             call(optimizer)
-        else:
-            _calls.pop(number, None)
     _thread.running.append(optimizer)
 
 

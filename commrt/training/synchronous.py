@@ -49,7 +49,7 @@ def attach(request: Request) -> Replica:
     replica = SynchronousReplica(
         request.model, request.optimizers, engine, request.build_buckets, broadcast_buffers=broadcast_buffers
     )
-    return request.begin(replica, engine, lambda: engine.submit_preparation(0).result())
+    return request.begin(replica, lambda: engine.submit_preparation(0).result())
 
 
 class SynchronousReplica(Replica):
@@ -69,7 +69,7 @@ class SynchronousReplica(Replica):
         broadcast_buffers: bool,
     ) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(model, named, engine.algorithm, engine)
+        super().__init__(model, named, engine.algorithm, engine.world)
         self._engine, self._optimizers, self._build_buckets = engine, optimizers, build_buckets
         params = [param for _, param in named]
         self._guard = StepGuard(self._world, optimizers, params, partial(self._average, LATE))
@@ -240,10 +240,8 @@ class SynchronousReplica(Replica):
             last = self._engine.members
             self._step += 1
             self._engine.submit_has_data(False, self._step).result()
-        first = last[0]
-        self._engine.members = (first, *(rank for rank in range(self._world.size) if rank != first))
-        overwrite_model(self._engine, self.model, self._step)
-        overwrite_states(self._engine, [*self._optimizers, *also], self._step)
+        overwrite_model(self._world, self.model, self._step, last[0])
+        overwrite_states(self._world, [*self._optimizers, *also], self._step, last[0])
         self._guard.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
