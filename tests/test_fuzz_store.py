@@ -109,12 +109,10 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
 
 @cases(60)
 @given(WORDS.map(" ".join) | JUNK.map(lambda said: said.decode(errors="replace")))
-@example("x@0@")
-def test_announcements_are_read_or_are_a_value_error(said):
-    try:
-        parse_announcements(said, 0)
-    except ValueError:
-        return
+@example("x@0@@0.0@0.0")
+@example("0@0@@nan@0.0")
+def test_announcements_are_read_or_are_a_disagreement(said):
+    met(parse_announcements, said, 0)
 
 
 ALGORITHMS = [commrt.Ring(), commrt.Gossip(), commrt.BackupWorkers(1)]

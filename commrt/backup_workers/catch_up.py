@@ -8,8 +8,7 @@ disturbs the steps of the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from socket import gethostname
 from threading import Event
 from typing import NamedTuple, TypeVar
@@ -19,7 +18,7 @@ from torch.distributed import Store
 from commrt.backup_workers.replica_state import READY, ReplicaState, StateTransfer, unpack
 from commrt.backup_workers.state_server import StateServer, request_state
 from commrt.elastic.elastic_membership import ElasticMembership
-from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost
+from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
 from commrt.store.client import STORE_ANSWER_S, call_store, malformed, parse
 from commrt.threads.deadline import Deadline
@@ -54,8 +53,6 @@ class CatchUp:
     def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
         self._world, self._store, self._state = world, store, state
         self._membership = membership
-        self.pending: PendingCatchUp | None = None
-        """What this rank needs; None if it was not late."""
         handlers = {IS_READY: self._is_ready, STATE: lambda version: state.give(version, self._copy_s)}
         self._service = StateServer(self._membership.host or gethostname(), handlers)
 
@@ -77,15 +74,6 @@ class CatchUp:
 
     def _is_ready(self, version: int) -> bytes | None:
         return self._state.has(version, self._ready_s * STEP_SHARE)
-
-    def require(self, version: int, sources: Sequence[int], turn: int = 0) -> None:
-        """Note that this rank needs `version`; ranks that are late together begin with different sources, by `turn`."""
-        start = turn % len(sources)
-        self.pending = PendingCatchUp(version, (*sources[start:], *sources[:start]))
-
-    def forget(self) -> None:
-        """Need nothing any more: a checkpoint was loaded."""
-        self.pending = None
 
     def fetch(self, pending: PendingCatchUp) -> StateTransfer:
         """Return the state of the first source that can give it; waits for one.
@@ -143,15 +131,6 @@ class CatchUp:
 
 class FinalCalls(list[Callable[[], object]]):
     """Calls to make once, before an error ends training."""
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Make the calls if the body raises an error that ends training."""
-        try:
-            yield
-        except CommrtError as error:
-            self.make(error)
-            raise
 
     def make(self, error: BaseException) -> None:
         """Make the calls if `error` ends training; logs what they raise."""

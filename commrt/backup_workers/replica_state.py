@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pickle import UnpicklingError
 from threading import Condition
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from commrt.training.model_state import Stateful, dump, flatten, load, restore, 
 
 __all__ = ["READY", "ReplicaState", "Snapshot", "StateTransfer", "pack", "unpack"]
 
+WRITES = attrgetter("_version")
+"""Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``."""
 READY = b"1"
 """The answer to the question whether the state can be copied now."""
 
@@ -71,13 +74,13 @@ class ReplicaState:
         self._readers = 0
         self._buffers = self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._reload: Tensor | None = None
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[int, Tensor, Tensor] | None = None
         self.keep_buffers()
 
     def keep_buffers(self) -> None:
         """Take the buffers as they are now for those of this version: a forward pass changes them."""
-        if any(True for _ in self._model.buffers()):
-            self._buffers = flatten([*self._model.buffers()])
+        if buffers := [*self._model.buffers()]:
+            self._buffers = flatten(buffers)
 
     def open(self, snapshot: Snapshot) -> None:
         """Let other ranks copy this state, which is that of `snapshot`."""
@@ -93,17 +96,14 @@ class ReplicaState:
     def after_forward(self, *_: object) -> None:
         """Let nobody copy weights that the loop moves after a version's first forward pass; a hook of the model."""
         if self._writes is None and torch.is_grad_enabled():
-            self._writes = self._count_writes()
-
-    def _count_writes(self) -> int:
-        """Return how often weights were written to, as autograd counts; it does not see ``param.data``."""
-        return sum(param._version for param in self._trained)  # noqa: SLF001
+            self._writes = sum(map(WRITES, self._trained))
 
     def shut(self) -> None:
         """Wait for all copies, and allow no more: the weights are about to change."""
         with self._changed:
             self._snapshot = None
-            self._changed.wait_for(lambda: not self._readers)
+            while self._readers:
+                self._changed.wait()
 
     def has(self, version: int, limit_s: float) -> bytes | None:
         """Return `READY` once `version` or a later one can be copied, or None if it cannot in time."""
@@ -138,27 +138,23 @@ class ReplicaState:
     def _is_whole(self, snapshot: Snapshot) -> bool:
         if self._event is not None:
             self._event.synchronize()
-        return not snapshot.in_pass or self._writes in {None, self._count_writes()}
+        return not snapshot.in_pass or self._writes in {None, sum(map(WRITES, self._trained))}
 
-    def install(self, transfer: StateTransfer, *, amid_step: bool) -> None:
+    def install(self, transfer: StateTransfer, *, amid_step: bool) -> bool:
         """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's step.
 
-        What the loop does before its next forward pass is undone where the source had done it already (`reload`).
+        Return True if the loop may do before its next pass what the source had done already: then call `reload`.
         """
         restore(transfer.params.to(self._trained[0].device), self._trained)
         self._buffers = transfer.buffers
         self._restore_buffers()
         load(transfer.states, self._owners)
         self._reload = transfer.states if transfer.snapshot.in_pass or amid_step else None
+        return self._reload is not None
 
     def _restore_buffers(self) -> None:
         if buffers := [*self._model.buffers()]:
             restore(self._buffers.to(buffers[0].device), buffers, unread_buffers(self._model))
-
-    @property
-    def came_from_a_pass(self) -> bool:
-        """True if the latest state was installed from a rank in a forward or backward pass."""
-        return self._reload is not None
 
     def reload(self) -> None:
         """Load installed states again: since then the loop may have stepped a scheduler, as the source's had before."""
@@ -166,15 +162,15 @@ class ReplicaState:
             load(self._reload, self._owners)
             self._reload = None
 
-    def keep(self) -> None:
-        """Remember this state: this rank's gradient was not used, and what the loop does now is to be undone."""
-        if self._kept is None:
-            self._kept = dump(self._owners), flatten(self._trained)
+    def keep(self, version: int) -> None:
+        """Remember this state, the first of its `version`: the gradient was not used, and the loop's work is undone."""
+        if self._kept is None or self._kept[0] != version:
+            self._kept = version, dump(self._owners), flatten(self._trained)
 
     def undo(self) -> None:
-        """Go back to what `keep` remembered, if anything."""
+        """Go back to what `keep` remembered."""
         if self._kept is not None:
-            states, weights = self._kept
+            _, states, weights = self._kept
             load(states, self._owners)
             restore(weights, self._trained)
             self._restore_buffers()
