@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from stray_connections import train_under_knocks, where_gloo_listens
 from torch.distributed import HashStore
 
-from commrt.backup_workers import state_server
-from commrt.backup_workers.state_server import ANSWER, StateServer, request_state
-from commrt.elastic.liveness import LivenessListener, probe
+from commrt.backup_workers import catch_up
+from commrt.backup_workers.catch_up import ANSWER, StateServer, request_state
+from commrt.elastic.liveness import Listener, probe
 from commrt.testing.processes import run_processes
 from commrt.transport import channel
 
@@ -60,8 +60,8 @@ def open_service():
 
 @cases(20)
 @given(said=FILES)
-@example(said=b"\0" * state_server.REQUEST.size)
-@example(said=b"\0" * (state_server.REQUEST.size - 1))
+@example(said=b"\0" * catch_up.REQUEST.size)
+@example(said=b"\0" * (catch_up.REQUEST.size - 1))
 def test_a_service_goes_on_after_any_bytes(open_service, said):
     host, port, _ = open_service.address.split()
     with in_time(), suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
@@ -73,8 +73,8 @@ def test_a_service_goes_on_after_any_bytes(open_service, said):
 
 
 def test_a_server_limits_the_number_and_the_time_of_silent_connections(monkeypatch):
-    monkeypatch.setattr(state_server, "PASSWORD_S", 0.5)
-    monkeypatch.setattr(state_server, "MAX_CLIENTS", 4)
+    monkeypatch.setattr(catch_up, "PASSWORD_S", 0.5)
+    monkeypatch.setattr(catch_up, "MAX_CLIENTS", 4)
     served = StateServer(LOOPBACK, {b"R": lambda number: b"yes"})
     host, port, _ = served.address.split()
     lines = [socket.create_connection((host, int(port)), 5.0) for _ in range(20)]
@@ -108,7 +108,7 @@ def test_a_request_to_an_unknown_server_returns_some_bytes_or_none(said):
 @cases(20)
 @given(said=FILES)
 def test_a_liveness_listener_goes_on_after_any_bytes(said):
-    listener = LivenessListener(LOOPBACK)
+    listener = Listener(LOOPBACK)
     host, port = listener.address.split()
     with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
         line.sendall(said)

@@ -8,7 +8,12 @@ disturbs the steps of the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from socket import gethostname
 from threading import Event
 from typing import NamedTuple, TypeVar
@@ -16,14 +21,14 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import Store
 
 from commrt.backup_workers.replica_state import READY, ReplicaState, StateTransfer, unpack
-from commrt.backup_workers.state_server import StateServer, request_state
 from commrt.elastic.elastic_membership import ElasticMembership
+from commrt.elastic.liveness import Listener
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
-from commrt.store.client import STORE_ANSWER_S, call_store, malformed, parse
+from commrt.store.client import STORE_ANSWER_S, call_store, malformed, parse, require
 from commrt.threads.deadline import Deadline
 
-__all__ = ["CatchUp", "FinalCalls", "PendingCatchUp"]
+__all__ = ["CatchUp", "FinalCalls", "PendingCatchUp", "StateServer", "request_state"]
 
 T = TypeVar("T")
 _log = logging.getLogger("commrt")
@@ -37,6 +42,19 @@ AGAIN_S = 0.01
 """Between two rounds of questions."""
 IS_READY, STATE = b"R", b"S"
 """Questions: can the state be copied now, and what is it."""
+PASSWORD_NBYTES = 16
+REQUEST = struct.Struct(f"<{PASSWORD_NBYTES}scQ")
+ANSWER = struct.Struct("<?Q")
+PIECE_NBYTES = 1 << 20
+LIMIT_S = 60.0
+"""How long a client may be silent in the middle of a request."""
+PASSWORD_S = 5.0
+"""How long a client may be silent before it has sent the password."""
+MAX_CLIENTS = 256
+"""Clients at once; further ones are disconnected, and try again."""
+
+Handler = Callable[[int], bytes | None]
+"""Maps a number to the answer; None means no."""
 
 
 class PendingCatchUp(NamedTuple):
@@ -142,6 +160,72 @@ class FinalCalls(list[Callable[[], object]]):
                     call()
                 except Exception:  # the other calls are made, and `error` is raised
                     _log.exception("commrt: a function given to before_giving_up() failed")
+
+
+class StateServer(Listener):
+    """Answers requests of processes that can reach the host `towards`; a thread per client runs a handler."""
+
+    def __init__(self, towards: str, handlers: Mapping[bytes, Handler]) -> None:
+        self._handlers, self._password = handlers, secrets.token_bytes(PASSWORD_NBYTES)
+        self._free_slots = threading.Semaphore(MAX_CLIENTS)
+        super().__init__(towards, self._admit, "commrt-state-server")
+        self.address += f" {self._password.hex()}"
+
+    def _admit(self, client: socket.socket) -> None:
+        """Serve the client on a thread, if there may be another."""
+        if not self._free_slots.acquire(blocking=False):
+            client.close()
+            return
+        try:
+            threading.Thread(target=self._serve, args=(client,), daemon=True, name="commrt-state-server").start()
+        except RuntimeError:  # the system has no more threads
+            self._free_slots.release()
+            client.close()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            with client, suppress(OSError):
+                self._answer(client)
+        finally:
+            self._free_slots.release()
+
+    def _answer(self, client: socket.socket) -> None:
+        client.settimeout(PASSWORD_S)
+        password, kind, number = REQUEST.unpack(_receive(client, REQUEST.size))
+        if secrets.compare_digest(password, self._password) and kind in self._handlers:
+            client.settimeout(LIMIT_S)
+            answer = self._handlers[kind](number)
+            client.sendall(ANSWER.pack(answer is not None, len(answer or b"")))
+            for begin in range(0, len(answer or b""), PIECE_NBYTES):  # the timeout holds for each call
+                client.sendall(memoryview(answer or b"")[begin : begin + PIECE_NBYTES])
+
+
+def request_state(address: str, kind: bytes, number: int, limit_s: float) -> bytes | None:
+    """The answer of the `StateServer` at `address`; None if it says no, or nothing for `limit_s` seconds."""
+    host, port, password = parse("the address of a state server", address, _parts)
+    try:
+        with socket.create_connection((host, port), limit_s) as line:
+            line.sendall(REQUEST.pack(password, kind, number))
+            yes, nbytes = ANSWER.unpack(_receive(line, ANSWER.size))
+            return _receive(line, nbytes) if yes else None
+    except OSError:
+        return None
+
+
+def _receive(line: socket.socket, nbytes: int) -> bytes:
+    """Receive `nbytes`; raise `ConnectionError` if the other end sends less."""
+    buffer = bytearray()  # grows with what arrives, not with the announced size
+    while len(buffer) < nbytes:
+        if not (piece := line.recv(min(PIECE_NBYTES, nbytes - len(buffer)))):
+            raise ConnectionError
+        buffer += piece
+    return bytes(buffer)
+
+
+def _parts(data: bytes) -> tuple[str, int, bytes]:
+    host, port, password = data.decode().split()
+    require(0 < int(port) < 65536 and len(password) == 2 * PASSWORD_NBYTES)
+    return host, int(port), bytes.fromhex(password)
 
 
 def _key(rank: int) -> str:

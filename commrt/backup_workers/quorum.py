@@ -254,7 +254,7 @@ class QuorumVote:
         """Return the answer to `request`; calls `check` now and then with the seconds waited."""
         answer: Future[T] = Future()
         self._tasks.put(partial(_run, request, answer))
-        deadline, pause_s = Deadline(self._membership.timeout_s()), PROBE_S / 20 if self._was_over else PROBE_S
+        deadline, pause_s = None, PROBE_S / 20 if self._was_over else PROBE_S
         while True:
             try:
                 return answer.result(pause_s)
@@ -262,6 +262,7 @@ class QuorumVote:
                 what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
                 raise PeerLost(what, Place(rank=self._membership.rank, peer=0)) from error
             except TimeoutError:
+                deadline = deadline or Deadline(self._membership.timeout_s())
                 self._elastic.require_open()
                 check(deadline.waited_s)
                 pause_s = min(1.5 * pause_s, PROBE_MOST_S, deadline.poll_s)

@@ -167,7 +167,7 @@ def connecting_in_vain(tell, timeout_s, times):
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
     elastic, left = make_elastic(world), iter(range(times))
-    connect = elastic._reconnector.options.connect
+    connect = elastic.reconnect_options.connect
 
     def unlucky(*where):
         if next(left, None) is not None:
@@ -175,7 +175,7 @@ def connecting_in_vain(tell, timeout_s, times):
         return connect(*where)
 
     if world.rank == 1:
-        elastic._reconnector.options = elastic._reconnector.options._replace(connect=unlucky)
+        elastic.reconnect_options = elastic.reconnect_options._replace(connect=unlucky)
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     for step in (1, 2):
