@@ -119,9 +119,9 @@ class Undisturbed(NamedTuple):
     def require_open(self) -> None:
         """Do nothing: no rank gives up."""
 
-    def ensure_generation(self, number: int) -> int:
-        """Return `number`."""
-        return number
+    def ensure_generation(self, _: int) -> Generation:
+        """Return the one generation."""
+        return self.on_store.generation
 
 
 class ObservedVote(QuorumVote):

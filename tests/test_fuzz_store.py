@@ -104,7 +104,7 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     departures.known([1])
     departures._question.exception(5.0)
     departures.known([1])
-    met(request_state, said[:99].decode(errors="replace"), b"R", 1, 0.5)
+    met(request_state, said[:99].decode(errors="replace"), 1, 0.5, 0.5)
 
 
 @cases(60)

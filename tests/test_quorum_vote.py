@@ -133,7 +133,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(quorum, "KEPT_STEPS", 4)
     monkeypatch.setattr(quorum, "DELETED_STEPS", 2)
     found = members(1, HashStore())
-    vote = vote_of(found[0], 1, next_attempt=lambda generation: generation)
+    vote = vote_of(found[0], 1, next_attempt=lambda _: found[0].generation)
     yield vote
     end(found, vote)
 

@@ -260,7 +260,7 @@ class BackupStep:
         """Announce, reduce, and wait for the outcome; on the communication thread, as all that follows."""
         membership, step, self._carried = self._membership, self.version, running
         membership.next_step, self._ready_s = step, round(time(), 4)
-        generation = membership.ensure_generation(0)
+        generation = membership.ensure_generation(0).number
         mine = Announcement(self._world.rank, generation, running.samples, self._ready_s, round(self._late_s, 4))
         outcome = self.votes.run(mine, step, self._attempts[1] if self._attempts[0] == step else 0)
         if outcome.counts:

@@ -12,20 +12,20 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from socket import gethostname
 from threading import Event
 from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store
 
-from commrt.backup_workers.replica_state import READY, ReplicaState, StateTransfer, unpack
+from commrt.backup_workers.replica_state import ReplicaState, StateTransfer, unpack
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.liveness import Listener
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
-from commrt.store.client import STORE_ANSWER_S, call_store, malformed, parse, require
+from commrt.store.client import STORE_ANSWER_S, call_store, parse, require
 from commrt.threads.deadline import Deadline
 
 __all__ = ["CatchUp", "FinalCalls", "PendingCatchUp", "StateServer", "request_state"]
@@ -40,11 +40,9 @@ ENDS_TRAINING = (QuorumLost, DeadlineExceeded, PeerLost)
 """Too few ranks are left, they do not answer, or the process that holds the store is gone."""
 AGAIN_S = 0.01
 """Between two rounds of questions."""
-IS_READY, STATE = b"R", b"S"
-"""Questions: can the state be copied now, and what is it."""
 PASSWORD_NBYTES = 16
-REQUEST = struct.Struct(f"<{PASSWORD_NBYTES}scQ")
-ANSWER = struct.Struct("<?Q")
+REQUEST, NBYTES = struct.Struct(f"<{PASSWORD_NBYTES}sQ"), struct.Struct("<Q")
+YES, NO = b"\1", b"\0"
 PIECE_NBYTES = 1 << 20
 LIMIT_S = 60.0
 """How long a client may be silent in the middle of a request."""
@@ -53,8 +51,8 @@ PASSWORD_S = 5.0
 MAX_CLIENTS = 256
 """Clients at once; further ones are disconnected, and try again."""
 
-Handler = Callable[[int], bytes | None]
-"""Maps a number to the answer; None means no."""
+Give = Callable[[int], Generator[bytes]]
+"""Maps a number to nothing, which means no; or to nothing but a sign that there is an answer, and then the answer."""
 
 
 class PendingCatchUp(NamedTuple):
@@ -71,8 +69,7 @@ class CatchUp:
     def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
         self._world, self._store, self._state = world, store, state
         self._membership = membership
-        handlers = {IS_READY: self._is_ready, STATE: lambda version: state.give(version, self._copy_s)}
-        self._service = StateServer(self._membership.host or gethostname(), handlers)
+        self._service = StateServer(self._membership.host or gethostname(), self._give)
 
     def open(self) -> None:
         """Let other ranks ask this one."""
@@ -86,19 +83,15 @@ class CatchUp:
     def _ready_s(self) -> float:
         return min(READY_S, self._world.timeout_s * READY_SHARE)
 
-    @property
-    def _copy_s(self) -> float:
-        return self._world.timeout_s / 2
-
-    def _is_ready(self, version: int) -> bytes | None:
-        return self._state.has(version, self._ready_s * STEP_SHARE)
+    def _give(self, version: int) -> Generator[bytes]:
+        return self._state.give(version, self._ready_s * STEP_SHARE)
 
     def fetch(self, pending: PendingCatchUp) -> StateTransfer:
         """Return the state of the first source that can give it; waits for one.
 
         Raises `QuorumLost` if all sources are gone, `DeadlineExceeded` if none has the state in time.
         """
-        limit = Deadline(self._world.timeout_s, self._ready_s + self._copy_s)
+        limit = Deadline(self._world.timeout_s, self._ready_s + self._world.timeout_s / 2)
         while True:
             is_late, members = limit.left_s <= 0, self._membership.generation.members
             for rank in (rank for rank in pending.sources if rank in members):
@@ -114,11 +107,7 @@ class CatchUp:
         if found is None:
             return None
         address = parse(key, found, bytes.decode)
-        if (answer := request_state(address, IS_READY, version, self._ready_s)) is None:
-            return None
-        if answer != READY:
-            raise malformed("answer of a service", answer)
-        packed = request_state(address, STATE, version, self._copy_s)
+        packed = request_state(address, version, self._ready_s, self._world.timeout_s / 2)
         return None if packed is None else unpack(packed)
 
     def _require_sources(self, pending: PendingCatchUp, *, is_late: bool) -> None:
@@ -163,10 +152,10 @@ class FinalCalls(list[Callable[[], object]]):
 
 
 class StateServer(Listener):
-    """Answers requests of processes that can reach the host `towards`; a thread per client runs a handler."""
+    """Answers requests of processes that can reach the host `towards`; a thread per client calls `give`."""
 
-    def __init__(self, towards: str, handlers: Mapping[bytes, Handler]) -> None:
-        self._handlers, self._password = handlers, secrets.token_bytes(PASSWORD_NBYTES)
+    def __init__(self, towards: str, give: Give) -> None:
+        self._give, self._password = give, secrets.token_bytes(PASSWORD_NBYTES)
         self._free_slots = threading.Semaphore(MAX_CLIENTS)
         super().__init__(towards, self._admit, "commrt-state-server")
         self.address += f" {self._password.hex()}"
@@ -191,23 +180,33 @@ class StateServer(Listener):
 
     def _answer(self, client: socket.socket) -> None:
         client.settimeout(PASSWORD_S)
-        password, kind, number = REQUEST.unpack(_receive(client, REQUEST.size))
-        if secrets.compare_digest(password, self._password) and kind in self._handlers:
-            client.settimeout(LIMIT_S)
-            answer = self._handlers[kind](number)
-            client.sendall(ANSWER.pack(answer is not None, len(answer or b"")))
-            for begin in range(0, len(answer or b""), PIECE_NBYTES):  # the timeout holds for each call
-                client.sendall(memoryview(answer or b"")[begin : begin + PIECE_NBYTES])
+        password, number = REQUEST.unpack(_receive(client, REQUEST.size))
+        if not secrets.compare_digest(password, self._password):
+            return
+        client.settimeout(LIMIT_S)
+        with closing(self._give(number)) as answer:
+            is_there = next(answer, None) is not None
+            client.sendall(YES if is_there else NO)
+            packed = next(answer, b"")
+        if is_there:
+            client.sendall(NBYTES.pack(len(packed)))
+            for begin in range(0, len(packed), PIECE_NBYTES):  # the timeout holds for each call
+                client.sendall(memoryview(packed)[begin : begin + PIECE_NBYTES])
 
 
-def request_state(address: str, kind: bytes, number: int, limit_s: float) -> bytes | None:
-    """The answer of the `StateServer` at `address`; None if it says no, or nothing for `limit_s` seconds."""
+def request_state(address: str, number: int, ready_s: float, copy_s: float) -> bytes | None:
+    """Return the answer of the `StateServer` at `address`.
+
+    Returns None if it says no, or nothing for `ready_s` seconds, and for `copy_s` seconds after it has said yes.
+    """
     host, port, password = parse("the address of a state server", address, _parts)
     try:
-        with socket.create_connection((host, port), limit_s) as line:
-            line.sendall(REQUEST.pack(password, kind, number))
-            yes, nbytes = ANSWER.unpack(_receive(line, ANSWER.size))
-            return _receive(line, nbytes) if yes else None
+        with socket.create_connection((host, port), ready_s) as line:
+            line.sendall(REQUEST.pack(password, number))
+            if _receive(line, len(YES)) != YES:
+                return None
+            line.settimeout(copy_s)
+            return _receive(line, *NBYTES.unpack(_receive(line, NBYTES.size))) or None
     except OSError:
         return None
 

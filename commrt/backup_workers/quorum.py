@@ -218,7 +218,7 @@ class QuorumVote:
 
     def next_attempt(self, generation: int) -> int | None:
         """Move to `generation` or a later one; return its number, or None if another attempt makes no sense."""
-        number = self._elastic.ensure_generation(generation)
+        number = self._elastic.ensure_generation(generation).number
         return None if self._is_over else number
 
     def append(self, key: str, word: str) -> None:

@@ -9,8 +9,7 @@ step, a rank gives its weights as they are.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from operator import attrgetter
 from pickle import UnpicklingError
 from threading import Condition
@@ -22,12 +21,10 @@ from torch import Tensor, nn
 from commrt.store.client import parse, parse_int, require
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
-__all__ = ["READY", "ReplicaState", "Snapshot", "StateTransfer", "pack", "unpack"]
+__all__ = ["ReplicaState", "Snapshot", "StateTransfer", "pack", "unpack"]
 
 WRITES = attrgetter("_version")
 """Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``."""
-READY = b"1"
-"""The answer to the question whether the state can be copied now."""
 
 
 class Snapshot(NamedTuple):
@@ -59,7 +56,7 @@ class ReplicaState:
     """The state of one rank: other ranks copy it while it is open, and it can become that of another rank.
 
     `owners` are what has state besides the model, such as optimizers and schedulers. The training thread opens and
-    shuts; `has` and `give` answer other ranks, on threads of their own.
+    shuts; `give` answers other ranks, on threads of its own.
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[nn.Parameter], owners: Sequence[Stateful]) -> None:
@@ -105,35 +102,27 @@ class ReplicaState:
             while self._readers:
                 self._changed.wait()
 
-    def has(self, version: int, limit_s: float) -> bytes | None:
-        """Return `READY` once `version` or a later one can be copied, or None if it cannot in time."""
-        with self._held_open(version, limit_s) as snapshot:
-            return READY if snapshot is not None and self._is_whole(snapshot) else None
+    def give(self, version: int, limit_s: float) -> Generator[bytes]:
+        """Yield nothing once `version` or a later one can be copied, then a packed copy, if it is whole.
 
-    def give(self, version: int, limit_s: float) -> bytes | None:
-        """Return a packed copy of `version` or a later one; None if there is none in time."""
-        with self._held_open(version, limit_s) as snapshot:
-            if snapshot is None:
-                return None
-            transfer = StateTransfer(snapshot, _on_host(self._trained), self._open_buffers.cpu(), dump(self._owners))
-            return pack(transfer) if self._is_whole(snapshot) else None
-
-    @contextmanager
-    def _held_open(self, version: int, limit_s: float) -> Iterator[Snapshot | None]:
-        """Let `shut` wait for the body; yields None if `version` or a later one is not open in time."""
+        Ends at once if it cannot be copied in time. Until then `shut` waits.
+        """
         with self._changed:
-            is_open = self._changed.wait_for(lambda: self._is_open_for(version), limit_s)
-            snapshot = self._snapshot if is_open else None
-            self._readers += is_open
+            self._changed.wait_for(lambda: self._snapshot is not None and self._snapshot.version >= version, limit_s)
+            if (snapshot := self._snapshot) is None or snapshot.version < version:
+                return
+            self._readers += 1
         try:
-            yield snapshot
+            if self._is_whole(snapshot):
+                yield b""
+                params, states = _on_host(self._trained), dump(self._owners)
+                packed = pack(StateTransfer(snapshot, params, self._open_buffers.cpu(), states))
+                if self._is_whole(snapshot):
+                    yield packed
         finally:
             with self._changed:
-                self._readers -= is_open
+                self._readers -= 1
                 self._changed.notify_all()
-
-    def _is_open_for(self, version: int) -> bool:
-        return self._snapshot is not None and self._snapshot.version >= version
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
         if self._event is not None:

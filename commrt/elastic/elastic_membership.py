@@ -149,11 +149,11 @@ class ElasticMembership(Membership):
         """Record a completed exchange: failures before it do not count any more. On any thread."""
         self._attempts = 0
 
-    def ensure_generation(self, number: int) -> int:
-        """Move to generation `number` or a later one, with working connections, and return its number."""
+    def ensure_generation(self, number: int) -> Generation:
+        """Move to generation `number` or a later one, with working connections, and return it."""
         while self._is_broken or self.generation.number < max(number, self._called):
             self._renew()
-        return self.generation.number
+        return self.generation
 
     def _follow(self) -> None:
         self.ensure_generation(self.on_store.current().number)
@@ -350,8 +350,7 @@ class ElasticMembership(Membership):
         if not self.is_elastic:
             return work()
         while True:
-            self._comm_thread.submit(partial(self.ensure_generation, 0)).result()
-            generation = self.generation
+            generation = self._comm_thread.submit(partial(self.ensure_generation, 0)).result()
             if self._next_part_in is not None and self._next_part_in.number != generation.number:
                 self.barrier.vote(ok=False, generation=self._next_part_in)  # raises if a member refused there
                 self._next_part_in = None
