@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from socket import gethostname
 from threading import Event
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch.distributed import Store
 
@@ -25,12 +25,11 @@ from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.liveness import Listener
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
-from commrt.store.client import STORE_ANSWER_S, call_store, parse, require
+from commrt.store.client import parse, require
 from commrt.threads.deadline import Deadline
 
 __all__ = ["CatchUp", "FinalCalls", "PendingCatchUp", "StateServer", "request_state"]
 
-T = TypeVar("T")
 _log = logging.getLogger("commrt")
 READY_S, READY_SHARE = 3.0, 1 / 4
 """A source may take so long to say whether it has the state, and no more than this share of the timeout."""
@@ -73,7 +72,8 @@ class CatchUp:
 
     def open(self) -> None:
         """Let other ranks ask this one."""
-        self._ask(lambda: self._store.set(_key(self._world.rank), self._service.address))
+        key = f"service/{self._world.rank}"
+        self._membership.on_store.call_store(lambda: self._store.set(key, self._service.address))
 
     def close(self) -> None:
         """Answer no more questions."""
@@ -94,16 +94,16 @@ class CatchUp:
         limit = Deadline(self._world.timeout_s, self._ready_s + self._world.timeout_s / 2)
         while True:
             is_late, members = limit.left_s <= 0, self._membership.generation.members
-            for rank in (rank for rank in pending.sources if rank in members):
-                if (answer := self._ask_source(rank, pending.version)) is not None:
+            for rank in pending.sources:
+                if rank in members and (answer := self._ask_source(rank, pending.version)) is not None:
                     return answer
             self._require_sources(pending, is_late=is_late)
             Event().wait(AGAIN_S)
 
     def _ask_source(self, rank: int, version: int) -> StateTransfer | None:
         """Return the state, or None if the rank does not have it; one that has it may take long to copy it."""
-        key = _key(rank)
-        found = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        key, call_store = f"service/{rank}", self._membership.on_store.call_store
+        found = call_store(lambda: self._store.get(key) if self._store.check([key]) else None)
         if found is None:
             return None
         address = parse(key, found, bytes.decode)
@@ -131,9 +131,6 @@ class CatchUp:
                 "its world: look at their output",
                 place,
             )
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        return call_store(question, self._world.timeout_s + STORE_ANSWER_S, self._world.rank)
 
 
 class FinalCalls(list[Callable[[], object]]):
@@ -225,7 +222,3 @@ def _parts(data: bytes) -> tuple[str, int, bytes]:
     host, port, password = data.decode().split()
     require(0 < int(port) < 65536 and len(password) == 2 * PASSWORD_NBYTES)
     return host, int(port), bytes.fromhex(password)
-
-
-def _key(rank: int) -> str:
-    return f"service/{rank}"
