@@ -4,7 +4,7 @@
 The measured rank runs in this process, and each rank that ends its waits in a process of its own. The background ranks
 share one process with a thread per rank, which computes only when no other process wants to: in a job each would have
 its own CPU.
-Each rank has a `QuorumVote` and connections of its own, and runs `quorum_step`. The store has half of the cores, all
+Each rank has a `QuorumVote` and connections of its own, and runs `decide`. The store has half of the cores, all
 ranks the rest. Linux only.
 """
 
@@ -15,25 +15,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from threading import Event
 from typing import Any, NamedTuple, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from commrt.backup_workers.quorum import QuorumStep, StepOutcome, quorum_step
-from commrt.backup_workers.quorum_vote import QuorumVote, RankOperation, VoteSettings
+from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
+from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
+from commrt.store.client import start_call
 from commrt.store.launcher import LOOPBACK
 from commrt.store.rendezvous import hold, listen
 from commrt.threads.future import Future
 
-__all__ = ["MeasuredRank", "cores", "measured_rank", "now_s"]
+__all__ = ["MeasuredRank", "announcement", "cores", "measured_rank", "now_s"]
 
 QUIET_S, TIMEOUT_S = 0.0003, 60.0
-NOTE = "32:1767225600.0000"
-"""Number of samples and time of day, as a rank announces them."""
 
 
 def now_s() -> float:
@@ -93,7 +94,7 @@ class VoteSetup(NamedTuple):
         """The rank that announces last, unless the measured rank does."""
         return self.needed - 1
 
-    def vote_of(self, rank: int, counts: Counter[str]) -> QuorumVote:
+    def vote_of(self, rank: int, counts: Counter[str]) -> ObservedVote:
         """Return the vote of one rank, with its requests counted."""
         store: Store = TCPStore(LOOPBACK, self.port, is_master=False, wait_for_workers=False)
         for name in ("commrt/0/1", "backed 1"):
@@ -101,18 +102,59 @@ class VoteSetup(NamedTuple):
         founders = Generation(0, dict.fromkeys(range(self.ranks), 0))
         membership = StoreMembership(PrefixStore("members", store), rank, founders, lambda: TIMEOUT_S)
         membership.open_generations()  # without a watcher: nobody is lost
-        settings = VoteSettings(rank, self.needed, lambda: TIMEOUT_S, nothing, lambda: False, membership)
-        vote = QuorumVote(cast("Store", Counted(PrefixStore("session 1", store), counts)), settings)
+        elastic = cast("ElasticMembership", Undisturbed(membership))
+        vote = ObservedVote(
+            cast("Store", Counted(PrefixStore("session 1", store), counts)), self.needed, elastic, nothing
+        )
         counts.clear()
         return vote
 
-    def step_of(self, rank: int, step: int) -> QuorumStep:
-        """Return what `rank` does in a step."""
-        return quorum_step(rank, 0, self.needed, step, note=NOTE)
+
+class Undisturbed(NamedTuple):
+    """The membership of a rank in a world that nobody leaves."""
+
+    on_store: StoreMembership
+    is_called: bool = False
+
+    def require_open(self) -> None:
+        """Do nothing: no rank gives up."""
+
+    def ensure_generation(self, _: int) -> Generation:
+        """Return the one generation."""
+        return self.on_store.generation
 
 
-def nothing() -> None:
-    """Do nothing: no rank gives up."""
+class ObservedVote(QuorumVote):
+    """A vote that says when it begins to wait for a key."""
+
+    before_waiting: Callable[[str], None] = staticmethod(lambda _: None)
+
+    def wait_for(self, key: str, step: int, attempt: int, members: tuple[int, ...] = ()) -> str:
+        """See `QuorumVote`."""
+        self.before_waiting(key)
+        return super().wait_for(key, step, attempt, members)
+
+
+def nothing(*_: object) -> bool:
+    """Have the sum at once."""
+    return True
+
+
+def announcement(rank: int) -> Announcement:
+    """Return what `rank` announces."""
+    return Announcement(rank, 0, 32, 1767225600.1234)
+
+
+class Events:
+    """What happens to one of the other ranks in a step."""
+
+    def __init__(self) -> None:
+        self.waits, self.reduces, self.has_sum = Event(), Event(), Event()
+
+    def reduce(self, *_: object) -> bool:
+        """Wait until this rank has the sum."""
+        self.reduces.set()
+        return self.has_sum.wait()
 
 
 class OtherRanks:
@@ -121,14 +163,16 @@ class OtherRanks:
     def __init__(self, setup: VoteSetup, ranks: Collection[int]) -> None:
         self._setup = setup
         self._votes = {rank: setup.vote_of(rank, Counter()) for rank in ranks}
-        self._steps: dict[int, QuorumStep] = {}
-        self._answers: dict[int, Future[RankOperation | StepOutcome]] = {}
+        self._events: dict[int, Events] = {}
+        self._answers: dict[int, Future[StepOutcome]] = {}
 
     def announce(self, step: int, ranks: Sequence[int]) -> None:
         """Announce `ranks`, and return once each of them waits or must reduce."""
         for rank in ranks:
-            self._steps[rank] = self._setup.step_of(rank, step)
-            self._resume(rank, None)
+            events, vote = Events(), self._votes[rank]
+            self._events[rank], vote.reduce = events, events.reduce
+            vote.before_waiting = lambda _, events=events: events.waits.set()  # type: ignore[misc]
+            self._answers[rank] = start_call(partial(vote.run, announcement(rank), step))
         self._wait(ranks)
 
     def complete(self, step: int, rank: int, pids: Sequence[int]) -> float:
@@ -141,8 +185,10 @@ class OtherRanks:
     def have_sum(self, ranks: Sequence[int]) -> None:
         """Let members other than the first have the sum, and return once they wait."""
         for rank in ranks:
-            self._answers[rank].result()
-            self._resume(rank, True)
+            self._events[rank].reduces.wait()
+            self._events[rank].waits.clear()
+            self._events[rank].reduces.clear()
+            self._events[rank].has_sum.set()
         self._wait(ranks)
 
     def settle(self, rank: int, pids: Sequence[int]) -> float:
@@ -152,17 +198,15 @@ class OtherRanks:
         self.have_sum([rank])
         return begin_s
 
-    def _resume(self, rank: int, answer: object) -> None:
-        self._answers[rank] = self._votes[rank]._store_thread.resume(self._steps[rank], answer)
-
     def _wait(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            while not self._answers[rank].done() and self._votes[rank]._store_thread.waits_for is None:
+            events = self._events[rank]
+            while not (self._answers[rank].done() or events.waits.is_set() or events.reduces.is_set()):
                 time.sleep(QUIET_S)
 
     def end(self, step: int, _: object) -> None:
         """Check that all ranks know the same outcome of the step."""
-        ends = {rank: cast("StepOutcome", answer.result()) for rank, answer in self._answers.items()}
+        ends = {rank: answer.result() for rank, answer in self._answers.items()}
         members = next(iter(ends.values())).members
         if any(end.members != members or end.counts != (rank in members) for rank, end in ends.items()):
             raise AssertionError(f"step {step} ended in several ways: {ends}")
@@ -204,7 +248,7 @@ class MeasuredRank(NamedTuple):
     """The measured rank's vote, and its view of the store and the others."""
 
     setup: VoteSetup
-    vote: QuorumVote
+    vote: ObservedVote
     groups: Sequence[Group]
     store_pid: int
 
@@ -253,7 +297,7 @@ def measured_rank(rank: int, ranks: int, backups: int, counts: Counter[str]) -> 
 def started(stack: ExitStack, work: Callable[..., None], *args: object) -> tuple[Connection, int]:
     """Start a process that is killed at the end; return its connection and its pid."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "commrt.backup_workers.quorum_vote"])
+    context.set_forkserver_preload(["torch.distributed", "commrt.backup_workers.quorum"])
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *args), daemon=True)
     process.start()

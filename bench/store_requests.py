@@ -33,10 +33,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from interleaved import spread
-from store_ranks import MeasuredRank, cores, measured_rank, now_s
+from store_ranks import MeasuredRank, announcement, cores, measured_rank, now_s
 
-from commrt.backup_workers.quorum import QuorumStep, StepOutcome, WaitFor, quorum_key
-from commrt.backup_workers.quorum_vote import RankOperation
+from commrt.backup_workers.quorum import StepOutcome, quorum_key
 
 __all__ = ["CASES", "Case", "Row", "measured"]
 
@@ -105,7 +104,8 @@ class Step:
             self._others_reduce()
         self._mark()
         self._begin_s = now_s()
-        outcome = measured.vote.run(self._quorum_step(), 0, self._reduce)
+        measured.vote.before_waiting, measured.vote.reduce = self._before_waiting, self._reduce
+        outcome = measured.vote.run(announcement(MEASURED), self._number)
         end_s = now_s()
         if not case.is_decisive:
             self._sum_s = measured.connection_to(self._first).recv()
@@ -116,22 +116,9 @@ class Step:
     def _mark(self) -> None:
         self._store_ms.append(self._measured.store_ms())
 
-    def _quorum_step(self) -> QuorumStep:
-        """Follow the measured rank's step, and note the times."""
-        step, answer = self._measured.setup.step_of(MEASURED, self._number), None
-        while True:
-            try:
-                operation = step.send(answer)
-            except StopIteration as end:
-                outcome: StepOutcome = end.value
-                return outcome
-            if isinstance(operation, WaitFor):
-                self._before_waiting(operation)
-            answer = yield operation
-
-    def _before_waiting(self, read: WaitFor) -> None:
+    def _before_waiting(self, key: str) -> None:
         """Let the event that ends the wait come once all processes are idle."""
-        if read.key == quorum_key(self._number, 0, "outcome"):
+        if key == quorum_key(self._number, 0, "outcome"):
             self._known_s = self._known_s or now_s()
             if not self._case.is_decisive:
                 self._tell("settle", self._first)
@@ -142,7 +129,7 @@ class Step:
         rank = told[-1]
         self._measured.connection_to(rank).send((*told, self._measured.pids_without(rank)))
 
-    def _reduce(self, _: RankOperation) -> bool:
+    def _reduce(self, *_: object) -> bool:
         self._known_s = now_s()
         if not self._case.is_decisive:
             self._begin_s = self._measured.connection_to(self._last).recv()

@@ -195,15 +195,12 @@ def test_final_calls_run_once_before_an_error_that_ends_training(error):
     said = []
     words = FinalCalls([lambda: said.append("one"), lambda: 1 // 0, lambda: said.append("two")])
     for _ in range(2):
-        with pytest.raises(type(error)), words.around():
-            raise error
+        words.make(error)
     assert said == ["one", "two"]
 
 
 def test_final_calls_do_not_run_before_an_error_that_a_loop_may_survive():
-    words = FinalCalls([lambda: pytest.fail("called")])
-    with pytest.raises(UsageError), words.around():
-        raise UsageError
+    FinalCalls([lambda: pytest.fail("called")]).make(UsageError())
 
 
 UNCLOSED = """

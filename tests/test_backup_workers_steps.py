@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.backup_workers import quorum_vote
+from commrt.backup_workers import quorum
 from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
 
@@ -148,8 +148,8 @@ def test_a_rank_reads_its_step_anywhere_and_its_own_schedulers_count_once():
 
 
 def test_a_rank_that_missed_more_steps_than_the_store_keeps_catches_up(monkeypatch):
-    monkeypatch.setattr(quorum_vote, "KEPT_STEPS", 4)
-    monkeypatch.setattr(quorum_vote, "DELETED_STEPS", 2)
+    monkeypatch.setattr(quorum, "KEPT_STEPS", 4)
+    monkeypatch.setattr(quorum, "DELETED_STEPS", 2)
     steps = 40
     progress = Progress()
     ends = run_ranks(

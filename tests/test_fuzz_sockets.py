@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import struct
 import sys
 import threading
 from contextlib import suppress
@@ -19,9 +18,9 @@ from hypothesis import strategies as st
 from stray_connections import train_under_knocks, where_gloo_listens
 from torch.distributed import HashStore
 
-from commrt.backup_workers import state_server
-from commrt.backup_workers.state_server import ANSWER, StateServer, request_state
-from commrt.elastic.liveness import LivenessListener, probe
+from commrt.backup_workers import catch_up
+from commrt.backup_workers.catch_up import NBYTES, YES, StateServer, request_state
+from commrt.elastic.liveness import Listener, probe
 from commrt.testing.processes import run_processes
 from commrt.transport import channel
 
@@ -53,15 +52,15 @@ def test_the_gloo_transport_opens_only_local_sockets(monkeypatch):
 
 @pytest.fixture
 def open_service():
-    served = StateServer(LOOPBACK, {b"R": lambda number: str(number).encode()})
+    served = StateServer(LOOPBACK, lambda number: (piece for piece in (b"", str(number).encode())))
     yield served
     served.close()
 
 
 @cases(20)
 @given(said=FILES)
-@example(said=b"\0" * state_server.REQUEST.size)
-@example(said=b"\0" * (state_server.REQUEST.size - 1))
+@example(said=b"\0" * catch_up.REQUEST.size)
+@example(said=b"\0" * (catch_up.REQUEST.size - 1))
 def test_a_service_goes_on_after_any_bytes(open_service, said):
     host, port, _ = open_service.address.split()
     with in_time(), suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
@@ -69,26 +68,26 @@ def test_a_service_goes_on_after_any_bytes(open_service, said):
         with suppress(OSError):  # of one that has hung up already
             line.shutdown(socket.SHUT_WR)
         assert line.recv(100) == b""
-    assert request_state(open_service.address, b"R", 7, 5.0) == b"7"
+    assert request_state(open_service.address, 7, 5.0, 5.0) == b"7"
 
 
 def test_a_server_limits_the_number_and_the_time_of_silent_connections(monkeypatch):
-    monkeypatch.setattr(state_server, "PASSWORD_S", 0.5)
-    monkeypatch.setattr(state_server, "MAX_CLIENTS", 4)
-    served = StateServer(LOOPBACK, {b"R": lambda number: b"yes"})
+    monkeypatch.setattr(catch_up, "PASSWORD_S", 0.5)
+    monkeypatch.setattr(catch_up, "MAX_CLIENTS", 4)
+    served = StateServer(LOOPBACK, lambda number: (piece for piece in (b"", b"yes")))
     host, port, _ = served.address.split()
     lines = [socket.create_connection((host, int(port)), 5.0) for _ in range(20)]
     assert [line.recv(1) for line in lines] == [b""] * 20  # shown out, at once or soon
-    assert request_state(served.address, b"R", 7, 5.0) == b"yes"
+    assert request_state(served.address, 7, 5.0, 5.0) == b"yes"
     for line in lines:
         line.close()
     served.close()
 
 
 @cases(20)
-@given(said=FILES | st.integers(0, 2**64 - 1).map(lambda nbytes: ANSWER.pack(True, nbytes) + b"ab"))
-@example(said=struct.pack("<?Q", True, 2**63))
-@example(said=struct.pack("<?Q", True, 2**50) + b"a")
+@given(said=FILES | st.integers(0, 2**64 - 1).map(lambda nbytes: YES + NBYTES.pack(nbytes) + b"ab"))
+@example(said=YES + NBYTES.pack(2**63))
+@example(said=YES + NBYTES.pack(2**50) + b"a")
 def test_a_request_to_an_unknown_server_returns_some_bytes_or_none(said):
     with socket.create_server((LOOPBACK, 0)) as listener:
 
@@ -100,7 +99,7 @@ def test_a_request_to_an_unknown_server_returns_some_bytes_or_none(said):
         stranger = threading.Thread(target=answer, daemon=True)
         stranger.start()
         address = f"{LOOPBACK} {listener.getsockname()[1]} {'00' * 16}"
-        found = met(request_state, address, b"R", 7, 5.0)
+        found = met(request_state, address, 7, 5.0, 5.0)
         stranger.join()
         assert found is None or len(found) <= len(said)
 
@@ -108,7 +107,7 @@ def test_a_request_to_an_unknown_server_returns_some_bytes_or_none(said):
 @cases(20)
 @given(said=FILES)
 def test_a_liveness_listener_goes_on_after_any_bytes(said):
-    listener = LivenessListener(LOOPBACK)
+    listener = Listener(LOOPBACK)
     host, port = listener.address.split()
     with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
         line.sendall(said)

@@ -105,17 +105,15 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     departures.left_early({1: 1})
     departures._question.exception(5.0)
     departures.left_early({1: 1})
-    met(request_state, said[:99].decode(errors="replace"), b"R", 1, 0.5)
+    met(request_state, said[:99].decode(errors="replace"), 1, 0.5, 0.5)
 
 
 @cases(60)
 @given(WORDS.map(" ".join) | JUNK.map(lambda said: said.decode(errors="replace")))
-@example("x@0@")
-def test_announcements_are_read_or_are_a_value_error(said):
-    try:
-        parse_announcements(said, 0)
-    except ValueError:
-        return
+@example("x@0@@0.0@0.0")
+@example("0@0@@nan@0.0")
+def test_announcements_are_read_or_are_a_disagreement(said):
+    met(parse_announcements, said, 0)
 
 
 ALGORITHMS = [commrt.Ring(), commrt.Gossip(), commrt.BackupWorkers(1)]

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of the quorum, checked exhaustively: every order of events, a death at every instant, false suspicions.
 
-A state is what each rank was answered so far, what the store holds, and who is dead. A rank's next operation follows
-from its answers, by running the very generator that training runs. Another process may take the place of a dead one at
-any instant, with the weights of any rank that lives; it calls all others to a new generation.
+A state is what each rank was answered so far, what the store holds, and who is dead. A rank's next request follows from
+its answers, by running the very function that training runs up to its first request without an answer. Another process
+may take the place of a dead one at any instant, with the weights of any rank that lives; it calls all others to a new
+generation.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from random import Random
 from time import perf_counter
@@ -17,25 +19,101 @@ from typing import NamedTuple
 
 import pytest
 
+from commrt.backup_workers import quorum
 from commrt.backup_workers.quorum import (
     DONE,
     FAILED,
     NO_MEMBERS,
-    Append,
-    NextAttempt,
-    ReadNow,
-    Reduce,
-    SetOnce,
+    Announcement,
     StepOutcome,
-    WaitFor,
     choose_members,
+    decide,
     parse_announcements,
     quorum_key,
-    quorum_step,
 )
 
 DIES = 0.02
 """How likely the next event is a rank's death, if one may die."""
+
+
+class Append(NamedTuple):
+    key: str
+    word: str
+
+
+class SetOnce(NamedTuple):
+    key: str
+    value: str
+
+
+class ReadNow(NamedTuple):
+    keys: tuple
+
+
+class WaitFor(NamedTuple):
+    key: str
+    step: int
+    attempt: int
+    members: tuple = ()
+
+
+class Reduce(NamedTuple):
+    step: int
+    attempt: int
+    members: tuple
+
+
+class NextAttempt(NamedTuple):
+    generation: int
+
+
+class Unanswered(Exception):
+    """A request that has no answer yet."""
+
+
+class Asked:
+    """The requests of one rank: gives the answers that it got, in order, and stops it at the next request."""
+
+    def __init__(self, needed, begin, answers):
+        self.needed, self.begin, self.generation = needed, begin, begin.generation
+        self.came = {*begin.came}
+        self.used, self._answers = begin.used, answers
+
+    def _answer(self, operation):
+        if isinstance(operation, Reduce):
+            self.came.add((operation.step, operation.attempt, self.generation))
+        if self.used == len(self._answers):
+            raise Unanswered(operation)
+        self.used += 1
+        return self._answers[self.used - 1]
+
+    def append(self, key, word):
+        self._answer(Append(key, word))
+
+    def set_once(self, key, value):
+        return self._answer(SetOnce(key, value))
+
+    def read(self, *keys):
+        return self._answer(ReadNow(keys))
+
+    def wait_for(self, key, step, attempt, members=()):
+        return self._answer(WaitFor(key, step, attempt, members))
+
+    def reduce(self, step, attempt, members):
+        return self._answer(Reduce(step, attempt, members))
+
+    def next_attempt(self, generation):
+        self.follow(generation)
+        self.note(attempt=self.begin.attempt + 1)
+        return self.generation
+
+    def follow(self, generation):
+        self.generation = self._answer(NextAttempt(generation))
+
+    def note(self, **changes):
+        """Here another run may begin."""
+        now = {"generation": self.generation, "used": self.used, "came": frozenset(self.came)}
+        self.begin = self.begin._replace(**now, **changes)
 
 
 @dataclass(frozen=True)
@@ -56,13 +134,25 @@ class State:
         return replace(self, answers=tuple(answers), **more)
 
 
+class Begin(NamedTuple):
+    """Where a rank began its latest attempt."""
+
+    step: int
+    generation: int
+    attempt: int = 0
+    used: int = 0  # answers
+    came: frozenset = frozenset()  # (step, attempt, generation) of the reductions to which it has come
+    outcomes: tuple = ()  # of the steps before
+
+
 class Position(NamedTuple):
     """How far a rank has come in its steps."""
 
     operation: object  # what it asks for next, or the outcomes of its steps
     step: int
     generation: int
-    came: frozenset  # (step, attempt, generation) of the reductions to which it has come
+    came: frozenset
+    begin: Begin
 
 
 @dataclass
@@ -76,31 +166,24 @@ class Model:
     births: int = 0
     suspicions: int = 0
     voids: int = 0
-    rule: object = quorum_step
+    rule: object = decide
     first_knows: bool = True
     """For the first member a reduction goes well only if all others have the sum."""
     known_positions: dict = field(default_factory=dict, repr=False)
-    lives: dict = field(default_factory=dict, repr=False)  # those that were asked last, with their answers
 
     @property
     def ranks(self):
         return range(self.needed + self.backups)
 
-    def life(self, rank, begin, generation):
+    def life(self, ask, rank):
         """All steps of a process; a dropped rank takes the weights of another and goes on."""
-        outcomes = {}
-        for step in range(begin, self.steps):
-            if self.births:
-                generation = yield NextAttempt(generation)
-            coroutine, answer = self.rule(rank, generation, self.needed, step), None
-            while step not in outcomes:
-                try:
-                    operation = coroutine.send(answer)
-                except StopIteration as end:
-                    outcomes[step] = end.value
-                else:
-                    answer = yield operation
-                    generation = answer if isinstance(operation, NextAttempt) else generation
+        outcomes = dict(ask.begin.outcomes)
+        for step in range(ask.begin.step, self.steps):
+            if step > ask.begin.step:
+                ask.note(step=step, attempt=0, outcomes=tuple(outcomes.items()))
+            if self.births and not ask.begin.attempt:
+                ask.follow(ask.generation)
+            outcomes[step] = self.rule(ask, Announcement(rank, ask.generation), step, ask.begin.attempt)
         return outcomes
 
     def at(self, state, rank):
@@ -111,26 +194,14 @@ class Model:
         return self.known_positions[rank, begin, answers]
 
     def live(self, rank, begin, answers):
-        """Where it is after one answer more than the life that was asked last, or after all of them anew."""
-        life, known = self.lives.pop((rank, begin), (None, None))
-        if not answers or known != answers[:-1]:
-            life, known = self.life(rank, *begin), ()
-            position = self.after(life, Position(None, *begin, frozenset()), None)
-        else:
-            position = self.known_positions[rank, begin, known]
-        for answer in answers[len(known) :]:
-            position = self.after(life, position, answer)
-        self.lives[rank, begin] = life, answers
-        return position
-
-    def after(self, life, position, answer):
-        generation = answer if isinstance(position.operation, NextAttempt) else position.generation
+        """Where it is after all of these answers."""
+        known = self.known_positions.get((rank, begin, answers[:-1])) if answers else None
+        ask = Asked(self.needed, known.begin if known else Begin(*begin), answers)
         try:
-            operation = life.send(answer)
-        except StopIteration as end:
-            return Position(end.value, self.steps, generation, position.came)
-        place = {(operation.step, operation.attempt, generation)} if isinstance(operation, Reduce) else set()
-        return Position(operation, getattr(operation, "step", position.step), generation, position.came | place)
+            operation, step = self.life(ask, rank), self.steps
+        except Unanswered as unanswered:
+            operation, step = unanswered.args[0], ask.begin.step
+        return Position(operation, step, ask.generation, frozenset(ask.came), ask.begin)
 
     def operation(self, state, rank):
         return self.at(state, rank).operation
@@ -218,8 +289,8 @@ class Model:
         It goes badly only if one is gone, gave up, or is suspected.
         """
         place, generation = (operation.step, operation.attempt), self.at(state, rank).generation
-        settled = store[quorum_key(operation.step, operation.attempt, "members")].split()
-        assert {word.split("@")[1] for word in settled} == {str(generation)}, "through connections that it has not"
+        settled = parse_announcements(store[quorum_key(operation.step, operation.attempt, "members")])
+        assert {word.generation for word in settled} == {generation}, "through connections that it has not"
         others = [member for member in operation.members if member != rank]
         if rank == operation.members[0] and self.first_knows:
             is_whole = all((member, place, True) in state.reduced for member in others)
@@ -296,6 +367,12 @@ class Model:
             assert set(living) <= set(self.outcomes(state)), state
 
 
+@pytest.fixture(autouse=True)
+def texts_are_parsed_once(monkeypatch):
+    """As the same ones come again and again."""
+    monkeypatch.setattr(quorum, "parse_announcements", cache(parse_announcements))
+
+
 CASES = [
     Model(2, 0, steps=3),
     Model(2, 1, steps=2),
@@ -337,33 +414,51 @@ def test_live_ranks_apply_the_same_gradients_in_random_orders_with_replacements(
     assert sum(model.walk(draw) for _ in range(WALKS)) > 50 * WALKS
 
 
-def without_waiting_for_done(rank, generation, needed, step):
-    """As `deliberate`, but a member that has the sum uses it at once."""
-    coroutine = quorum_step(rank, generation, needed, step)
-    operation = next(coroutine)
-    while True:
-        answer = yield operation
-        if isinstance(operation, Reduce) and answer:
-            yield SetOnce(quorum_key(step, operation.attempt, "outcome"), DONE if rank == operation.members[0] else "")
-            return StepOutcome(operation.members, True, operation.attempt)
-        try:
-            operation = coroutine.send(answer)
-        except StopIteration as end:
-            return end.value
+class Shortcut:
+    """Requests that are passed on, but for those of a subclass."""
+
+    def __init__(self, ask, rank):
+        self.ask, self.rank = ask, rank
+
+    def __getattr__(self, name):
+        return getattr(self.ask, name)
 
 
-def without_a_gradient_for_another_attempt(rank, generation, needed, step):
-    """As `deliberate`, but a member has used its gradient when the attempt fails, and can announce it no more."""
-    coroutine = quorum_step(rank, generation, needed, step)
-    operation, had_sum = next(coroutine), False
-    while not (had_sum and isinstance(operation, NextAttempt)):
-        answer = yield operation
-        had_sum = had_sum or (isinstance(operation, Reduce) and answer)
-        try:
-            operation = coroutine.send(answer)
-        except StopIteration as end:
-            return end.value
-    yield WaitFor("never", step, operation.generation, (rank,))
+class Ended(Exception):
+    """A step has ended early."""
+
+
+class AppliesAtOnce(Shortcut):
+    def reduce(self, step, attempt, members):
+        if went_well := self.ask.reduce(step, attempt, members):
+            stands = DONE if self.rank == members[0] else ""
+            self.ask.set_once(quorum_key(step, attempt, "outcome"), stands)
+            raise Ended(StepOutcome(attempt, members, counts=True))
+        return went_well
+
+
+def without_waiting_for_done(ask, mine, step, attempt):
+    """As `decide`, but a member that has the sum uses it at once."""
+    try:
+        return decide(AppliesAtOnce(ask, mine.rank), mine, step, attempt)
+    except Ended as end:
+        return end.args[0]
+
+
+class UsesItsGradient(Shortcut):
+    had_sum = False
+
+    def reduce(self, step, attempt, members):
+        self.had_sum = self.ask.reduce(step, attempt, members)
+        return self.had_sum
+
+    def next_attempt(self, generation):
+        return self.ask.wait_for("never", 0, 0, (self.rank,)) if self.had_sum else self.ask.next_attempt(generation)
+
+
+def without_a_gradient_for_another_attempt(ask, mine, step, attempt):
+    """As `decide`, but a member has used its gradient when the attempt fails, and can announce it no more."""
+    return decide(UsesItsGradient(ask, mine.rank), mine, step, attempt)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from threading import Event
-from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
-from commrt.backup_workers import quorum_vote
-from commrt.backup_workers.quorum import DONE, FAILED, Reduce, StepOutcome, quorum_key, quorum_step
-from commrt.backup_workers.quorum_vote import QuorumVote, VoteSettings
+from commrt.backup_workers import quorum
+from commrt.backup_workers.quorum import DONE, FAILED, Announcement, QuorumVote, StepOutcome, quorum_key
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
 from commrt.runtime.membership import Loss
@@ -31,8 +30,17 @@ def members(ranks, store):
     return found
 
 
-def vote_of(member, needed, is_called=lambda: False):
-    return QuorumVote(member.store, VoteSettings(member.rank, needed, lambda: LONG_S, int, is_called, member))
+class NoOtherAttempt(Exception):
+    """A step has failed, and is not tried again."""
+
+
+def never(generation):
+    raise NoOtherAttempt
+
+
+def vote_of(member, needed, store=None, *, is_called=False, reduce=lambda *_: True, next_attempt=never):
+    elastic = SimpleNamespace(on_store=member, require_open=int, is_called=is_called, ensure_generation=next_attempt)
+    return QuorumVote(store or member.store, needed, elastic, reduce)
 
 
 def end(found, vote):
@@ -45,22 +53,35 @@ def end(found, vote):
 # a member that has the sum waits for the first member, who says when all have it
 
 
-def waiting_for_the_first(vote, store):
-    """Return the future of what a step comes to in which rank 0 counts, and does not say what it came to.
+class Watched:
+    """A store that says when somebody waits for the outcome of a step."""
 
-    The step waits for rank 0 by then, unless it has ended: a clock that moves earlier would blame the store.
+    def __init__(self, store):
+        self._store, self.waits = store, Event()
+
+    def clone(self):
+        return self
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def get(self, key):
+        if key == OUTCOME:
+            self.waits.set()
+        return self._store.get(key)
+
+
+def waiting_for_the_first(member, store, **options):
+    """Return the vote of rank 1, and the future of what a step comes to in which rank 0 counts, and does not say it.
+
+    The step waits for rank 0 by then: a clock that moves earlier would blame the store.
     """
-
-    def execute(operation):
-        return True if isinstance(operation, Reduce) else None  # None: there is no other attempt
-
-    store.append(quorum_key(0, 0, "announced"), "0@0@ ")
-    ended = start_call(lambda: vote.run(quorum_step(1, 0, 2, 0), 0, execute))
-    end_s = monotonic() + PATIENT_S
-    while not (ended.done() or ((read := vote._store_thread.waits_for) and read.members)):
-        assert monotonic() < end_s, "the step does not wait for rank 0"
-        Event().wait(0.002)
-    return ended
+    watched = Watched(store)
+    vote = vote_of(member, 2, watched, **options)
+    store.append(quorum_key(0, 0, "announced"), f"{Announcement(0, 0)} ")
+    ended = start_call(lambda: vote.run(Announcement(1, 0), 0))
+    assert watched.waits.wait(PATIENT_S), "the step does not wait for rank 0"
+    return vote, ended
 
 
 def goes_on_without(found):
@@ -78,24 +99,24 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(loss):
     found = members(2, store := HashStore())
-    vote = vote_of(found[1], 2, lambda: loss == "the others form a new generation")
     if (lose := LOSSES[loss]) is not None:
         lose(found)
+    is_called = loss == "the others form a new generation"
     with moved_clock() if loss == "it is silent up to the deadline" else nullcontext() as clock:
-        ended = waiting_for_the_first(vote, store)
+        vote, ended = waiting_for_the_first(found[1], store, is_called=is_called)
         if clock is not None:
             clock.advance_until(ended.done)
-        assert ended.result(PATIENT_S) == StepOutcome((), counts=False, attempt=1, is_over=False)
+        with pytest.raises(NoOtherAttempt):
+            ended.result(PATIENT_S)
     assert store.get(OUTCOME).decode() == FAILED
     end(found, vote)
 
 
 def test_a_member_waits_for_one_that_lives_up_to_the_deadline():
     found = members(2, store := HashStore())
-    vote = vote_of(found[1], 2)
     with moved_clock() as clock:
         end_s = clock.now_s() + 0.8 * LONG_S
-        ended = waiting_for_the_first(vote, store)
+        vote, ended = waiting_for_the_first(found[1], store)
         clock.advance_until(lambda: clock.now_s() >= end_s)
         assert not ended.done()
         set_once(store, OUTCOME, DONE)
@@ -109,10 +130,10 @@ def test_a_member_waits_for_one_that_lives_up_to_the_deadline():
 @pytest.fixture
 def alone(monkeypatch):
     """The vote of one rank that is enough for a step, on a store that keeps few steps."""
-    monkeypatch.setattr(quorum_vote, "KEPT_STEPS", 4)
-    monkeypatch.setattr(quorum_vote, "DELETED_STEPS", 2)
+    monkeypatch.setattr(quorum, "KEPT_STEPS", 4)
+    monkeypatch.setattr(quorum, "DELETED_STEPS", 2)
     found = members(1, HashStore())
-    vote = vote_of(found[0], 1)
+    vote = vote_of(found[0], 1, next_attempt=lambda _: found[0].generation)
     yield vote
     end(found, vote)
 
@@ -120,9 +141,8 @@ def alone(monkeypatch):
 def step(vote, number, failing=0):
     """Make a step in which so many attempts fail."""
     sums = iter([*[False] * failing, True])
-    outcome = vote.run(
-        quorum_step(0, 0, 1, number), 0, lambda each: next(sums) if isinstance(each, Reduce) else each.generation
-    )
+    vote.reduce = lambda *_: next(sums)
+    outcome = vote.run(Announcement(0, 0), number)
     vote.delete_old_steps(number, outcome.attempt + 1, is_first=True)
     return outcome
 
@@ -139,4 +159,4 @@ def test_the_store_holds_no_more_keys_the_more_steps_there_are(alone, failing):
 def test_a_rank_that_comes_to_a_deleted_step_is_told_at_once(alone):
     for number in range(16):
         step(alone, number)
-    assert step(alone, 0) == StepOutcome((), counts=False, attempt=0)
+    assert step(alone, 0) == StepOutcome(0)

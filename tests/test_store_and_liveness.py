@@ -15,7 +15,7 @@ import failing_ranks
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt.elastic.liveness import LivenessListener, probe
+from commrt.elastic.liveness import Listener, probe
 from commrt.store.client import delete_once, parse_dict, parse_list, set_once
 from commrt.testing.processes import run_processes
 
@@ -23,7 +23,7 @@ LIMIT_S = 20.0
 
 
 def test_a_listener_answers_until_it_is_closed():
-    listener = LivenessListener("127.0.0.1")
+    listener = Listener("127.0.0.1")
     assert [probe(listener.address) for _ in range(3)] == [True] * 3
     listener.close()
     assert probe(listener.address) is False
@@ -31,7 +31,7 @@ def test_a_listener_answers_until_it_is_closed():
 
 
 def test_a_listener_is_where_the_others_are_and_nowhere_else():
-    listener = LivenessListener("localhost")
+    listener = Listener("localhost")
     assert listener.address.startswith(("127.", "::1"))
     listener.close()
 
@@ -48,7 +48,7 @@ def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
 
 def test_a_listener_answers_more_often_than_a_queue_is_long(monkeypatch):
     monkeypatch.setattr(socket, "SOMAXCONN", 2)
-    listener = LivenessListener("127.0.0.1")
+    listener = Listener("127.0.0.1")
     assert [probe(listener.address) for _ in range(20)] == [True] * 20
     listener.close()
 

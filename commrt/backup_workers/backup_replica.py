@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum, auto
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -17,10 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.backup import BackupWorkers
-from commrt.backup_workers.backup_step import BackupStep
-from commrt.backup_workers.catch_up import CatchUp, FinalCalls
+from commrt.backup_workers.backup_step import BackupStep, StepSkipper
+from commrt.backup_workers.catch_up import CatchUp, FinalCalls, PendingCatchUp
 from commrt.backup_workers.replica_state import ReplicaState
-from commrt.backup_workers.step_skipper import StepSkipper
 from commrt.buckets.engine import BuildBuckets, Engine
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
@@ -47,6 +47,26 @@ UNEQUAL = (
 )
 
 
+class Phase(Enum):
+    """Where a replica stands in its step."""
+
+    READY = auto()
+    """Its weights are the latest that it knows, or become that in the optimizers' step."""
+    RUNNING = auto()
+    """It is in a backward pass."""
+    LATE = auto()
+    """The gradients of others counted: it needs the state of one of them before its next forward pass."""
+    STALE = auto()
+    """It is late, and in a backward pass that used older weights, as the model's hooks were not called."""
+    CAUGHT_UP = auto()
+    """It has the state of another rank, whose loop was farther in the step: take that again at the next pass."""
+    OVER = auto()
+    """Too few ranks train: what the loop does from here to the next pass is undone."""
+
+
+LATE, IN_PASS = (Phase.LATE, Phase.STALE), (Phase.RUNNING, Phase.STALE)
+
+
 class BackupWorkersReplica(Replica):
     """Train one replica; its gradients are the mean of the first N ranks' when ``backward()`` returns.
 
@@ -67,27 +87,27 @@ class BackupWorkersReplica(Replica):
         broadcast_buffers: bool,
     ) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
-        params = [param for _, param in named]
-        self._needed = algorithm.needed(engine.world.size)
-        super().__init__(model, named, algorithm, engine.world)
+        params, world = [param for _, param in named], engine.world
+        self._others = *range(world.rank + 1, world.size), *range(world.rank)
+        self._needed = algorithm.needed(world.size)
+        super().__init__(model, named, algorithm, world)
         self._engine, self._owners_of_state = engine, [*optimizers, *also]
         self._final_calls = FinalCalls()
-        self._passing: int | None = None  # a backward pass that has not ended
-        self._is_stale = False  # it uses older weights, as the model's hooks were not called
+        self._phase, self._pass_number = Phase.READY, -1
+        self._pending = PendingCatchUp(0, ())  # what it needs while it is late
         self._samples: int | None = 0
         self._has_warned = False  # of batches that were dropped because the others had stopped
-        self._is_replacement = False  # a new process in a lost rank's place, before its first step
         self._guard = StepGuard(self._world, optimizers, params, lambda: None)
         self._state = ReplicaState(model, params, self._owners_of_state)
         self._skipper = StepSkipper(optimizers, self._guard, self._state.shut)
-        world, is_founder = self._world, self._world.config is None
-        make_elastic(world).begin(self, world.attached, alone=True, needed=self._needed, founds=is_founder)
+        self._is_founder = world.config is None
+        make_elastic(world).begin(self, world.attached, alone=True, needed=self._needed, founds=self._is_founder)
         store = PrefixStore(f"backed {world.attached}", world.store)
         self._backup_step = BackupStep(
             model, engine, self._guard, cut, algorithm, store, with_buffers=broadcast_buffers
         )
         self._catch_up = CatchUp(world, make_elastic(world), store, self._state)
-        if is_founder:
+        if self._is_founder:
             self._catch_up.open()
         world.hooks = Hooks(self._before_collective, self._state.shut, self._end, self._leave, self._final_calls.make)
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
@@ -106,8 +126,7 @@ class BackupWorkersReplica(Replica):
     @property
     def step(self) -> int:
         """The number of updates in the weights, or that they will have in the next forward pass of a late rank."""
-        pending = self._catch_up.pending
-        return self._backup_step.version if pending is None else pending.version
+        return self._pending.version if self._phase in LATE else self._backup_step.version
 
     def before_giving_up(self, call: Callable[[], object]) -> None:
         """Call `call` before `QuorumLost`, `DeadlineExceeded` or `PeerLost` ends training, to save a checkpoint.
@@ -125,78 +144,103 @@ class BackupWorkersReplica(Replica):
         self._follow()
 
     def _follow(self, *, amid_step: bool = False) -> None:
-        self._state.undo()
-        if (pending := self._catch_up.pending) is not None:
-            with self._final_calls.around():
-                transfer = self._catch_up.fetch(pending)
-            self._state.install(transfer, amid_step=amid_step)
+        if self._phase is Phase.OVER:
+            self._state.undo()
+            self._phase = Phase.READY
+        elif self._phase in LATE:
+            try:
+                transfer = self._catch_up.fetch(self._pending)
+            except CommrtError as error:
+                self._final_calls.make(error)
+                raise
+            due = transfer.snapshot.is_due
+            is_amid_step = self._state.install(transfer, amid_step=amid_step)
             self._backup_step.follow(transfer.snapshot)
             self._skipper.renew(counted=False)  # gradients of before
-            due = pending._replace(version=transfer.snapshot.version)
-            self._catch_up.pending = due if transfer.snapshot.is_due else None
+            self._pending = self._pending._replace(version=transfer.snapshot.version)
+            self._phase = Phase.LATE if due else Phase.CAUGHT_UP if is_amid_step else Phase.READY
+
+    def _open(self, *, in_pass: bool) -> None:
+        """Let late ranks copy this state."""
+        if self._phase is Phase.CAUGHT_UP:
+            self._state.reload()
+            self._phase = Phase.READY
+        self._state.open(self._backup_step.snapshot(in_pass=in_pass))
 
     def _before_forward(self, given: Sequence[object]) -> None:
-        if self.model.training and torch.is_grad_enabled():
-            self.drain()
-            self._state.reload()
-            if self._catch_up.pending is None and not self._guard.is_due:
-                self._state.open(self._backup_step.snapshot(in_pass=True))
-            self._is_replacement = False
-            first = next((each for each in given if isinstance(each, Tensor) and each.dim()), None)
-            self._samples = None if first is None or self._samples is None else self._samples + len(first)
+        if not (self.model.training and torch.is_grad_enabled()):
+            return
+        if self._phase in (Phase.LATE, Phase.OVER):
+            self._follow()
+        if self._phase not in LATE and not (self._skipper.fresh and self._guard.is_due):
+            self._open(in_pass=True)
+        for each in given:
+            if isinstance(each, Tensor) and each.dim():
+                self._samples = None if self._samples is None else self._samples + len(each)
+                break
+        else:
+            self._samples = None
 
     def _on_gradient(self, name: str) -> None:
         if not self._is_synchronous:
             self._guard.hold_back()
             return
-        if self._is_new_pass(f"the gradient of {name}"):
+        if self._phase not in IN_PASS or self._pass_number != current_pass():
+            if self._phase in IN_PASS:
+                self._leave_interrupted_pass(name)
+            self._pass_number = current_pass()
             self._begin_pass()
             at_end_of_backward(self._finish)
-        if not self._is_stale:
+        if self._phase is Phase.RUNNING:
             self._backup_step.mark(name)
 
-    def _is_new_pass(self, what: str) -> bool:
-        if self._passing is not None and self._passing != current_pass() and not self._world.closed:
-            if not self._backup_step.forget_pass():
-                raise UsageError(INTERRUPTED.format(what=what))
-            self._passing = None
-        return self._passing is None or self._passing != current_pass()
+    def _leave_interrupted_pass(self, name: str) -> None:
+        if not (self._world.closed or self._backup_step.forget_pass()):
+            raise UsageError(INTERRUPTED.format(what=f"the gradient of {name}"))
+        self._phase = Phase.LATE if self._phase is Phase.STALE else Phase.READY
 
     def _begin_pass(self) -> None:
-        self._is_replacement = False
-        self._passing, self._is_stale = current_pass(), self._catch_up.pending is not None
-        if not self._is_stale:
-            self._state.reload()  # again, as a compiled model calls no hooks
-            self._state.open(self._backup_step.snapshot(in_pass=True))
-            self._backup_step.begin(self._samples or None)
+        if self._phase is Phase.LATE:
+            self._phase = Phase.STALE
+            return
+        self._open(in_pass=True)  # again, as a compiled model calls no hooks
+        self._backup_step.begin(self._samples or None)
+        self._phase = Phase.RUNNING
 
     def _finish(self) -> None:
-        self._passing, self._samples = None, 0
-        if self._is_stale:
-            self._backup_step.drop()
-            self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
-            self._stats = self._stats.plus(self.last)
-            self._follow(amid_step=True)
+        was, self._phase, self._samples = self._phase, Phase.READY, 0
+        if was is Phase.STALE:
+            self._drop_stale()
             return
-        with self._final_calls.around():
+        try:
             self.last, outcome = self._backup_step.finish()
+        except CommrtError as error:
+            self._final_calls.make(error)
+            raise
         self._stats = self._stats.plus(self.last)
-        if self.last.ended and not self._has_warned:
-            self._has_warned = True
-            _log.warning(ENDED, self._world.rank, self.last.step, self._needed)
         self._skipper.renew(outcome.counts)
         if outcome.counts:
             self._state.keep_buffers()
         elif outcome.is_over:
             others = [rank for rank in outcome.members if rank != self._world.rank]  # not a process before this one
-            self._catch_up.require(self.last.step + 1, others or self._others, max(outcome.place - self._needed, 0))
+            self._require(self.last.step + 1, others or self._others, max(outcome.place - self._needed, 0))
         else:
-            self._state.keep()
+            self._phase = Phase.OVER
+            self._state.keep(self._backup_step.version)
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(ENDED, self._world.rank, self.last.step, self._needed)
 
-    @property
-    def _others(self) -> tuple[int, ...]:
-        """All other ranks, beginning with the next one."""
-        return (*range(self._world.rank + 1, self._world.size), *range(self._world.rank))
+    def _drop_stale(self) -> None:
+        self._backup_step.drop()
+        self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
+        self._stats, self._phase = self._stats.plus(self.last), Phase.LATE
+        self._follow(amid_step=True)
+
+    def _require(self, version: int, sources: Sequence[int], turn: int = 0) -> None:
+        """Note that this rank needs `version`; ranks that are late together begin with different sources, by `turn`."""
+        start = turn % len(sources)
+        self._phase, self._pending = Phase.LATE, PendingCatchUp(version, (*sources[start:], *sources[:start]))
 
     def average(self) -> None:
         """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
@@ -206,10 +250,10 @@ class BackupWorkersReplica(Replica):
 
     def _before_collective(self) -> None:
         """Let late ranks have this rank's state until they have come."""
-        self._state.undo()
-        if self._catch_up.pending is None:
-            self._state.reload()
-            self._state.open(self._backup_step.snapshot(in_pass=False))
+        if self._phase is Phase.OVER:
+            self._follow()
+        if self._phase not in LATE:
+            self._open(in_pass=False)
 
     def _end(self) -> None:
         """Answer late ranks until no rank trains any more; before the world is closed in good order."""
@@ -228,18 +272,17 @@ class BackupWorkersReplica(Replica):
         """Take the place of a lost rank, between two collectives of the others; not collective."""
         make_elastic(self._world).join_as_replacement(self._fetch_from_a_pass)
         self._catch_up.open()
-        self._catch_up.require(self.step, self._others)  # again before the first step, whatever is loaded until then
-        self._is_replacement = True
+        self._require(self.step, self._others)  # again before the first step, whatever is loaded until then
 
     def _fetch_from_a_pass(self) -> bool:
         """Take the state of another rank; True if that rank was in a forward or backward pass."""
-        self._catch_up.require(0, self._others)
+        self._require(0, self._others)
         self.drain()
-        return self._state.came_from_a_pass
+        return self._phase is Phase.CAUGHT_UP
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the step of `state`; collective. A process in a lost rank's place keeps the state of the others."""
-        if self._is_replacement:
+        if not self._is_founder and self.last is None:
             _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
             return
         self._step_in(state)  # raises before anything has changed
@@ -249,7 +292,7 @@ class BackupWorkersReplica(Replica):
     def _forget(self) -> None:
         self._state.shut()
         self._state.forget()
-        self._catch_up.forget()
+        self._phase = Phase.READY
 
     def _restart_at_step(self, step: int) -> None:
         self._forget()
@@ -305,7 +348,7 @@ class BackupWorkersReplica(Replica):
             versions = self._world.membership.together(lambda: gather_integers(self._world, own))
             latest = max(versions.values())
             if own < latest:
-                self._catch_up.require(latest, [rank for rank, version in versions.items() if version == latest])
+                self._require(latest, [rank for rank, version in versions.items() if version == latest])
                 self.drain()
             else:
                 self._before_collective()

@@ -3,46 +3,56 @@
 
 The rules are those of `commrt.backup_workers.quorum`. Members of an attempt reduce their gradients on the wire
 buffers, and leave ``param.grad`` alone until the attempt is done. If a member is lost, all announce their gradients
-again.
+again. Optimizers skip their steps on a rank whose gradients did not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from time import perf_counter, time
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
-from commrt.backup_workers.quorum import Reduce, StepOutcome, quorum_step
-from commrt.backup_workers.quorum_vote import QuorumVote, RankOperation, VoteSettings
+from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.backup_workers.replica_state import Snapshot
-from commrt.buckets.engine import BuildBuckets, Engine, Span
+from commrt.buckets.engine import KEPT, BuildBuckets, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.layout import Header, Named
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import UsageError
+from commrt.program import member_program
+from commrt.runtime.executor import BoundProgram, bind
 from commrt.runtime.membership import LOST
+from commrt.runtime.prepared import cut
 from commrt.runtime.recording import within_range
-from commrt.store.client import parse, require
+from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.model_state import unread_buffers
 from commrt.training.replica import StepReport
-from commrt.training.step_guard import ParameterList, StepGuard
+from commrt.training.step_guard import ParameterList, StepGuard, closure_in
 from commrt.transport.protocol import Tag
 
-__all__ = ["BackupStep"]
+__all__ = ["BackupStep", "StepSkipper"]
 
+NOBODY = (Announcement(0, 0),)
 LOOK_S = 1.0
 """How often the communication thread looks whether the world was given up, while it waits for a backward pass."""
+
+
+OVER = "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
+CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
 
 
 @dataclass(slots=True)
@@ -50,12 +60,11 @@ class _Pass:
     """What the training thread tells the communication thread of a backward pass, and gets back."""
 
     settings: int
-    ready: list[Future[StreamEvent]]
-    """For each bucket: when its gradients were there, as a place on the GPU's stream."""
-    ended: Future[StreamEvent]
     samples: int | None
+    ready: list[Future[StreamEvent]]
+    """For each bucket, and last for the whole pass: when its gradients were there, as a place on the GPU's stream."""
     outcome: Future[StepOutcome] | None = None
-    spans: list[Span] | None = None
+    spans: list[Span] = field(default_factory=list)
     """Of the latest attempt."""
     order: list[int] | None = None
     """The first member's order of gradients, in the first step."""
@@ -93,6 +102,7 @@ class BackupStep:
         self._params = [named for bucket in engine.buckets for named in bucket.params]
         self._parameters = ParameterList(model)
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
+        self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
         self._ready_s = self._late_s = 0.0
         self._use_buckets(engine.buckets)
@@ -100,13 +110,8 @@ class BackupStep:
 
     def _begin_session(self, session: int) -> None:
         """Vote with keys of their own, as the numbers of steps may come again after a checkpoint was loaded."""
-        world, membership = self._world, self._membership
-        self._session = session
-        terms = VoteSettings(
-            world.rank, self._needed, lambda: world.timeout_s,
-            membership.require_open, lambda: membership.is_called, membership.on_store,
-        )  # fmt: skip
-        self.votes = QuorumVote(PrefixStore(f"session {session}", self._store), terms)
+        store = PrefixStore(f"session {session}", self._store)
+        self._session, self.votes = session, QuorumVote(store, self._needed, self._membership, self._reduce)
 
     def _change_session(self, session: int) -> None:
         if session != self._session:
@@ -119,7 +124,15 @@ class BackupStep:
         self._ready_order = ReadyOrder([bucket.names for bucket in buckets])
         allocate = self._world.transport.allocate
         self._flat_buffer = FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
-        self._memory_epoch = self._membership.memory_epoch
+        self._memory_epoch, self._bound = self._membership.memory_epoch, lru_cache(KEPT)(self._bind)
+
+    def _bind(self, make: Callable[[int], Schedule], members: tuple[int, ...]) -> BoundProgram:
+        """Bind a broadcast of the model's buffers, or a sum that shows the first member that all are done."""
+        buffer, schedule = self._done, make(len(members))
+        if make is tree.broadcast and self._flat_buffer is not None:
+            buffer = self._flat_buffer.flat
+        mine = member_program(schedule, members, self._world.rank, self._world.size)
+        return bind(mine, buffer, self._world.transport, bounds=cut(schedule, buffer))
 
     def _new_buckets(self) -> list[GradientBucket]:
         params: Sequence[Named] = self._params
@@ -127,7 +140,7 @@ class BackupStep:
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
-        is_due = self._guard.is_due and not in_pass  # a pass begins: its gradients replace those
+        is_due = not in_pass and self._guard.is_due  # where a pass begins, its gradients replace those
         return Snapshot(self.version, self._guard.steps, self.order, self._session, in_pass, is_due)
 
     def follow(self, snapshot: Snapshot) -> None:
@@ -149,7 +162,7 @@ class BackupStep:
     def abandon(self, why: str) -> None:
         """End the running pass with a `UsageError`, so that the communication thread does not wait for its end."""
         running, self._pass = self._pass, None
-        for future in [] if running is None else [*running.ready, running.ended]:
+        for future in [] if running is None else running.ready:
             if not future.done():
                 future.set_exception(UsageError(why))
 
@@ -167,23 +180,21 @@ class BackupStep:
         self._parameters.require_unchanged()
         self._ready_order.arm()
         _, settings = self._guard.close(self.version)
-        self._pass = _Pass(settings, [Future() for _ in self._engine.buckets], Future(), samples)
+        self._pass = _Pass(settings, samples, [Future() for _ in range(1 + len(self._engine.buckets))])
 
     def mark(self, name: str) -> None:
         """Note that the gradient of `name` is ready."""
-        self._announce(self._running(), self._ready_order.mark(name))
+        self._announce(self._ready_order.mark(name))
 
-    def _running(self) -> _Pass:
-        if self._pass is None:
+    def _announce(self, indices: Iterable[int]) -> _Pass:
+        if (running := self._pass) is None:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
-        return self._pass
-
-    def _announce(self, running: _Pass, indices: Iterable[int]) -> None:
         for index in indices:
             self._engine.buckets[index].take(self._header(running, index), self._ready_order.is_ready)
             running.ready[index].set_result(self._world.comm_thread.streams.record_event())
             if self._early and running.outcome is None:
-                running.outcome = self._world.comm_thread.submit(lambda: self._run(running))
+                running.outcome = self._world.comm_thread.submit(partial(self._run, running))
+        return running
 
     def _header(self, running: _Pass, index: int) -> Header:
         model = self._engine.buckets[index].model
@@ -191,10 +202,10 @@ class BackupStep:
 
     def finish(self) -> tuple[StepReport, StepOutcome]:
         """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came too late."""
-        begin_s, running = perf_counter(), self._running()
-        self._announce(running, self._ready_order.rest())
-        running.ended.set_result(self._world.comm_thread.streams.record_event())
-        result = running.outcome or self._world.comm_thread.submit(lambda: self._run(running))
+        begin_s, comm_thread = perf_counter(), self._world.comm_thread
+        running = self._announce(self._ready_order.rest())
+        running.ready[-1].set_result(comm_thread.streams.record_event())
+        result = running.outcome or comm_thread.submit(partial(self._run, running))
         with within_range(self._world.recorder, "wait", step=self.version):
             outcome = result.result()
         self._pass, step = None, self.version
@@ -211,7 +222,8 @@ class BackupStep:
         if self._flat_buffer is not None:
             self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
         self.version += 1
-        self._use_order(running.order)
+        if running.order is not None:
+            self._use_order(running.order)
         self._guard.open()
 
     def drop(self) -> None:
@@ -225,36 +237,29 @@ class BackupStep:
         self._guard.drop()
 
     def _report(self, running: _Pass, outcome: StepOutcome, step: int, exposed_s: float) -> StepReport:
-        notes = [parse("note on a gradient", note, _parse_note) for note in outcome.notes]
-        samples = [count for count, _, _ in notes if count is not None]
-        last_s = max((ready_s for _, ready_s, _ in notes), default=0.0)
-        late_s = max(self._ready_s - last_s, 0.0) if last_s and not outcome.counts else 0.0
-        self._late_s = 0.0 if outcome.counts else self._late_s + late_s
+        *_, samples, ready_s, late_s = zip(*outcome.announcements or NOBODY, strict=True)
+        behind_s = max(self._ready_s - max(ready_s), 0.0) if outcome.members and not outcome.counts else 0.0
+        self._late_s = 0.0 if outcome.counts else self._late_s + behind_s
         return StepReport(
             step,
             outcome.members,
             exposed_s,
-            tuple(running.spans or ()),
+            tuple(running.spans),
             counted=outcome.counts,
             ended=not outcome.is_over,
-            late_s=late_s,
-            samples=sum(samples) if len(samples) == len(notes) > 0 else None,
-            dropped=tuple(rank for rank in range(self._world.size) if outcome.members and rank not in outcome.members),
-            saved_s=max((late for _, _, late in notes), default=0.0),
+            late_s=behind_s,
+            samples=None if None in samples else sum(samples),
+            dropped=tuple(sorted({*range(self._world.size)}.difference(outcome.members))) if outcome.members else (),
+            saved_s=max(late_s),
         )
 
     def _run(self, running: _Pass) -> StepOutcome:
         """Announce, reduce, and wait for the outcome; on the communication thread, as all that follows."""
-        membership, step = self._membership, self.version
-        membership.next_step, self._ready_s = step, time()
-        generation = membership.ensure_generation(0)
-        attempt = self._attempts[1] if self._attempts[0] == step else 0
-        note = f"{'' if running.samples is None else running.samples}:{self._ready_s:.4f}:{self._late_s:.4f}"
-        protocol = quorum_step(self._world.rank, generation, self._needed, step, attempt, note)
-        try:
-            outcome = self.votes.run(protocol, generation, lambda operation: self._execute(operation, running))
-        finally:
-            self._engine.members = tuple(self._world.members)
+        membership, step, self._carried = self._membership, self.version, running
+        membership.next_step, self._ready_s = step, round(time(), 4)
+        generation = membership.ensure_generation(0).number
+        mine = Announcement(self._world.rank, generation, running.samples, self._ready_s, round(self._late_s, 4))
+        outcome = self.votes.run(mine, step, self._attempts[1] if self._attempts[0] == step else 0)
         if outcome.counts:
             with within_range(self._world.recorder, "unpack"):
                 for bucket in self._engine.buckets:
@@ -263,25 +268,22 @@ class BackupStep:
             membership.progress()
         return outcome
 
-    def _execute(self, operation: RankOperation, running: _Pass) -> bool | int | None:
-        if isinstance(operation, Reduce):
-            return self._reduce(operation, running)
-        generation = self._membership.ensure_generation(operation.generation)
-        return None if self.votes.is_over else generation
-
-    def _reduce(self, attempt: Reduce, running: _Pass) -> bool:
+    def _reduce(self, step: int, _: int, members: tuple[int, ...]) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it."""
-        self._engine.members = attempt.members
+        running, self._engine.members = self._carried, members
         if self._memory_epoch != self._membership.memory_epoch:
             self._replace_buckets(running)
         try:
-            running.spans = [self._gather(running, index, attempt.step) for index in range(len(running.ready))]
-            self._wait_for(running.ended)
-            running.spans += self._broadcast(running, attempt.step)
+            running.spans = []
+            for bucket, ready in zip(self._engine.buckets, running.ready, strict=False):
+                self._wait_for(ready)
+                running.spans.append(self._engine.reduce_now(bucket, step))
+            self._wait_for(running.ready[-1])
+            if self._flat_buffer is not None or self.order is None:
+                running.spans += self._broadcast(running, step, members)
             self._world.transport.wait()
-            done = torch.ones(1, device="cpu")  # arrives at the first member when it was sent by all others
-            tag = Tag(attempt.step, "through")
-            self._world.run_now(tree.reduce(len(attempt.members)), done, tag, attempt.members)
+            self._done.fill_(1)  # arrives at the first member when it was sent by all others
+            self._bound(tree.reduce, members).run(Tag(step, "through"))
         except LOST as failure:
             self._membership.break_connections(failure)
             return False
@@ -289,17 +291,13 @@ class BackupStep:
 
     def _replace_buckets(self, running: _Pass) -> None:
         """Use new memory: a rank of an earlier generation may still read the old."""
-        for ready in running.ready:
+        for ready in running.ready[:-1]:
             self._wait_for(ready)
         ready_order = self._ready_order
         self._use_buckets(self._new_buckets())
         self._ready_order = ready_order
         for bucket in self._engine.buckets:
             bucket.take(self._header(running, bucket.index), ready_order.is_ready)
-
-    def _gather(self, running: _Pass, index: int, step: int) -> Span:
-        self._wait_for(running.ready[index])
-        return self._engine.reduce_now(self._engine.buckets[index], step)
 
     def _wait_for(self, future: Future[StreamEvent]) -> None:
         """Wait until the training thread has come to `future`; raises if the world was given up."""
@@ -309,11 +307,13 @@ class BackupStep:
             self._membership.require_open()
         self._world.comm_thread.streams.wait_event(future.result())
 
-    def _broadcast(self, running: _Pass, step: int) -> Iterable[Span]:
+    def _broadcast(self, running: _Pass, step: int, members: tuple[int, ...]) -> Iterable[Span]:
         """Send the first member's buffers, and in the first step its order of gradients."""
         if self._flat_buffer is not None:
             self._flat_buffer.fill([*self._model.buffers()])
-            yield self._engine.broadcast_now(self._flat_buffer.flat, step)
+            begin_s, bound = perf_counter(), self._bound(tree.broadcast, members)
+            bound.run(Tag(step, "state"))
+            yield Span("state", begin_s, perf_counter(), bound.nbytes_sent)
         if self.order is None:
             places = {name: i for i, (name, _) in enumerate(self._params)}
             seen = [places[name] for name in self._ready_order.seen]
@@ -322,8 +322,53 @@ class BackupStep:
             running.order = order.tolist()
 
 
-def _parse_note(note: bytes) -> tuple[int | None, float, float]:
-    """Return how many samples a gradient was made of, when it was ready, and how late its rank was before."""
-    count, ready_s, late_s = note.decode().split(":")
-    require(isfinite(float(ready_s)) and isfinite(float(late_s)))
-    return int(count) if count else None, float(ready_s), float(late_s)
+class StepSkipper:
+    """Makes optimizer steps with gradients that did not count change nothing, whatever a user's loop calls.
+
+    It wraps the steps of `optimizers` and `guard`; `begin` is called before parameters may change.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], guard: StepGuard, begin: Callable[[], None]) -> None:
+        self._optimizers, self._guard, self._begin = optimizers, guard, begin
+        self.fresh: set[int] = set()
+        """Ids of the optimizers that have not stepped since gradients counted."""
+        self._is_over = False  # the step of the gradients at hand
+        self._skipped: int | None = None  # the guard's number of steps, during one that changes nothing
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters that are not to be stepped, and their gradients
+
+    def register(self) -> Iterator[RemovableHandle]:
+        """Act before and after each step of the optimizers."""
+        yield from self._guard.register()
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(self._before)
+            yield optimizer.register_step_post_hook(self._after)
+
+    def renew(self, counted: bool) -> None:
+        """Note that a backward pass has ended, and whether its gradients `counted`."""
+        self._is_over = False
+        self.fresh = set(map(id, self._optimizers)) if counted else set()
+
+    def end_step(self) -> None:
+        """Refuse further steps with the gradients at hand: all ranks take the weights as they are."""
+        self._is_over = self._guard.is_due
+        self._guard.drop()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_over:
+            raise UsageError(OVER)
+        if closure_in(args, kwargs) is not None:
+            raise UsageError(CLOSURE)
+        self._begin()
+        if id(optimizer) not in self.fresh:
+            self._skipped = self._guard.steps
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._hidden = [(param, param.grad) for param in params if param.grad is not None]
+            for param in params:
+                param.grad = None
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self.fresh.discard(id(optimizer))
+        if self._skipped is not None:  # the guard counted a step that was none
+            for param, grad in self._hidden:
+                param.grad = grad
+            self._guard.steps, self._skipped, self._hidden = self._skipped, None, []

@@ -1,17 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quorum protocol: the first N announced gradients count in a step, decided once and identically for all ranks.
+"""The quorum: the first N announced gradients count in a step, decided once and identically for all ranks.
 
-`quorum_step` is one rank's part of a step, as a generator: it yields operations on the store and on the other ranks,
-and receives their results. So the rules that run are those that were model-checked, in every order of events and with
-a death at every instant (``tests/test_quorum.py``). `commrt.backup_workers.quorum_vote` executes them.
+`decide` is one rank's part of a step. Training runs it on the communication thread, with a `QuorumVote`;
+``tests/test_quorum.py`` runs it in every order of events, with a death at every instant. Requests to the store run on a
+thread and a connection of their own, so that the communication thread can probe ranks while it waits. Nothing cancels
+a request: a rank that stops waiting for a key writes it.
 
 Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from math import isfinite
+from operator import attrgetter, methodcaller
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
+
+from torch.distributed import DistNetworkError, Store
+
+from commrt.elastic.elastic_membership import ElasticMembership
+from commrt.errors import DeadlineExceeded, PeerLost, Place
+from commrt.store.client import (
+    STORE_ANSWER_S,
+    STORE_HOLDER,
+    clone_connection,
+    delete_once,
+    malformed,
+    require,
+    set_once,
+)
+from commrt.threads.deadline import Deadline
+from commrt.threads.future import Future
 
 __all__ = [
     "DONE",
@@ -19,19 +43,12 @@ __all__ = [
     "NO_MEMBERS",
     "OLDEST_STEP",
     "Announcement",
-    "Append",
-    "NextAttempt",
-    "Operation",
-    "QuorumStep",
-    "ReadNow",
-    "Reduce",
-    "SetOnce",
+    "QuorumVote",
     "StepOutcome",
-    "WaitFor",
     "choose_members",
+    "decide",
     "parse_announcements",
     "quorum_key",
-    "quorum_step",
 ]
 
 DONE, FAILED = "done", "failed"
@@ -40,84 +57,17 @@ NO_MEMBERS = "void"
 """In place of members: no gradient counts in this attempt."""
 OLDEST_STEP = "floor"
 """The key of the oldest step whose keys the store still has."""
+PROBE_S, PROBE_MOST_S = 0.1, 1.0
+"""Between two probes of the ranks that a step waits for: first, and at most."""
+STORE_WAIT = timedelta(days=7)
+KEPT_STEPS = 64
+"""The store keeps the keys of so many steps; a rank that is farther behind was late."""
+DELETED_STEPS = 16
+"""Steps whose keys are deleted together."""
 
-
-class Append(NamedTuple):
-    """Append a word to the text under `key`; no result."""
-
-    key: str
-    word: str
-
-
-class SetOnce(NamedTuple):
-    """Write `value` under `key` unless something is there; the result is what stands there."""
-
-    key: str
-    value: str
-
-
-class ReadNow(NamedTuple):
-    """Read all `keys`, which exist, at one instant or in this order; the result is their texts."""
-
-    keys: tuple[str, ...]
-
-
-class WaitFor(NamedTuple):
-    """Wait until `key` is written; the result is its text, or None if it was deleted since.
-
-    The rank that waits probes those that should write it, and writes it itself if they will not: FAILED if a member is
-    gone, NO_MEMBERS if too few ranks are left to announce.
-    """
-
-    key: str
-    step: int
-    attempt: int
-    members: tuple[int, ...] = ()
-    """The ranks it waits for; empty if any may write it."""
-
-
-class Reduce(NamedTuple):
-    """Sum the gradients of `members`, including this rank's, without using the sum; the result is True on success.
-
-    For the first member: True if all members have the sum.
-    """
-
-    step: int
-    attempt: int
-    members: tuple[int, ...]
-
-
-class NextAttempt(NamedTuple):
-    """Move to `generation` or a later one; the result is its number, or None if another attempt makes no sense."""
-
-    generation: int
-
-
-Operation = Append | SetOnce | ReadNow | WaitFor | Reduce | NextAttempt
-
-
-class StepOutcome(NamedTuple):
-    """How a step ended; equal on all ranks except `counts` and `place`."""
-
-    members: tuple[int, ...]
-    """The ranks whose gradients were applied; empty if the store has deleted that, or none were."""
-    counts: bool
-    """True if this rank was a member, and has the sum."""
-    attempt: int
-    notes: tuple[str, ...] = ()
-    """The note of each member on its gradient."""
-    is_over: bool = True
-    """False if the step must still be done."""
-    place: int = 0
-    """How many ranks announced before this one."""
-
-
-QuorumStep = Generator[Operation, Any, StepOutcome]
-
-
-def quorum_key(step: int, attempt: int, what: str) -> str:
-    """Return the key of `what` of one attempt."""
-    return f"{step}.{attempt}/{what}"
+RANK, DECODED = attrgetter("rank"), methodcaller("decode", errors="replace")
+T = TypeVar("T")
+Reduce = Callable[[int, int, tuple[int, ...]], bool]
 
 
 class Announcement(NamedTuple):
@@ -127,96 +77,292 @@ class Announcement(NamedTuple):
     """The rank whose gradient is ready."""
     generation: int
     """The generation in which that rank can reduce."""
-    note: str
-    """What the rank says about its gradient, without blanks and ``@``."""
+    samples: int | None = None
+    """How many samples the gradient was made of; None if its rank cannot say."""
+    ready_s: float = 0.0
+    """When it was ready, in seconds of `time.time`."""
+    late_s: float = 0.0
+    """How late its rank was in the steps before, in which its gradients did not count."""
 
     def __str__(self) -> str:
-        return "@".join(map(str, self))
+        rank, generation, samples, ready_s, late_s = self
+        return f"{rank}@{generation}@{'' if samples is None else samples}@{ready_s}@{late_s}"
 
     @classmethod
     def parse(cls, word: str) -> Announcement:
-        """Raise `ValueError` unless `word` names a rank and a generation."""
-        rank, generation, note = word.split("@")
-        if int(rank) < 0 or int(generation) < 0:
-            raise ValueError("ranks and generations are numbers from 0 on")
-        return cls(int(rank), int(generation), note)
+        """Raise `ValueError` unless `word` is an announcement as text."""
+        rank, generation, samples, ready_s, late_s = word.split("@")
+        require(int(rank) >= 0 and int(generation) >= 0 and isfinite(float(ready_s)) and isfinite(float(late_s)))
+        return cls(int(rank), int(generation), int(samples) if samples else None, float(ready_s), float(late_s))
 
 
-def parse_announcements(text: str, generation: int) -> list[Announcement]:
-    """Return the announcements of `generation`, in the order in which they were made.
+def parse_announcements(text: str, generation: int | None = None) -> list[Announcement]:
+    """Return the announcements of `generation`, or all that are in `text`, in the order in which they were made.
 
-    >>> [word.rank for word in parse_announcements("3@0@ 1@1@ 0@0@ ", generation=0)]
+    Raises `DisagreementError` if it is anything else.
+
+    >>> [word.rank for word in parse_announcements("3@0@@0.0@0.0 1@1@8@0.5@0.0 0@0@@0.0@0.0 ", generation=0)]
     [3, 0]
     """
-    return [Announcement.parse(word) for word in text.split() if f"@{generation}@" in word]
+    try:
+        words = [Announcement.parse(word) for word in text.split()]
+    except ValueError as error:
+        raise malformed("announcements", text) from error
+    return words if generation is None else [word for word in words if word.generation == generation]
 
 
-def choose_members(words: list[Announcement], needed: int) -> str:
+def choose_members(words: Sequence[Announcement], needed: int) -> str:
     """Return the members as text: the first `needed` announcements, by rank.
 
-    >>> choose_members(parse_announcements("3@0@c 0@0@a 2@0@b", 0), needed=2)
-    '0@0@a 3@0@c'
+    >>> choose_members(parse_announcements("3@0@@0.0@0.0 0@0@8@0.0@0.0 2@0@@0.0@0.0"), needed=2)
+    '0@0@8@0.0@0.0 3@0@@0.0@0.0'
     """
-    return " ".join(map(str, sorted(words[:needed])))
+    return " ".join(map(str, sorted(words[:needed], key=RANK)))
 
 
-def quorum_step(rank: int, generation: int, needed: int, step: int, attempt: int = 0, note: str = "") -> QuorumStep:
-    """Yield the operations of `rank`, whose gradient is ready, until `needed` gradients are applied in `step`.
+def quorum_key(step: int, attempt: int, what: str) -> str:
+    """Return the key of `what` of one attempt."""
+    return f"{step}.{attempt}/{what}"
 
-    One attempt: announce; the first `needed` announcements are the members; they reduce; the step is done when all have
-    the sum. An attempt that loses a member fails for all: the survivors announce again, with the gradients still in
-    memory. A rank that is not a member waits for the end, because its gradient may count if the attempt fails. Only
-    ranks of one `generation` can reduce together; a rank that has missed one is late. Costs four store operations.
+
+class StepOutcome(NamedTuple):
+    """How a step ended; equal on all ranks except `counts` and `place`."""
+
+    attempt: int
+    members: tuple[int, ...] = ()
+    """The ranks whose gradients were applied; empty if the store has deleted that, or none were."""
+    counts: bool = False
+    """True if this rank was a member, and has the sum."""
+    announcements: tuple[Announcement, ...] = ()
+    """Those of the members."""
+    is_over: bool = True
+    """False if the step must still be done."""
+    place: int = 0
+    """How many ranks announced before this one."""
+
+
+def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
+    """Announce this rank's gradient in `step`, and return the outcome once enough gradients are applied.
+
+    One attempt: announce; the first announcements are the members; they reduce; the step is done when all have the sum.
+    An attempt that loses a member fails for all: the survivors announce again, with the gradients still in memory. A
+    rank that is not a member waits for the end, because its gradient may count if the attempt fails. Only ranks of one
+    generation can reduce together; a rank that has missed one is late. Costs four store operations.
     """
     while True:
-        written = quorum_key(step, attempt, "announced")
-        mine = Announcement(rank, generation, note)
-        yield Append(written, f"{mine} ")
-        floor, text = yield ReadNow((OLDEST_STEP, written))
-        if step < int(floor):
-            return StepOutcome((), counts=False, attempt=attempt)
-        order = parse_announcements(text, generation)
-        chosen = yield from _chosen(order, needed, step, attempt)
-        if chosen is None:
-            return StepOutcome((), counts=False, attempt=attempt)
-        members = tuple(word.rank for word in chosen)
+        announced, members_key = quorum_key(step, attempt, "announced"), quorum_key(step, attempt, "members")
+        ask.append(announced, f"{mine} ")
+        oldest, text = ask.read(OLDEST_STEP, announced)
+        if not oldest.isdecimal():
+            raise malformed(OLDEST_STEP, oldest)
+        if step < int(oldest):
+            return StepOutcome(attempt)
+        order = parse_announcements(text, mine.generation)
+        if len(order) >= ask.needed:
+            text = ask.set_once(members_key, choose_members(order, ask.needed))
+        else:
+            text = ask.wait_for(members_key, step, attempt)
+        chosen = parse_announcements("" if text == NO_MEMBERS else text)
+        members = tuple(map(RANK, chosen))
         # The whole announcement is compared: the dead process of this rank may have been a member.
-        is_member = mine in chosen
-        is_first = is_member and rank == members[0]
-        outcome = (yield from _outcome(is_member, is_first, step, attempt, members)) if members else FAILED
-        if not outcome:
-            return StepOutcome((), counts=False, attempt=attempt)
+        outcome = _carry_out(ask, mine if mine in chosen else None, members, step, attempt) if chosen else FAILED
+        if not text or not outcome:  # the store has deleted it
+            return StepOutcome(attempt)
         if outcome == DONE:
-            notes, place = tuple(word.note for word in chosen), [word.rank for word in order].index(rank)
-            return StepOutcome(members, is_member, attempt, notes, place=place)
+            return StepOutcome(attempt, members, mine in chosen, tuple(chosen), place=order.index(mine))
         attempt += 1
-        agreed = yield NextAttempt(chosen[0].generation + 1 if chosen else generation)
-        if agreed is None:
-            return StepOutcome((), counts=False, attempt=attempt, is_over=False)
-        generation = agreed
+        generation = ask.next_attempt(chosen[0].generation + 1 if chosen else mine.generation)
+        if generation is None:
+            return StepOutcome(attempt, is_over=False)
+        mine = mine._replace(generation=generation)
 
 
-def _chosen(
-    order: list[Announcement], needed: int, step: int, attempt: int
-) -> Generator[Operation, Any, list[Announcement] | None]:
-    """Return the members: empty if the attempt came to nothing, None if the store has deleted them."""
-    members = quorum_key(step, attempt, "members")
-    is_complete = len(order) >= needed
-    text = yield SetOnce(members, choose_members(order, needed)) if is_complete else WaitFor(members, step, attempt)
-    if not text:
-        return None
-    return [] if text == NO_MEMBERS else [Announcement.parse(word) for word in text.split()]
+def _carry_out(ask: QuorumVote, mine: Announcement | None, members: tuple[int, ...], step: int, attempt: int) -> str:
+    """Reduce if `mine` is of a member, and return DONE or FAILED; empty if the store has deleted it."""
+    outcome_key = quorum_key(step, attempt, "outcome")
+    if mine is not None:
+        went_well = ask.reduce(step, attempt, members)
+        if mine.rank == members[0] or not went_well:
+            return ask.set_once(outcome_key, DONE if went_well else FAILED)
+    return ask.wait_for(outcome_key, step, attempt, members)
 
 
-def _outcome(
-    is_member: bool, is_first: bool, step: int, attempt: int, members: tuple[int, ...]
-) -> Generator[Operation, Any, str]:
-    """Return DONE or FAILED; empty if the store has deleted it."""
-    outcome = quorum_key(step, attempt, "outcome")
-    if is_member:
-        went_well = yield Reduce(step, attempt, members)
-        if is_first or not went_well:
-            stands: str = yield SetOnce(outcome, DONE if went_well else FAILED)
-            return stands
-    stands = yield WaitFor(outcome, step, attempt, members)
-    return stands
+class QuorumVote:
+    """Votes on the steps of one model, of which each needs `needed` gradients. On the communication thread.
+
+    `store` is a prefix of their own. ``reduce(step, attempt, members)`` sums the gradients of `members`, including this
+    rank's, without using the sum, and returns True on success; on the first member, if all members have it.
+    """
+
+    def __init__(self, store: Store, needed: int, elastic: ElasticMembership, reduce: Reduce) -> None:
+        self._store, self._elastic, self.needed, self.reduce = store, elastic, needed, reduce
+        self._membership = elastic.on_store
+        self._attempts: dict[int, int] = {}  # of latest steps, how many there were
+        self._is_over = self._was_over = False  # too few ranks train for the latest step, and for the one before
+        self._connection = clone_connection(store)
+        if self._connection is not store:
+            self._connection.set_timeout(STORE_WAIT)
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        name = f"commrt-rank{self._membership.rank}-quorum"
+        threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True).start()
+        self._membership.call_store(lambda: store.compare_set(OLDEST_STEP, "", "0"))
+
+    def run(self, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
+        """Return the outcome of `decide`.
+
+        Raises `QuorumLost` if too few ranks are left, `DeadlineExceeded` if too few announce or the store does not
+        answer, and what `reduce` raises.
+        """
+        self._was_over, self._is_over = self._is_over, False
+        return decide(self, mine, step, attempt)
+
+    def next_attempt(self, generation: int) -> int | None:
+        """Move to `generation` or a later one; return its number, or None if another attempt makes no sense."""
+        number = self._elastic.ensure_generation(generation).number
+        return None if self._is_over else number
+
+    def append(self, key: str, word: str) -> None:
+        """Append a word to the text under `key`."""
+        self._answer(partial(self._connection.append, key, word), self._require_answer)  # type: ignore[attr-defined]  # torch's stub is behind
+
+    def set_once(self, key: str, value: str) -> str:
+        """Write `value` under `key` unless something is there, and return what stands there."""
+        return self._answer(partial(set_once, self._connection, key, value), self._require_answer)
+
+    def read(self, *keys: str) -> Sequence[str]:
+        """Return the texts under all `keys`, which exist, as they are at one instant or in this order."""
+        return [*map(DECODED, self._answer(partial(self._connection.multi_get, [*keys]), self._require_answer))]
+
+    def wait_for(self, key: str, step: int, attempt: int, members: tuple[int, ...] = ()) -> str:
+        """Wait until `key` is written, by one of `members` if there are any, and return its text.
+
+        Probes those that should write it, and writes it if they will not: FAILED if a member is gone, NO_MEMBERS if too
+        few ranks are left to announce. Raises what `run` does.
+        """
+        if members:
+            check = partial(self._check_members, key, members)
+        else:
+            check = partial(self._check_announcements, key, step, attempt)
+        try:
+            return self._answer(partial(_get, self._connection, key), check)
+        except BaseException:  # or the store's thread would wait for ever
+            with suppress(Exception):
+                self._write(key, FAILED if members else NO_MEMBERS)
+            raise
+
+    def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:
+        """Return the answer to `request`; calls `check` now and then with the seconds waited."""
+        answer: Future[T] = Future()
+        self._tasks.put(partial(_run, request, answer))
+        deadline, pause_s = None, PROBE_S / 20 if self._was_over else PROBE_S
+        while True:
+            try:
+                return answer.result(pause_s)
+            except DistNetworkError as error:
+                what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
+                raise PeerLost(what, Place(rank=self._membership.rank, peer=0)) from error
+            except TimeoutError:
+                deadline = deadline or Deadline(self._membership.timeout_s())
+                self._elastic.require_open()
+                check(deadline.waited_s)
+                pause_s = min(1.5 * pause_s, PROBE_MOST_S, deadline.poll_s)
+
+    def _require_answer(self, waited_s: float) -> None:
+        limit_s = self._membership.timeout_s() + STORE_ANSWER_S
+        if waited_s > limit_s:
+            what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped or cannot be reached"
+            raise DeadlineExceeded(what, Place(rank=self._membership.rank, peer=0))
+
+    def _check_members(self, key: str, members: tuple[int, ...], waited_s: float) -> None:
+        """Probe the next member of the reduction: each member probes one, so that all are probed."""
+        membership = self._membership
+        following = membership.next_member(members)
+        is_evicted = following not in membership.generation.members
+        is_lost = is_evicted or self._elastic.is_called or membership.is_gone(following)
+        if is_lost or waited_s > membership.timeout_s():
+            self._write(key, FAILED)
+
+    def _check_announcements(self, key: str, step: int, attempt: int, waited_s: float) -> None:
+        """Check whether enough ranks have announced, or still can."""
+        text = self._membership.call_store(lambda: self._store.get(quorum_key(step, attempt, "announced")))
+        number = self._membership.generation.number
+        words = parse_announcements(text.decode(errors="replace"), number)
+        if len(words) >= self.needed:  # the last of them died before it could say so
+            self._write(key, choose_members(words, self.needed))
+        elif self._elastic.is_called:
+            self._write(key, NO_MEMBERS)
+        else:
+            self._end_if_too_few({word.rank for word in words}, key, step, waited_s)
+
+    def _end_if_too_few(self, here: Collection[int], key: str, step: int, waited_s: float) -> None:
+        """End the attempt if too few ranks train because the others wait in a collective, or have finished.
+
+        Ranks in a collective wait for this one no longer than the timeout. So while there are any, this step ends after
+        half of the timeout, and the steps after it end at once if they find too few gradients.
+        """
+        membership, timeout_s = self._membership, self._membership.timeout_s()
+        waiting = membership.ranks_in_collective(membership.generation)
+        absent = membership.absent(membership.generation, {*here, *waiting})
+        departed = [loss._replace(step=step) for loss in absent.departed]
+        membership.require_enough(membership.generation, step, departed)
+        is_late = bool(waiting) and (self._was_over or waited_s > timeout_s / 2)
+        if len(here) + len(absent.silent) < self.needed or is_late:
+            self._is_over = True
+            self._write(key, NO_MEMBERS)
+        elif waited_s > timeout_s:
+            membership.current()  # raises Evicted if the others went on without this rank
+            silent = list(absent.silent)
+            what = (
+                f"ranks {silent} announced no gradient within {timeout_s:g} s, and without them there are fewer than "
+                f"{self.needed}: they are stopped, or do something else; look at their output"
+            )
+            raise DeadlineExceeded(what, Place(membership.rank, silent[0], step))
+
+    def _write(self, key: str, value: str) -> None:
+        self._membership.call_store(lambda: set_once(self._store, key, value))
+
+    def delete_old_steps(self, step: int, attempts: int, *, is_first: bool) -> None:
+        """Delete the keys of old steps, without waiting; all members of `step` call it, and the first one deletes."""
+        self._attempts[step] = attempts
+        if step % DELETED_STEPS == 0 and step >= KEPT_STEPS:
+            oldest = step - KEPT_STEPS
+            old = range(max(oldest - DELETED_STEPS, 0), oldest)
+            done = [(each, attempt) for each in old for attempt in range(self._attempts.get(each, 1))]
+            self._attempts = {known: count for known, count in self._attempts.items() if known >= oldest}
+            if is_first:  # of an answer that the store no longer gives, the next step hears
+                self._tasks.put(partial(_run, partial(_delete_steps, self._connection, oldest, done), Future()))
+
+    def close(self) -> None:
+        """Release the store's thread; there are no more steps."""
+        self._tasks.put(None)
+
+
+def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+
+
+def _run(request: Callable[[], T], answer: Future[T]) -> None:
+    try:
+        answer.set_result(request())
+    except BaseException as error:
+        answer.set_exception(error)
+
+
+def _get(store: Store, key: str) -> str:
+    """Return what stands under `key` once it is written."""
+    while True:
+        try:
+            return store.get(key).decode(errors="replace")
+        except DistNetworkError:
+            raise
+        except RuntimeError:  # a store that others share may have a limit of its own
+            continue
+
+
+def _delete_steps(store: Store, oldest: int, done: Collection[tuple[int, int]]) -> None:
+    store.set(OLDEST_STEP, str(oldest))
+    for step, attempt in done:
+        store.delete_key(quorum_key(step, attempt, "announced"))
+        delete_once(store, quorum_key(step, attempt, "members"))
+        delete_once(store, quorum_key(step, attempt, "outcome"))

@@ -9,8 +9,8 @@ step, a rank gives its weights as they are.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from operator import attrgetter
 from pickle import UnpicklingError
 from threading import Condition
 from typing import NamedTuple
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from commrt.store.client import parse, parse_int, require
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
-__all__ = ["READY", "ReplicaState", "Snapshot", "StateTransfer", "pack", "unpack"]
+__all__ = ["ReplicaState", "Snapshot", "StateTransfer", "pack", "unpack"]
 
-READY = b"1"
-"""The answer to the question whether the state can be copied now."""
+WRITES = attrgetter("_version")
+"""Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``."""
 
 
 class Snapshot(NamedTuple):
@@ -56,7 +56,7 @@ class ReplicaState:
     """The state of one rank: other ranks copy it while it is open, and it can become that of another rank.
 
     `owners` are what has state besides the model, such as optimizers and schedulers. The training thread opens and
-    shuts; `has` and `give` answer other ranks, on threads of their own.
+    shuts; `give` answers other ranks, on threads of its own.
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[nn.Parameter], owners: Sequence[Stateful]) -> None:
@@ -71,13 +71,13 @@ class ReplicaState:
         self._readers = 0
         self._buffers = self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._reload: Tensor | None = None
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[int, Tensor, Tensor] | None = None
         self.keep_buffers()
 
     def keep_buffers(self) -> None:
         """Take the buffers as they are now for those of this version: a forward pass changes them."""
-        if any(True for _ in self._model.buffers()):
-            self._buffers = flatten([*self._model.buffers()])
+        if buffers := [*self._model.buffers()]:
+            self._buffers = flatten(buffers)
 
     def open(self, snapshot: Snapshot) -> None:
         """Let other ranks copy this state, which is that of `snapshot`."""
@@ -93,72 +93,57 @@ class ReplicaState:
     def after_forward(self, *_: object) -> None:
         """Let nobody copy weights that the loop moves after a version's first forward pass; a hook of the model."""
         if self._writes is None and torch.is_grad_enabled():
-            self._writes = self._count_writes()
-
-    def _count_writes(self) -> int:
-        """Return how often weights were written to, as autograd counts; it does not see ``param.data``."""
-        return sum(param._version for param in self._trained)  # noqa: SLF001
+            self._writes = sum(map(WRITES, self._trained))
 
     def shut(self) -> None:
         """Wait for all copies, and allow no more: the weights are about to change."""
         with self._changed:
             self._snapshot = None
-            self._changed.wait_for(lambda: not self._readers)
+            while self._readers:
+                self._changed.wait()
 
-    def has(self, version: int, limit_s: float) -> bytes | None:
-        """Return `READY` once `version` or a later one can be copied, or None if it cannot in time."""
-        with self._held_open(version, limit_s) as snapshot:
-            return READY if snapshot is not None and self._is_whole(snapshot) else None
+    def give(self, version: int, limit_s: float) -> Generator[bytes]:
+        """Yield nothing once `version` or a later one can be copied, then a packed copy, if it is whole.
 
-    def give(self, version: int, limit_s: float) -> bytes | None:
-        """Return a packed copy of `version` or a later one; None if there is none in time."""
-        with self._held_open(version, limit_s) as snapshot:
-            if snapshot is None:
-                return None
-            transfer = StateTransfer(snapshot, _on_host(self._trained), self._open_buffers.cpu(), dump(self._owners))
-            return pack(transfer) if self._is_whole(snapshot) else None
-
-    @contextmanager
-    def _held_open(self, version: int, limit_s: float) -> Iterator[Snapshot | None]:
-        """Let `shut` wait for the body; yields None if `version` or a later one is not open in time."""
+        Ends at once if it cannot be copied in time. Until then `shut` waits.
+        """
         with self._changed:
-            is_open = self._changed.wait_for(lambda: self._is_open_for(version), limit_s)
-            snapshot = self._snapshot if is_open else None
-            self._readers += is_open
+            self._changed.wait_for(lambda: self._snapshot is not None and self._snapshot.version >= version, limit_s)
+            if (snapshot := self._snapshot) is None or snapshot.version < version:
+                return
+            self._readers += 1
         try:
-            yield snapshot
+            if self._is_whole(snapshot):
+                yield b""
+                params, states = _on_host(self._trained), dump(self._owners)
+                packed = pack(StateTransfer(snapshot, params, self._open_buffers.cpu(), states))
+                if self._is_whole(snapshot):
+                    yield packed
         finally:
             with self._changed:
-                self._readers -= is_open
+                self._readers -= 1
                 self._changed.notify_all()
-
-    def _is_open_for(self, version: int) -> bool:
-        return self._snapshot is not None and self._snapshot.version >= version
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
         if self._event is not None:
             self._event.synchronize()
-        return not snapshot.in_pass or self._writes in {None, self._count_writes()}
+        return not snapshot.in_pass or self._writes in {None, sum(map(WRITES, self._trained))}
 
-    def install(self, transfer: StateTransfer, *, amid_step: bool) -> None:
+    def install(self, transfer: StateTransfer, *, amid_step: bool) -> bool:
         """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's step.
 
-        What the loop does before its next forward pass is undone where the source had done it already (`reload`).
+        Return True if the loop may do before its next pass what the source had done already: then call `reload`.
         """
         restore(transfer.params.to(self._trained[0].device), self._trained)
         self._buffers = transfer.buffers
         self._restore_buffers()
         load(transfer.states, self._owners)
         self._reload = transfer.states if transfer.snapshot.in_pass or amid_step else None
+        return self._reload is not None
 
     def _restore_buffers(self) -> None:
         if buffers := [*self._model.buffers()]:
             restore(self._buffers.to(buffers[0].device), buffers, unread_buffers(self._model))
-
-    @property
-    def came_from_a_pass(self) -> bool:
-        """True if the latest state was installed from a rank in a forward or backward pass."""
-        return self._reload is not None
 
     def reload(self) -> None:
         """Load installed states again: since then the loop may have stepped a scheduler, as the source's had before."""
@@ -166,15 +151,15 @@ class ReplicaState:
             load(self._reload, self._owners)
             self._reload = None
 
-    def keep(self) -> None:
-        """Remember this state: this rank's gradient was not used, and what the loop does now is to be undone."""
-        if self._kept is None:
-            self._kept = dump(self._owners), flatten(self._trained)
+    def keep(self, version: int) -> None:
+        """Remember this state, the first of its `version`: the gradient was not used, and the loop's work is undone."""
+        if self._kept is None or self._kept[0] != version:
+            self._kept = version, dump(self._owners), flatten(self._trained)
 
     def undo(self) -> None:
-        """Go back to what `keep` remembered, if anything."""
+        """Go back to what `keep` remembered."""
         if self._kept is not None:
-            states, weights = self._kept
+            _, states, weights = self._kept
             load(states, self._owners)
             restore(weights, self._trained)
             self._restore_buffers()

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from threading import Event
 
+import torch
+from torch import Tensor
+
 from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Generation, Head
 from commrt.elastic.store_membership import NONE_ABSENT, Arrival, StoreMembership, arrival_key
-from commrt.errors import DisagreementError
+from commrt.errors import CommrtError, DisagreementError, UsageError
+from commrt.runtime.membership import Begin, Membership
+from commrt.threads.comm_thread import CommThread
 from commrt.threads.deadline import Deadline
 
-__all__ = ["Barrier"]
+__all__ = ["Barrier", "overwrite_together"]
 
 WHOLE, LOST, REFUSED = "whole", "lost", "refused "
 """The outcomes of a vote; a refusal is followed by its reason."""
@@ -166,3 +171,29 @@ class Barrier:
         """Return the outcome that stands: the first one."""
         store, call = self._membership.store, self._membership.call_store
         return call(lambda: store.compare_set(f"{key}/outcome", "", outcome)).decode(errors="replace")
+
+
+def overwrite_together(
+    membership: Membership, comm_thread: CommThread, begin: Begin, tensor: Tensor, residual: Tensor | None
+) -> None:
+    """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""
+    owed = None if residual is None else residual.clone()
+
+    def attempt() -> Tensor | CommrtError:
+        """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
+        if residual is not None and owed is not None:
+            residual.copy_(owed)
+        run_now, copy = begin(), tensor.detach().clone()
+        try:
+            membership.submit(lambda: run_now(copy)).result()
+        except (DisagreementError, UsageError) as error:
+            if comm_thread.failure is not None:
+                raise
+            return error
+        return copy
+
+    done = membership.together(attempt)
+    if isinstance(done, CommrtError):
+        raise done
+    with torch.no_grad():
+        tensor.copy_(done)

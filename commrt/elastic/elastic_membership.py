@@ -1,43 +1,265 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training thread does in a world that goes on without lost ranks: begin, vote on collectives, and end."""
+"""A world that goes on without lost ranks: it moves from generation to generation, with new connections in each.
+
+NCCL can cancel one transfer only by cancelling all of them, and a rank that waits for a lost one keeps others waiting.
+So a rank that notices a loss starts a roll call on the store. Each member breaks its connections and answers; those
+that answer are the next generation, and connect anew (`commrt.elastic.store_membership`).
+"""
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Event
+from threading import Event, Lock
 from typing import Any, TypeVar
+from weakref import WeakSet
 
-import torch
 from torch import Tensor
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
-from commrt.elastic.barrier import Barrier
+from commrt.elastic.barrier import Barrier, overwrite_together
 from commrt.elastic.generations import Generation
-from commrt.elastic.recovery import Recovery
 from commrt.elastic.store_membership import StoreMembership
-from commrt.errors import CommrtError, DisagreementError, PeerLost, Place, TransportError, UsageError
-from commrt.runtime.membership import LOST, REFUSALS, Begin
+from commrt.errors import (
+    CommrtError,
+    DisagreementError,
+    Evicted,
+    PeerLost,
+    Place,
+    TransportClosed,
+    TransportError,
+)
+from commrt.runtime.membership import LOST, REFUSALS, Begin, Loss, Membership
 from commrt.runtime.world import World
+from commrt.store.client import start_call
+from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
 
 __all__ = ["ElasticMembership", "make_elastic"]
 
 T = TypeVar("T")
+ATTEMPTS = 5
+"""Generations of the same members, with no exchange done in between, before an error is final."""
+PROBE_EVERY_S = 0.1
+"""Between two liveness checks while connecting."""
+_log = logging.getLogger("commrt")
 
 
 def make_elastic(world: World) -> ElasticMembership:
     """Return the membership of `world`, one that can go on without lost ranks."""
     if not isinstance(world.membership, ElasticMembership):
-        own = world.store, world.transport, world.comm_thread, world.reconnect_options, world.connect_gpu
-        world.membership = ElasticMembership(*own)
+        world.membership = ElasticMembership(world)
     return world.membership
 
 
-class ElasticMembership(Recovery):
-    """The membership of a world that goes on without lost ranks. Methods of this class are for the training thread."""
+class ElasticMembership(Membership):
+    """The generations of one world, how a rank moves from one to the next, and collectives that survive lost ranks.
+
+    Methods up to `close` run on the communication thread, unless their docstring says otherwise, and the others on the
+    training thread.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.transport.members, world.comm_thread)
+        self._store, self._transport = world.store, world.transport
+        self.reconnect_options, self._connect_gpu = world.reconnect_options, world.connect_gpu
+        """How ranks connect again; None in a world that cannot, and after it was closed."""
+        self._membership: StoreMembership | None = None  # the latest one
+        self.is_elastic = False
+        """True if a lost rank does not end this world; the same on all ranks."""
+        self.barrier: Barrier
+        """The collectives of an elastic world."""
+        self._base = Generation(0, dict.fromkeys(world.transport.members, 0))
+        self._dependants: WeakSet[object] = WeakSet()
+        self._lock = Lock()  # around a change of the generation
+        self._called = 0  # the latest generation to which others called this rank
+        self._is_broken = False
+        self._attempts = 0
+        self._running_in: int | None = None  # the generation of the collective part that runs now
+        self._next_part_in: Generation | None = None  # the one in which the others begin the next part
+        self._is_refused = False  # this rank has told the others that it refuses the collective
+        self.submitted_steps = 0
+        """The gossip steps that this rank has submitted so far."""
+
+    @property
+    def host(self) -> str | None:
+        """An address in the network through which the ranks see each other, if it is known."""
+        return None if self.reconnect_options is None else self.reconnect_options.towards
+
+    @property
+    def on_store(self) -> StoreMembership:
+        """Raise `RuntimeError` in a world that is not elastic."""
+        if self._membership is None:
+            raise RuntimeError("this world is not elastic")
+        return self._membership
+
+    @property
+    def generation(self) -> Generation:
+        """The one whose connections this rank uses."""
+        return self._base if self._membership is None else self._membership.generation
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, in ascending order."""
+        return self.generation.ranks
+
+    @property
+    def lost(self) -> tuple[Loss, ...]:  # type: ignore[override]  # it changes here
+        """The ranks without which the others went on."""
+        return self.generation.lost
+
+    @property
+    def number(self) -> int:  # type: ignore[override]  # it changes here
+        """The number of the generation."""
+        return self.generation.number
+
+    def _on_call(self, number: int) -> None:
+        """Cancel what runs here and join generation `number`, which other ranks form. On the watcher's thread."""
+        with self._lock:
+            if number <= self.generation.number:
+                return
+            self._called = max(self._called, number)
+            self._transport.abort()
+        with suppress(TransportClosed):
+            self._comm_thread.submit(partial(self.ensure_generation, 0))
+
+    @property
+    def is_called(self) -> bool:
+        """True if other ranks form a new generation, and wait for this rank. On any thread."""
+        return self._called > self.generation.number
+
+    def takes_part(self, step: int) -> bool:
+        """True if this rank exchanges in training step `step`; False before the step in which its generation starts."""
+        return step >= self.generation.start
+
+    def break_connections(self, failure: TransportError) -> None:
+        """Break all connections until `ensure_generation`; raise `failure` if this world ends with a lost rank."""
+        was_closed = isinstance(failure, TransportClosed) and not (self._is_broken or self.is_called)
+        if was_closed or not self.is_elastic:
+            raise failure
+        self._count(failure)
+        self._transport.abort()
+        self._is_broken = True
+
+    def recover(self, failure: TransportError) -> None:
+        """Go on in the next generation after `failure`; raise it if this world ends with a lost rank."""
+        self.break_connections(failure)
+        self._renew()
+
+    def _count(self, failure: TransportError) -> None:
+        self._attempts += 1
+        if self._attempts > ATTEMPTS:
+            raise failure
+
+    def progress(self) -> None:
+        """Record a completed exchange: failures before it do not count any more. On any thread."""
+        self._attempts = 0
+
+    def ensure_generation(self, number: int) -> Generation:
+        """Move to generation `number` or a later one, with working connections, and return it."""
+        while self._is_broken or self.generation.number < max(number, self._called):
+            self._renew()
+        return self.generation
+
+    def _follow(self) -> None:
+        self.ensure_generation(self.on_store.current().number)
+
+    def _renew(self) -> None:
+        """Join the next generation, and connect."""
+        while True:
+            before, generation = self.generation, self._next_generation()
+            level = logging.WARNING if self._transport.rank == generation.ranks[0] else logging.INFO
+            for change in generation.changes_since(before):
+                _log.log(level, "commrt: %s; %d ranks go on", change, len(generation.members))
+            self.on_store.require_enough(generation, self.next_step)
+            try:
+                self._connect(generation)
+            except TransportClosed:
+                raise
+            except TransportError as failure:  # a member was lost on the way, or stopped
+                self._count(failure)
+            else:
+                if not self.is_called:
+                    break
+        self.memory_epoch += 1
+
+    def _next_generation(self) -> Generation:
+        membership, before = self.on_store, self.generation
+        self._transport.abort()  # or a rank that waits for this one would not answer
+        generation = membership.current()
+        if generation.number == before.number:
+            generation = membership.roll_call(self.next_step, self.require_open)
+        with self._lock:
+            membership.adopt(generation)
+            self._is_broken = False
+        if generation.ranks != before.ranks:
+            self._attempts = 0
+        return generation
+
+    def _connect(self, generation: Generation) -> None:
+        """Connect the members, for host memory and each GPU; programs bound before stay broken. Collective."""
+        transport, members, options = self._transport, generation.ranks, self.reconnect_options
+        if options is not None and len(members) > 1:
+            connect_host = partial(options.connect, generation.number, members, transport.timeout_s)
+            transport.replace_host(self._unless_lost(members, connect_host))
+            for device in transport.gpus:
+                connect_gpu = partial(self._connect_gpu, f"generation {generation.number}", device)
+                transport.add(device, self._unless_lost(members, connect_gpu))
+        self.require_open()
+
+    def _unless_lost(self, members: tuple[int, ...], connect: Callable[[], T]) -> T:
+        """Return what `connect` does; raises `PeerLost` if a member is lost meanwhile."""
+        future, following = start_call(connect), self.on_store.next_member(members)
+        while not future.done():
+            with suppress(TimeoutError):
+                future.exception(PROBE_EVERY_S)
+            if not future.done() and (self.is_called or self.on_store.is_gone(following)):
+                raise PeerLost("a rank was lost while the members connected", Place(self._transport.rank))
+        return future.result()
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run `task` on the communication thread, which goes on if it loses a rank; ``result()`` raises that."""
+        return self._comm_thread.submit(lambda: self._recovering(task))
+
+    def _recovering(self, task: Callable[[], T]) -> T:
+        lost = PeerLost("the ranks formed a new generation meanwhile", Place(self._transport.rank))
+        if self._running_in is not None and self._running_in != self.generation.number:
+            raise RecoveredError(lost)
+        try:
+            value = task()
+            if self.is_elastic:
+                self._transport.wait()
+        except LOST as failure:
+            self.recover(failure)
+            raise RecoveredError(lost if isinstance(failure, TransportClosed) else failure) from failure
+        return value
+
+    def _leave_generation(self, generation: Generation, failure: TransportError | None) -> None:
+        if self.generation.number == generation.number:
+            lost = PeerLost("another rank lost a peer in a collective", Place(self._transport.rank))
+            self.recover(failure or lost)
+
+    def require_open(self) -> None:
+        """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
+        if self._comm_thread.failure is not None:
+            self._transport.abort()
+            if isinstance(self._comm_thread.failure, Evicted):
+                raise self._comm_thread.failure.again() from self._comm_thread.failure
+            raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._comm_thread.failure
+
+    def depart(self, why: str, *, finished: bool = False) -> None:
+        """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
+        if self._membership is not None:
+            self._membership.depart(why, finished=finished)
+
+    def close(self) -> None:
+        """Release the store; call it after `end_membership`."""
+        self.reconnect_options, self._store = None, HashStore()
+        if self._membership is not None:
+            self._membership.store = HashStore()
 
     def others(self) -> int:
         """Return how many attached models depend on this world, without dropped ones."""
@@ -53,32 +275,31 @@ class ElasticMembership(Recovery):
         Only if it is `alone` on all ranks: two models have no common step. Collective. A
         process that takes a lost rank's place passes ``founds=False`` and calls `join_as_replacement` next.
         """
-        if self._membership is not None:
+        if self.is_elastic:
             self.end_membership("another model gossips now")
         self._dependants.add(dependant)
-        if not alone or self._reconnector.options is None:
+        if not alone or self.reconnect_options is None:
             return
-        self.needed = needed
+        now, self.needed = self.generation, needed
         self._membership = StoreMembership(
             PrefixStore(f"elastic {number}", self._store),
             self._transport.rank,
-            Generation(self._base.number, dict.fromkeys(self._base.members, 0), lost=self._base.lost),
+            Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost),
             lambda: self._transport.timeout_s,
             host=self.host,
             needed=max(needed, 1),
             on_roll_call=self._on_call,
         )
-        self._barrier = Barrier(self._membership)
+        self.is_elastic, self.barrier = True, Barrier(self._membership)
         if founds:
             self._membership.join_first_generation()
 
     def end_membership(self, why: str, *, finished: bool = False) -> None:
         """Tell the others that this rank goes on without them, because of `why`."""
-        self._base = self.generation
-        self._ended, self._membership = self._membership or self._ended, None
-        if self._ended is not None:  # what a Ctrl-C cut off here is done by the next call
-            self._ended.depart(why, finished=finished)
-            self._ended.close()
+        self.is_elastic = False
+        if self._membership is not None:  # what a Ctrl-C cut off here is done by the next call
+            self._membership.depart(why, finished=finished)
+            self._membership.close()
 
     def end(self, dependant: object) -> None:
         """End the membership for the model `dependant`, which was detached."""
@@ -110,7 +331,7 @@ class ElasticMembership(Recovery):
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
         """Run the body as the collective `what` of all members; see `Barrier.arrive`."""
-        if self._membership is None:
+        if not self.is_elastic:
             yield
             return
         self._is_refused = False
@@ -130,29 +351,10 @@ class ElasticMembership(Recovery):
             self.barrier.leave()
 
     def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool) -> Future[Any] | None:
-        """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""
+        """Overwrite `tensor` once all members have the result; see `overwrite_together`."""
         if self._membership is None:
             return super().begin_call(begin, tensor, residual, at_once=at_once)
-        owed = None if residual is None else residual.clone()
-
-        def attempt() -> Tensor | CommrtError:
-            """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
-            if residual is not None and owed is not None:
-                residual.copy_(owed)
-            run_now, copy = begin(), tensor.detach().clone()
-            try:
-                self.submit(lambda: run_now(copy)).result()
-            except (DisagreementError, UsageError) as error:
-                if self._comm_thread.failure is not None:
-                    raise
-                return error
-            return copy
-
-        done = self.together(attempt)
-        if isinstance(done, CommrtError):
-            raise done
-        with torch.no_grad():
-            tensor.copy_(done)
+        overwrite_together(self, self._comm_thread, begin, tensor, residual)
         return None
 
     def together(self, work: Callable[[], T]) -> T:
@@ -161,10 +363,10 @@ class ElasticMembership(Recovery):
         The members vote, so that no rank uses a result that another one can never get. An error of one rank, raised
         before it sends anything, ends the work for all. In a `collective` only.
         """
-        if self._membership is None:
+        if not self.is_elastic:
             return work()
         while True:
-            generation = self._comm_thread.submit(self._current_now).result()
+            generation = self._comm_thread.submit(partial(self.ensure_generation, 0)).result()
             if self._next_part_in is not None and self._next_part_in.number != generation.number:
                 self.barrier.vote(ok=False, generation=self._next_part_in)  # raises if a member refused there
                 self._next_part_in = None
@@ -207,6 +409,6 @@ class ElasticMembership(Recovery):
 
     def wait_for_all_closed(self) -> None:
         """Stay until all others have ended the membership too; the process that holds the store calls it."""
-        if self._ended is not None:
+        if self._membership is not None:
             with suppress(CommrtError, RuntimeError):
-                self._ended.stay_while(self._ended.ranks_alive)
+                self._membership.stay_while(self._membership.ranks_alive)

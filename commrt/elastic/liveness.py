@@ -12,6 +12,7 @@ import json
 import re
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
@@ -29,8 +30,7 @@ from commrt.store.rendezvous import own_address
 from commrt.threads.comm_thread import release_in_forked_child
 
 __all__ = [
-    "CLOSED_ERRNOS",
-    "LivenessListener",
+    "Listener",
     "Processes",
     "probe",
 ]
@@ -42,19 +42,24 @@ CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
 
 
-class LivenessListener:
-    """Shows that this process lives, to every process that can reach the host `towards`."""
+class Listener:
+    """Shows that this process lives, to every process that can reach the host `towards`.
 
-    def __init__(self, towards: str) -> None:
+    A thread calls `serve` with each connection. The default closes it.
+    """
+
+    def __init__(
+        self, towards: str, serve: Callable[[socket.socket], None] = socket.socket.close, name: str = "commrt-liveness"
+    ) -> None:
         host = own_address(towards)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         self.address = f"{host} {self._socket.getsockname()[1]}"
         release_in_forked_child(self)
-        threading.Thread(target=_accept, args=(self._socket,), daemon=True, name="commrt-liveness").start()
+        threading.Thread(target=_accept, args=(self._socket, serve), daemon=True, name=name).start()
 
     def close(self) -> None:
-        """Stop listening: from now on the process counts as gone. Safe to call twice."""
+        """Stop listening, so that the process counts as gone. Safe to call twice."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # or the thread would keep it open
         self._socket.close()
@@ -65,7 +70,7 @@ class LivenessListener:
 
 
 def probe(address: str) -> bool | None:
-    """Return True if a process listens at a `LivenessListener.address`, False if none does, None if its host is silent.
+    """Return True if a process listens at a `Listener.address`, False if none does, None if its host is silent.
 
     A host that does not answer may be alive.
     """
@@ -79,14 +84,16 @@ def probe(address: str) -> bool | None:
     return True
 
 
-def _accept(listener: socket.socket) -> None:
+def _accept(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
     while listener.fileno() >= 0:
         try:
-            listener.accept()[0].close()
+            client = listener.accept()[0]
         except OSError as error:
             if error.errno in CLOSED_ERRNOS:
                 return
-            Event().wait(PROBE_S)  # no descriptors left; the kernel answers meanwhile
+            Event().wait(1.0)  # no descriptors left; the kernel answers meanwhile
+            continue
+        serve(client)
 
 
 class Processes:
@@ -99,7 +106,7 @@ class Processes:
 
     def __init__(self, store: Store, rank: int, host: str | None, call_store: StoreCall) -> None:
         self._store, self._rank, self._call_store = store, rank, call_store
-        self._listener = None if host is None else LivenessListener(host)
+        self._listener = None if host is None else Listener(host)
         self._addresses: dict[tuple[int, int], str] = {}  # by rank and incarnation
         self.incarnation = 0
         """Of this process."""
@@ -117,7 +124,7 @@ class Processes:
         self.incarnation = latest[0] + 1
         self._publish(json.dumps(latest), self._listener)
 
-    def _publish(self, before: str, listener: LivenessListener) -> None:
+    def _publish(self, before: str, listener: Listener) -> None:
         own = json.dumps([self.incarnation, listener.address])
         stands = self._call_store(lambda: self._store.compare_set(_key(self._rank), before, own))
         if stands != own.encode():

@@ -43,7 +43,7 @@ UNNAMED = Tag(0, "run")
 
 @untraced
 class World:
-    """A set of ranks that can run schedules on tensors; it may lose ranks and go on (`commrt.elastic.recovery`).
+    """A set of ranks that can run schedules on tensors; it may lose ranks and go on (`commrt.elastic`).
 
     One thread of its own runs all communication, in the order of the calls: every rank must make the same calls in the
     same order. Use it as a context manager: after an error in the ``with`` statement, the other ranks learn of it at

@@ -115,18 +115,19 @@ def stopped_in_a_question(tell, victim, timeout_s):
     """While a step's question to the store is on its way, for longer than the store may take."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    clerk = replica._backup_step.votes._store_thread
-    answer = clerk._answer
+    vote = replica._backup_step.votes
+    connection = vote._connection
 
-    def stopped(wish):
-        clerk._answer = answer
-        tell(os.getpid())
-        os.kill(os.getpid(), signal.SIGSTOP)
-        Event().wait(0.5)  # those who look after it look first
-        return answer(wish)
+    class Stopping:
+        def append(self, key, word):
+            vote._connection = connection
+            tell(os.getpid())
+            os.kill(os.getpid(), signal.SIGSTOP)
+            Event().wait(0.5)  # those who look after it look first
+            return connection.append(key, word)
 
     if world.rank == victim:
-        clerk._answer = stopped
+        vote._connection = Stopping()
     one_step(model, optimizer, world.rank, 1)
     if world.rank == victim:
         world.store.set("awake", "")
@@ -166,7 +167,7 @@ def connecting_in_vain(tell, timeout_s, times):
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
     elastic, left = make_elastic(world), iter(range(times))
-    connect = elastic._reconnector.options.connect
+    connect = elastic.reconnect_options.connect
 
     def unlucky(*where):
         if next(left, None) is not None:
@@ -174,7 +175,7 @@ def connecting_in_vain(tell, timeout_s, times):
         return connect(*where)
 
     if world.rank == 1:
-        elastic._reconnector.options = elastic._reconnector.options._replace(connect=unlucky)
+        elastic.reconnect_options = elastic.reconnect_options._replace(connect=unlucky)
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     for step in (1, 2):

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.elastic.liveness import LivenessListener
+from commrt.elastic.liveness import Listener
 from commrt.training.model_state import fingerprint
 
 STRIKE = 5
@@ -124,7 +124,7 @@ def nobody_else(tell, timeout_s):
 
 def listening(tell):
     """Run a process with a liveness listener, and a child that outlives it, as a DataLoader's worker may."""
-    listener = LivenessListener("127.0.0.1")
+    listener = Listener("127.0.0.1")
     child = os.fork()
     if child == 0:
         signal.pause()

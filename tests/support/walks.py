@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- walks: written by tests/support/walks.py -->", "<!-- end of walks -->"
 STEPS, TRACED = 6, 4
+LIMIT_S = 60.0
 TRIES = 8
 """Of which the longest is written: a thread may be late, and wait in another function."""
 
@@ -89,6 +90,39 @@ def step_of(make: Callable[[], commrt.Algorithm], ranks: int = 2) -> Walk:
     return trace.walk()
 
 
+def late_step() -> Walk:
+    """Trace one step whose gradients come too late, up to the next forward pass, which takes another rank's state."""
+    trace, have_stepped, is_back = Trace(), threading.Event(), threading.Event()
+    meeting = threading.Barrier(3, timeout=LIMIT_S)
+
+    def body(world: commrt.World) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        if is_late := world.rank == 0:
+            trace.threads |= {threading.current_thread().name, "commrt-rank0"}
+        for step in range(TRACED + 1):
+            loss = model(torch.ones(1, 4)).sum()
+            meeting.wait()  # in the forward pass, where a rank that was late may copy from the others
+            if is_late and step == TRACED:
+                assert have_stepped.wait(LIMIT_S)
+                trace.is_on = True
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        have_stepped.set()
+        model(torch.ones(1, 4))
+        if is_late:
+            trace.is_on = False
+            is_back.set()
+        assert is_back.wait(LIMIT_S)  # its source is in a forward pass
+        replica.consolidate()
+
+    with trace.installed():
+        run_ranks(3, body)
+    return trace.walk()
+
+
 def run_of_world() -> Walk:
     """Trace ``world.run`` of a ring on a buffer that it knows."""
     trace, schedule = Trace(), commrt.Ring().schedule(0, 2)
@@ -133,6 +167,7 @@ WALKS: dict[str, Callable[[], Walk]] = {
     "step of gossip": lambda: step_of(commrt.Gossip),
     "step of local SGD that sends": lambda: step_of(lambda: commrt.local_sgd.LocalSGD(1)),
     "step with backup workers, in time": lambda: step_of(lambda: commrt.BackupWorkers(0)),
+    "step with backup workers, late": late_step,
     "`world.run`": run_of_world,
     "`dist.all_reduce` over the backend": lambda: run_processes(2, call_of_backend)[0].value,
 }
