@@ -22,6 +22,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from commrt.elastic.barrier import Barrier, overwrite_together
 from commrt.elastic.generations import Generation
+from commrt.elastic.liveness import unless_lost
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import (
     CommrtError,
@@ -34,7 +35,6 @@ from commrt.errors import (
 )
 from commrt.runtime.membership import LOST, REFUSALS, Begin, Loss, Membership
 from commrt.runtime.world import World
-from commrt.store.client import start_call
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
 
@@ -43,8 +43,6 @@ __all__ = ["ElasticMembership", "make_elastic"]
 T = TypeVar("T")
 ATTEMPTS = 5
 """Generations of the same members, with no exchange done in between, before an error is final."""
-PROBE_EVERY_S = 0.1
-"""Between two liveness checks while connecting."""
 _log = logging.getLogger("commrt")
 
 
@@ -211,14 +209,8 @@ class ElasticMembership(Membership):
         self.require_open()
 
     def _unless_lost(self, members: tuple[int, ...], connect: Callable[[], T]) -> T:
-        """Return what `connect` does; raises `PeerLost` if a member is lost meanwhile."""
-        future, following = start_call(connect), self.on_store.next_member(members)
-        while not future.done():
-            with suppress(TimeoutError):
-                future.exception(PROBE_EVERY_S)
-            if not future.done() and (self.is_called or self.on_store.is_gone(following)):
-                raise PeerLost("a rank was lost while the members connected", Place(self._transport.rank))
-        return future.result()
+        following = self.on_store.next_member(members)
+        return unless_lost(connect, lambda: self.is_called or self.on_store.is_gone(following), self._transport.rank)
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on the communication thread, which goes on if it loses a rank; ``result()`` raises that."""

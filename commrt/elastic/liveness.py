@@ -15,16 +15,18 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
+from typing import TypeVar
 
 from torch.distributed import Store
 
-from commrt.errors import UsageError
+from commrt.errors import PeerLost, Place, UsageError
 from commrt.store.client import (
     StoreCall,
     parse,
     parse_int,
     parse_list,
     require,
+    start_call,
 )
 from commrt.store.rendezvous import own_address
 from commrt.threads.comm_thread import release_in_forked_child
@@ -33,10 +35,15 @@ __all__ = [
     "Listener",
     "Processes",
     "probe",
+    "unless_lost",
 ]
+
+T = TypeVar("T")
 
 PROBE_S = 2.0
 """How long a host may take to answer a probe."""
+PROBE_EVERY_S = 0.1
+"""Between two looks while ranks connect."""
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
@@ -174,3 +181,14 @@ def _parse_process(text: bytes) -> tuple[int, str]:
 
 def _key(rank: int) -> str:
     return f"process/{rank}"
+
+
+def unless_lost(call: Callable[[], T], is_lost: Callable[[], bool], rank: int) -> T:
+    """Return what `call` does on a thread of its own; raises `PeerLost` if `is_lost` says so meanwhile."""
+    future = start_call(call)
+    while not future.done():
+        with suppress(TimeoutError):
+            future.exception(PROBE_EVERY_S)
+        if not future.done() and is_lost():
+            raise PeerLost("a rank was lost while the members connected", Place(rank))
+    return future.result()
