@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
+from operator import is_not
 from typing import Protocol
 
 import numpy as np
@@ -159,8 +161,7 @@ class TorchPacking:
 
     def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
         """Write the flags of `tensors` and the bits of `header`."""
-        absent = tuple([i for i, tensor in enumerate(tensors) if tensor is None])
-        self._head.copy_(_head(header, len(tensors), absent, self._head.numel()))
+        self._head.copy_(_head(header, tuple(map(is_not, tensors, repeat(None))), self._head.numel()))
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
@@ -215,13 +216,11 @@ def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tenso
 
 
 @lru_cache(KEPT)
-def _head(header: int, tensors: int, absent: tuple[int, ...], numel: int) -> Tensor:
-    """Return the head of a wire, bool [numel]: the bits of `header`, and a flag for each of the tensors."""
+def _head(header: int, present: tuple[bool, ...], numel: int) -> Tensor:
+    """Return the head of a wire, bool [numel]: the bits of `header`, and which tensors are `present`."""
     head = torch.zeros(numel, dtype=torch.bool, device="cpu")
     head[:HEADER_NUMEL] = bits(header)
-    head[HEADER_NUMEL : HEADER_NUMEL + tensors] = True
-    for i in absent:
-        head[HEADER_NUMEL + i] = False
+    head[HEADER_NUMEL : HEADER_NUMEL + len(present)] = torch.tensor(present, device="cpu")
     return head
 
 

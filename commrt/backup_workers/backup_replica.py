@@ -97,7 +97,7 @@ class BackupWorkersReplica(Replica):
         self._pending = PendingCatchUp(0, ())  # what it needs while it is late
         self._samples: int | None = 0
         self._has_warned = False  # of batches that were dropped because the others had stopped
-        self._guard = StepGuard(self._world, optimizers, params, lambda: None)
+        self._guard = StepGuard(optimizers, params, lambda: None)
         self._state = ReplicaState(model, params, self._owners_of_state)
         self._skipper = StepSkipper(optimizers, self._guard, self._state.shut)
         self._is_founder = world.config is None

@@ -192,8 +192,9 @@ class Engine:
     def _prepare(self, step: int) -> None:
         if self.world.size > 1:
             self._share()
-            self.schedule(step)
-            schedule, players = self._exchange_of(step, tuple(range(self.world.size)))
+            schedule, players = self.schedule(step), tuple(range(self.world.size))
+            if self._rounds is not None:
+                schedule, players = self._round_of(step, players)
             self._prepared.get(schedule, players, None if self.quantizer is None else self.quantizer.at(step), step)
             self._connect_peers(schedule, players, step)
 
@@ -222,7 +223,11 @@ class Engine:
         begin_s, recorder, tag = perf_counter(), self.world.recorder, Tag(step, bucket.index)
         if len(self.members) == 1:
             return self._keep(bucket, begin_s)
-        schedule, members = self._exchange_of(step, self.members)
+        members = self.members
+        if self._rounds is None:
+            schedule = self.algorithm.schedule(step, len(members))
+        else:
+            schedule, members = self._round_of(step, members)
         quantizer = None if self.quantizer is None else self.quantizer.at(step)
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
             programs = self._prepared.get(schedule, members, quantizer, step)
@@ -247,13 +252,11 @@ class Engine:
                 self.quantizer.note(bucket.wire[bucket.head_numel :])
         return Span(bucket.index, begin_s, perf_counter(), 0)
 
-    def _exchange_of(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
-        """Return a schedule and who plays it: in gossip, one round of a few, by ranks that change places."""
-        ranks = len(members)
-        if self._rounds is None:
-            return self.algorithm.schedule(step, ranks), members
-        rounds, order = self._rounds.rounds(ranks), self._rounds.order(step, ranks)
-        return rounds[step % len(rounds)], tuple(map(members.__getitem__, order.tolist()))
+    def _round_of(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
+        """Return the round of `step`, and who plays it."""
+        rounds = cast("Rounds", self._rounds)
+        some, order = rounds.rounds(len(members)), rounds.order(step, len(members))
+        return some[step % len(some)], tuple(map(members.__getitem__, order.tolist()))
 
     @property
     def mixes(self) -> bool:

@@ -8,12 +8,11 @@ that answer are the next generation, and connect anew (`commrt.elastic.store_mem
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Event, Lock
+from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -33,7 +32,7 @@ from commrt.errors import (
     TransportClosed,
     TransportError,
 )
-from commrt.runtime.membership import LOST, REFUSALS, Begin, Loss, Membership
+from commrt.runtime.membership import LOST, REFUSALS, Begin, Loss, Membership, count_kept
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
@@ -255,11 +254,7 @@ class ElasticMembership(Membership):
 
     def others(self) -> int:
         """Return how many attached models depend on this world, without dropped ones."""
-        for pause_s in (0.0, 0.01, 0.1):
-            if self._dependants:
-                Event().wait(pause_s)  # while another thread collects, this one would not
-                gc.collect()  # a model and its hooks are a cycle
-        return len(self._dependants)
+        return count_kept(self._dependants.__len__)
 
     def begin(self, dependant: object, number: int, *, alone: bool, needed: int = 0, founds: bool = True) -> None:
         """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
@@ -359,9 +354,9 @@ class ElasticMembership(Membership):
             return work()
         while True:
             generation = self._comm_thread.submit(partial(self.ensure_generation, 0)).result()
-            if self._next_part_in is not None and self._next_part_in.number != generation.number:
-                self.barrier.vote(ok=False, generation=self._next_part_in)  # raises if a member refused there
-                self._next_part_in = None
+            due, self._next_part_in = self._next_part_in, None
+            if due is not None and due.number != generation.number:
+                self.barrier.vote(ok=False, generation=due)  # raises if a member refused there
                 continue
             failure: TransportError | None = None
             self._running_in = generation.number
@@ -372,7 +367,6 @@ class ElasticMembership(Membership):
             except REFUSALS as error:
                 if self._refuse(error, generation):
                     raise
-                self._next_part_in = None
                 continue
             finally:
                 self._running_in = None
@@ -380,7 +374,6 @@ class ElasticMembership(Membership):
                 self._next_part_in = generation
                 self.progress()
                 return value
-            self._next_part_in = None
             self._comm_thread.submit(partial(self._leave_generation, generation, failure)).result()
 
     def _refuse(self, error: CommrtError, generation: Generation) -> bool:

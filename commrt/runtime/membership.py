@@ -6,9 +6,11 @@ Here the ranks stay the same; `commrt.elastic` has a membership that goes on wit
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -25,7 +27,7 @@ from commrt.errors import (
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.future import Future
 
-__all__ = ["LOST", "NO_HOOKS", "REFUSALS", "Begin", "Hooks", "Loss", "Membership", "RunNow"]
+__all__ = ["LOST", "NO_HOOKS", "REFUSALS", "Begin", "Hooks", "Loss", "Membership", "RunNow", "count_kept"]
 
 T = TypeVar("T")
 RunNow = Callable[[Tensor], object]
@@ -142,3 +144,12 @@ class Membership:
 
     def close(self) -> None:
         """Release the store; call it after `end_membership`."""
+
+
+def count_kept(count: Callable[[], int]) -> int:
+    """Return ``count()`` of models, without those that only wait to be collected: a model and its hooks are a cycle."""
+    for pause_s in (0.0, 0.01, 0.1):
+        if count():
+            Event().wait(pause_s)  # while another thread collects, this one would not
+            gc.collect()
+    return count()

@@ -157,8 +157,6 @@ class AfterStepReplica(Replica):
         )
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if failure := self._world.unraised_failure:
-            raise failure
         self._end_steps(self._stepped.get(id(optimizer), 0))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from threading import Event
 from typing import Any
 from weakref import WeakSet
 
@@ -21,7 +19,7 @@ from commrt.buckets.engine import Span
 from commrt.buckets.layout import Named
 from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
-from commrt.runtime.membership import Loss
+from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.training.broadcast_state import gather_values, mean, overwrite_buffers, overwrite_model
@@ -71,6 +69,8 @@ class Replica(ABC):
         if optimizer not in self._given:
             self._check_stranger(optimizer)
             return
+        if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
+            raise failure
         self._parameters.require_unchanged()
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -264,15 +264,7 @@ def attached(params: Iterable[Tensor]) -> list[bool]:
 
 def attached_to(world: World) -> int:
     """Return how many models are attached to `world`, without those that were dropped."""
-    for pause_s in (0.0, 0.01, 0.1):
-        if _count(world):
-            Event().wait(pause_s)  # while another thread collects, this one would not
-            gc.collect()  # a model and its hooks are a cycle
-    return _count(world)
-
-
-def _count(world: World) -> int:
-    return sum(replica._world is world for replica in _replicas)  # noqa: SLF001  # of this module
+    return count_kept(lambda: sum(replica._world is world for replica in _replicas))  # noqa: SLF001  # of this module
 
 
 @dataclass(frozen=True, slots=True)

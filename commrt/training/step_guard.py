@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.layout import WIDTHS
 from commrt.errors import UsageError
-from commrt.runtime.world import World
 from commrt.training.admission import EMBEDDINGS
 
 __all__ = [
@@ -120,12 +119,11 @@ class StepGuard:
 
     def __init__(
         self,
-        world: World,
         optimizers: Sequence[Optimizer],
         params: Sequence[Tensor],
         take_part: Callable[[], None],
     ) -> None:
-        self._world, self._optimizers, self._take_part = world, optimizers, take_part
+        self._optimizers, self._take_part = optimizers, take_part
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
         self._held_back = self._closed = False
         self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
@@ -164,8 +162,6 @@ class StepGuard:
         return any(_is_filled(param) for each in unused for group in each.param_groups for param in group["params"])
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
-            raise failure
         if self._closed:
             raise UsageError(MIDWAY)
         if self._are_zeroed():  # since the last backward pass: what is known is about older gradients

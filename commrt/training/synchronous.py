@@ -72,7 +72,7 @@ class SynchronousReplica(Replica):
         super().__init__(model, named, engine.algorithm, engine.world)
         self._engine, self._optimizers, self._build_buckets = engine, optimizers, build_buckets
         params = [param for _, param in named]
-        self._guard = StepGuard(self._world, optimizers, params, partial(self._average, LATE))
+        self._guard = StepGuard(optimizers, params, partial(self._average, LATE))
         self._alone = self._world.size == 1
         self._moves_in = isinstance(engine.buckets[0], ViewBucket) and not self._alone
         self._joining = False  # ranks may have left, so each step begins with the question who has data
