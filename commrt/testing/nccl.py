@@ -33,8 +33,8 @@ from typing import ClassVar
 
 __all__ = [
     "NCCL_BFLOAT16", "NCCL_FLOAT16", "NCCL_FLOAT32", "NCCL_FLOAT64", "NCCL_INT8", "NCCL_INT32", "NCCL_INT64",
-    "NCCL_UINT8", "NcclCommunicator", "NcclError", "RecordedGraph", "ask", "available", "get_build_version",
-    "get_unique_id", "get_version", "groupEnd", "groupStart", "record", "recording",
+    "NCCL_UINT8", "NcclCommunicator", "NcclError", "available", "get_build_version",
+    "get_unique_id", "get_version", "groupEnd", "groupStart",
 ]  # fmt: skip
 
 available = True

@@ -228,7 +228,7 @@ def require_cpu(device: torch.device, medium: str) -> None:
 
 def require_peers(group: P2PGroup, members: Sequence[int]) -> None:
     """Raise `UsageError` if `group` names a rank outside `members`."""
-    if strangers := sorted(group.peers - set(members)):
+    if strangers := sorted(peer for peer in group.peers if peer not in members):  # of a range at once
         whole = list(members) == list(range(len(members)))
         known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
         raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}")
