@@ -297,6 +297,7 @@ class Algorithm(Protocol):
 
     - ``trained_by``: the module whose ``attach(request)`` makes the replica (default: `SYNCHRONOUS`);
     - ``mixing_row``: its schedules mix, after they have averaged over rows of so many ranks;
+    - ``rounds`` and ``order``: its steps are a few schedules, played by ranks that change places (`Gossip`);
     - ``traits``: what `commrt.options` calls it.
     """
 

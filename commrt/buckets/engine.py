@@ -80,19 +80,25 @@ class Engine:
         ranks: int | None = None,
     ) -> None:
         """With `unpacks`, averages end in the gradients, and ranks compare new schedules; else callers see to both."""
-        self.world, self.algorithm = world, algorithm
+        self.world = world
         self.members = tuple(range(world.size))
         """The ranks that take part in the step; inside ``join()`` those that still have data."""
         self._usual_ranks = world.size if ranks is None else ranks  # in a step without late or lost ranks
         self._uses_graphs, self._unpacks = graphs, unpacks
-        self._row: int | None = getattr(algorithm, "mixing_row", None)
-        self._rounds = cast("Rounds", algorithm) if hasattr(algorithm, "rounds") else None
+        self.use_algorithm(algorithm)
         self._prepared = Prepared(
             world, self._bind, prove=self._prove, claim=self._claim, compare=self._compare, kept=KEPT
         )
         self._broadcast = lru_cache(KEPT)(self._bind_broadcast)
         self._flat: tuple[Tensor, Window] | None = None
         self.replace_buckets(buckets)
+
+    def use_algorithm(self, algorithm: Algorithm) -> None:
+        """Run the schedules of `algorithm` from now on."""
+        self.algorithm = algorithm
+        self._row: int | None = getattr(algorithm, "mixing_row", None)
+        has_rounds = all(callable(getattr(algorithm, name, None)) for name in ("rounds", "order"))
+        self._rounds = cast("Rounds", algorithm) if has_rounds else None
 
     def schedule(self, step: int) -> Schedule:
         """Return the proven schedule of training step `step` for the usual number of ranks."""

@@ -173,7 +173,8 @@ class FragmentExchange:
     def _renew(self) -> None:
         """Average over the ranks that are left, with memory that no lost rank reads."""
         members = tuple(self.world.members)
-        self.engine.members, self.engine.algorithm = members, self.algorithm.among(len(members))
+        self.engine.members = members
+        self.engine.use_algorithm(self.algorithm.among(len(members)))
         if self._memory_epoch != self._membership.memory_epoch:
             self._memory_epoch = self._membership.memory_epoch
             residuals, self._buckets = self.engine.residuals(), self._new_buckets()
