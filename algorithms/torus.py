@@ -70,8 +70,9 @@ def fold_core(p: int) -> int:
 
 
 @lru_cache
-def _build(grid: Grid, two_ways: bool, ranks: int) -> Schedule:
-    return folded((both_ways if two_ways else all_reduce)(*grid), ranks)
+def _build(grid: Grid | None, two_ways: bool, ranks: int) -> Schedule:
+    x, y = grid or best_grid(fold_core(ranks))
+    return folded((both_ways if two_ways else all_reduce)(x, y), ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +102,4 @@ class Torus2D:
                 f"a grid of {self.grid[0]} x {self.grid[1]} does not fit {ranks} ranks: "
                 f"leave grid out, or use one whose sides multiply to {ranks}, such as {x} x {y}"
             )
-        return _build(self.grid or best_grid(fold_core(ranks)), self.both_ways, ranks)
+        return _build(self.grid, self.both_ways, ranks)
