@@ -1,34 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the host's time for a step where nothing has to be moved: ``python bench/host_times.py --gossip 8 256 1024``.
+"""Measure the host's time where nothing moves: ``python bench/host_times.py --run --step --gossip 8 256 1024``.
 
-One rank trains a small model, as one of so many ranks, over a transport on which each message that it receives is the
-one that it sends. What is left is commrt's own work. Cells are times of a thread's CPU per step, in microseconds: the
-median, and in brackets the 90th percentile and the longest. `attach` is the wall time of one call.
+One rank runs alone, as one of several, over a transport that moves nothing, so what is left is commrt's own work.
+
+- `--run`: `World.run` and `World.all_reduce` on a ring of two, beside the bound program's own `run`;
+- `--step`: a synchronous step of 161 gradients in 5 buckets, besides the backward pass and the optimizer themselves;
+- `--gossip`: the same of a step of gossip in two buckets, as one of so many ranks.
+
+Cells are CPU times in microseconds: medians, and in brackets the 20th and the 80th percentile.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import median, quantiles
-from time import perf_counter, thread_time
+from time import process_time, thread_time
 from unittest import mock
 
 import torch
+from interleaved import Times, table
 from null_transport import NullTransport
 from torch import nn
 from torch.distributed import HashStore
 
 import commrt
+from commrt.program import program
 from commrt.runtime.consistency import ConsistencyCheck
-from commrt.runtime.world import World
-from commrt.schedule import Algorithm
-from commrt.transport.protocol import Exchange, P2PGroup, Tag, capture_nothing, share_nothing, zeros
+from commrt.runtime.executor import bind
+from commrt.transport.protocol import Exchange, P2PGroup, Tag
 
-RANK = 3
-TENSORS, NUMEL, BUCKETS = 16, 64, 2
-WARMUP, STEPS = 12, 240
-GOSSIPS: dict[str, Callable[[], Algorithm]] = {
+TAG = Tag(0, 0)
+SIZES = {"256 B": 64, "256 KB": 1 << 16, "4 MB": 1 << 20}
+"""Elements of fp32."""
+BOUND, ON_THREAD, RUN, SUM = "bound run", "comm_thread.run", "World.run", "World.all_reduce"
+NUMEL, WARMUP, STEPS = 64, 20, 240
+GOSSIPS: dict[str, Callable[[], commrt.Algorithm]] = {
     "gossip": commrt.Gossip,
     "gossip, rotate=False": lambda: commrt.Gossip(rotate=False),
     "gossip, within=4": lambda: commrt.Gossip(within=4),
@@ -37,21 +47,14 @@ GOSSIPS: dict[str, Callable[[], Algorithm]] = {
 
 
 class Mirror(NullTransport):
-    """A transport that receives what it sends, so that headers agree; it moves nothing between ranks."""
+    """A transport that receives what it sends, so that the headers of gossip agree."""
 
     timeout_s = 60.0
-    can_move_receives = False
-    allocate_shared = staticmethod(zeros)
-    capture = staticmethod(capture_nothing)
-    share = staticmethod(share_nothing)
 
     def bind(self, group: P2PGroup) -> Exchange:
         """Return an exchange that copies sends to receives of the same size."""
-        pairs = [
-            (mine.data, theirs.data)
-            for mine, theirs in zip(group.sends, group.recvs, strict=False)
-            if mine.data.shape == theirs.data.shape
-        ]
+        sides = zip(group.sends, group.recvs, strict=False)
+        pairs = [(mine.data, theirs.data) for mine, theirs in sides if mine.data.shape == theirs.data.shape]
 
         def run(_: Tag) -> None:
             for source, target in pairs:
@@ -65,28 +68,44 @@ def agreed(_: object, claim: object, ranks: Iterable[int], *__: object, **___: o
     return dict.fromkeys(ranks, claim)
 
 
-def alone(ranks: int) -> World:
-    """Return the world of one of `ranks` ranks."""
-    return World(Mirror(RANK, ranks), HashStore(), RANK)
+def calls(world: commrt.World, numel: int) -> dict[str, Callable[[], object]]:
+    """Return what `--run` measures, on a buffer of `numel` elements."""
+    ring, buffer, row = commrt.Ring(), torch.zeros(numel), torch.zeros(numel)
+    schedule = ring.schedule(0, 2)
+    run = partial(bind(program(schedule, 0), buffer, world.transport, bounds=[0, numel // 2, numel]).run, TAG)
+    return {
+        BOUND: run,
+        ON_THREAD: lambda: world.comm_thread.run(run).result(),
+        RUN: lambda: world.run(schedule, buffer),
+        SUM: lambda: world.all_reduce(row, "sum", algorithm=ring),
+    }
 
 
-def model_of() -> nn.ParameterList:
-    """Return parameters that travel in `BUCKETS` buckets."""
-    return nn.ParameterList([nn.Parameter(torch.zeros(NUMEL)) for _ in range(TENSORS)])
+def in_turns(variants: dict[str, Callable[[], object]], rounds: int, turn_s: float) -> Times:
+    """Return the process's seconds for a call of each variant in each round; each round begins with another one."""
+    times: Times = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(-1, rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            count, begin_s = 0, process_time()
+            while (elapsed_s := process_time() - begin_s) < turn_s or not count:
+                for _ in range(20):
+                    variants[name]()
+                count += 20
+            times[name] += [elapsed_s / count] if number >= 0 else []
+    return times
 
 
 class Loop:
     """A training loop, with commrt if there is an algorithm."""
 
-    def __init__(self, world: World, algorithm: Algorithm | None) -> None:
-        self.world, self.model = world, model_of()
+    def __init__(self, world: commrt.World, algorithm: commrt.Algorithm | None, tensors: int, buckets: int) -> None:
+        self.world = world
+        self.model = nn.ParameterList([nn.Parameter(torch.zeros(NUMEL)) for _ in range(tensors)])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.attach_s = 0.0
         if algorithm is not None:
-            begin_s = perf_counter()
-            cap_mb = 4 * TENSORS * NUMEL / BUCKETS / 2**20 * 1.02
+            cap_mb = 4 * tensors * NUMEL / buckets / 2**20 * 1.02
             commrt.attach(self.model, self.optimizer, algorithm, world=world, bucket_cap_mb=cap_mb)
-            self.attach_s = perf_counter() - begin_s
 
     def step(self) -> tuple[float, float]:
         """Return the seconds of CPU that a step took on this thread and on that of communication."""
@@ -102,45 +121,60 @@ class Loop:
         return self.world.comm_thread.submit(thread_time).result()
 
 
+def row_of(transport: NullTransport, make: Callable[[], commrt.Algorithm], tensors: int, buckets: int) -> list[str]:
+    """Return what a step of an algorithm takes on both threads, and together, less that of the same loop without."""
+    with commrt.World(transport, HashStore(), transport.rank) as world:
+        plain, ours = Loop(world, None, tensors, buckets), Loop(world, make(), tensors, buckets)
+        for loop in WARMUP * (plain, ours):
+            loop.step()
+        pairs = [(plain.step(), ours.step()) for _ in range(STEPS)]
+    bare, whole = ([one[which] for one in pairs] for which in (0, 1))
+    here, there = ([step[thread] for step in whole] for thread in (0, 1))
+    less_here, less_there = (median(step[thread] for step in bare) for thread in (0, 1))
+    both = [sum(step) for step in whole]
+    return [cell(here, less_here), cell(there, less_there), cell(both, less_here + less_there)]
+
+
 def cell(times_s: Sequence[float], less_s: float) -> str:
-    """Return median, 90th percentile and maximum of `times_s` in us, each without `less_s`."""
-    found = (median(times_s), quantiles(times_s, n=10)[-1], max(times_s))
-    middle, high, most = (f"{1e6 * max(each - less_s, 0.0):.0f}" for each in found)
-    return f"{middle} ({high}, {most})"
+    """Return median, 20th and 80th percentile of `times_s` in us, each without `less_s`."""
+    fifths = quantiles(times_s, n=5)
+    middle, low, high = (f"{1e6 * max(each - less_s, 0.0):.0f}" for each in (median(times_s), fifths[0], fifths[-1]))
+    return f"{middle} ({low}, {high})"
 
 
-def rows_of(algorithms: dict[str, Callable[[], Algorithm]], counts: Sequence[int]) -> list[list[str]]:
-    """Return a row for each algorithm and rank count."""
-    found = []
-    for name, make in algorithms.items():
+def steps(counts: Sequence[int], *, with_synchronous: bool) -> Iterator[list[str]]:
+    """Yield the rows of `--step` and `--gossip`."""
+    yield ["a step of", "ranks", "training thread, us", "communication thread, us", "both, us"]
+    if with_synchronous:
+        yield ["ring, 161 gradients, 5 buckets", "2", *row_of(NullTransport(0, 2), commrt.Ring, 161, 5)]
+    for name, make in GOSSIPS.items():
         for ranks in counts:
-            with mock.patch.object(ConsistencyCheck, "_gather", agreed), alone(ranks) as world:
-                plain, ours = Loop(world, None), Loop(world, make())
-                for loop in WARMUP * (plain, ours):
-                    loop.step()
-                pairs = [(plain.step(), ours.step()) for _ in range(STEPS)]
-                here, there = ([[pair[kind][thread] for pair in pairs] for kind in (0, 1)] for thread in (0, 1))
-                training, communication = cell(here[1], median(here[0])), cell(there[1], median(there[0]))
-                found.append([name, str(ranks), f"{1e3 * ours.attach_s:.1f} ms", training, communication])
-    return found
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return aligned columns."""
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *body)
-    )
+            yield [name, str(ranks), *row_of(Mirror(3, ranks), make, 16, 2)]
 
 
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", action="store_true", help="World.run and World.all_reduce")
+    parser.add_argument("--step", action="store_true", help="a synchronous step")
     parser.add_argument("--gossip", type=int, nargs="+", metavar="RANKS", help="a step of gossip among so many ranks")
+    parser.add_argument("--rounds", type=int, default=40, help="of --run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    head = ("step of", "ranks", "attach", "training thread, us", "communication thread, us")
-    print(table(head, rows_of(GOSSIPS, options.gossip or ())))
+    gc.disable()
+    with mock.patch.object(ConsistencyCheck, "_gather", agreed):
+        if options.run:
+            with commrt.World(NullTransport(0, 2), HashStore()) as world:
+                for size, numel in SIZES.items():
+                    times = in_turns(calls(world, numel), options.rounds, 0.01)
+                    sys.stdout.write(
+                        f"{size}\n{table(times, dict.fromkeys((BOUND, ON_THREAD, RUN, SUM), BOUND), 'us')}\n\n"
+                    )
+        if options.step or options.gossip:
+            rows = [*steps(options.gossip or (), with_synchronous=options.step)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            for row in rows:
+                sys.stdout.write("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
 
 
 if __name__ == "__main__":
