@@ -165,7 +165,7 @@ class Received(NamedTuple):
     span: Span
     share: float = 0.0
     """The weight of what was received; 0 if nothing came."""
-    sources: tuple[int, ...] = ()
+    sources: Sequence[int] = ()
     """The ranks that it came from."""
 
 

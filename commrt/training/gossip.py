@@ -45,9 +45,6 @@ KEPT = 64
 STEPS_KEPT = 2
 """Steps of which the program is known: all buckets of a step have the same one."""
 
-Bound = tuple[Exchange, int, float]
-"""An exchange, the bytes that it sends, and the weight of what it receives."""
-
 
 def attach(request: Request) -> Replica:
     """Return a replica that exchanges its weights with one partner after each step. Collective."""
@@ -200,12 +197,16 @@ class GossipReplica(AfterStepReplica):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What this rank exchanges in a step."""
+    """What this rank exchanges in a step, whichever order of the ranks leads to it."""
 
     program: Program
-    sources: tuple[int, ...]
+    bound: dict[Message, tuple[Exchange, int, float]] = field(default_factory=dict)
+    """By message its exchange, the bytes that this sends, and the weight of what it receives."""
+    sources: list[int] = field(default_factory=list)
     """The ranks that it receives from."""
-    bound: dict[Message, Bound] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sources.extend(each.peer for hop in self.program.hops for each in hop.recvs)
 
 
 class GossipExchange:
@@ -223,7 +224,7 @@ class GossipExchange:
         self.membership = make_elastic(world)
         """That of the world; it goes on without lost ranks."""
         self._generation = self._shared = -1
-        self._plan = lru_cache(KEPT)(self._plan_of)
+        self._kept, self._plan = lru_cache(KEPT)(_Plan), lru_cache(KEPT)(self._plan_of)
         self._plan_at = lru_cache(STEPS_KEPT)(self._plan_of_step)
 
     def prove(self) -> Schedule:
@@ -277,13 +278,14 @@ class GossipExchange:
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""
+        self._kept.cache_clear()
         self._plan.cache_clear()
         self._plan_at.cache_clear()
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
-        begin_s, membership, sources = perf_counter(), self.membership, tuple[int, ...]()
-        nbytes_sent, share = 0, 0.0
+        begin_s, membership = perf_counter(), self.membership
+        nbytes_sent, share, sources = 0, 0.0, list[int]()
         with within_range(self.world.recorder, "bucket", number=bucket, step=step, algorithm="gossip"):
             if bucket == 0:
                 membership.next_step = step + 1
@@ -321,10 +323,9 @@ class GossipExchange:
 
     def _plan_of(self, schedule: Schedule, order: bytes) -> _Plan:
         members = self._ranks[np.frombuffer(order, np.int64)]
-        program = permuted_program(schedule, members, self.world.rank, self.world.size)
-        return _Plan(program, tuple(each.peer for hop in program.hops for each in hop.recvs))
+        return self._kept(permuted_program(schedule, members, self.world.rank, self.world.size))
 
-    def _bind(self, program: Program, message: Message) -> Bound:
+    def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
         transport, within = self.world.transport, self._algorithm.within
         windows = message.windows if self._generation == self._shared else ()
         if within == 1:  # received apart, as mixing on the wire would round to the wire's dtype
