@@ -36,7 +36,7 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport, Wind
 __all__ = ["BuildBuckets", "Engine", "Span"]
 
 KEPT = 16
-"""Proofs and bound programs that are kept, of the schedules and members used last."""
+"""Schedules and members whose bound programs are kept: those that were new last."""
 BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
 """Makes buckets of parameters, given in ready order."""
 
@@ -64,9 +64,9 @@ class Rounds(Protocol):
 class Engine:
     """Averages buckets over the members of a step, in order of submission.
 
-    Methods called ``submit_...`` return at once. The others, but for `schedule` and what replaces or forgets, run on
-    the communication thread. What a schedule *object* does among some members is proven, compared with the other ranks
-    and bound once, and then only run.
+    Methods called ``submit_...`` return at once, and those called ``..._now`` run on the communication thread; the
+    others are for the thread that trains, with nothing in flight. What a schedule *object* does among some members is
+    proven, compared with the other ranks and bound once, and then only run.
     """
 
     def __init__(

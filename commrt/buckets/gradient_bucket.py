@@ -2,8 +2,9 @@
 """Buckets of gradients, and the order in which they leave.
 
 A wire buffer begins with a header and one flag per gradient: 1 if this rank had it, 0 if it sent zeros instead. Then
-come the gradients, in the dtype that travels. Header and flags are summed with the rest. So each rank sees afterwards
-whether all sent the same bucket of the same step, and which gradients somebody had.
+come the gradients, in the dtype that travels. Header and flags are summed with the rest. Each bit of the header travels
+with its opposite. So each rank sees afterwards whether all sent the same bucket of the same step, and which gradients
+somebody had.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class GradientBucket:
         self._writes += 1
 
     def assign_gradients(self) -> None:
-        """Give the parameters what has arrived."""
+        """Give parameters the gradients that only other ranks had; `unpack` has written the others in place."""
         self._require_unchanged()
         for (name, param), grad in zip(self.params, self._grads, strict=True):
             if param.grad is not grad:

@@ -107,8 +107,8 @@ def attach(  # noqa: PLR0913  # each has its default
         world.connect(device)
     world.attached += 1
     sizes = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs
-    room = cast("Training", import_module(getattr(algorithm, "trained_by", SYNCHRONOUS)))
-    return room.attach(Request(world, model, params, optimizers, also, algorithm, wire, *sizes))
+    training = cast("Training", import_module(getattr(algorithm, "trained_by", SYNCHRONOUS)))
+    return training.attach(Request(world, model, params, optimizers, also, algorithm, wire, *sizes))
 
 
 def _checked(world: World | None) -> World:

@@ -141,7 +141,10 @@ class StepGuard:
         self._held_back = True
 
     def close(self, step: int) -> tuple[int, int]:
-        """Refuse steps, as gradients are on their way; return the steps so far, and the digest of all settings."""
+        """Refuse steps, as gradients are on their way; return the steps so far, and the digest of all settings.
+
+        Both go into the header of the first bucket: ranks that differ are told so at the end of this backward pass.
+        """
         self._closed = True
         return self.steps, settings_digest(self._optimizers, step % (1 << WIDTHS.step))
 
