@@ -169,3 +169,17 @@ def test_a_ctrl_c_while_a_membership_ends_loses_nothing():
         world.close()
     world.close()
     assert done[:2] == [("it closed its world", True), "closed"]
+
+
+def test_after_a_gossiping_model_was_detached_a_call_returns_at_once_again():
+    def body(world):
+        commrt.attach(net(), algorithm=commrt.Gossip(), world=world).detach()
+        gate = Event()
+        world.comm_thread.submit(gate.wait)
+        work = world.all_reduce(torch.ones(2), "sum", async_op=True)
+        was_done = work.is_completed()
+        gate.set()
+        work.wait()
+        return was_done
+
+    assert run_ranks(2, body) == [False, False]

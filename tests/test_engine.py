@@ -14,6 +14,7 @@ from torch import nn
 import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS
+from commrt.algorithms.gossip import hypercube
 from commrt.buckets.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
 from commrt.runtime.consistency import ConsistencyCheck
@@ -152,3 +153,24 @@ def test_attach_connects_to_every_peer_of_a_step(algorithm, monkeypatch):
     monkeypatch.setattr(LocalTransport, "bind", recorded)
     run_ranks(5, lambda world: train(world, algorithm), connect=over_threads)
     assert met["greeting"] == met[0] != set()
+
+
+class OnlyItsSchedule(commrt.Gossip):
+    """Gossip whose rounds say otherwise than its schedule."""
+
+    def schedule(self, step, ranks):
+        return hypercube(ranks, 0, 0.5)
+
+
+def test_a_schedule_that_a_class_overrides_alone_is_the_one_that_runs():
+    def body(world):
+        model = nn.Linear(1, 1, bias=False)
+        commrt.attach(model, algorithm=OnlyItsSchedule(payload="gradients"), world=world)
+        found = []
+        for _ in range(3):
+            model.weight.grad = None
+            model(torch.full((1, 1), float(world.rank))).sum().backward()
+            found.append(model.weight.grad.item())
+        return found
+
+    assert run_ranks(4, body) == [[0.5] * 3, [0.5] * 3, [2.5] * 3, [2.5] * 3]

@@ -209,8 +209,7 @@ def test_what_was_bound_in_another_generation_is_bound_anew(bound_on):
     assert len(bound_on) == 2
 
 
-def test_of_many_schedules_of_one_buffer_only_the_latest_are_kept(runs, monkeypatch):
-    monkeypatch.setattr(runs._prepared, "_kept", 16)
+def test_of_many_schedules_of_one_buffer_only_the_latest_are_kept(runs):
     buffer = torch.zeros(10)
     some = [Schedule(f"{number}", 2, 1, lambda: iter([Step.of(0, 1, 0, 1, COPY)])) for number in range(17)]
     for schedule in some:

@@ -24,7 +24,7 @@ from commrt.backup_workers.replica_state import ReplicaState
 from commrt.buckets.engine import BuildBuckets, Engine
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
-from commrt.runtime.world import Hooks
+from commrt.runtime.membership import NO_HOOKS, Hooks
 from commrt.store.agreement import WorldConfig
 from commrt.training.admission import check_stateful
 from commrt.training.broadcast_state import gather_integers
@@ -368,7 +368,7 @@ class BackupWorkersReplica(Replica):
     def detach(self) -> None:
         """Remove all hooks; the others go on without this rank, if there are enough. Not collective."""
         super().detach()
-        self._world.hooks = Hooks()
+        self._world.hooks = NO_HOOKS
         self._state.shut()
         self._leave()
         make_elastic(self._world).end(self)

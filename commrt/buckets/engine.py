@@ -97,8 +97,8 @@ class Engine:
         """Run the schedules of `algorithm` from now on."""
         self.algorithm = algorithm
         self._row: int | None = getattr(algorithm, "mixing_row", None)
-        has_rounds = all(callable(getattr(algorithm, name, None)) for name in ("rounds", "order"))
-        self._rounds = cast("Rounds", algorithm) if has_rounds else None
+        self._rounds = cast("Rounds", algorithm) if _has_rounds(type(algorithm)) else None
+        self._first: str | None = None  # the digest of the schedule of step 0, which ranks compare in `attach`
 
     def schedule(self, step: int) -> Schedule:
         """Return the proven schedule of training step `step` for the usual number of ranks."""
@@ -154,9 +154,14 @@ class Engine:
         """Let go of all memory, behind what is in flight; nothing more can be carried."""
         with suppress(TransportClosed):  # it was closed by another thread meanwhile
             if not self.world.closed:
-                self.world.comm_thread.run(self._let_go)
+                self.world.comm_thread.run(self._let_go).add_done_callback(self._let_go_if_refused)
                 return
         self._let_go()
+
+    def _let_go_if_refused(self, done: Future[None]) -> None:
+        """Let go where a failure of what was in flight has ended all tasks."""
+        if done.exception() is not None:
+            self._let_go()
 
     def _let_go(self) -> None:
         self.replace_buckets(())
@@ -299,8 +304,10 @@ class Engine:
         """
         if members is None or self.mixes or not self._unpacks:
             return None
+        if self._first is None:
+            self._first = self.schedule(0).digest()
         everybody, digest = tuple(range(self.world.size)), schedule.digest()
-        return None if (members, digest) == (everybody, self.schedule(0).digest()) else Claim(members, digest)
+        return None if (members, digest) == (everybody, self._first) else Claim(members, digest)
 
     def _compare(self, claim: Claim, schedule: Schedule, step: int) -> None:
         """Raise `DisagreementError` if members run different schedules; connect those that run the same one."""
@@ -374,6 +381,12 @@ class Engine:
         if like.dtype not in self._scratch or self._scratch[like.dtype].numel() < need:
             self._scratch[like.dtype] = self.world.transport.allocate(need, like.dtype, like.device)
         return self._scratch[like.dtype]
+
+
+def _has_rounds(kind: type) -> bool:
+    """Return True if the class that says what `kind` has as its schedules says it in rounds as well."""
+    owner = next((each for each in kind.__mro__ if "schedule" in vars(each)), object)
+    return {"rounds", "order"} <= vars(owner).keys()
 
 
 def _allocate_bytes(transport: Transport, device: torch.device, _: str, nbytes: int) -> Tensor:

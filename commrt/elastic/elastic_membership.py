@@ -339,7 +339,7 @@ class ElasticMembership(Membership):
 
     def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool) -> Future[Any] | None:
         """Overwrite `tensor` once all members have the result; see `overwrite_together`."""
-        if self._membership is None:
+        if not self.is_elastic:
             return super().begin_call(begin, tensor, residual, at_once=at_once)
         overwrite_together(self, self._comm_thread, begin, tensor, residual)
         return None

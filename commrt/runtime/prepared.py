@@ -38,7 +38,8 @@ __all__ = [
 T = TypeVar("T")
 KEPT = 256
 """Exchanges that are kept, unless a kind says otherwise: those that were prepared last."""
-RUNS_KEPT = 4096
+RUNS_KEPT, SCHEDULES_OF_A_BUFFER = 4096, 16
+"""Programs of `World.run`: of all buffers, and of one."""
 COMPARISONS_KEPT = 256
 """Comparisons that each set of ranks remembers."""
 SCHEDULES_KEPT = 16
@@ -179,6 +180,7 @@ class PreparedRuns:
     def __init__(self, transport: Transport, world: HasMembership, compare: Compare) -> None:
         self._transport, self._world = transport, world
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._schedules: dict[ref[Tensor], dict[Schedule, None]] = {}  # of each buffer, the oldest first
         self._prepared = Prepared(world, self._bind, claim=self._claim, compare=compare, kept=RUNS_KEPT)
 
     def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
@@ -199,12 +201,28 @@ class PreparedRuns:
         """Run `schedule`, of all ranks, on `buffer` [numel]. On the communication thread."""
         program = self.known(schedule, buffer)
         if program is None:
-            self._prepared.forget_one(schedule, None, ref(buffer))
+            self._make_room(schedule, ref(buffer))
             program = self._prepared.get(schedule, None, ref(buffer)).program
         program.run(tag)
 
+    def _make_room(self, schedule: Schedule, memory: ref[Tensor]) -> None:
+        """Let go of what is bound to other memory of the buffer, and of its oldest program if there are many."""
+        self._prepared.forget_one(schedule, None, memory)
+        latest = self._schedules.setdefault(memory, {})
+        latest.pop(schedule, None)
+        if len(latest) == SCHEDULES_OF_A_BUFFER:
+            oldest = next(iter(latest))
+            del latest[oldest]
+            self._prepared.forget_one(oldest, None, memory)
+        latest[schedule] = None
+
+    def _forget_buffer(self, memory: ref[Tensor]) -> None:
+        for schedule in self._schedules.pop(memory, {}):
+            self._prepared.forget_one(schedule, None, memory)
+
     def forget(self) -> None:
         """Let go of all memory."""
+        self._schedules.clear()
         self._prepared.forget()
         self._scratch.clear()
 
@@ -229,7 +247,7 @@ class PreparedRuns:
             self._scratch[key] = torch.empty(need, dtype=row.dtype, device=row.device)
         program = bind(mine, row, self._transport, self._scratch[key], bounds=bounds)
         place = buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
-        return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_one(schedule, None, memory)))
+        return _Run(program, place, ref(buffer, lambda _: self._forget_buffer(memory)))
 
 
 def cut(schedule: Schedule, row: Tensor) -> list[int]:

@@ -134,8 +134,11 @@ class World:
         same sum in all chunks, as after an all-reduce or a broadcast. The call waits for the result, unless `async_op`:
         then wait for the `Work`. commrt does not verify the schedule here: `commrt.prove` it first. The first time that
         it runs on so many elements of a dtype, its ranks compare the three, at the cost of an all-reduce of 128 bytes
-        per rank. It stays bound to the buffer. Before anything is sent it raises `UsageError` for what cannot work, and
-        `DisagreementError` on all ranks if they differ; the world stays usable.
+        per rank. It stays bound to the buffer. A call that waits may run on the calling thread: an exception from a
+        signal handler, such as Ctrl-C, then ends the world; in `Work.wait` it ends the wait only.
+
+        Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if
+        they differ; the world stays usable.
         """
         check_run(schedule, buffer, tag, self.transport.ranks)
         is_ready = not async_op and self._runs.known(schedule, buffer) is not None
@@ -169,10 +172,11 @@ class World:
     ) -> Work:
         """Overwrite `tensor`, of any shape, with the mean or the sum of all ranks' tensors. Collective.
 
-        It waits for the result, unless `async_op`: then wait for the `Work`. `wire` is what travels,
-        as for `attach`; one with feedback keeps what rounding lost in `residual`, fp32 [elements], zeros at first.
-        int32 and int64 have a sum and no mean. `tag` names the transfer in errors and traces. While a model gossips or
-        has backup workers, the call always waits, copies the tensor, and goes on without lost ranks.
+        It waits for the result, unless `async_op`: then wait for the `Work`. As in `run`, Ctrl-C in a call that waits
+        may end the world. `wire` is what travels, as for `attach`; one with feedback keeps what rounding lost in
+        `residual`, fp32 [elements], zeros at first. int32 and int64 have a sum and no mean. `tag` names the transfer in
+        errors and traces. While a model gossips or has backup workers, the call always waits, copies the tensor, and
+        goes on without lost ranks.
 
         Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if
         sizes, wire dtypes or algorithms differ in a call that is new to them. The world stays usable then. For other
