@@ -267,7 +267,7 @@ class Model:
             yield from self.reductions(state, rank, operation, store)
 
     def read(self, state, rank, operation, store):
-        """Read a key; a waiting rank checks if the others live, as `commrt.backup_workers.quorum_vote` does."""
+        """Read a key; a waiting rank checks if the others live, as `commrt.backup_workers.quorum` does."""
         if operation.key in store:
             yield state.with_answer(rank, store[operation.key])
         elif operation.members:
