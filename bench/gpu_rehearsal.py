@@ -62,7 +62,7 @@ PARTS_HERE = (
     Part("each module can be imported", [str(Path(__file__)), "imports"]),
     Part("each call of cupy.cuda.nccl fits the real module", pytest_of(*tests("nccl_binding"))),
     Part("kernels in Triton's interpreter", pytest_of(*tests("kernels", "packing", "streams")), interprets=True),
-    Part("kernels of codes in the interpreter", pytest_of(*tests("coding_kernels")), interprets=True),
+    Part("kernels of codes in the interpreter", pytest_of(*tests("quantize_kernels")), interprets=True),
     Part(
         "every 28th kernel compiled",
         [str(BENCH / "inspect_kernels.py"), "--every", "28", "--golden", str(BENCH / "golden")],
