@@ -59,9 +59,14 @@ def mix_launch(out: Tensor, received: Tensor, weight: float) -> Bound:
     arch = arch_of(out.device)
     tables = Tables(Layout((out.numel(),), (0,), out.numel()), tile_for(arch), out.device)
     tables.point_at([out])
-    variant = variants.mix(out.dtype, out.dtype, tables.align, sizes_for(arch, 2, tables.align), sent=False)
+    variant = variants.mix(out.dtype, out.dtype, tables.align, sizes_for(arch, 3, tables.align))
     factor = torch.full((1,), weight, device=out.device)
-    arguments = (*(column.data_ptr() for column in tables.columns), received.data_ptr(), 0, factor.data_ptr())
+    arguments = (
+        *(column.data_ptr() for column in tables.columns),
+        received.data_ptr(),
+        out.data_ptr(),
+        factor.data_ptr(),
+    )
     return Bound(launch_of(variant, out.device), tables.tiles, arguments, (tables, factor, out, received))
 
 

@@ -18,7 +18,6 @@ from triton.compiler import compile as compile_source
 
 from commrt.kernels.device.meet import meet_kernel
 from commrt.kernels.device.mix import mix_kernel
-from commrt.kernels.device.norm import norm_kernel
 from commrt.kernels.device.pack import pack_kernel
 from commrt.kernels.device.quantize import add_quantized_kernel, dequantize_kernel, quantize_kernel
 from commrt.kernels.device.reduce import reduce_kernel
@@ -34,7 +33,6 @@ __all__ = [
     "dequantize",
     "meet",
     "mix",
-    "norm",
     "pack",
     "quantize",
     "reduce",
@@ -60,69 +58,26 @@ class Variant:
     warps: int
 
 
-def pack(
-    dtype: torch.dtype,
-    wire: torch.dtype,
-    align: int,
-    sizes: Sizes,
-    *,
-    held: bool = False,
-    nonfinite: bool = False,
-    sums: bool = False,
-    evict: str = "",
-) -> Variant:
-    """Return the variant that packs; with `evict` "evict_first", gradients leave the cache first."""
-    types = TABLES | {
-        "wire": POINTERS[wire],
-        "header": HEADER_TYPES[held],
-        "scale": "*fp32",
-        "nonfinite": "*i32",
-        "sums": "*fp32",
-    }
-    constants = _table(dtype, align, vector(wire), sizes)
-    constants |= {"WARPS": sizes.warps, "HELD": held, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": evict}
-    return _variant(pack_kernel, types, constants)
+def pack(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, held: bool = False) -> Variant:
+    """Return the variant that packs."""
+    types = TABLES | {"wire": POINTERS[wire], "header": HEADER_TYPES[held], "scale": "*fp32"}
+    return _variant(pack_kernel, types, _table(dtype, align, vector(wire), sizes) | {"HELD": held}, sizes.warps)
 
 
 def unpack(
-    dtype: torch.dtype,
-    wire: torch.dtype,
-    align: int,
-    sizes: Sizes,
-    *,
-    held: bool = False,
-    scaled: bool = False,
-    accumulate: bool = False,
-    sums: bool = False,
-    far: bool = False,
-    evict: str = "",
+    dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, held: bool = False, far: bool = False
 ) -> Variant:
-    """Return the variant that unpacks; with `evict` "evict_first", the wire leaves the cache first.
-
-    With `far`, places are int64, and may lie in other memory than the wire.
-    """
-    types = (
-        TABLES
-        | ({"places": "*i64"} if far else {})
-        | {
-            "wire": POINTERS[wire],
-            "header": HEADER_TYPES[held],
-            "mismatch": "*i32",
-            "scale": "*fp32",
-            "sums": "*fp32",
-        }
-    )
-    constants = _table(dtype, align, vector(dtype, align), sizes)
-    constants |= {"WARPS": sizes.warps, "HELD": held, "SCALED": scaled, "ACCUMULATE": accumulate}
-    constants |= {"SUMS": sums, "EVICT": evict}
-    return _variant(unpack_kernel, types, constants)
+    """Return the variant that unpacks; with `far`, places are int64, and may lie in other memory than the wire."""
+    types = TABLES | ({"places": "*i64"} if far else {})
+    types |= {"wire": POINTERS[wire], "header": HEADER_TYPES[held], "mismatch": "*i32"}
+    constants = _table(dtype, align, vector(dtype, align), sizes) | {"HELD": held}
+    return _variant(unpack_kernel, types, constants, sizes.warps)
 
 
-def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, sent: bool) -> Variant:
+def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes) -> Variant:
     """Return the variant that mixes a received wire of dtype `wire` into tensors of `dtype`."""
     types = TABLES | {"received": POINTERS[wire], "sent": POINTERS[wire], "weight": "*fp32"}
-    constants = _table(dtype, align, vector(dtype, align), sizes)
-    return _variant(mix_kernel, types, constants | {"SENT": sent}, sizes.warps)
+    return _variant(mix_kernel, types, _table(dtype, align, vector(dtype, align), sizes), sizes.warps)
 
 
 def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
@@ -170,11 +125,6 @@ def meet(peers: int) -> Variant:
     return _variant(meet_kernel, addresses | memory | numbers, {"PEERS": peers}, 1)
 
 
-def norm(tile: int = 4096) -> Variant:
-    """Return the variant that computes a norm from partial sums."""
-    return _variant(norm_kernel, {"sums": "*fp32", "count": "i32", "out": "*fp32"}, {"TILE": tile}, 8)
-
-
 def vector(dtype: torch.dtype, align: int = WIDEST_NBYTES) -> int:
     """Return the number of elements of `dtype` in a thread's widest store; loads take as many elements."""
     return max(1, align // dtype.itemsize)
@@ -184,8 +134,8 @@ def _table(dtype: torch.dtype, align: int, vector: int, sizes: Sizes) -> dict[st
     return {"DTYPE": DTYPES[dtype], "ALIGN": align, "VECTOR": vector, "TILE": sizes.tile}
 
 
-def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int | None = None) -> Variant:
-    return Variant(kernel, tuple(types.items()), tuple(constants.items()), warps or constants["WARPS"])
+def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int) -> Variant:
+    return Variant(kernel, tuple(types.items()), tuple(constants.items()), warps)
 
 
 def compiled(variant: Variant, arch: int) -> CompiledKernel:

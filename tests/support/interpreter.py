@@ -120,7 +120,6 @@ def _exact() -> dict[tuple[Any, str], Any]:
     return {
         (BUILDER, "cast_impl"): _cast(BUILDER.cast_impl),
         (BUILDER, "create_fp_to_fp"): lambda self, src, to, rounding: self.cast_impl(src, to),
-        (interpreter.ReduceOps, "apply_impl"): _reduce(interpreter.ReduceOps.apply_impl),
         (interpreter.TensorHandle, "set_attr"): _hint(interpreter.TensorHandle.set_attr),
     }
 
@@ -232,17 +231,6 @@ def _cast(plain: Any) -> Any:
         return interpreter.TensorHandle(bits.view(kind).reshape(data.shape), to.scalar)
 
     return cast
-
-
-def _reduce(plain: Any) -> Any:
-    """The maximum with NaN at numpy's speed."""
-
-    def apply(self: Any, values: Any) -> Any:
-        if getattr(self.combine_fn, "__name__", "") != "_larger":
-            return plain(self, values)
-        return self.to_tensor(np.max(values[0].handle.data, axis=self.axis, keepdims=self.keep_dims), values[0].dtype)
-
-    return apply
 
 
 def _hint(plain: Any) -> Any:
