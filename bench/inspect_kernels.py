@@ -35,8 +35,7 @@ import triton
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.packing import ALIGNMENTS
-from commrt.kernels.device.sizes import Sizes, sizes_for
-from commrt.kernels.device.variants import Variant, compiled
+from commrt.kernels.device.variants import Sizes, Variant, compiled, sizes_for
 
 ARCHS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the best sizes on this GPU, and print the row for `kernels/device/sizes.py`; nothing is tuned at run time.
+"""Find the best sizes on this GPU, and print the row for `kernels/device/variants.py`; nothing is tuned at run time.
 
 Every size packs and unpacks ResNet-50's gradients and one of their buckets, interleaved. ``--variants`` also tries
 other widths. Without a GPU it prints the compiler's figures for each size, for the architecture
@@ -27,8 +27,7 @@ from kernel_variants import DEVICE, bucket_of, shapes_of
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.launch import arch_of, launch_of
-from commrt.kernels.device.sizes import Sizes
-from commrt.kernels.device.variants import Variant
+from commrt.kernels.device.variants import Sizes, Variant
 from commrt.kernels.layout import layout_of
 from commrt.kernels.tables import Tables
 
@@ -118,7 +117,7 @@ def tune(*, more: bool) -> None:
         print(f"\n{name}, fp32 with a wire of {wire}: us, 20 %, median, 80 %")
         for label, seconds in sorted(times.items(), key=lambda pair: spread(pair[1])[1]):
             print(f"  {label:44}" + "".join(f"{1e6 * value:9.2f}" for value in spread(seconds)))
-    print(f"\nfor kernels/device/sizes.py: {arch_of(DEVICE)}: {best(all_times)},")
+    print(f"\nfor kernels/device/variants.py: {arch_of(DEVICE)}: {best(all_times)},")
 
 
 def describe(arch: int) -> None:

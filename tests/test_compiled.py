@@ -14,9 +14,9 @@ import pytest
 import torch
 from interpreter import interpreted_gpu
 
-from commrt.kernels import dispatch, quantize_dispatch
-from commrt.kernels.device import launches, packing
-from commrt.kernels.device.sizes import sizes_for
+from commrt.kernels import dispatch, quantize
+from commrt.kernels.device import launch, packing
+from commrt.kernels.device.variants import sizes_for
 from commrt.kernels.layout import WIDEST_NBYTES, layout_of
 from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
 from commrt.kernels.packing import Parts
@@ -72,7 +72,7 @@ def test_every_kernel_that_is_launched_has_been_looked_at(monkeypatch):
 
     with interpreted_gpu():
         monkeypatch.setattr(packing, "launch_of", launch_of)
-        monkeypatch.setattr(launches, "launch_of", launch_of)
+        monkeypatch.setattr(launch, "launch_of", launch_of)
         for dtype, wire, skew in product(SHORT, SHORT, (0, 1, 2, 4)):
             launch_everything(dtype, wire, skew)
         for peers in PEERS:
@@ -99,7 +99,7 @@ def launch_everything(dtype, wire_dtype, skew):
 def launch_a_meeting(peers):
     words = torch.zeros(3, peers, 1, dtype=torch.int32)
     state, host = torch.zeros(2, dtype=torch.int32), torch.zeros(len(HOST_WORDS), dtype=torch.int64)
-    launches.meet_launch(MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0))
+    launch.meet_launch(MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0))
 
 
 @pytest.mark.parametrize("triton", FINDINGS)
@@ -160,12 +160,12 @@ def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch)
         launched.add(variant)
 
     with interpreted_gpu():
-        monkeypatch.setattr(launches, "launch_of", launch_of)
+        monkeypatch.setattr(launch, "launch_of", launch_of)
         for quantizer in inspect_quantize.quantizers():
             values, codes = torch.zeros(100), torch.zeros(quantizer.nbytes(100), dtype=torch.uint8)
-            quantize_dispatch.quantizing(values, codes, quantizer, values if quantizer.feedback else None)
-            quantize_dispatch.dequantizing(codes, values, quantizer)
-            quantize_dispatch.adding_quantized(values, [codes], quantizer)
+            quantize.quantizing(values, codes, quantizer, values if quantizer.feedback else None)
+            quantize.dequantizing(codes, values, quantizer)
+            quantize.adding_quantized(values, [codes], quantizer)
     assert launched <= {variant for _, variant in inspect_quantize.cases().values()}
 
 

@@ -22,8 +22,8 @@ from commrt.kernels.device import variants
 from commrt.kernels.device.mix import mix_kernel
 from commrt.kernels.device.pack import pack_kernel
 from commrt.kernels.device.reduce import reduce_kernel
-from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
+from commrt.kernels.device.variants import Sizes
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
 from commrt.kernels.reference import mix, mix_into, pack, reduce_into, unpack

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from commrt.errors import UsageError
 from commrt.kernels.packing import NO_PARTS, Parts
-from commrt.kernels.quantize import key_of
-from commrt.kernels.quantize_dispatch import adding_quantized, dequantizing, quantizing
+from commrt.kernels.quantize import adding_quantized, dequantizing, key_of, quantizing
 from commrt.program import Hop, Program, Transfer, chunk_bounds
 from commrt.quantizer import Quantizer
 from commrt.runtime.executor import BoundProgram, only_reads

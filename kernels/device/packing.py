@@ -13,8 +13,7 @@ from torch.autograd.graph import increment_version
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.launch import Launch, arch_of, launch_of, require_aligned
-from commrt.kernels.device.sizes import sizes_for, tile_for
-from commrt.kernels.device.variants import DTYPES, Variant
+from commrt.kernels.device.variants import DTYPES, Variant, sizes_for
 from commrt.kernels.layout import WIDEST_NBYTES, Layout
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.kernels.tables import Tables
@@ -37,7 +36,7 @@ class TritonPacking:
         if dtype not in DTYPES or wire.dtype not in DTYPES:
             raise ValueError(f"{dtype} tensors on a {wire.dtype} wire: on GPUs only {[*map(str, DTYPES)]} are offered")
         require_aligned(wire)
-        self.tables = Tables(layout, tile_for(arch_of(wire.device)), wire.device)
+        self.tables = Tables(layout, sizes_for(arch_of(wire.device)).tile, wire.device)
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
         self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
         self._header = 0  # of captured launches, and the same on the device

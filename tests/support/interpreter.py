@@ -23,7 +23,7 @@ from torch._C import TensorBase
 from triton.runtime import interpreter
 
 from commrt.kernels import dispatch
-from commrt.kernels.device import launches as device_launches
+from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
 
 __all__ = ["BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "watched"]
@@ -190,8 +190,8 @@ def interpreted_gpu() -> Iterator[Launches]:
     launches = Launches()
     attributes: dict[tuple[Any, str], Any] = {(dispatch, "is_on_gpu"): lambda tensor: True}
     attributes |= {(Tensor, "data_ptr"): lambda tensor: launches.memory.address_of(tensor)}  # noqa: PLW0108  # or it would not be a method
-    attributes |= {(module, "launch_of"): launches.launch_of for module in (packing, device_launches)}
-    attributes |= {(module, "arch_of"): lambda device: 90 for module in (packing, device_launches)}
+    attributes |= {(module, "launch_of"): launches.launch_of for module in (packing, device_launch)}
+    attributes |= {(module, "arch_of"): lambda device: 90 for module in (packing, device_launch)}
     with _replaced(_exact() | attributes | _checked(launches.memory)):
         yield launches
 

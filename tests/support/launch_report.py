@@ -17,7 +17,7 @@ from torch import nn
 import commrt
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import MIB, Header
-from commrt.kernels.device.sizes import SIZES
+from commrt.kernels.device.variants import SIZES
 from commrt.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
