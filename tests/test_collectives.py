@@ -16,8 +16,7 @@ from commrt.algorithms.catalogue import COLLECTIVES, ROOTED, candidates
 from commrt.algorithms.parts import backwards
 from commrt.errors import ScheduleError, UsageError
 from commrt.proof import spec
-from commrt.proof.replay import verify
-from commrt.proof.traffic import traffic
+from commrt.proof.replay import traffic, verify
 from commrt.schedule import ADD, COPY, Schedule, Step
 
 

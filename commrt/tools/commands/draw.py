@@ -10,7 +10,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import ITEMS, QUANTIZERS, wire_nbytes
+from commrt.pricing.price import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.commands.options import ShapeOptions, StepOptions, compute_of, workload_of
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.verify import choose

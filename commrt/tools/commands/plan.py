@@ -20,8 +20,7 @@ from commrt.algorithms.direct import Direct
 from commrt.algorithms.ring import Ring, Rings
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Pricing, all_reduce_bound_s
-from commrt.pricing.wires import GRADIENT_NBYTES, QUANTIZERS, require_carried
+from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, Pricing, all_reduce_bound_s, require_carried
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.json_output import json_of

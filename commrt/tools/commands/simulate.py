@@ -16,8 +16,16 @@ from rich.table import Table
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Price, Pricing, all_reduce_bound_s, exchange_bound_s
-from commrt.pricing.wires import ITEMS, QUANTIZERS, require_carried, wire_nbytes
+from commrt.pricing.price import (
+    ITEMS,
+    QUANTIZERS,
+    Price,
+    Pricing,
+    all_reduce_bound_s,
+    exchange_bound_s,
+    require_carried,
+    wire_nbytes,
+)
 from commrt.schedule import Algorithm
 from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import (
