@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from commrt.algorithms import double_tree, halving_doubling, ring, tree
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name
 from commrt.algorithms.double_tree import DoubleTree
-from commrt.algorithms.fold import MAX_HELPERS, folded
+from commrt.algorithms.parts import MAX_HELPERS, folded
 from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D, best_grid
 from commrt.errors import ScheduleError, UsageError
