@@ -16,7 +16,7 @@ step (`commrt.program`), so sends meet their receives in order and size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,14 +25,27 @@ import numpy as np
 from commrt.errors import ScheduleError
 from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
-from commrt.proof.traffic import Traffic, traffic_of
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, malformed
 
-__all__ = ["CounterExample", "Proof", "ends_alike", "prove", "verify"]
+__all__ = ["CounterExample", "Proof", "Traffic", "ends_alike", "prove", "traffic", "verify"]
 
 BLOCK_BYTES = 1 << 28
 """Chunks are replayed in blocks whose symbolic state stays below this size."""
 MAX_CELLS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The size of a schedule, whatever it runs on."""
+
+    steps: int
+    transfers: int
+    bytes_per_rank: Fraction
+    """Bytes sent by the busiest rank, in units of the buffer."""
+    max_peers: int
+    """Most peers that any rank exchanges with in one step."""
+
+
 NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0)
 """Of a schedule that is malformed, or has another shape than its collective."""
 
@@ -82,7 +95,7 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     step 0, rank 1, chunk 0: overwrites what it sends in the same step; the result depends on timing
     """
     steps, found = _ValidSteps(schedule), _misfit(schedule, collective)
-    size = NO_TRAFFIC if found else traffic_of(steps, schedule.ranks, schedule.chunks)
+    size = NO_TRAFFIC if found else _traffic_of(steps, schedule.ranks, schedule.chunks)
     if steps.malformed is not None:
         size, found = NO_TRAFFIC, steps.malformed
     if found is None:
@@ -147,6 +160,24 @@ def _misfit(schedule: Schedule, collective: Collective) -> CounterExample | None
             f"chunks x ranks / 8 bytes: prove it for at most {MAX_RANKS:,} ranks and {MAX_CELLS:,} ranks x chunks"
         )
     return None
+
+
+def traffic(schedule: Schedule) -> Traffic:
+    """Count steps, transfers, bytes and peers of `schedule`; one pass, O(transfers)."""
+    return _traffic_of(schedule.checked_steps(), schedule.ranks, schedule.chunks)
+
+
+def _traffic_of(steps: Iterable[Step], ranks: int, chunks: int) -> Traffic:
+    """Count the traffic of `steps`, each of them valid for so many ranks and chunks."""
+    sent = np.zeros(ranks, dtype=np.int64)
+    count = transfers = peers = 0
+    for step in map(Step.canonical, steps):
+        count += 1
+        transfers += len(step)
+        np.add.at(sent, step.src, step.hi - step.lo)
+        pairs = np.concatenate((step.src * ranks + step.dst, step.dst * ranks + step.src))
+        peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
+    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), chunks), peers)
 
 
 class _ValidSteps:

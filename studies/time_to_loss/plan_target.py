@@ -19,8 +19,7 @@ from time_to_target import TimeToTarget, Verdict
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Pricing
-from commrt.pricing.wires import ITEMS, QUANTIZERS, wire_nbytes
+from commrt.pricing.price import ITEMS, QUANTIZERS, Pricing, wire_nbytes
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.json_output import json_of

@@ -18,7 +18,7 @@ from commrt.algorithms.direct import Direct
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
+from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 __all__ = [

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -20,19 +21,26 @@ from commrt.algorithms.direct import Direct
 from commrt.algorithms.ring import Ring, Rings
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Pricing, all_reduce_bound_s
-from commrt.pricing.wires import GRADIENT_NBYTES, QUANTIZERS, require_carried
+from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, Pricing, all_reduce_bound_s, require_carried
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import BackupOptions, ExchangeOptions, PlanOptions, compute_of, workload_of
+from commrt.tools.commands.options import (
+    BackupOptions,
+    ExchangeOptions,
+    Json,
+    PlanOptions,
+    Ranks,
+    compute_of,
+    workload_of,
+)
 from commrt.tools.commands.simulate import quantizer_sentence
 from commrt.tools.commands.simulate_backups import estimate_backups
 from commrt.tools.planning.local_steps import LocalSteps, hiding_period
 from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
 
-__all__ = ["gains", "run_backups", "run_exchange", "run_step"]
+__all__ = ["backups", "exchange", "gains", "step"]
 
 SHOWN = 8
 MIN_WIDTH = 124
@@ -58,8 +66,8 @@ COLUMNS: dict[str, Callable[[Plan], str | None]] = {
 }
 
 
-def run_exchange(options: ExchangeOptions, as_json: bool) -> None:
-    """Rank all plans that exchange a buffer, and print them with the reason; raises `UsageError`."""
+def exchange(options: ExchangeOptions, as_json: Json = False) -> None:
+    """Recommend an algorithm for an exchange."""
     cluster = Cluster.named(options.cluster)
     cluster.require_capacity(options.ranks)
     quantized = options.wire if options.wire in QUANTIZERS else None
@@ -67,23 +75,32 @@ def run_exchange(options: ExchangeOptions, as_json: bool) -> None:
     _report(plans, cluster, options.ranks, options.nbytes, None, as_json)
 
 
-def run_step(options: PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost] = ()) -> None:
-    """Rank all plans of a training step, and print them with the reason; raises `UsageError`."""
+def step(options: PlanOptions, ranks: Ranks = 4, as_json: Json = False) -> None:
+    """Recommend algorithm, wire and buckets for a training step."""
+    _plan_step(options, ranks, as_json, ())
+
+
+def backups(
+    options: PlanOptions,
+    slow: BackupOptions,
+    backups: Annotated[str, typer.Option(help="auto, or a number of ranks that a step does not wait for.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Recommend how many backup workers a training step has, and algorithm, wire and buckets with them."""
+    ranks, waitings = _waitings(backups, slow)
+    _plan_step(options, ranks, as_json, waitings)
+
+
+def _plan_step(options: PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost]) -> None:
     cluster, workload = Cluster.named(options.cluster), workload_of(options.model)
     cluster.require_capacity(ranks)
     wires = ["fp32", "bf16"] if options.wire is None else [options.wire.value]
-    for backups, wire in product({cost.backups for cost in waitings} - {0}, wires):
-        require_carried(BackupWorkers(backups, Direct()), ranks, wire)
+    for number, wire in product({cost.backups for cost in waitings} - {0}, wires):
+        require_carried(BackupWorkers(number, Direct()), ranks, wire)
     compute_s, _ = compute_of(workload, cluster, options.batch, options.compute_ms)
     plans = step_plans(cluster, ranks, workload, compute_s, wires, *([waitings] if waitings else []))
     local = None if waitings else _local(plans[0], ranks, cluster)
     _report(plans, cluster, ranks, workload.numel * GRADIENT_NBYTES, local, as_json)
-
-
-def run_backups(backups: str, options: PlanOptions, slow: BackupOptions, as_json: bool) -> None:
-    """Do what `run_step` does, with no backups and with `backups`; raises `UsageError`."""
-    ranks, found = _waitings(backups, slow)
-    run_step(options, ranks, as_json, found)
 
 
 def _report(

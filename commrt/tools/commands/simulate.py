@@ -16,13 +16,23 @@ from rich.table import Table
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Price, Pricing, all_reduce_bound_s, exchange_bound_s
-from commrt.pricing.wires import ITEMS, QUANTIZERS, require_carried, wire_nbytes
+from commrt.pricing.price import (
+    ITEMS,
+    QUANTIZERS,
+    Price,
+    Pricing,
+    all_reduce_bound_s,
+    exchange_bound_s,
+    require_carried,
+    wire_nbytes,
+)
 from commrt.schedule import Algorithm
 from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import (
+    AlgorithmName,
     ExchangeOptions,
     JitterOptions,
+    Json,
     ShapeOptions,
     StepOptions,
     compute_of,
@@ -33,7 +43,7 @@ from commrt.tools.planning.stragglers import Jitter
 from commrt.tools.planning.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
 from commrt.tools.planning.workload import FORWARD, Workload
 
-__all__ = ["ExchangeEstimate", "StepEstimate", "quantizer_sentence", "run_exchange", "run_step", "step_table", "times"]
+__all__ = ["ExchangeEstimate", "StepEstimate", "exchange", "quantizer_sentence", "step", "step_table", "times"]
 
 OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
 """Commands for algorithms whose steps are no exchange of gradients by all ranks."""
@@ -154,11 +164,11 @@ class StepEstimate:
         return {"jitter": asdict(law), "efficiency_with_jitter": efficiency}
 
 
-def run_exchange(name: str, options: ExchangeOptions, shape: ShapeOptions, as_json: bool) -> None:
-    """Print the estimate of an exchange; raises `UsageError`."""
+def exchange(algorithm: AlgorithmName, options: ExchangeOptions, shape: ShapeOptions, as_json: Json = False) -> None:
+    """Estimate how long an exchange takes, and what no schedule can beat."""
     cluster = Cluster.named(options.cluster)
-    algorithm = _chosen(name, shape, cluster, options.ranks)
-    record = ExchangeEstimate(algorithm, options.ranks, cluster, options.wire_nbytes, options.wire).record()
+    chosen = _chosen(algorithm, shape, cluster, options.ranks)
+    record = ExchangeEstimate(chosen, options.ranks, cluster, options.wire_nbytes, options.wire).record()
     if as_json:
         print(json_of(record))
         return
@@ -191,15 +201,17 @@ def quantizer_sentence(seconds: float, cluster: Cluster) -> str:
     return f"{1e3 * seconds:.3f} ms of it is for turning values into codes and back"
 
 
-def run_step(name: str, options: StepOptions, jitter: JitterOptions, shape: ShapeOptions, as_json: bool) -> None:
-    """Print the estimate of a step; raises `UsageError`."""
+def step(
+    algorithm: AlgorithmName, options: StepOptions, jitter: JitterOptions, shape: ShapeOptions, as_json: Json = False
+) -> None:
+    """Estimate a training step, and how much of its exchange is hidden."""
     most_steps = MOST_JITTER_TIMES // options.ranks
     if jitter.steps > most_steps:
         raise UsageError(
             f"{jitter.steps:,} steps of {options.ranks:,} ranks are too many: give up to --steps {most_steps}"
         )
     cluster = Cluster.named(options.cluster)
-    estimate = StepEstimate.of(_chosen(name, shape, cluster, options.ranks), options, cluster)
+    estimate = StepEstimate.of(_chosen(algorithm, shape, cluster, options.ranks), options, cluster)
     record = estimate.record()
     if jitter.jitter is not None:
         record |= estimate.jitter_record(jitter.jitter, jitter.steps, jitter.seed)

@@ -10,18 +10,18 @@ from rich.console import Console
 from commrt.algorithms.local import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import LocalOptions, StepOptions
+from commrt.tools.commands.options import Json, LocalOptions, StepOptions
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate, quantizer_sentence, step_table, times
 from commrt.tools.planning.local_steps import LocalSteps
 from commrt.tools.planning.timeline import overlapped_step
 
-__all__ = ["run"]
+__all__ = ["local"]
 
 NOT_HIDDEN = "none within the period"
 
 
-def run(options: StepOptions, local: LocalOptions, as_json: bool) -> None:
-    """Print what steps of local SGD take, for several delays; raises `UsageError`."""
+def local(options: StepOptions, local: LocalOptions, as_json: Json = False) -> None:
+    """Estimate steps of local SGD, by how late averages may be."""
     algorithm = local.algorithm(options.wire)
     step = StepEstimate.of(algorithm.inner, options, Cluster.named(options.cluster))
     exchange = step.exchange

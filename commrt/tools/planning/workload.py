@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from commrt.errors import CommrtError, UsageError
-from commrt.pricing.wires import GRADIENT_NBYTES, Item, wire_nbytes
+from commrt.pricing.price import GRADIENT_NBYTES, Item, wire_nbytes
 from commrt.quantizer import Quantizer
 
 __all__ = ["FORWARD", "Layer", "ReadyBucket", "Workload"]
