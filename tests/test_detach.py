@@ -31,7 +31,7 @@ def test_detach_gives_back_a_plain_model_that_can_be_attached_again():
     def body(world):
         model, _, replica = trainee(world)
         replica.detach()
-        replica.close()
+        replica.detach()
         backward(model, world.rank)
         plain = gradients(model)
         model.zero_grad()

@@ -127,7 +127,7 @@ def trained(world, algorithm):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    replica.close()
+    replica.detach()
     return True
 
 

@@ -27,9 +27,8 @@ from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
 from commrt.store.agreement import WorldConfig
 from commrt.training.admission import check_stateful
-from commrt.training.broadcast_state import gather_integers
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful
+from commrt.training.model_state import Stateful, gather_integers
 from commrt.training.replica import Replica, StepReport
 from commrt.training.step_guard import StepGuard
 
@@ -90,7 +89,7 @@ class BackupWorkersReplica(Replica):
         params, world = [param for _, param in named], engine.world
         self._others = *range(world.rank + 1, world.size), *range(world.rank)
         self._needed = algorithm.needed(world.size)
-        super().__init__(model, named, algorithm, world)
+        super().__init__(model, named, optimizers, algorithm, world)
         self._engine, self._owners_of_state = engine, [*optimizers, *also]
         self._final_calls = FinalCalls()
         self._phase, self._pass_number = Phase.READY, -1
@@ -111,7 +110,7 @@ class BackupWorkersReplica(Replica):
             self._catch_up.open()
         world.hooks = Hooks(self._before_collective, self._state.shut, self._end, self._leave, self._final_calls.make)
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
-        self._live([*self._on_model(), *gradients, *self._skipper.register()], optimizers)
+        self._live([*self._on_model(), *gradients], self._skipper)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)

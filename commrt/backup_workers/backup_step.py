@@ -8,7 +8,7 @@ again. Optimizers skip their steps on a rank whose gradients did not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
@@ -336,13 +335,6 @@ class StepSkipper:
         self._skipped: int | None = None  # the guard's number of steps, during one that changes nothing
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters that are not to be stepped, and their gradients
 
-    def register(self) -> Iterator[RemovableHandle]:
-        """Act before and after each step of the optimizers."""
-        yield from self._guard.register()
-        for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(self._before)
-            yield optimizer.register_step_post_hook(self._after)
-
     def renew(self, counted: bool) -> None:
         """Note that a backward pass has ended, and whether its gradients `counted`."""
         self._is_over = False
@@ -353,7 +345,9 @@ class StepSkipper:
         self._is_over = self._guard.is_due
         self._guard.drop()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Act before a step of `optimizer`."""
+        self._guard.before_step(optimizer, args, kwargs)
         if self._is_over:
             raise UsageError(OVER)
         if closure_in(args, kwargs) is not None:
@@ -366,7 +360,9 @@ class StepSkipper:
             for param in params:
                 param.grad = None
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Act after a step of `optimizer`."""
+        self._guard.after_step(optimizer)
         self.fresh.discard(id(optimizer))
         if self._skipped is not None:  # the guard counted a step that was none
             for param, grad in self._hidden:

@@ -19,9 +19,9 @@ from commrt.store.agreement import WorldConfig
 from commrt.store.launcher import chosen_transport
 from commrt.store.rendezvous import host_identity
 from commrt.training import synchronous
+from commrt.training.attach import Request
 from commrt.training.model_state import dump, flatten, load
 from commrt.training.replica import Replica, attached_to
-from commrt.training.request import Request
 
 __all__ = ["attach"]
 
