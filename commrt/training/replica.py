@@ -213,7 +213,8 @@ class Replica(ABC):
             count = len(self._world.members)
             own = torch.cat([param.detach().double().reshape(-1) for _, param in self._params])
             (total,) = self._world.membership.together(lambda: mean(self._world, [count * own], self.step))
-            share = float((own - total / count).norm() / (total / count).norm())
+            norm = (total / count).norm().clamp(min=torch.finfo(torch.float64).tiny)  # of zeros too
+            share = float((own - total / count).norm() / norm)
             shares = self._world.membership.together(lambda: gather_values(self._world, share, self.step))
             return float(torch.tensor([*shares.values()], dtype=torch.float64, device="cpu").max())
 
