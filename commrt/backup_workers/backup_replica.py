@@ -266,7 +266,6 @@ class BackupWorkersReplica(Replica):
 
     def _leave(self) -> None:
         self._catch_up.close()
-        self._backup_step.votes.close()
 
     def join_as_replacement(self) -> None:
         """Take the place of a lost rank, between two collectives of the others; not collective."""

@@ -115,7 +115,6 @@ class BackupStep:
 
     def _change_session(self, session: int) -> None:
         if session != self._session:
-            self.votes.close()
             self._begin_session(session)
 
     def _use_buckets(self, buckets: Sequence[GradientBucket]) -> None:

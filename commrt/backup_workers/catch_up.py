@@ -25,7 +25,7 @@ from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.liveness import Listener
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
-from commrt.store.client import parse, require
+from commrt.store.client import TimedStore, parse, require
 from commrt.threads.deadline import Deadline
 
 __all__ = ["CatchUp", "FinalCalls", "PendingCatchUp", "StateServer", "request_state"]
@@ -66,14 +66,13 @@ class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's `state`."""
 
     def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
-        self._world, self._store, self._state = world, store, state
-        self._membership = membership
+        self._world, self._membership, self._state = world, membership, state
+        self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
         self._service = StateServer(self._membership.host or gethostname(), self._give)
 
     def open(self) -> None:
         """Let other ranks ask this one."""
-        key = f"service/{self._world.rank}"
-        self._membership.on_store.call_store(lambda: self._store.set(key, self._service.address))
+        self._store.set(f"service/{self._world.rank}", self._service.address)
 
     def close(self) -> None:
         """Answer no more questions."""
@@ -102,9 +101,7 @@ class CatchUp:
 
     def _ask_source(self, rank: int, version: int) -> StateTransfer | None:
         """Return the state, or None if the rank does not have it; one that has it may take long to copy it."""
-        key, call_store = f"service/{rank}", self._membership.on_store.call_store
-        found = call_store(lambda: self._store.get(key) if self._store.check([key]) else None)
-        if found is None:
+        if not (found := self._store.read(key := f"service/{rank}")):
             return None
         address = parse(key, found, bytes.decode)
         packed = request_state(address, version, self._ready_s, self._world.timeout_s / 2)

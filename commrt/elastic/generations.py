@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 from secrets import token_hex
 from typing import NamedTuple
 
-from torch.distributed import Store
-
 from commrt.runtime.membership import Loss
-from commrt.store.client import StoreCall, parse, parse_int, parse_list, require
+from commrt.store.client import TimedStore, parse, parse_int, parse_list, require
 
 __all__ = ["GATHERING", "OPEN", "RUNNING", "Generation", "Generations", "Head"]
 
@@ -84,10 +82,8 @@ def _loss(rank: object, step: object, why: object, finished: object, by: object)
 class Head(NamedTuple):
     """What the store says is current."""
 
-    number: int
-    """Of the generation."""
     proposal: str
-    """Under which key its details stand."""
+    """Under which key the details of the generation stand."""
     collective: int
     """The number of the latest collective that a rank came to; 0 before the first."""
     phase: str
@@ -104,45 +100,37 @@ class Head(NamedTuple):
     @classmethod
     def from_json(cls, text: bytes) -> Head:
         """Raise `ValueError` for anything but a head."""
-        number, proposal, collective, phase = parse_list(text, 4)
+        proposal, collective, phase = parse_list(text, 3)
         require(isinstance(proposal, str) and phase in (OPEN, GATHERING, RUNNING))
-        return cls(parse_int(number), proposal, parse_int(collective), phase)
+        return cls(proposal, parse_int(collective), phase)
 
 
 class Generations:
-    """The generations of one world, as the process of one rank reads and changes them.
+    """The generations of one world, as the process of one rank reads and changes them. On any thread."""
 
-    `ask` runs a question to the store within a deadline. Safe to use from several threads.
-    """
-
-    def __init__(self, store: Store, ask: StoreCall, founders: Generation) -> None:
-        self._store, self._ask = store, ask
+    def __init__(self, store: TimedStore, founders: Generation) -> None:
+        self._store = store
         self._known = {FOUNDERS: founders}  # by proposal; a thread may still hold an older head than another has read
-        self._compare_set("", Head(founders.number, FOUNDERS, 0, OPEN).to_json())
+        store.compare_set(HEAD, "", Head(FOUNDERS, 0, OPEN).to_json())
 
     def current(self) -> tuple[Head, Generation]:
         """The head and its generation; costs one store operation, and one more after a change."""
-        head = parse(HEAD, self._ask(lambda: self._store.get(HEAD)), Head.from_json)
+        head = parse(HEAD, self._store.get(HEAD), Head.from_json)
         if head.proposal not in self._known:
             key = f"generation/{head.proposal}"
-            details = self._ask(lambda: self._store.get(key))
-            self._known[head.proposal] = parse(key, details, Generation.from_json)
+            self._known[head.proposal] = parse(key, self._store.get(key), Generation.from_json)
         return head, self._known[head.proposal]
 
     def propose(self, head: Head, generation: Generation) -> bool:
         """Make `generation` the current one if `head` still stands; True if it does now."""
         proposal = f"{generation.number}/{token_hex(8)}"
-        self._ask(lambda: self._store.set(f"generation/{proposal}", generation.to_json()))
-        return self._change(head, Head(generation.number, proposal, head.collective, head.phase))
+        self._store.set(f"generation/{proposal}", generation.to_json())
+        return self._change(head, head._replace(proposal=proposal))
 
     def set_phase(self, head: Head, collective: int, phase: str) -> bool:
         """Say how far `collective` has come, if `head` still stands; True if it does."""
         return self._change(head, head._replace(collective=collective, phase=phase))
 
     def _change(self, before: Head, after: Head) -> bool:
-        stands = after.to_json()
-        return self._compare_set(before.to_json(), stands) == stands.encode()
-
-    def _compare_set(self, before: str, after: str) -> bytes:
-        stands: bytes = self._ask(lambda: self._store.compare_set(HEAD, before, after))
-        return stands
+        stands = self._store.compare_set(HEAD, before.to_json(), after.to_json())
+        return bool(stands == after.to_json().encode())

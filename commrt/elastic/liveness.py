@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness probes, which tell whether a rank's process still exists; and reports of failing ranks.
+"""Liveness probes, which tell whether a rank's process still exists.
 
 Each process listens on a port that its kernel closes when it ends, however it ends. A broken connection says nothing,
 and a store does not know who has died. A process that is only stopped still counts as alive: its kernel answers.
@@ -15,35 +15,16 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
-from typing import TypeVar
 
-from torch.distributed import Store
-
-from commrt.errors import PeerLost, Place, UsageError
-from commrt.store.client import (
-    StoreCall,
-    parse,
-    parse_int,
-    parse_list,
-    require,
-    start_call,
-)
+from commrt.errors import UsageError
+from commrt.store.client import TimedStore, parse, parse_int, parse_list, require
 from commrt.store.rendezvous import own_address
 from commrt.threads.comm_thread import release_in_forked_child
 
-__all__ = [
-    "Listener",
-    "Processes",
-    "probe",
-    "unless_lost",
-]
-
-T = TypeVar("T")
+__all__ = ["Listener", "Processes", "probe"]
 
 PROBE_S = 2.0
 """How long a host may take to answer a probe."""
-PROBE_EVERY_S = 0.1
-"""Between two looks while ranks connect."""
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
@@ -104,15 +85,14 @@ def _accept(listener: socket.socket, serve: Callable[[socket.socket], None]) -> 
 
 
 class Processes:
-    """The processes of all ranks: which one has a rank's place now, and whether it lives.
+    """The processes of all ranks: which one has a rank's place now, and whether it lives. On any thread.
 
     Each process writes its incarnation (how many processes had the rank's place before it) and its address on the
     store. Without a `host` that all can reach (ranks are threads of one process) no process ever counts as gone.
-    `call_store` runs a request to the store within a deadline. Safe to use from several threads.
     """
 
-    def __init__(self, store: Store, rank: int, host: str | None, call_store: StoreCall) -> None:
-        self._store, self._rank, self._call_store = store, rank, call_store
+    def __init__(self, store: TimedStore, rank: int, host: str | None) -> None:
+        self._store, self._rank = store, rank
         self._listener = None if host is None else Listener(host)
         self._addresses: dict[tuple[int, int], str] = {}  # by rank and incarnation
         self.incarnation = 0
@@ -133,8 +113,7 @@ class Processes:
 
     def _publish(self, before: str, listener: Listener) -> None:
         own = json.dumps([self.incarnation, listener.address])
-        stands = self._call_store(lambda: self._store.compare_set(_key(self._rank), before, own))
-        if stands != own.encode():
+        if self._store.compare_set(f"process/{self._rank}", before, own) != own.encode():
             raise UsageError(
                 f"two processes take the place of rank {self._rank} at once, and the other one came first: start one"
             )
@@ -148,23 +127,16 @@ class Processes:
         """Return True if that process of `rank` does not live. An unreachable host may be alive, and takes 2 s."""
         if self._listener is None:
             return False
-        address = self._addresses.get((rank, incarnation))
-        if address is None:
-            latest = self._latest(rank)
-            if latest is None:
-                return False
-            if latest[0] != incarnation:
-                return latest[0] > incarnation  # another process has its place
-            address = self._addresses[rank, incarnation] = latest[1]
-        return probe(address) is False
+        if (rank, incarnation) not in self._addresses:
+            if (latest := self._latest(rank)) is None or latest[0] != incarnation:
+                return latest is not None and latest[0] > incarnation  # another process has its place
+            self._addresses[rank, incarnation] = latest[1]
+        return probe(self._addresses[rank, incarnation]) is False
 
     def _latest(self, rank: int) -> tuple[int, str] | None:
         """Return the incarnation and the address of the latest process of `rank`."""
-        key = _key(rank)
-        text = self._call_store(lambda: self._store.get(key) if self._store.check([key]) else None)
-        if text is None:
-            return None
-        return parse(key, text, _parse_process)
+        text = self._store.read(key := f"process/{rank}")
+        return parse(key, text, _parse_process) if text else None
 
     def close(self) -> None:
         """Stop listening: from now on this process counts as gone. Safe to call twice."""
@@ -177,18 +149,3 @@ def _parse_process(text: bytes) -> tuple[int, str]:
     incarnation, address = parse_list(text, 2)
     require(ADDRESS.fullmatch(address) and int(address.split()[1]) < 65536)
     return parse_int(incarnation), address
-
-
-def _key(rank: int) -> str:
-    return f"process/{rank}"
-
-
-def unless_lost(call: Callable[[], T], is_lost: Callable[[], bool], rank: int) -> T:
-    """Return what `call` does on a thread of its own; raises `PeerLost` if `is_lost` says so meanwhile."""
-    future = start_call(call)
-    while not future.done():
-        with suppress(TimeoutError):
-            future.exception(PROBE_EVERY_S)
-        if not future.done() and is_lost():
-            raise PeerLost("a rank was lost while the members connected", Place(rank))
-    return future.result()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, Store
 
@@ -23,6 +23,7 @@ from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, Transpor
 from commrt.runtime.membership import Loss
 from commrt.store.client import (
     STORE_ANSWER_S,
+    TimedStore,
     call_store,
     clone_connection,
     parse,
@@ -32,9 +33,8 @@ from commrt.store.client import (
 )
 from commrt.threads.deadline import Deadline
 
-__all__ = ["NONE_ABSENT", "Absent", "Arrival", "StoreMembership"]
+__all__ = ["Absent", "Arrival", "StoreMembership", "arrival_key"]
 
-T = TypeVar("T")
 POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
 """Between two reads of the store: the first pause, and the longest; each is twice as long as the one before.
 
@@ -62,9 +62,6 @@ class Absent(NamedTuple):
     """They live, as far as this rank can tell."""
 
 
-NONE_ABSENT = Absent((), ())
-
-
 class StoreMembership:
     """The membership of one rank. The communication thread changes generations, the training thread reads them.
 
@@ -83,18 +80,24 @@ class StoreMembership:
         needed: int = 1,
         on_roll_call: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self.store: Store = clone_connection(store)  # the first connection may wait long for peers to connect
+        # A connection of its own, as the first one may wait long for peers to connect.
+        self.store = TimedStore(clone_connection(store), rank, timeout_s)
         self.rank, self.timeout_s, self.needed = rank, timeout_s, needed
         self._on_roll_call, self._founders = on_roll_call, founders
         self.generation = founders
         """The one in which this rank exchanges."""
-        self.processes = Processes(self.store, rank, host, self.call_store)
+        self.processes = Processes(self.store, rank, host)
         self.collective = 0
         """How many collectives this rank has come to."""
         self._is_in = False
         self._closed = Event()
         self._watcher: threading.Thread | None = None
         self._watched = 0  # the generation whose roll call the watcher waits for
+
+    @property
+    def has_begun(self) -> bool:
+        """True once this process was a member."""
+        return self._watched > 0
 
     def join_first_generation(self) -> None:
         """Become a member of generation 0, as all first processes do."""
@@ -104,11 +107,11 @@ class StoreMembership:
 
     def open_generations(self) -> None:
         """Get access to the generations on the store, and become the one who writes the first if nobody did."""
-        self.generations = Generations(self.store, self.call_store, self._founders)
+        self.generations = Generations(self.store, self._founders)
 
     def _start(self) -> None:
         self._is_in, self._watched = True, self.generation.number + 1
-        name, store = f"commrt-rank{self.rank}-membership", clone_connection(self.store)
+        name, store = f"commrt-rank{self.rank}-membership", clone_connection(self.store.connection)
         self._watcher = threading.Thread(target=self._watch, args=(store,), daemon=True, name=name)
         self._watcher.start()
 
@@ -152,7 +155,7 @@ class StoreMembership:
         first = min(self.generation.number + 1, generation.number)
         keys = [_wake_key(self.rank, number) for number in range(first, generation.number + 1)]
         self.generation = generation
-        self.call_store(lambda: self.store.multi_set(keys, ["1"] * len(keys)))  # type: ignore[attr-defined]  # torch's stub is behind
+        self.store.multi_set(keys, ["1"] * len(keys))
 
     def roll_call(self, step: int, require_open: Callable[[], None]) -> Generation:
         """Form the next generation with all members that answer within the timeout, and return it.
@@ -162,33 +165,34 @@ class StoreMembership:
         """
         target = self.generation.number + 1
         self._wake(self.generation, target)
-        self.append(key := _present_key(target), [self.rank, step, ""])
+        self.arrive(key := _present_key(target), step)
         limit = Deadline(self.timeout_s())
         for pause_s in self.pauses(limit):
             head, generation = self.head()
             if generation.number >= target:
                 break
             require_open()
-            present = self.arrivals(key)
-            absent = self.absent(generation, present)
-            if not absent.silent or limit.left_s <= 0:
-                why = f"it did not answer a roll call within {self.timeout_s():g} s"
-                self.evict(head, generation, absent, why, present)
-            else:
+            if not self.evict_absent(head, generation, self.arrivals(key), "answer a roll call", limit):
                 Event().wait(pause_s)
         return generation
 
     def is_roll_called(self, target: int) -> bool:
         """Return True if a member has answered the roll call for generation `target`."""
-        return self.call_store(lambda: self.store.check([_present_key(target)]))
+        return bool(self.store.check([_present_key(target)]))
 
-    def evict(self, head: Head, generation: Generation, absent: Absent, why: str, here: Mapping[int, Arrival]) -> None:
-        """Propose the generation of the ranks that are `here`; another rank may come first with another proposal.
+    def evict_absent(
+        self, head: Head, generation: Generation, here: Mapping[int, Arrival], what: str, limit: Deadline
+    ) -> bool:
+        """Propose the generation of the ranks that are `here` to do `what`; another rank may come first with its own.
 
-        Raises `DeadlineExceeded` instead if too few are here for a step of backup workers, though others live.
+        Return False, and do nothing, while the others may come before `limit`. Raises `DeadlineExceeded` if too few are
+        here for a step of backup workers, though others live.
         """
-        finished = [loss for loss in (*generation.lost, *absent.departed) if loss.finished]
-        if absent.silent and len(here) + len(finished) < self.needed:
+        absent = self.absent(generation, here)
+        if absent.silent and limit.left_s > 0:
+            return False
+        why = f"it did not {what} within {self.timeout_s():g} s"
+        if absent.silent and not self._are_enough(here, generation, absent.departed):
             raise DeadlineExceeded(
                 f"ranks {list(absent.silent)} are missing ({why}), and without them fewer than {self.needed} ranks are "
                 "left: look at their output, or raise timeout_s",
@@ -199,6 +203,11 @@ class StoreMembership:
         silent = [Loss(rank, start, why, by=self.rank) for rank in absent.silent]
         if self.generations.propose(head, generation.without([*departed, *silent], start)):
             self._wake(generation, generation.number + 1)
+        return True
+
+    def _are_enough(self, ranks: Collection[int], generation: Generation, departed: Sequence[Loss]) -> bool:
+        """Return True if `ranks` make a step of backup workers; with those that finished, who do not count as lost."""
+        return len(ranks) + sum(loss.finished for loss in (*generation.lost, *departed)) >= self.needed
 
     def next_member(self, ranks: Sequence[int]) -> int:
         """Return the rank that follows this one in the ring of `ranks`."""
@@ -208,7 +217,7 @@ class StoreMembership:
         """Return the members of `generation` that are not `here`, by whether they may still come."""
         away = {rank: incarnation for rank, incarnation in generation.members.items() if rank not in here}
         if not away:
-            return NONE_ABSENT
+            return Absent((), ())
         departed = {loss.rank: loss for loss in self._departures(generation) if loss.rank in away}
         gone = [rank for rank, each in away.items() if rank not in departed and self.processes.is_gone(rank, each)]
         departed |= {rank: Loss(rank, 0, "its process is gone") for rank in gone}
@@ -228,10 +237,10 @@ class StoreMembership:
 
         Raises `Evicted` instead if the others went on without this rank.
         """
-        lost = [loss for loss in (*generation.lost, *departed) if not loss.finished]
         gone = {loss.rank for loss in departed}
         left = [rank for rank in generation.ranks if rank not in gone]
-        if len(left) + sum(loss.finished for loss in (*generation.lost, *departed)) < self.needed:
+        if not self._are_enough(left, generation, departed):
+            lost = [loss for loss in (*generation.lost, *departed) if not loss.finished]
             self.current()
             raise QuorumLost(
                 f"{lost[-1]}. Ranks {left} are left, fewer than the {self.needed} whose gradients make a step: start "
@@ -265,7 +274,7 @@ class StoreMembership:
             if limit.left_s <= 0:
                 return False
             Event().wait(POLL_MOST_S)
-            known, keys = keys, self.call_store(self.store.num_keys)
+            known, keys = keys, self.store.num_keys()
             limit = limit if known == keys else Deadline(self.timeout_s())
         return True
 
@@ -317,7 +326,8 @@ class StoreMembership:
             self._is_in = False
             self._closed.set()
             with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
-                self.append("departed", [self.rank, self.processes.incarnation, why, finished], STORE_ANSWER_S)
+                line = json.dumps([self.rank, self.processes.incarnation, why, finished]) + "\n"
+                call_store(lambda: self.store.connection.append("departed", line), STORE_ANSWER_S, self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
 
     def close(self) -> None:
         """End the watcher, and count as gone; call it after `depart`, twice if you like. The store still answers."""
@@ -326,32 +336,23 @@ class StoreMembership:
             # A thread inside the store's C++ code would abort the process while the interpreter ends.
             with suppress(RuntimeError, TransportError):
                 own = _wake_key(self.rank, self._watched)
-                call_store(lambda: self.store.set(own, "0"), STORE_ANSWER_S, self.rank)
+                call_store(lambda: self.store.connection.set(own, "0"), STORE_ANSWER_S, self.rank)
             self._watcher.join(STORE_ANSWER_S)
             self._watcher = None
         self.processes.close()
 
     def _departures(self, generation: Generation) -> list[Loss]:
         """Return the members of `generation` that said that they leave."""
-        departed = parse("departures", self.text("departed"), _parse_departures)
+        departed = parse("departures", self.store.read("departed"), _parse_departures)
         return [loss for loss, process in departed if generation.members.get(loss.rank) == process]
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
         """Return the ranks that have come, from the lines under `key`."""
-        return parse(key, self.text(key), _parse_arrivals)
+        return parse(key, self.store.read(key), _parse_arrivals)
 
-    def text(self, key: str) -> bytes:
-        """Return what stands under `key`, empty if nothing does."""
-        return self.call_store(lambda: self.store.get(key) if self.store.check([key]) else b"")
-
-    def append(self, key: str, line: Sequence[object], limit_s: float | None = None) -> None:
-        """Append `line` to the text under `key`."""
-        text, limit_s = json.dumps(line) + "\n", self.timeout_s() + STORE_ANSWER_S if limit_s is None else limit_s
-        call_store(lambda: self.store.append(key, text), limit_s, self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
-
-    def call_store(self, request: Callable[[], T]) -> T:
-        """Return what `request` returns within the timeout; see `commrt.store.client.call_store`."""
-        return call_store(request, self.timeout_s() + STORE_ANSWER_S, self.rank)
+    def arrive(self, key: str, step: int, what: str = "") -> None:
+        """Add this rank to those that have come, under `key`."""
+        self.store.append(key, json.dumps([self.rank, step, what]) + "\n")
 
     def pauses(self, limit: Deadline) -> Iterator[float]:
         """Yield the seconds to wait between two reads of the store."""
@@ -364,7 +365,7 @@ class StoreMembership:
     def _wake(self, generation: Generation, target: int) -> None:
         """Wake the watchers of all members: they are to form generation `target`, or to learn that it exists."""
         keys = [_wake_key(rank, target) for rank in generation.ranks]
-        self.call_store(lambda: self.store.multi_set(keys, ["1"] * len(keys)))  # type: ignore[attr-defined]  # as above
+        self.store.multi_set(keys, ["1"] * len(keys))
 
 
 def arrival_key(generation: Generation, collective: int) -> str:
