@@ -149,8 +149,8 @@ class Step:
         self._measured.command("end", self._number, ranks=self._members)
         if outcome.members != tuple(self._members) or outcome.counts != self._case.counts:
             raise AssertionError(f"{self._case.name}: not {self._members}: {outcome}")
-        if outcome.counts:
-            self._measured.vote.delete_old_steps(self._number, 1, is_first=self._case.is_decisive)
+        if outcome.counts and self._case.is_decisive:
+            self._measured.vote.delete_old_steps(self._number)
 
     def _times(self, end_s: float) -> Times:
         members, outcome = 1e3 * (self._known_s - self._begin_s), 1e3 * (end_s - self._sum_s)

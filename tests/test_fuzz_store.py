@@ -74,7 +74,6 @@ def test_a_foreign_record_is_understood_or_is_refused_in_words(said):
 def test_what_is_written_about_members_is_understood_or_refused_in_words(said):
     store = HashStore()
     membership = StoreMembership(store, 0, FOUNDERS, lambda: 0.2)
-    membership.open_generations()
     membership.generation = FOUNDERS
     for key in ("departed", "arrived/0.1", "process/1", "generation/junk"):
         store.set(key, said)

@@ -142,7 +142,7 @@ def step(vote, number, failing=0):
     sums = iter([*[False] * failing, True])
     vote.reduce = lambda *_: next(sums)
     outcome = vote.run(Announcement(0, 0), number)
-    if deletion := vote.delete_old_steps(number, outcome.attempt + 1, is_first=True):
+    if deletion := vote.delete_old_steps(number):
         deletion.result(PATIENT_S)
     return outcome
 

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commrt.backup_workers.quorum import delete_once, set_once
-from commrt.elastic.liveness import Listener, probe
+from commrt.elastic.generations import Listener, probe
 from commrt.store.client import parse_dict, parse_list
 from commrt.testing.processes import run_processes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -18,22 +18,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.backup import BackupWorkers
-from commrt.backup_workers.backup_step import BackupStep, StepSkipper
-from commrt.backup_workers.catch_up import CatchUp, FinalCalls, PendingCatchUp
-from commrt.backup_workers.replica_state import ReplicaState
+from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
+from commrt.backup_workers.catch_up import CatchUp, PendingCatchUp, ReplicaState
 from commrt.buckets.engine import BuildBuckets, Engine
 from commrt.elastic.elastic_membership import make_elastic
-from commrt.errors import CommrtError, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, QuorumLost, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
 from commrt.store.agreement import WorldConfig
 from commrt.training.admission import check_stateful
-from commrt.training.broadcast_state import gather_integers
+from commrt.training.broadcast_state import gather_integers, overwrite_buffers, overwrite_model
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful
+from commrt.training.model_state import Stateful, fingerprint
 from commrt.training.replica import Replica, StepReport
-from commrt.training.step_guard import StepGuard
 
-__all__ = ["BackupWorkersReplica", "reissued"]
+__all__ = ["BackupWorkersReplica", "FinalCalls", "reissued"]
 
 T = TypeVar("T")
 _log = logging.getLogger("commrt")
@@ -45,6 +43,8 @@ UNEQUAL = (
     "commrt: rank %d: weights or buffers differed between ranks that had applied the same updates; all ranks take "
     "those of rank %d. The loop or a forward pass changed them outside of steps (docs/backup_workers.md)"
 )
+ENDS_TRAINING = (QuorumLost, DeadlineExceeded, PeerLost)
+"""Too few ranks are left, they do not answer, or the process that holds the store is gone."""
 
 
 class Phase(Enum):
@@ -58,13 +58,26 @@ class Phase(Enum):
     """The gradients of others counted: it needs the state of one of them before its next forward pass."""
     STALE = auto()
     """It is late, and in a backward pass that used older weights, as the model's hooks were not called."""
-    CAUGHT_UP = auto()
-    """It has the state of another rank, whose loop was farther in the step: take that again at the next pass."""
     OVER = auto()
     """Too few ranks train: what the loop does from here to the next pass is undone."""
 
 
 LATE, IN_PASS = (Phase.LATE, Phase.STALE), (Phase.RUNNING, Phase.STALE)
+
+
+class FinalCalls(list[Callable[[], object]]):
+    """Calls to make once, before an error ends training."""
+
+    def make(self, error: BaseException) -> None:
+        """Make the calls if `error` ends training; logs what they raise."""
+        if isinstance(error, ENDS_TRAINING) or isinstance(error.__cause__, ENDS_TRAINING):
+            calls = [*self]
+            self.clear()
+            for call in calls:
+                try:
+                    call()
+                except Exception:  # the other calls are made, and `error` is raised
+                    _log.exception("commrt: a function given to before_giving_up() failed")
 
 
 class BackupWorkersReplica(Replica):
@@ -88,7 +101,6 @@ class BackupWorkersReplica(Replica):
     ) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
         params, world = [param for _, param in named], engine.world
-        self._others = *range(world.rank + 1, world.size), *range(world.rank)
         self._needed = algorithm.needed(world.size)
         super().__init__(model, named, algorithm, world)
         self._engine, self._owners_of_state = engine, [*optimizers, *also]
@@ -97,9 +109,8 @@ class BackupWorkersReplica(Replica):
         self._pending = PendingCatchUp(0, ())  # what it needs while it is late
         self._samples: int | None = 0
         self._has_warned = False  # of batches that were dropped because the others had stopped
-        self._guard = StepGuard(optimizers, params, lambda: None)
         self._state = ReplicaState(model, params, self._owners_of_state)
-        self._skipper = StepSkipper(optimizers, self._guard, self._state.shut)
+        self._guard = SkippingGuard(optimizers, params, self._state.shut)
         self._is_founder = world.config is None
         make_elastic(world).begin(self, world.attached, alone=True, needed=self._needed, founds=self._is_founder)
         store = PrefixStore(f"backed {world.attached}", world.store)
@@ -109,9 +120,11 @@ class BackupWorkersReplica(Replica):
         self._catch_up = CatchUp(world, make_elastic(world), store, self._state)
         if self._is_founder:
             self._catch_up.open()
-        world.hooks = Hooks(self._before_collective, self._state.shut, self._end, self._leave, self._final_calls.make)
+        world.hooks = Hooks(
+            self._before_collective, self._state.shut, self._end, self._catch_up.close, self._final_calls.make
+        )
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
-        self._live([*self._on_model(), *gradients, *self._skipper.register()], optimizers)
+        self._live([*self._on_model(), *gradients, *self._guard.register()], optimizers)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
@@ -153,18 +166,14 @@ class BackupWorkersReplica(Replica):
             except CommrtError as error:
                 self._final_calls.make(error)
                 raise
-            due = transfer.snapshot.is_due
-            is_amid_step = self._state.install(transfer, amid_step=amid_step)
+            self._state.install(transfer, amid_step=amid_step)
             self._backup_step.follow(transfer.snapshot)
-            self._skipper.renew(counted=False)  # gradients of before
             self._pending = self._pending._replace(version=transfer.snapshot.version)
-            self._phase = Phase.LATE if due else Phase.CAUGHT_UP if is_amid_step else Phase.READY
+            self._phase = Phase.LATE if transfer.snapshot.is_due else Phase.READY
 
     def _open(self, *, in_pass: bool) -> None:
         """Let late ranks copy this state."""
-        if self._phase is Phase.CAUGHT_UP:
-            self._state.reload()
-            self._phase = Phase.READY
+        self._state.reload()
         self._state.open(self._backup_step.snapshot(in_pass=in_pass))
 
     def _before_forward(self, given: Sequence[object]) -> None:
@@ -172,7 +181,7 @@ class BackupWorkersReplica(Replica):
             return
         if self._phase in (Phase.LATE, Phase.OVER):
             self._follow()
-        if self._phase not in LATE and not (self._skipper.fresh and self._guard.is_due):
+        if self._phase not in LATE and not (self._guard.fresh and self._guard.is_due):
             self._open(in_pass=True)
         for each in given:
             if isinstance(each, Tensor) and each.dim():
@@ -210,7 +219,10 @@ class BackupWorkersReplica(Replica):
     def _finish(self) -> None:
         was, self._phase, self._samples = self._phase, Phase.READY, 0
         if was is Phase.STALE:
-            self._drop_stale()
+            self._backup_step.drop()
+            self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
+            self._stats, self._phase = self._stats.plus(self.last), Phase.LATE
+            self._follow(amid_step=True)
             return
         try:
             self.last, outcome = self._backup_step.finish()
@@ -218,12 +230,10 @@ class BackupWorkersReplica(Replica):
             self._final_calls.make(error)
             raise
         self._stats = self._stats.plus(self.last)
-        self._skipper.renew(outcome.counts)
         if outcome.counts:
             self._state.keep_buffers()
         elif outcome.is_over:
-            others = [rank for rank in outcome.members if rank != self._world.rank]  # not a process before this one
-            self._require(self.last.step + 1, others or self._others, max(outcome.place - self._needed, 0))
+            self._require(self.last.step + 1, outcome.members)
         else:
             self._phase = Phase.OVER
             self._state.keep(self._backup_step.version)
@@ -231,16 +241,12 @@ class BackupWorkersReplica(Replica):
                 self._has_warned = True
                 _log.warning(ENDED, self._world.rank, self.last.step, self._needed)
 
-    def _drop_stale(self) -> None:
-        self._backup_step.drop()
-        self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
-        self._stats, self._phase = self._stats.plus(self.last), Phase.LATE
-        self._follow(amid_step=True)
-
-    def _require(self, version: int, sources: Sequence[int], turn: int = 0) -> None:
-        """Note that this rank needs `version`; ranks that are late together begin with different sources, by `turn`."""
-        start = turn % len(sources)
-        self._phase, self._pending = Phase.LATE, PendingCatchUp(version, (*sources[start:], *sources[:start]))
+    def _require(self, version: int, sources: Collection[int] = ()) -> None:
+        """Note that this rank needs `version`, of one of `sources`, by default of any; the next rank is asked first."""
+        rank, size = self._world.rank, self._world.size
+        others = (*range(rank + 1, size), *range(rank))  # not a process of this rank before this one
+        self._phase = Phase.LATE
+        self._pending = PendingCatchUp(version, tuple(each for each in others if each in sources) or others)
 
     def average(self) -> None:
         """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
@@ -264,20 +270,17 @@ class BackupWorkersReplica(Replica):
             if make_elastic(self._world).finish():
                 WorldConfig.withdraw(self._world.store)
 
-    def _leave(self) -> None:
-        self._catch_up.close()
-
     def join_as_replacement(self) -> None:
         """Take the place of a lost rank, between two collectives of the others; not collective."""
         make_elastic(self._world).join_as_replacement(self._fetch_from_a_pass)
         self._catch_up.open()
-        self._require(self.step, self._others)  # again before the first step, whatever is loaded until then
+        self._require(self.step)  # again before the first step, whatever is loaded until then
 
     def _fetch_from_a_pass(self) -> bool:
         """Take the state of another rank; True if that rank was in a forward or backward pass."""
-        self._require(0, self._others)
+        self._require(0)
         self.drain()
-        return self._phase is Phase.CAUGHT_UP
+        return self._state.is_amid_step
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the step of `state`; collective. A process in a lost rank's place keeps the state of the others."""
@@ -305,43 +308,32 @@ class BackupWorkersReplica(Replica):
         return super().state_dict()
 
     def overwrite_with_first(self) -> None:
-        """Overwrite parameters and buffers with those of the lowest rank; collective."""
-        with self._together("overwrite_with_first()"):
-            super().overwrite_with_first()
+        """See `Replica`; the lowest rank that is left is the first."""
+        super().overwrite_with_first()
         self._state.keep_buffers()
 
     def sync_buffers(self) -> None:
-        """Overwrite buffers with those of the lowest rank; collective."""
-        with self._together("sync_buffers()"):
-            super().sync_buffers()
+        """See `overwrite_with_first`."""
+        super().sync_buffers()
         self._state.keep_buffers()
-
-    def replicas_equal(self) -> bool:
-        """Return True if parameters and buffers are bitwise equal on all ranks; late ranks catch up. Collective."""
-        with self._together("replicas_equal()"):
-            return super().replicas_equal()
-
-    def disagreement(self) -> float:
-        """See `Replica.disagreement`; late ranks catch up. Collective."""
-        with self._together("disagreement()"):
-            return super().disagreement()
 
     def consolidate(self) -> None:
         """Make all replicas equal at the latest weights; collective.
 
         It takes weights as they are, also where a loop has changed them outside of the optimizer's steps.
         """
-        self._skipper.end_step()
-        with self._together("consolidate()"):
-            super().sync_buffers()
-            if not super().replicas_equal():
-                _log.warning(UNEQUAL, self._world.rank, self._world.members[0])
-                super().overwrite_with_first()
+        self._guard.end_step()
+        world, model, together = self._world, self.model, self._world.membership.together
+        with self._collective("consolidate()"):
+            together(lambda: overwrite_buffers(world, model, self.step))
+            if not world.all_equal("replicas", fingerprint(model)):
+                _log.warning(UNEQUAL, world.rank, world.members[0])
+                together(lambda: overwrite_model(world, model, self.step))
         self._state.keep_buffers()
 
     @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Do the body in a collective in which late ranks have caught up."""
+    def _collective(self, what: str) -> Iterator[None]:
+        """Run the body as the collective `what`, in which late ranks have caught up."""
         with self._world.collective(what):
             own = self._backup_step.version
             versions = self._world.membership.together(lambda: gather_integers(self._world, own))
@@ -369,7 +361,7 @@ class BackupWorkersReplica(Replica):
         super().detach()
         self._world.hooks = NO_HOOKS
         self._state.shut()
-        self._leave()
+        self._catch_up.close()
         make_elastic(self._world).end(self)
         self._engine.release()
 

@@ -8,7 +8,7 @@ again. Optimizers skip their steps on a rank whose gradients did not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
+from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
-from commrt.backup_workers.replica_state import Snapshot
 from commrt.buckets.engine import KEPT, BuildBuckets, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
@@ -44,12 +43,11 @@ from commrt.training.replica import StepReport
 from commrt.training.step_guard import ParameterList, StepGuard, closure_in
 from commrt.transport.protocol import Tag
 
-__all__ = ["BackupStep", "StepSkipper"]
+__all__ = ["BackupStep", "SkippingGuard"]
 
 NOBODY = (Announcement(0, 0),)
 LOOK_S = 1.0
 """How often the communication thread looks whether the world was given up, while it waits for a backward pass."""
-
 
 OVER = "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
 CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
@@ -81,7 +79,7 @@ class BackupStep:
         self,
         model: nn.Module,
         engine: Engine,
-        guard: StepGuard,
+        guard: SkippingGuard,
         cut: BuildBuckets,
         algorithm: BackupWorkers,
         store: Store,
@@ -106,16 +104,14 @@ class BackupStep:
         self._pass: _Pass | None = None
         self._ready_s = self._late_s = 0.0
         self._use_buckets(engine.buckets)
-        self._begin_session(1)
+        self._session = 0
+        self._use_session(1)
 
-    def _begin_session(self, session: int) -> None:
+    def _use_session(self, session: int) -> None:
         """Vote with keys of their own, as the numbers of steps may come again after a checkpoint was loaded."""
-        store = PrefixStore(f"session {session}", self._store)
-        self._session, self.votes = session, QuorumVote(store, self._needed, self._membership, self._reduce)
-
-    def _change_session(self, session: int) -> None:
         if session != self._session:
-            self._begin_session(session)
+            store = PrefixStore(f"session {session}", self._store)
+            self._session, self.votes = session, QuorumVote(store, self._needed, self._membership, self._reduce)
 
     def _use_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         if buckets is not self._engine.buckets:
@@ -144,9 +140,10 @@ class BackupStep:
 
     def follow(self, snapshot: Snapshot) -> None:
         """Go on where another rank stands, whose state this one has taken; between steps."""
+        self._guard.drop()  # gradients of before
         self.version, self._guard.steps = snapshot.version - snapshot.is_due, snapshot.optimizer_steps
         self._use_order(snapshot.order)
-        self._change_session(snapshot.session)
+        self._use_session(snapshot.session)
 
     def _use_order(self, order: Sequence[int] | None) -> None:
         if order is not None and list(order) != self.order:
@@ -156,7 +153,7 @@ class BackupStep:
     def restart_at_step(self, version: int) -> None:
         """Go on at `version`: a checkpoint was loaded."""
         self.version, self._attempts, self._guard.steps = version, (0, 0), 0
-        self._change_session(self._session + 1)
+        self._use_session(self._session + 1)
 
     def abandon(self, why: str) -> None:
         """End the running pass with a `UsageError`, so that the communication thread does not wait for its end."""
@@ -209,21 +206,17 @@ class BackupStep:
             outcome = result.result()
         self._pass, step = None, self.version
         if outcome.counts:
-            self._apply(running)
+            for bucket in self._engine.buckets:
+                bucket.assign_gradients()
+            if self._flat_buffer is not None:
+                self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
+            self.version += 1
+            self._use_order(running.order)
+            self._guard.open()
         else:
             self.drop()
             self._attempts = (step, 0 if outcome.is_over else outcome.attempt)
         return self._report(running, outcome, step, perf_counter() - begin_s), outcome
-
-    def _apply(self, running: _Pass) -> None:
-        for bucket in self._engine.buckets:
-            bucket.assign_gradients()
-        if self._flat_buffer is not None:
-            self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
-        self.version += 1
-        if running.order is not None:
-            self._use_order(running.order)
-        self._guard.open()
 
     def drop(self) -> None:
         """Set all gradients to zero, and use nothing of them."""
@@ -263,7 +256,8 @@ class BackupStep:
             with within_range(self._world.recorder, "unpack"):
                 for bucket in self._engine.buckets:
                     bucket.unpack()
-            self.votes.delete_old_steps(step, outcome.attempt + 1, is_first=outcome.members[0] == self._world.rank)
+            if outcome.members[0] == self._world.rank:
+                self.votes.delete_old_steps(step)
             membership.progress()
         return outcome
 
@@ -321,53 +315,53 @@ class BackupStep:
             running.order = order.tolist()
 
 
-class StepSkipper:
-    """Makes optimizer steps with gradients that did not count change nothing, whatever a user's loop calls.
+class SkippingGuard(StepGuard):
+    """A guard with which optimizer steps change nothing after gradients that did not count, whatever a loop calls.
 
-    It wraps the steps of `optimizers` and `guard`; `begin` is called before parameters may change.
+    `begin` is called before parameters may change.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], guard: StepGuard, begin: Callable[[], None]) -> None:
-        self._optimizers, self._guard, self._begin = optimizers, guard, begin
+    def __init__(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor], begin: Callable[[], None]) -> None:
+        super().__init__(optimizers, params, lambda: None)
+        self._begin = begin
         self.fresh: set[int] = set()
         """Ids of the optimizers that have not stepped since gradients counted."""
         self._is_over = False  # the step of the gradients at hand
-        self._skipped: int | None = None  # the guard's number of steps, during one that changes nothing
-        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters that are not to be stepped, and their gradients
+        self._hidden: list[tuple[Tensor, Tensor]] | None = None  # gradients, during a step that changes nothing
 
-    def register(self) -> Iterator[RemovableHandle]:
-        """Act before and after each step of the optimizers."""
-        yield from self._guard.register()
-        for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(self._before)
-            yield optimizer.register_step_post_hook(self._after)
+    def open(self) -> None:
+        """Allow each optimizer a step: the gradients counted."""
+        super().open()
+        self.fresh, self._is_over = set(map(id, self._optimizers)), False
 
-    def renew(self, counted: bool) -> None:
-        """Note that a backward pass has ended, and whether its gradients `counted`."""
-        self._is_over = False
-        self.fresh = set(map(id, self._optimizers)) if counted else set()
+    def drop(self) -> None:
+        """Let no optimizer change anything: the gradients did not count."""
+        super().drop()
+        self.fresh, self._is_over = set(), False
 
     def end_step(self) -> None:
         """Refuse further steps with the gradients at hand: all ranks take the weights as they are."""
-        self._is_over = self._guard.is_due
-        self._guard.drop()
+        self._is_over = self.is_due
+        super().drop()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        super()._before(optimizer, args, kwargs)
         if self._is_over:
             raise UsageError(OVER)
         if closure_in(args, kwargs) is not None:
             raise UsageError(CLOSURE)
         self._begin()
         if id(optimizer) not in self.fresh:
-            self._skipped = self._guard.steps
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._hidden = [(param, param.grad) for param in params if param.grad is not None]
             for param in params:
                 param.grad = None
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.fresh.discard(id(optimizer))
-        if self._skipped is not None:  # the guard counted a step that was none
+        if self._hidden is None:
+            super()._after(optimizer, args, kwargs)
+        else:
             for param, grad in self._hidden:
                 param.grad = grad
-            self._guard.steps, self._skipped, self._hidden = self._skipped, None, []
+            self._hidden = None

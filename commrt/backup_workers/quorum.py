@@ -126,7 +126,7 @@ def quorum_key(step: int, attempt: int, what: str) -> str:
 
 
 class StepOutcome(NamedTuple):
-    """How a step ended; equal on all ranks except `counts` and `place`."""
+    """How a step ended; equal on all ranks except `counts`."""
 
     attempt: int
     members: tuple[int, ...] = ()
@@ -137,8 +137,6 @@ class StepOutcome(NamedTuple):
     """Those of the members."""
     is_over: bool = True
     """False if the step must still be done."""
-    place: int = 0
-    """How many ranks announced before this one."""
 
 
 def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
@@ -169,7 +167,7 @@ def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> 
         if not text or not outcome:  # the store has deleted it
             return StepOutcome(attempt)
         if outcome == DONE:
-            return StepOutcome(attempt, members, mine in chosen, tuple(chosen), place=order.index(mine))
+            return StepOutcome(attempt, members, mine in chosen, tuple(chosen))
         attempt += 1
         generation = ask.next_attempt(chosen[0].generation + 1 if chosen else mine.generation)
         if generation is None:
@@ -198,7 +196,6 @@ class QuorumVote:
         self._elastic, self.needed, self.reduce = elastic, needed, reduce
         self._membership = elastic.on_store
         self._store = TimedStore(store, self._membership.rank, self._membership.timeout_s)
-        self._attempts: dict[int, int] = {}  # of latest steps, how many there were
         self._is_over = self._was_over = False  # too few ranks train for the latest step, and for the one before
         self._connection = clone_connection(store)
         if self._connection is not store:
@@ -299,16 +296,14 @@ class QuorumVote:
         """
         membership, timeout_s = self._membership, self._membership.timeout_s()
         waiting = membership.ranks_in_collective(membership.generation)
-        absent = membership.absent(membership.generation, {*here, *waiting})
-        departed = [loss._replace(step=step) for loss in absent.departed]
-        membership.require_enough(membership.generation, step, departed)
+        departed, silent = membership.absent(membership.generation, {*here, *waiting})
+        membership.require_enough(membership.generation, step, [loss._replace(step=step) for loss in departed])
         is_late = bool(waiting) and (self._was_over or waited_s > timeout_s / 2)
-        if len(here) + len(absent.silent) < self.needed or is_late:
+        if len(here) + len(silent) < self.needed or is_late:
             self._is_over = True
             self._write(key, NO_MEMBERS)
         elif waited_s > timeout_s:
             membership.current()  # raises Evicted if the others went on without this rank
-            silent = list(absent.silent)
             what = (
                 f"ranks {silent} announced no gradient within {timeout_s:g} s, and without them there are fewer than "
                 f"{self.needed}: they are stopped, or do something else; look at their output"
@@ -318,16 +313,11 @@ class QuorumVote:
     def _write(self, key: str, value: str) -> None:
         set_once(self._store, key, value)
 
-    def delete_old_steps(self, step: int, attempts: int, *, is_first: bool) -> Future[None] | None:
-        """Begin to delete keys of old steps, now and then; all members of `step` call it, and the first one deletes."""
-        self._attempts[step] = attempts
+    def delete_old_steps(self, step: int) -> Future[None] | None:
+        """Begin to delete keys of old steps, now and then; the first member of each `step` calls it."""
         if step % DELETED_STEPS or step < KEPT_STEPS:
             return None
-        oldest = step - KEPT_STEPS
-        old = range(max(oldest - DELETED_STEPS, 0), oldest)
-        done = [(each, attempt) for each in old for attempt in range(self._attempts.get(each, 1))]
-        self._attempts = {known: count for known, count in self._attempts.items() if known >= oldest}
-        return start_call(partial(_delete_steps, self._connection, oldest, done)) if is_first else None
+        return start_call(partial(_delete_steps, self._connection, step - KEPT_STEPS))
 
 
 def _get(store: Store, key: str) -> str:
@@ -341,12 +331,14 @@ def _get(store: Store, key: str) -> str:
             continue
 
 
-def _delete_steps(store: Store, oldest: int, done: Collection[tuple[int, int]]) -> None:
+def _delete_steps(store: Store, oldest: int) -> None:
     store.set(OLDEST_STEP, str(oldest))
-    for step, attempt in done:
-        store.delete_key(quorum_key(step, attempt, "announced"))
-        delete_once(store, quorum_key(step, attempt, "members"))
-        delete_once(store, quorum_key(step, attempt, "outcome"))
+    for step in range(max(oldest - DELETED_STEPS, 0), oldest):
+        attempt = 0
+        while store.delete_key(quorum_key(step, attempt, "announced")):
+            delete_once(store, quorum_key(step, attempt, "members"))
+            delete_once(store, quorum_key(step, attempt, "outcome"))
+            attempt += 1
 
 
 def set_once(store: Store | TimedStore, key: str, value: str) -> str:

@@ -51,7 +51,7 @@ class Barrier:
         if not head.has_begun(number) and generation.number != members.generation.number:
             return None
         members.arrive(key := arrival_key(generation, number), step, what)
-        limit = Deadline(members.timeout_s())
+        limit, why = Deadline(members.timeout_s()), f"it did not come to {what} within {members.timeout_s():g} s"
         for pause_s in members.pauses(limit):
             require_open()
             head, now = members.head()
@@ -64,9 +64,7 @@ class Barrier:
             if arrivals.keys() >= generation.members.keys():
                 members.generations.set_phase(head, number, RUNNING)
             # A roll call decides who lives, and takes a timeout itself.
-            elif members.is_roll_called(generation.number + 1) or not members.evict_absent(
-                head, generation, arrivals, f"come to {what}", limit
-            ):
+            elif members.is_roll_called(generation) or not members.evict_absent(head, generation, arrivals, why, limit):
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
         return generation

@@ -2,8 +2,7 @@
 """A world that goes on without lost ranks: it moves from generation to generation, with new connections in each.
 
 NCCL can cancel one transfer only by cancelling all of them, and a rank that waits for a lost one keeps others waiting.
-So a rank that notices a loss starts a roll call on the store. Each member breaks its connections and answers; those
-that answer are the next generation, and connect anew (`commrt.elastic.store_membership`).
+So a rank that notices a loss starts a roll call on the store. Each member breaks its connections and answers.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def make_elastic(world: World) -> ElasticMembership:
 class ElasticMembership(Membership):
     """The generations of one world, how a rank moves from one to the next, and collectives that survive lost ranks.
 
-    Methods up to `close` run on the communication thread, unless their docstring says otherwise, and the others on the
-    training thread.
+    Methods up to `close` run on the communication thread, unless they say otherwise, the others on the training thread.
     """
 
     def __init__(self, world: World) -> None:
@@ -69,12 +67,10 @@ class ElasticMembership(Membership):
         self.reconnect_options, self._connect_gpu = world.reconnect_options, world.connect_gpu
         """How ranks connect again; None in a world that cannot, and after it was closed."""
         self.is_elastic = False
-        """True if a lost rank does not end this world; the same on all ranks."""
         founders = Generation(0, dict.fromkeys(world.transport.members, 0))
         self.on_store = StoreMembership(HashStore(), world.transport.rank, founders, lambda: world.timeout_s)
         """The latest membership; the first one, before the world is elastic, has no other ranks on its store."""
-        self.barrier: Barrier
-        """The collectives of an elastic world."""
+        self.barrier = Barrier(self.on_store)
         self._dependants: WeakSet[object] = WeakSet()
         self._lock = Lock()  # around a change of the generation
         self._called = 0  # the latest generation to which others called this rank
@@ -82,7 +78,7 @@ class ElasticMembership(Membership):
         self._attempts = 0
         self._part: Generation | None = None  # of the collective part that is next or runs; None once refused
         self.submitted_steps = 0
-        """The gossip steps that this rank has submitted so far."""
+        """Gossip steps so far."""
 
     @property
     def host(self) -> str | None:
@@ -140,7 +136,7 @@ class ElasticMembership(Membership):
     def recover(self, failure: TransportError) -> None:
         """Go on in the next generation after `failure`; raise it if this world ends with a lost rank."""
         self.break_connections(failure)
-        self._renew()
+        self.ensure_generation(0)
 
     def _count(self, failure: TransportError) -> None:
         self._attempts += 1
@@ -154,15 +150,6 @@ class ElasticMembership(Membership):
     def ensure_generation(self, number: int) -> Generation:
         """Move to generation `number` or a later one, with working connections, and return it."""
         while self._is_broken or self.generation.number < max(number, self._called):
-            self._renew()
-        return self.generation
-
-    def _follow(self) -> None:
-        self.ensure_generation(self.on_store.current().number)
-
-    def _renew(self) -> None:
-        """Join the next generation, and connect."""
-        while True:
             before, generation = self.generation, self._next_generation()
             level = logging.WARNING if self._transport.rank == generation.ranks[0] else logging.INFO
             for change in generation.changes_since(before):
@@ -174,12 +161,15 @@ class ElasticMembership(Membership):
                 raise
             except TransportError as failure:  # a member was lost on the way, or stopped
                 self._count(failure)
-            else:
-                if not self.is_called:
-                    break
-        self.memory_epoch += 1
+                self._is_broken = True
+            self.memory_epoch += 1
+        return self.generation
+
+    def _follow(self) -> None:
+        self.ensure_generation(self.on_store.current().number)
 
     def _next_generation(self) -> Generation:
+        """Join the next generation, without connections yet."""
         membership, before = self.on_store, self.generation
         self._transport.abort()  # or a rank that waits for this one would not answer
         generation = membership.current()
@@ -236,6 +226,10 @@ class ElasticMembership(Membership):
             self.recover(failure or lost)
         return self.generation
 
+    def _run(self, task: Callable[..., T], *args: object) -> T:
+        """Run `task` on the communication thread, from the training thread."""
+        return self._comm_thread.submit(partial(task, *args)).result()
+
     def require_open(self) -> None:
         """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
         if self._comm_thread.failure is not None:
@@ -260,24 +254,19 @@ class ElasticMembership(Membership):
     def begin(self, dependant: object, number: int, *, alone: bool, needed: int = 0, founds: bool = True) -> None:
         """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
 
-        Only if it is `alone` on all ranks: two models have no common step. Collective. A
-        process that takes a lost rank's place passes ``founds=False`` and calls `join_as_replacement` next.
+        Only if it is `alone` on all ranks: two models have no common step. Collective. A process that takes a lost
+        rank's place passes ``founds=False`` and calls `join_as_replacement` next.
         """
         if self.is_elastic:
             self.end_membership("another model gossips now")
         self._dependants.add(dependant)
         if not alone or self.reconnect_options is None:
             return
-        now, self.needed = self.generation, needed
-        self.on_store = StoreMembership(
-            PrefixStore(f"elastic {number}", self._store),
-            self._transport.rank,
-            Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost),
-            lambda: self._transport.timeout_s,
-            host=self.host,
-            needed=max(needed, 1),
-            on_roll_call=self._on_call,
-        )
+        now, transport, self.needed = self.generation, self._transport, needed
+        store = PrefixStore(f"elastic {number}", self._store)
+        founders = Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost)
+        join = partial(StoreMembership, store, transport.rank, founders, lambda: transport.timeout_s)
+        self.on_store = join(host=self.host, needed=max(needed, 1), on_roll_call=self._on_call)
         self.is_elastic, self.barrier = True, Barrier(self.on_store)
         if founds:
             self.on_store.join_first_generation()
@@ -298,7 +287,7 @@ class ElasticMembership(Membership):
     def join_as_replacement(self, fetch_state: Callable[[], bool]) -> None:
         """See `Membership.join_as_replacement`; then connect with the others."""
         self.on_store.join_as_replacement(fetch_state)
-        self._comm_thread.submit(self._follow).result()
+        self._run(self._follow)
 
     def restart_at_step(self, step: int) -> None:
         """Restart at `step` of a checkpoint, which all ranks have loaded."""
@@ -308,7 +297,7 @@ class ElasticMembership(Membership):
 
     def recover_now(self, failure: TransportError) -> None:
         """Call `recover` from the training thread."""
-        self._comm_thread.submit(lambda: self.recover(failure)).result()
+        self._run(self.recover, failure)
 
     def any_gone(self, ranks: Collection[int]) -> bool:
         """Return True if others form a new generation, or one of `ranks` is lost."""
@@ -322,9 +311,7 @@ class ElasticMembership(Membership):
             return
         try:
             step = max(self.next_step, self.submitted_steps)
-            self._part = self.barrier.arrive(
-                what, step, lambda: self._comm_thread.submit(self._follow).result(), self.require_open
-            )
+            self._part = self.barrier.arrive(what, step, partial(self._run, self._follow), self.require_open)
             yield
         except REFUSALS as error:
             while not (isinstance(error, DisagreementError) or self._part is None or self._refuse(error)):
@@ -365,13 +352,13 @@ class ElasticMembership(Membership):
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do; the survivors repeat it if a rank is lost meanwhile.
 
-        The members vote, so that no rank uses a result that another one can never get. An error of one rank, raised
-        before it sends anything, ends the work for all. In a `collective` only.
+        The members vote on it. An error of one rank, raised before it sends anything, ends the work for all. In a
+        `collective` only.
         """
         if not self.is_elastic:
             return work()
         while True:
-            generation = self._comm_thread.submit(partial(self.ensure_generation, 0)).result()
+            generation = self._run(self.ensure_generation, 0)
             due, self._part = self._part or generation, generation
             if due.number != generation.number:
                 self.barrier.vote(ok=False, generation=due)  # raises if a member refused there
@@ -388,28 +375,25 @@ class ElasticMembership(Membership):
             if self.barrier.vote(failure is None, generation):
                 self.progress()
                 return value
-            self._part = self._comm_thread.submit(partial(self._leave_generation, generation, failure)).result()
+            self._part = self._run(self._leave_generation, generation, failure)
 
     def _refuse(self, error: CommrtError) -> bool:
         """Tell the others why this rank refuses, so that they do not wait for it; False if they repeat the work."""
         generation = self._part or self.generation
         is_refused = self.barrier.refuse(str(error), generation)
         refused = PeerLost("a rank refused a collective", Place(self._transport.rank))
-        now = self._comm_thread.submit(partial(self._leave_generation, generation, refused)).result()
+        now = self._run(self._leave_generation, generation, refused)
         self._part = None if is_refused else now
         return is_refused
 
     def finish(self) -> bool:
-        """Tell the others that this rank has finished, and stay while any of them trains. On the training thread.
-
-        Return True if all others have finished, or are gone.
-        """
+        """Say that this rank has finished, and stay while others train; return True if none of them is left."""
         self.depart("it closed its world", finished=True)
         self.on_store.stay_while(self.on_store.ranks_in_training)
         return not self.on_store.ranks_alive()
 
     def wait_for_all_closed(self) -> None:
-        """Stay until all others have ended the membership too; the process that holds the store calls it."""
+        """Stay until all others have ended the membership too."""
         if self.on_store.has_begun:
             with suppress(CommrtError, RuntimeError):
                 self.on_store.stay_while(self.on_store.ranks_alive)

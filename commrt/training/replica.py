@@ -175,7 +175,7 @@ class Replica(ABC):
 
         Costs two all-reduces. One is of all parameters in fp64, which adds up equal ones without rounding.
         """
-        with self._world.collective("disagreement()"):
+        with self._collective("disagreement()"):
             self.drain()
             own, count = [param.detach().double() for _, param in self._params], len(self._world.members)
             parts = [count * tensor for tensor in own]
@@ -189,12 +189,12 @@ class Replica(ABC):
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; collective, not inside `join`."""
-        with self._world.collective("overwrite_with_first()"):
+        with self._collective("overwrite_with_first()"):
             self._world.membership.together(lambda: overwrite_model(self._world, self.model, self.step))
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
-        with self._world.collective("sync_buffers()"):
+        with self._collective("sync_buffers()"):
             self._world.membership.together(lambda: overwrite_buffers(self._world, self.model, self.step))
 
     def replicas_equal(self) -> bool:
@@ -202,8 +202,11 @@ class Replica(ABC):
 
         With backup workers, False if a rank has ended before the others did (see `consolidate`).
         """
-        with self._world.collective("replicas_equal()"):
+        with self._collective("replicas_equal()"):
             return self._world.all_equal("replicas", fingerprint(self.model))
+
+    def _collective(self, what: str) -> AbstractContextManager[None]:
+        return self._world.collective(what)
 
     @property
     def lost(self) -> tuple[Loss, ...]:
