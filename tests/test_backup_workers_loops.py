@@ -15,7 +15,7 @@ from cases import for_each
 from torch import nn
 
 import commrt
-from commrt.backup_workers.backup_replica import FinalCalls
+from commrt.backup_workers.catch_up import FinalCalls
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import run_ranks

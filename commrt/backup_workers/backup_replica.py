@@ -1,37 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it is not."""
+"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it is not.
+
+A process may take the place of a rank that is gone while the others train.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
-from commrt.backup_workers.catch_up import CatchUp, PendingCatchUp, ReplicaState
-from commrt.buckets.engine import BuildBuckets, Engine
+from commrt.backup_workers.catch_up import CatchUp, FinalCalls, PendingCatchUp, ReplicaState
+from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import make_elastic
-from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, QuorumLost, UsageError
+from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
+from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
+from commrt.store.launcher import chosen_transport
+from commrt.store.rendezvous import host_identity
+from commrt.training import synchronous
 from commrt.training.admission import check_stateful
 from commrt.training.broadcast_state import gather_integers, overwrite_buffers, overwrite_model
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful, fingerprint
-from commrt.training.replica import Replica, StepReport
+from commrt.training.model_state import Stateful, dump, fingerprint, flatten, load
+from commrt.training.replica import Replica, StepReport, attached_to
+from commrt.training.request import Request
 
-__all__ = ["BackupWorkersReplica", "FinalCalls", "reissued"]
+__all__ = ["BackupWorkersReplica", "attach"]
 
 T = TypeVar("T")
 _log = logging.getLogger("commrt")
@@ -43,8 +51,6 @@ UNEQUAL = (
     "commrt: rank %d: weights or buffers differed between ranks that had applied the same updates; all ranks take "
     "those of rank %d. The loop or a forward pass changed them outside of steps (docs/backup_workers.md)"
 )
-ENDS_TRAINING = (QuorumLost, DeadlineExceeded, PeerLost)
-"""Too few ranks are left, they do not answer, or the process that holds the store is gone."""
 
 
 class Phase(Enum):
@@ -65,21 +71,6 @@ class Phase(Enum):
 LATE, IN_PASS = (Phase.LATE, Phase.STALE), (Phase.RUNNING, Phase.STALE)
 
 
-class FinalCalls(list[Callable[[], object]]):
-    """Calls to make once, before an error ends training."""
-
-    def make(self, error: BaseException) -> None:
-        """Make the calls if `error` ends training; logs what they raise."""
-        if isinstance(error, ENDS_TRAINING) or isinstance(error.__cause__, ENDS_TRAINING):
-            calls = [*self]
-            self.clear()
-            for call in calls:
-                try:
-                    call()
-                except Exception:  # the other calls are made, and `error` is raised
-                    _log.exception("commrt: a function given to before_giving_up() failed")
-
-
 class BackupWorkersReplica(Replica):
     """Train one replica; its gradients are the mean of the first N ranks' when ``backward()`` returns.
 
@@ -88,43 +79,31 @@ class BackupWorkersReplica(Replica):
     may do what the other ranks do, such as stepping a scheduler, or leave it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        also: Sequence[Stateful],
-        algorithm: BackupWorkers,
-        engine: Engine,
-        cut: BuildBuckets,
-        *,
-        broadcast_buffers: bool,
-    ) -> None:
+    def __init__(self, request: Request, engine: Engine) -> None:
+        world, membership = request.world, make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
-        params, world = [param for _, param in named], engine.world
-        self._needed = algorithm.needed(world.size)
-        super().__init__(model, named, algorithm, world)
-        self._engine, self._owners_of_state = engine, [*optimizers, *also]
+        super().__init__(request.model, named, request.algorithm, world)
+        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also]
         self._final_calls = FinalCalls()
         self._phase, self._pass_number = Phase.READY, -1
         self._pending = PendingCatchUp(0, ())  # what it needs while it is late
         self._samples: int | None = 0
         self._has_warned = False  # of batches that were dropped because the others had stopped
-        self._state = ReplicaState(model, params, self._owners_of_state)
-        self._guard = SkippingGuard(optimizers, params, self._state.shut)
-        self._is_founder = world.config is None
-        make_elastic(world).begin(self, world.attached, alone=True, needed=self._needed, founds=self._is_founder)
+        params = [param for _, param in named]
+        self._state = ReplicaState(request.model, params, self._owners_of_state)
+        self._guard = SkippingGuard(request.optimizers, params, self._state.shut)
+        self._is_founder, needed = world.config is None, cast("BackupWorkers", request.algorithm).needed(world.size)
+        membership.begin(self, world.attached, alone=True, needed=needed, founds=self._is_founder)
         store = PrefixStore(f"backed {world.attached}", world.store)
-        self._backup_step = BackupStep(
-            model, engine, self._guard, cut, algorithm, store, with_buffers=broadcast_buffers
-        )
-        self._catch_up = CatchUp(world, make_elastic(world), store, self._state)
+        self._backup_step = BackupStep(request, engine, self._guard, store)
+        self._catch_up = CatchUp(world, membership, store, self._state)
         if self._is_founder:
             self._catch_up.open()
         world.hooks = Hooks(
             self._before_collective, self._state.shut, self._end, self._catch_up.close, self._final_calls.make
         )
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
-        self._live([*self._on_model(), *gradients, *self._guard.register()], optimizers)
+        self._live([*self._on_model(), *gradients, *self._guard.register()], request.optimizers)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
@@ -142,10 +121,7 @@ class BackupWorkersReplica(Replica):
         return self._pending.version if self._phase in LATE else self._backup_step.version
 
     def before_giving_up(self, call: Callable[[], object]) -> None:
-        """Call `call` before `QuorumLost`, `DeadlineExceeded` or `PeerLost` ends training, to save a checkpoint.
-
-        The weights are then those of the latest whole step of this rank; a late rank has older ones than the others.
-        """
+        """See `Replica.before_giving_up`."""
         self._final_calls.append(call)
 
     def drain(self) -> None:
@@ -239,7 +215,7 @@ class BackupWorkersReplica(Replica):
             self._state.keep(self._backup_step.version)
             if not self._has_warned:
                 self._has_warned = True
-                _log.warning(ENDED, self._world.rank, self.last.step, self._needed)
+                _log.warning(ENDED, self._world.rank, self.last.step, self._world.membership.needed)
 
     def _require(self, version: int, sources: Collection[int] = ()) -> None:
         """Note that this rank needs `version`, of one of `sources`, by default of any; the next rank is asked first."""
@@ -366,20 +342,57 @@ class BackupWorkersReplica(Replica):
         self._engine.release()
 
 
-def reissued(batches: Iterable[T], replica: Replica) -> Iterator[T]:
-    """Yield each of `batches` again and again until its gradient counted; where several make a step, all of them.
+def attach(request: Request) -> Replica:
+    """Return a replica whose gradient counts if it is among the first. Collective, but for a replacement."""
+    world, algorithm = request.world, cast("BackupWorkers", request.algorithm)
+    needed = algorithm.needed(world.size)
+    request.require_nobody_lost()
+    if world.size == 1:
+        return synchronous.attach(replace(request, algorithm=algorithm.inner))
+    _check_for_backups(request)
+    engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed)
+    claim = request.claim(engine.schedule(0), engine.buckets) | {
+        "broadcast_buffers": str(request.broadcast_buffers),
+        "kinds in also=": ", ".join(type(one).__name__ for one in request.also),
+    }
+    if world.config is not None:
+        frozen = {"frozen parameters": _frozen_digest(request.model)}
+        world.config.require_same(world.rank, world.attached, claim | frozen)
+        return _join_as_replacement(world, BackupWorkersReplica(request, engine))
+    request.agree(claim)
+    replica = request.begin(BackupWorkersReplica(request, engine))
+    host = host_identity() if world.transport.one_host else None
+    claim |= {"frozen parameters": _frozen_digest(request.model)}  # they are rank 0's now
+    WorldConfig(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
+    return replica
 
-    For `BackupWorkers`; with other algorithms every batch counts at once. It ends with `batches`. It also ends the
-    repetition of a batch when too few ranks train for a step. Keeps the batches of one step in memory.
-    """
-    step: list[T] = []
-    for batch in batches:
-        waiting = deque([batch])
-        while waiting:
-            before = replica.last
-            step.append(waiting.popleft())
-            yield step[-1]
-            if (report := replica.last) is not None and report is not before:
-                if not (report.counted or report.ended):
-                    waiting.extendleft(reversed(step))
-                step = []
+
+def _check_for_backups(request: Request) -> None:
+    owners = [*request.optimizers, *request.also]
+    load(dump(owners), owners)  # raises for a state that other ranks could not load
+    if request.world.config is not None:  # this rank takes another's place, with the first model, or is refused
+        return
+    own = f"more on rank {request.world.rank}" if attached_to(request.world) else "0"
+    if not request.world.all_equal("other models", own) or own != "0":
+        raise UsageError(
+            "another model is attached to this world, and with BackupWorkers ranks do different numbers of steps: "
+            "attach them as one, in an nn.ModuleList, or detach() the other"
+        )
+
+
+def _frozen_digest(model: nn.Module) -> str:
+    """Return a digest of the frozen parameters, which ranks do not send each other later, as they do not change."""
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    return hashlib.sha256(flatten(frozen).cpu().numpy().tobytes()).hexdigest() if frozen else "none"
+
+
+def _join_as_replacement(world: World, replica: BackupWorkersReplica) -> Replica:
+    """Take the place of a rank that is gone."""
+    try:
+        replica.join_as_replacement()
+        world.config = None  # this rank is as any other
+    except BaseException as error:
+        world.membership.depart(f"it was not let in: {error}")
+        replica.detach()
+        raise
+    return replica

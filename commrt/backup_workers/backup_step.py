@@ -8,15 +8,16 @@ again. Optimizers skip their steps on a rank whose gradients did not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from time import perf_counter, time
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
 
@@ -24,7 +25,7 @@ from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
-from commrt.buckets.engine import KEPT, BuildBuckets, Engine, Span
+from commrt.buckets.engine import KEPT, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.layout import Header, Named
@@ -39,13 +40,15 @@ from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.model_state import unread_buffers
-from commrt.training.replica import StepReport
+from commrt.training.replica import Replica, StepReport
+from commrt.training.request import Request
 from commrt.training.step_guard import ParameterList, StepGuard, closure_in
 from commrt.transport.protocol import Tag
 
-__all__ = ["BackupStep", "SkippingGuard"]
+__all__ = ["BackupStep", "SkippingGuard", "reissued"]
 
 NOBODY = (Announcement(0, 0),)
+T = TypeVar("T")
 LOOK_S = 1.0
 """How often the communication thread looks whether the world was given up, while it waits for a backward pass."""
 
@@ -75,30 +78,19 @@ class BackupStep:
     communication thread's.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: Engine,
-        guard: SkippingGuard,
-        cut: BuildBuckets,
-        algorithm: BackupWorkers,
-        store: Store,
-        *,
-        with_buffers: bool,
-    ) -> None:
+    def __init__(self, request: Request, engine: Engine, guard: SkippingGuard, store: Store) -> None:
         self.version = 0
         """The number of updates that this rank has applied."""
         self.order: list[int] | None = None
         """The places of the parameters in the order in which gradients become ready; None before the first step."""
         self.votes: QuorumVote
         """The votes on whose gradients count, of this session."""
-        self._model, self._engine, self._guard, self._cut, self._store = model, engine, guard, cut, store
-        self._world, self._early = engine.world, algorithm.early
-        self._membership = make_elastic(engine.world)
-        self._needed = algorithm.needed(engine.world.size)
-        self._with_buffers = with_buffers and any(True for _ in model.buffers())
+        self._world, self._membership, self._model = request.world, make_elastic(request.world), request.model
+        self._engine, self._guard, self._cut, self._store = engine, guard, request.build_buckets, store
+        self._early = cast("BackupWorkers", request.algorithm).early
+        self._with_buffers = request.broadcast_buffers and any(True for _ in request.model.buffers())
         self._params = [named for bucket in engine.buckets for named in bucket.params]
-        self._parameters = ParameterList(model)
+        self._parameters = ParameterList(request.model)
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
@@ -111,7 +103,8 @@ class BackupStep:
         """Vote with keys of their own, as the numbers of steps may come again after a checkpoint was loaded."""
         if session != self._session:
             store = PrefixStore(f"session {session}", self._store)
-            self._session, self.votes = session, QuorumVote(store, self._needed, self._membership, self._reduce)
+            needed, self._session = self._membership.needed, session
+            self.votes = QuorumVote(store, needed, self._membership, self._reduce)
 
     def _use_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         if buckets is not self._engine.buckets:
@@ -365,3 +358,22 @@ class SkippingGuard(StepGuard):
             for param, grad in self._hidden:
                 param.grad = grad
             self._hidden = None
+
+
+def reissued(batches: Iterable[T], replica: Replica) -> Iterator[T]:
+    """Yield each of `batches` again and again until its gradient counted; where several make a step, all of them.
+
+    For `BackupWorkers`; with other algorithms every batch counts at once. It ends with `batches`. It also ends the
+    repetition of a batch when too few ranks train for a step. Keeps the batches of one step in memory.
+    """
+    step: list[T] = []
+    for batch in batches:
+        waiting = deque([batch])
+        while waiting:
+            before = replica.last
+            step.append(waiting.popleft())
+            yield step[-1]
+            if (report := replica.last) is not None and report is not before:
+                if not (report.counted or report.ended):
+                    waiting.extendleft(reversed(step))
+                step = []

@@ -9,6 +9,7 @@ step waits until the copy is done. In collectives, and after its last step, a ra
 from __future__ import annotations
 
 import io
+import logging
 import secrets
 import socket
 import struct
@@ -27,7 +28,7 @@ from torch.distributed import Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.generations import Listener
-from commrt.errors import DeadlineExceeded, Place, QuorumLost
+from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, parse_int, require
 from commrt.threads.deadline import Deadline
@@ -35,6 +36,7 @@ from commrt.training.model_state import Stateful, dump, flatten, load, restore, 
 
 __all__ = [
     "CatchUp",
+    "FinalCalls",
     "PendingCatchUp",
     "ReplicaState",
     "Snapshot",
@@ -45,10 +47,13 @@ __all__ = [
     "unpack",
 ]
 
+_log = logging.getLogger("commrt")
 READY_S, READY_SHARE = 3.0, 1 / 4
 """A source may take so long to say whether it has the state, and no more than this share of the timeout."""
 STEP_SHARE = 1 / 3
 """For this share of that time a source waits until it comes to its next forward pass."""
+ENDS_TRAINING = (QuorumLost, DeadlineExceeded, PeerLost)
+"""Too few ranks are left, they do not answer, or the process that holds the store is gone."""
 AGAIN_S = 0.01
 """Between two rounds of questions."""
 PASSWORD_NBYTES = 16
@@ -72,7 +77,6 @@ class Snapshot(NamedTuple):
     """The number of updates that it has applied."""
     optimizer_steps: int
     order: list[int] | None
-    """The places of the parameters in the order in which gradients become ready, once that is known."""
     session: int
     """One more than the number of checkpoints loaded since `attach`."""
     in_pass: bool
@@ -305,6 +309,19 @@ class CatchUp:
                 "its world: look at their output",
                 place,
             )
+
+
+class FinalCalls(list[Callable[[], object]]):
+    """Calls to make once, before an error ends training."""
+
+    def make(self, error: BaseException) -> None:
+        """Make the calls if `error` ends training; logs what they raise."""
+        if isinstance(error, ENDS_TRAINING) or isinstance(error.__cause__, ENDS_TRAINING):
+            while self:
+                try:
+                    self.pop(0)()
+                except Exception:  # the other calls are made, and `error` is raised
+                    _log.exception("commrt: a function given to before_giving_up() failed")
 
 
 class StateServer(Listener):
