@@ -147,18 +147,13 @@ class BackupWorkersReplica(Replica):
             self._pending = self._pending._replace(version=transfer.snapshot.version)
             self._phase = Phase.LATE if transfer.snapshot.is_due else Phase.READY
 
-    def _open(self, *, in_pass: bool) -> None:
-        """Let late ranks copy this state."""
-        self._state.reload()
-        self._state.open(self._backup_step.snapshot(in_pass=in_pass))
-
     def _before_forward(self, given: Sequence[object]) -> None:
         if not (self.model.training and torch.is_grad_enabled()):
             return
         if self._phase in (Phase.LATE, Phase.OVER):
             self._follow()
         if self._phase not in LATE and not (self._guard.fresh and self._guard.is_due):
-            self._open(in_pass=True)
+            self._state.open(self._backup_step.snapshot(in_pass=True))
         for each in given:
             if isinstance(each, Tensor) and each.dim():
                 self._samples = None if self._samples is None else self._samples + len(each)
@@ -188,7 +183,7 @@ class BackupWorkersReplica(Replica):
         if self._phase is Phase.LATE:
             self._phase = Phase.STALE
             return
-        self._open(in_pass=True)  # again, as a compiled model calls no hooks
+        self._state.open(self._backup_step.snapshot(in_pass=True))  # again, as a compiled model calls no hooks
         self._backup_step.begin(self._samples or None)
         self._phase = Phase.RUNNING
 
@@ -235,7 +230,7 @@ class BackupWorkersReplica(Replica):
         if self._phase is Phase.OVER:
             self._follow()
         if self._phase not in LATE:
-            self._open(in_pass=False)
+            self._state.open(self._backup_step.snapshot(in_pass=False))
 
     def _end(self) -> None:
         """Answer late ranks until no rank trains any more; before the world is closed in good order."""
@@ -256,7 +251,7 @@ class BackupWorkersReplica(Replica):
         """Take the state of another rank; True if that rank was in a forward or backward pass."""
         self._require(0)
         self.drain()
-        return self._state.is_amid_step
+        return self._state.again is not None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the step of `state`; collective. A process in a lost rank's place keeps the state of the others."""

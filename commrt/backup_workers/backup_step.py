@@ -171,11 +171,9 @@ class BackupStep:
         _, settings = self._guard.close(self.version)
         self._pass = _Pass(settings, samples, [Future() for _ in range(1 + len(self._engine.buckets))])
 
-    def mark(self, name: str) -> None:
-        """Note that the gradient of `name` is ready."""
-        self._announce(self._ready_order.mark(name))
-
-    def _announce(self, indices: Iterable[int]) -> _Pass:
+    def mark(self, name: str | None = None) -> _Pass:
+        """Note that the gradient of `name` is ready, by default all gradients; announce full buckets."""
+        indices = self._ready_order.rest() if name is None else self._ready_order.mark(name)
         if (running := self._pass) is None:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
@@ -192,7 +190,7 @@ class BackupStep:
     def finish(self) -> tuple[StepReport, StepOutcome]:
         """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came too late."""
         begin_s, comm_thread = perf_counter(), self._world.comm_thread
-        running = self._announce(self._ready_order.rest())
+        running = self.mark()
         running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
         with within_range(self._world.recorder, "wait", step=self.version):

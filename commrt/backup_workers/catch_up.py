@@ -112,7 +112,8 @@ class ReplicaState:
         self._event: torch.cuda.Event | None = None
         self._readers = 0
         self._buffers = self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._reload: Tensor | None = None
+        self.again: Tensor | None = None
+        """States to load again when this one opens: until then the loop may do what the source's had done before."""
         self._kept: tuple[int, Tensor, Tensor] | None = None
         self.keep_buffers()
 
@@ -123,6 +124,9 @@ class ReplicaState:
 
     def open(self, snapshot: Snapshot) -> None:
         """Let other ranks copy this state, which is that of `snapshot`."""
+        if self.again is not None:
+            load(self.again, self._owners)
+            self.again = None
         if snapshot.in_pass and self._version != snapshot.version:
             self._version, self._writes = snapshot.version, None
             self.keep_buffers()
@@ -177,22 +181,11 @@ class ReplicaState:
         self._buffers = transfer.buffers
         self._restore_buffers()
         load(transfer.states, self._owners)
-        self._reload = transfer.states if transfer.snapshot.in_pass or amid_step else None
-
-    @property
-    def is_amid_step(self) -> bool:
-        """True if the loop may do before its next pass what the source had done already: then call `reload`."""
-        return self._reload is not None
+        self.again = transfer.states if transfer.snapshot.in_pass or amid_step else None
 
     def _restore_buffers(self) -> None:
         if buffers := [*self._model.buffers()]:
             restore(self._buffers.to(buffers[0].device), buffers, unread_buffers(self._model))
-
-    def reload(self) -> None:
-        """Load installed states again: since then the loop may have stepped a scheduler, as the source's had before."""
-        if self._reload is not None:
-            load(self._reload, self._owners)
-            self._reload = None
 
     def keep(self, version: int) -> None:
         """Remember this state, the first of its `version`: the gradient was not used, and the loop's work is undone."""
@@ -210,7 +203,7 @@ class ReplicaState:
 
     def forget(self) -> None:
         """Forget all that was to be loaded or undone: a checkpoint was loaded."""
-        self._reload = self._kept = None
+        self.again = self._kept = None
         self._version = -1
 
 
