@@ -184,6 +184,7 @@ class BackupWorkersReplica(Replica):
             self._phase = Phase.STALE
             return
         self._state.open(self._backup_step.snapshot(in_pass=True))  # again, as a compiled model calls no hooks
+        self._parameters.require_unchanged()
         self._backup_step.begin(self._samples or None)
         self._phase = Phase.RUNNING
 

@@ -27,8 +27,8 @@ from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.buckets.engine import KEPT, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
-from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
-from commrt.buckets.layout import Header, Named
+from commrt.buckets.gradient_bucket import ReadyOrder
+from commrt.buckets.layout import Header
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import UsageError
 from commrt.program import member_program
@@ -42,7 +42,7 @@ from commrt.threads.streams import StreamEvent
 from commrt.training.model_state import unread_buffers
 from commrt.training.replica import Replica, StepReport
 from commrt.training.request import Request
-from commrt.training.step_guard import ParameterList, StepGuard, closure_in
+from commrt.training.step_guard import StepGuard, closure_in
 from commrt.transport.protocol import Tag
 
 __all__ = ["BackupStep", "SkippingGuard", "reissued"]
@@ -90,12 +90,11 @@ class BackupStep:
         self._early = cast("BackupWorkers", request.algorithm).early
         self._with_buffers = request.broadcast_buffers and any(True for _ in request.model.buffers())
         self._params = [named for bucket in engine.buckets for named in bucket.params]
-        self._parameters = ParameterList(request.model)
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
         self._ready_s = self._late_s = 0.0
-        self._use_buckets(engine.buckets)
+        self._use_buckets()
         self._session = 0
         self._use_session(1)
 
@@ -106,10 +105,14 @@ class BackupStep:
             needed, self._session = self._membership.needed, session
             self.votes = QuorumVote(store, needed, self._membership, self._reduce)
 
-    def _use_buckets(self, buckets: Sequence[GradientBucket]) -> None:
-        if buckets is not self._engine.buckets:
-            self._engine.replace_buckets(buckets)
-        self._ready_order = ReadyOrder([bucket.names for bucket in buckets])
+    def _renew_buckets(self) -> None:
+        """Use other memory, and the order of gradients once that is known."""
+        params = self._params if self.order is None else [self._params[i] for i in self.order]
+        self._engine.replace_buckets(self._cut(params))
+        self._use_buckets()
+
+    def _use_buckets(self) -> None:
+        self._ready_order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
         allocate = self._world.transport.allocate
         self._flat_buffer = FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
         self._memory_epoch, self._bound = self._membership.memory_epoch, lru_cache(KEPT)(self._bind)
@@ -121,10 +124,6 @@ class BackupStep:
             buffer = self._flat_buffer.flat
         mine = member_program(schedule, members, self._world.rank, self._world.size)
         return bind(mine, buffer, self._world.transport, bounds=cut(schedule, buffer))
-
-    def _new_buckets(self) -> list[GradientBucket]:
-        params: Sequence[Named] = self._params
-        return self._cut(params if self.order is None else [params[i] for i in self.order])
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
@@ -141,7 +140,7 @@ class BackupStep:
     def _use_order(self, order: Sequence[int] | None) -> None:
         if order is not None and list(order) != self.order:
             self.order = list(order)
-            self._use_buckets(self._new_buckets())
+            self._renew_buckets()
 
     def restart_at_step(self, version: int) -> None:
         """Go on at `version`: a checkpoint was loaded."""
@@ -165,8 +164,7 @@ class BackupStep:
         return self._pass is None
 
     def begin(self, samples: int | None) -> None:
-        """Begin a pass at its first gradient; raises `UsageError` if the model has changed since it was attached."""
-        self._parameters.require_unchanged()
+        """Begin a pass at its first gradient."""
         self._ready_order.arm()
         _, settings = self._guard.close(self.version)
         self._pass = _Pass(settings, samples, [Future() for _ in range(1 + len(self._engine.buckets))])
@@ -278,7 +276,7 @@ class BackupStep:
         for ready in running.ready[:-1]:
             self._wait_for(ready)
         ready_order = self._ready_order
-        self._use_buckets(self._new_buckets())
+        self._renew_buckets()
         self._ready_order = ready_order
         for bucket in self._engine.buckets:
             bucket.take(self._header(running, bucket.index), ready_order.is_ready)
