@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
-from commrt.backup_workers.catch_up import CatchUp, FinalCalls, PendingCatchUp, ReplicaState
+from commrt.backup_workers.catch_up import CatchUp, FinalCalls, ReplicaState
 from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
@@ -86,7 +86,7 @@ class BackupWorkersReplica(Replica):
         self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also]
         self._final_calls = FinalCalls()
         self._phase, self._pass_number = Phase.READY, -1
-        self._pending = PendingCatchUp(0, ())  # what it needs while it is late
+        self._wanted, self._sources = 0, [world.rank]  # the version that it needs while it is late, and who has it
         self._samples: int | None = 0
         self._has_warned = False  # of batches that were dropped because the others had stopped
         params = [param for _, param in named]
@@ -118,7 +118,7 @@ class BackupWorkersReplica(Replica):
     @property
     def step(self) -> int:
         """The number of updates in the weights, or that they will have in the next forward pass of a late rank."""
-        return self._pending.version if self._phase in LATE else self._backup_step.version
+        return self._wanted if self._phase in LATE else self._backup_step.version
 
     def before_giving_up(self, call: Callable[[], object]) -> None:
         """See `Replica.before_giving_up`."""
@@ -138,13 +138,13 @@ class BackupWorkersReplica(Replica):
             self._phase = Phase.READY
         elif self._phase in LATE:
             try:
-                transfer = self._catch_up.fetch(self._pending)
+                transfer = self._catch_up.fetch(self._wanted, self._sources)
             except CommrtError as error:
                 self._final_calls.make(error)
                 raise
             self._state.install(transfer, amid_step=amid_step)
             self._backup_step.follow(transfer.snapshot)
-            self._pending = self._pending._replace(version=transfer.snapshot.version)
+            self._wanted = transfer.snapshot.version
             self._phase = Phase.LATE if transfer.snapshot.is_due else Phase.READY
 
     def _before_forward(self, given: Sequence[object]) -> None:
@@ -217,8 +217,8 @@ class BackupWorkersReplica(Replica):
         """Note that this rank needs `version`, of one of `sources`, by default of any; the next rank is asked first."""
         rank, size = self._world.rank, self._world.size
         others = (*range(rank + 1, size), *range(rank))  # not a process of this rank before this one
-        self._phase = Phase.LATE
-        self._pending = PendingCatchUp(version, tuple(each for each in others if each in sources) or others)
+        self._phase, self._wanted = Phase.LATE, version
+        self._sources = [each for each in others if each in sources] or [*others]
 
     def average(self) -> None:
         """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""

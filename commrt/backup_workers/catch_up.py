@@ -37,7 +37,6 @@ from commrt.training.model_state import Stateful, dump, flatten, load, restore, 
 __all__ = [
     "CatchUp",
     "FinalCalls",
-    "PendingCatchUp",
     "ReplicaState",
     "Snapshot",
     "StateServer",
@@ -234,13 +233,6 @@ def _transfer(packed: bytes) -> StateTransfer:
     return StateTransfer(snapshot, *tensors)
 
 
-class PendingCatchUp(NamedTuple):
-    """The state that a late rank needs, and the ranks that have it, in the order to ask them."""
-
-    version: int
-    sources: tuple[int, ...]
-
-
 class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's `state`."""
 
@@ -259,18 +251,18 @@ class CatchUp:
         """Let other ranks ask this one."""
         self._store.set(f"service/{self._world.rank}", self._server.address)
 
-    def fetch(self, pending: PendingCatchUp) -> StateTransfer:
-        """Return the state of the first source that can give it; waits for one.
+    def fetch(self, version: int, sources: Sequence[int]) -> StateTransfer:
+        """Return the state of `version`, or a later one, of the first of `sources` that can give it; waits for one.
 
         Raises `QuorumLost` if all sources are gone, `DeadlineExceeded` if none has the state in time.
         """
         limit = Deadline(self._world.timeout_s, self._ready_s + self._world.timeout_s / 2)
         while True:
             is_late, members = limit.left_s <= 0, self._membership.generation.members
-            for rank in pending.sources:
-                if rank in members and (answer := self._ask_source(rank, pending.version)) is not None:
+            for rank in sources:
+                if rank in members and (answer := self._ask_source(rank, version)) is not None:
                     return answer
-            self._require_sources(pending, is_late=is_late)
+            self._require_sources(version, sources, is_late=is_late)
             Event().wait(AGAIN_S)
 
     def _ask_source(self, rank: int, version: int) -> StateTransfer | None:
@@ -281,17 +273,17 @@ class CatchUp:
         packed = request_state(address, version, self._ready_s, self._world.timeout_s / 2)
         return None if packed is None else unpack(packed)
 
-    def _require_sources(self, pending: PendingCatchUp, *, is_late: bool) -> None:
+    def _require_sources(self, version: int, sources: Sequence[int], *, is_late: bool) -> None:
         """Raise if all sources are gone, or the time is over."""
-        membership, sources = self._membership, [*pending.sources]
+        membership = self._membership
         membership.require_open()
-        members, place = membership.generation.members, Place(self._world.rank, sources[0], pending.version)
+        members, place = membership.generation.members, Place(self._world.rank, sources[0], version)
         gone = {rank for rank in sources if rank not in members or membership.on_store.is_gone(rank)}
         if (is_late or len(gone) == len(sources)) and self._world.config is None:  # it is or was a member
             membership.on_store.current()  # raises Evicted if the others went on without this rank
         if len(gone) == len(sources):
             raise QuorumLost(
-                f"only ranks {sources} had the weights of step {pending.version}, and they are gone: start again from "
+                f"only ranks {sources} had the weights of step {version}, and they are gone: start again from "
                 "a checkpoint",
                 place,
             )
