@@ -17,7 +17,7 @@ speed of the other ranks here: the store is one thread, and the last rank knows 
 * the network between hosts: the latency of two messages for each request to the store; `get` and `multi_get` wait
   first and ask then, so they are two requests,
 * the tree by which the first member learns that all have the sum,
-* 81 operations of the first member every 16 steps, which delete old keys while no rank waits.
+* 97 operations of the first member every 16 steps, which delete old keys while no rank waits.
 
 On the loopback, the store's time includes the delivery to the receivers, which their hosts would do.
 """
