@@ -162,8 +162,12 @@ def test_a_ctrl_c_while_a_membership_ends_loses_nothing():
         done.append((why, finished))
 
     elastic = make_elastic(world)
-    elastic._membership = SimpleNamespace(
-        generation=elastic.generation, depart=depart, close=lambda: done.append("closed")
+    elastic.on_store = SimpleNamespace(
+        generation=elastic.generation,
+        depart=depart,
+        close=lambda: done.append("closed"),
+        has_begun=False,
+        store=SimpleNamespace(),
     )
     with pytest.raises(KeyboardInterrupt):
         world.close()

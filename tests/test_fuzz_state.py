@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt.backup_workers.replica_state import Snapshot, StateTransfer, pack, unpack
+from commrt.backup_workers.catch_up import Snapshot, StateTransfer, pack, unpack
 from commrt.errors import CommrtError, DisagreementError, UsageError
 from commrt.testing.ranks import local_worlds
 from commrt.training.large_batch import BatchSizeControl, Rate

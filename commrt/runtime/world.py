@@ -26,10 +26,9 @@ from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
-from commrt.store.agreement import WorldConfig
+from commrt.store.agreement import WorldConfig, diagnose, leave_report, wait_for_readers
 from commrt.store.client import clone_connection
 from commrt.store.launcher import wants_nvtx
-from commrt.store.reports import diagnose, leave_report, wait_for_readers
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.streams import streams_of
 from commrt.torch_import import untraced

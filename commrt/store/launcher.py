@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank, world size and address of the store, from the variables that a launcher sets; and commrt's own variables.
 
-The only module through which training reads environment variables. (`commrt doctor` shows all of them, and
-`testing.processes` sets them in its children.) Known launchers: torchrun (and
-anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
+The only module through which training reads environment variables. Known launchers: torchrun (and anything that sets
+RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
 
 In a Slurm job, batch scripts and shells also see most of Slurm's variables (SLURM_PROCID=0, SLURM_NTASKS), although
 Slurm started no other rank. So only the variables of a job step count. A step of one task is no launch either: it may

@@ -208,7 +208,7 @@ class Replica(ABC):
 
         Costs two all-reduces. One is of all parameters in fp64, which adds up equal ones without rounding.
         """
-        with self._world.collective("disagreement()"):
+        with self._collective("disagreement()"):
             self.drain()
             count = len(self._world.members)
             own = torch.cat([param.detach().double().reshape(-1) for _, param in self._params])
@@ -220,12 +220,12 @@ class Replica(ABC):
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; collective, not inside `join`."""
-        with self._world.collective("overwrite_with_first()"):
+        with self._collective("overwrite_with_first()"):
             self._take_from_first()
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
-        with self._world.collective("sync_buffers()"):
+        with self._collective("sync_buffers()"):
             self._take_from_first(buffers_only=True)
 
     def _take_from_first(self, *, buffers_only: bool = False) -> None:
@@ -237,8 +237,11 @@ class Replica(ABC):
 
         With backup workers, False if a rank has ended before the others did (see `consolidate`).
         """
-        with self._world.collective("replicas_equal()"):
+        with self._collective("replicas_equal()"):
             return self._world.all_equal("replicas", fingerprint(self.model))
+
+    def _collective(self, what: str) -> AbstractContextManager[None]:
+        return self._world.collective(what)
 
     @property
     def lost(self) -> tuple[Loss, ...]:
