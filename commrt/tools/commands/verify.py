@@ -24,8 +24,7 @@ from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import Algorithm, Schedule
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, leave_out
+from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, json_of, leave_out
 
 __all__ = ["choose", "verify"]
 
