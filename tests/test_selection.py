@@ -61,7 +61,7 @@ def test_what_cannot_be_forced_is_refused_with_what_can():
         parse_forced("all_reduce=star")
     with pytest.raises(UsageError, match=r"sum=ring.*one of broadcast"):
         parse_forced("sum=ring")
-    with pytest.raises(UsageError, match=r"'doubling' of all_gather takes another number of ranks: 6 ranks take ring"):
+    with pytest.raises(UsageError, match=r"'doubling' of all_gather does not take 6 ranks: choose one of ring"):
         Selection(HOST, range(6), {"all_gather": "doubling"})
 
 
