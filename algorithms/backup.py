@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.parts import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
@@ -40,8 +41,7 @@ class BackupWorkers:
     def __post_init__(self) -> None:
         if isinstance(self.backups, bool) or not isinstance(self.backups, int) or self.backups < 0:
             raise UsageError(f"backups={self.backups!r} is no number of ranks: give 0, 1, 2, ...")
-        if isinstance(self.inner, type) or not callable(getattr(self.inner, "schedule", None)):
-            raise UsageError(f"inner={self.inner!r} makes no schedules: pass an object, such as commrt.Ring()")
+        require_maker("inner", self.inner)
         if not isinstance(self.early, bool):
             raise UsageError(f"early={self.early!r:.80}: give True or False")
         if isinstance(self.inner, Gossip | BackupWorkers):

@@ -6,18 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from commrt.algorithms import (
-    bruck,
-    chain,
-    direct,
-    double_tree,
-    doubling,
-    halving_doubling,
-    pairwise,
-    ring,
-    scatter_gather,
-    tree,
-)
+from commrt.algorithms import bruck, chain, direct, double_tree, halving_doubling, ring, tree
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
@@ -66,13 +55,13 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[[int, int], Schedule]]] = {
         "tree": tree.broadcast,
         "direct": direct.broadcast,
         "chain": chain.broadcast,
-        "scatter_gather": scatter_gather.broadcast,
+        "scatter_gather": tree.broadcast_in_parts,
     },
     "reduce": {
         "tree": tree.reduce,
         "direct": direct.reduce,
         "chain": chain.reduce,
-        "scatter_gather": scatter_gather.reduce,
+        "scatter_gather": tree.reduce_in_parts,
     },
     "gather": {"tree": tree.gather, "direct": direct.gather},
     "scatter": {"tree": tree.scatter, "direct": direct.scatter},
@@ -92,11 +81,11 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[[int, int], Schedule]]] = {
         "ring": _any_root(ring.all_reduce),
         "halving_doubling": _any_root(halving_doubling.all_reduce),
         "torus2d": _any_root(lambda ranks: Torus2D().schedule(0, ranks)),
-        "doubling": _any_root(doubling.all_reduce),
+        "doubling": _any_root(halving_doubling.doubling),
         "double_tree": _any_root(double_tree.all_reduce),
         "direct": _any_root(direct.all_reduce),
     },
-    "all_to_all": {"pairwise": _any_root(pairwise.all_to_all), "direct": _any_root(direct.all_to_all)},
+    "all_to_all": {"pairwise": _any_root(direct.pairwise_all_to_all), "direct": _any_root(direct.all_to_all)},
     "barrier": {"dissemination": _any_root(bruck.barrier)},
 }
 """For each collective its schedules by name, as functions of (ranks, root)."""

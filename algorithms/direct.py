@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective without a detour: each sender sends straight to each receiver, all in one step.
+"""Every collective without a detour: each sender sends straight to each receiver.
 
-The fewest steps, for short messages and few ranks: a rank exchanges with all others at once.
+All in one step, the fewest, for short messages and few ranks: a rank exchanges with all others at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from commrt.algorithms.parts import backwards, require_root, two_levels
+from commrt.algorithms.parts import backwards, require_maker, require_root, require_whole, two_levels
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Algorithm, IntArray, Schedule, Step
 
@@ -25,6 +25,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "gather",
+    "pairwise_all_to_all",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -143,6 +144,27 @@ def all_to_all(p: int) -> Schedule:
 
 
 @lru_cache
+def pairwise_all_to_all(p: int) -> Schedule:
+    """Copy chunk s * p + d from rank s to rank d, for all s and d, one at a time: in step k to s + k, modulo p.
+
+    Cost: p - 1 steps; a rank sends one of the p * p chunks in each.
+
+    >>> print(pairwise_all_to_all(3))
+    pairwise all-to-all: 3 ranks, 9 chunks
+      0  copy  0->1 [1:2)  1->2 [5:6)  2->0 [6:7)
+      1  copy  0->2 [2:3)  1->0 [3:4)  2->1 [7:8)
+    """
+
+    def steps() -> Iterator[Step]:
+        rank = np.arange(p)
+        for distance in range(1, p):
+            to = (rank + distance) % p
+            yield Step.of(src=rank, dst=to, lo=rank * p + to, hi=rank * p + to + 1, combine=COPY)
+
+    return Schedule("pairwise all-to-all", p, p * p, steps)
+
+
+@lru_cache
 def all_reduce_within(x: int, between: Schedule) -> Schedule:
     """Sum over ``x * y`` ranks at every rank: within groups of `x`, then `between` the y groups, then within them.
 
@@ -179,12 +201,11 @@ class Direct:
     """The all-reduce between hosts, such as ``Ring()``; None for a direct one."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.within, bool) or not isinstance(self.within, int) or self.within < 1:
-            raise UsageError(f"within={self.within!r:.80}: give the number of ranks of a host, 1 to leave hosts out")
+        require_whole("within", self.within)
         if self.between is not None and self.within == 1:
             raise UsageError(f"between={self.between!r:.80} without within=: give the number of ranks of a host too")
-        if isinstance(self.between, type) or (self.between and not callable(getattr(self.between, "schedule", None))):
-            raise UsageError(f"between={self.between!r:.80} makes no schedules: pass an object, such as commrt.Ring()")
+        if self.between is not None:
+            require_maker("between", self.between)
 
     def __repr__(self) -> str:
         between = "" if self.between is None else f", between={self.between!r}"

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithms import ring
-from commrt.algorithms.parts import two_levels
+from commrt.algorithms.parts import require_whole, two_levels
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, IntArray, Schedule, Step
 
@@ -103,10 +103,9 @@ class DoubleTree:
     """Parts of the buffer that follow each other; more for long buffers. By default 8 for each level of the tree."""
 
     def __post_init__(self) -> None:
-        for name, value, most in (("within", self.within, 1 << 31), ("slices", self.slices, MAX_SLICES)):
-            is_left_out = name == "slices" and value is None
-            if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
-                raise UsageError(f"{name}={value!r:.80}: give a whole number from 1 to {most:,}")
+        require_whole("within", self.within)
+        if self.slices is not None:
+            require_whole("slices", self.slices, most=MAX_SLICES)
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the trees, whatever the step."""

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from commrt.algorithms import ring
+from commrt.algorithms.parts import require_whole
 from commrt.errors import UsageError
 from commrt.schedule import MIX, SYNCHRONOUS, IntArray, Schedule, Step, empty
 
@@ -120,8 +121,7 @@ class Gossip:
             raise UsageError(f"staleness={self.staleness!r:.80}: messages may be 0 or 1 step late; two diverge")
         if self.staleness and self.payload == "gradients":
             raise UsageError("staleness=1 is for payload='weights': a late gradient belongs to weights that are gone")
-        if type(self.seed) is not int or self.seed < 0:
-            raise UsageError(f"seed={self.seed!r:.80}: give a whole number from 0 on")
+        require_whole("seed", self.seed, 0)
         if type(self.within) is not int or self.within < 1:
             raise UsageError(f"within={self.within!r:.80}: give the number of ranks in a row, such as those of a node")
         if isinstance(self.weight, bool) or not isinstance(self.share, int | float):

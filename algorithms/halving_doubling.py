@@ -13,11 +13,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from commrt.algorithms.fold import folded
+from commrt.algorithms.parts import folded
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step
 
-__all__ = ["HalvingDoubling", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["HalvingDoubling", "all_gather", "all_reduce", "doubling", "reduce_scatter"]
 
 
 @lru_cache
@@ -71,6 +71,30 @@ def all_reduce(p: int) -> Schedule:
     """
     core = 1 << (p.bit_length() - 1)
     return folded(reduce_scatter(core).then(all_gather(core), "halving-doubling").over(_mirrored(core)), p)
+
+
+@lru_cache
+def doubling(p: int) -> Schedule:
+    """Recursive doubling, for short buffers: in step k ranks whose numbers differ in bit k exchange the whole buffer.
+
+    All ranks get the same bits, because a + b and b + a are equal. Ranks beyond the largest power of two are folded in.
+
+    Cost: log2(p) steps, each sending the buffer, for a power of two; otherwise 2 steps more, and one buffer more at
+    the busiest rank.
+
+    >>> print(doubling(4))
+    doubling: 4 ranks, 1 chunk
+      0  add  0->1 [0:1)  1->0 [0:1)  2->3 [0:1)  3->2 [0:1)
+      1  add  0->2 [0:1)  1->3 [0:1)  2->0 [0:1)  3->1 [0:1)
+    """
+    digits = p.bit_length() - 1
+
+    def steps() -> Iterator[Step]:
+        rank = np.arange(1 << digits)
+        for k in range(digits):
+            yield Step.of(src=rank, dst=rank ^ (1 << k), lo=0, hi=1, combine=ADD)
+
+    return folded(Schedule("doubling", 1 << digits, 1, steps), p)
 
 
 def _mirrored(p: int) -> list[int]:

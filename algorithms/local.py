@@ -18,6 +18,7 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.outer import HeavyBall, Nesterov, Outer
+from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.quantizer import Int4
@@ -73,10 +74,8 @@ class LocalSGD:
     trained_by: ClassVar[str] = "commrt.local_sgd.local_replica"
 
     def __post_init__(self) -> None:
-        _require_whole("period", self.period, 1)
-        _require_whole("delay", self.delay, 0)
-        _require_whole("fragments", self.fragments, 1)
-        _require_whole("warmup", self.warmup, 0)
+        for name, least in {"period": 1, "delay": 0, "fragments": 1, "warmup": 0}.items():
+            require_whole(name, getattr(self, name), least)
         if self.merge != CORRECT and not isinstance(self.merge, Mix):
             raise UsageError(f'merge={self.merge!r:.80}: use "correct", or Mix(0.5) to keep half of the local weights')
         if self.outer is not None and (isinstance(self.outer, type) or not callable(getattr(self.outer, "step", None))):
@@ -120,8 +119,7 @@ class LocalSGD:
 
     def _require_inner(self) -> None:
         inner = self.inner
-        if isinstance(inner, type) or not callable(getattr(inner, "schedule", None)):
-            raise UsageError(f"inner={inner!r:.80} makes no schedules: pass an object, such as commrt.Torus2D()")
+        require_maker("inner", inner)
         if isinstance(inner, BackupWorkers | LocalSGD):
             raise UsageError(f"inner={inner!r:.200}: take an all-reduce, such as Torus2D(), or Gossip()")
         if isinstance(inner, Gossip) and inner.staleness:
@@ -279,8 +277,3 @@ def noloco(period: int = 100, rate: float = 0.7, momentum: float = 0.3, *, inner
     pairs. It drops the paper's random routing between pipeline stages.
     """
     return LocalSGD(period, outer=HeavyBall(rate, momentum), inner=inner)
-
-
-def _require_whole(what: str, given: object, least: int) -> None:
-    if type(given) is not int or given < least:
-        raise UsageError(f"{what}={given!r:.80}: give a whole number from {least} on")

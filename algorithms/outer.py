@@ -85,7 +85,7 @@ class Nesterov:
 
 
 @dataclass(frozen=True, slots=True)
-class SlowMomentum:
+class SlowMomentum(HeavyBall):
     """SlowMo: ``v = momentum v + difference / r``, ``anchor -= rate r v``, with the inner learning rate r.
 
     So the momentum of times with another learning rate counts as gradients, not as distances.
@@ -93,14 +93,6 @@ class SlowMomentum:
 
     rate: float = 1.0
     momentum: float = 0.5
-
-    def __post_init__(self) -> None:
-        _require_stable(self, self.rate, self.momentum, 2 * (1 + self.momentum))
-
-    @property
-    def late_bound(self) -> float:
-        """Below which rate the anchor comes to rest where each average is a whole period late."""
-        return 2 * (1 - self.momentum**2)
 
     def step(self, anchor: Values, difference: Values, velocity: Values, inner_rate: float) -> None:
         """Move `anchor`, and update `velocity`; raises `UsageError` for an inner rate of 0."""

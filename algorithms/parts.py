@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that several collectives share: a schedule backwards, ranges of chunks that wrap around, checked roots."""
+"""Parts that several algorithms share: a schedule backwards or folded, chunks that wrap around, checked arguments."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from commrt.errors import UsageError
-from commrt.schedule import COPY, Combine, IntArray, Schedule, Step
+from commrt.errors import ScheduleError, UsageError
+from commrt.schedule import ADD, COPY, Combine, IntArray, Schedule, Step
 
-__all__ = ["backwards", "require_root", "two_levels", "wrapped"]
+__all__ = [
+    "MAX_HELPERS",
+    "backwards",
+    "folded",
+    "require_maker",
+    "require_root",
+    "require_whole",
+    "two_levels",
+    "wrapped",
+]
+
+MAX_HELPERS = 8
+"""Most helpers per extra rank: NCCL runs up to 8 point-to-point operations of a group in one batch."""
 
 
 def backwards(schedule: Schedule, combine: Combine, name: str | None = None) -> Schedule:
@@ -67,7 +79,61 @@ def two_levels(scatter: Schedule, between: Schedule, gather: Schedule, name: str
     return scatter.refined(own).over(rank, p).then(columns).then(gather.refined(own).over(rank, p), name)
 
 
+def folded(core: Schedule, ranks: int) -> Schedule:
+    """Return an all-reduce on `ranks` ranks, made of `core`, an all-reduce on the first ``core.ranks`` of them.
+
+    The extra ranks send their buffers to core ranks in one step before it, and receive the result in one step after it.
+    Each has several core ranks as helpers, a slice of the buffer each, so that none receives a whole second buffer.
+    Raises `ScheduleError` unless ``core.ranks <= ranks <= 2 * core.ranks``: each extra rank needs a helper.
+    Cost: 2 steps more than `core`; an extra rank sends 1 buffer, a helper one slice of it more than in `core`.
+
+    >>> from commrt.algorithms import ring
+    >>> print(folded(ring.all_reduce(2), 3))
+    ring: 3 ranks, 2 chunks
+      0  add  2->0 [0:1)  2->1 [1:2)
+      1  add  0->1 [1:2)  1->0 [0:1)
+      2  copy  0->1 [0:1)  1->0 [1:2)
+      3  copy  0->2 [0:1)  1->2 [1:2)
+    """
+    if ranks == core.ranks:
+        return core
+    if not core.ranks <= ranks <= 2 * core.ranks:
+        raise ScheduleError(
+            f"{core.name} on {core.ranks} ranks cannot be folded onto {ranks}: each extra rank needs a core rank of "
+            f"its own, so fold onto {core.ranks}..{2 * core.ranks} ranks"
+        )
+    extra, helper, lo, hi = _slices(core.ranks, ranks - core.ranks, core.chunks)
+    into, back = Step.of(extra, helper, lo, hi, ADD), Step.of(helper, extra, lo, hi, COPY)
+    before = Schedule("fold", ranks, core.chunks, lambda: iter([into]))
+    after = Schedule("unfold", ranks, core.chunks, lambda: iter([back]))
+    return before.then(core.over(range(core.ranks), world=ranks)).then(after, core.name)
+
+
+def _slices(core: int, extras: int, chunks: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return columns (extra, helper, lo, hi): the helpers of extra rank i are core ranks h with h % extras == i."""
+    rows: list[tuple[int, int, int, int]] = []
+    for i in range(extras):
+        helpers = range(i, core, extras)[: min(MAX_HELPERS, chunks)]
+        bounds = [chunks * k // len(helpers) for k in range(len(helpers) + 1)]
+        rows += [(core + i, h, lo, hi) for h, lo, hi in zip(helpers, bounds, bounds[1:], strict=False)]
+    extra, helper, lo, hi = np.array(rows, dtype=np.int64).T
+    return extra, helper, lo, hi
+
+
 def require_root(p: int, root: int, what: str) -> None:
     """Raise `UsageError` unless `root` is one of `p` ranks."""
     if not 0 <= root < p:
         raise UsageError(f"rank {root} cannot be the root of a {what} over {p} ranks: choose one of 0..{p - 1}")
+
+
+def require_whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise `UsageError` unless `value` is a whole number in range."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        limit = "on" if most is None else f"to {most:,}"
+        raise UsageError(f"{name}={value!r:.80}: give a whole number from {least} {limit}")
+
+
+def require_maker(name: str, value: object) -> None:
+    """Raise `UsageError` unless `value` is an object that makes schedules."""
+    if isinstance(value, type) or not callable(getattr(value, "schedule", None)):
+        raise UsageError(f"{name}={value!r:.80} makes no schedules: pass an object, such as commrt.Ring()")

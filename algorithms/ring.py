@@ -13,6 +13,7 @@ from math import gcd
 
 import numpy as np
 
+from commrt.algorithms.parts import require_whole
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Combine, Schedule, Step
 
@@ -125,11 +126,11 @@ class Rings:
     per_node: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("count", self.count), ("per_node", self.per_node)):
-            is_left_out = name == "per_node" and value is None
-            if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r:.80}: give a whole number from 1 on")
-        if self.per_node is not None and self.count > self.per_node:
+        require_whole("count", self.count)
+        if self.per_node is None:
+            return
+        require_whole("per_node", self.per_node)
+        if self.count > self.per_node:
             raise UsageError(f"{self.count} rings need as many ranks in a node, to leave it by: it has {self.per_node}")
 
     def schedule(self, step: int, ranks: int) -> Schedule:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
-from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
 
 __all__ = ["Sliced"]
@@ -34,10 +34,8 @@ class Sliced:
     slices: int = 2
 
     def __post_init__(self) -> None:
-        if type(self.slices) is not int or not 1 <= self.slices <= MAX_SLICES:
-            raise UsageError(f"slices={self.slices!r:.80}: a buffer can be cut into 1, 2, ... {MAX_SLICES} slices")
-        if isinstance(self.inner, type) or not callable(getattr(self.inner, "schedule", None)):
-            raise UsageError(f"inner={self.inner!r:.80} makes no schedules: pass an object, such as commrt.Ring()")
+        require_whole("slices", self.slices, most=MAX_SLICES)
+        require_maker("inner", self.inner)
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the inner algorithm's schedule in slices."""

@@ -13,8 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithms import ring
-from commrt.algorithms.fold import folded
-from commrt.algorithms.parts import two_levels
+from commrt.algorithms.parts import folded, two_levels
 from commrt.errors import UsageError
 from commrt.schedule import Schedule
 

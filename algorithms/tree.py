@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binomial tree: broadcast, reduce, scatter and gather in a logarithmic number of steps.
+"""The binomial tree: broadcast, reduce, scatter and gather in a logarithmic number of steps, or with a ring in parts.
 
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
@@ -11,10 +11,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from commrt.algorithms import ring
 from commrt.algorithms.parts import backwards, require_root, wrapped
 from commrt.schedule import ADD, COPY, Schedule, Step
 
-__all__ = ["broadcast", "gather", "reduce", "scatter"]
+__all__ = ["broadcast", "broadcast_in_parts", "gather", "reduce", "reduce_in_parts", "scatter"]
 
 
 @lru_cache
@@ -93,3 +94,32 @@ def gather(p: int, root: int = 0) -> Schedule:
       1  copy  2->0 [2:4)
     """
     return backwards(scatter(p, root), COPY, "tree gather")
+
+
+@lru_cache
+def broadcast_in_parts(p: int, root: int = 0) -> Schedule:
+    """Copy the root's buffer to all ranks, for long buffers: a tree scatters it, a ring gathers it (van de Geijn).
+
+    Cost: ceil(log2(p)) + p - 1 steps; the root sends 2(p - 1)/p of the buffer.
+
+    >>> print(broadcast_in_parts(2))
+    scatter-gather broadcast: 2 ranks, 2 chunks
+      0  copy  0->1 [1:2)
+      1  copy  0->1 [0:1)  1->0 [1:2)
+    """
+    return scatter(p, root).then(ring.all_gather(p), "scatter-gather broadcast")
+
+
+@lru_cache
+def reduce_in_parts(p: int, root: int = 0) -> Schedule:
+    """Sum all ranks' buffers at the root: a ring sums them, one part at each rank, and a tree gathers the parts.
+
+    Cost: p - 1 + ceil(log2(p)) steps. The busiest rank sends at most 3/2 of the buffer: (p - 1)/p, and what
+    `gather` sends.
+
+    >>> print(reduce_in_parts(2))
+    scatter-gather reduce: 2 ranks, 2 chunks
+      0  add  0->1 [1:2)  1->0 [0:1)
+      1  copy  1->0 [1:2)
+    """
+    return ring.reduce_scatter(p).then(gather(p, root), "scatter-gather reduce")

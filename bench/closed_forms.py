@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from commrt.proof.traffic import Traffic
+from commrt.proof.replay import Traffic
 
 __all__ = ["COSTS", "doublings", "is_power", "ring_bytes", "wrong_cost"]
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import compress, product
+from itertools import product
 from pathlib import Path
 from struct import iter_unpack, unpack_from
 from typing import Any
@@ -35,8 +35,7 @@ import triton
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.packing import ALIGNMENTS
-from commrt.kernels.device.sizes import Sizes, sizes_for
-from commrt.kernels.device.variants import Variant, compiled
+from commrt.kernels.device.variants import Sizes, Variant, compiled, sizes_for
 
 ARCHS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -86,7 +85,6 @@ class Finding:
 
 def cases() -> Iterator[Case]:
     """Yield every kernel in every combination that commrt offers."""
-    yield Case("norm", lambda sizes: variants.norm(sizes.tile))
     for dtype, wire, align in product(SHORT, SHORT, ALIGNMENTS):
         if align >= dtype.itemsize:
             yield from on_tables(dtype, wire, align)
@@ -104,23 +102,19 @@ def met(peers: int, _: Sizes) -> Variant:
 def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Case]:
     """Yield the kernels between a wire and many tensors of `dtype`, aligned to `align` bytes."""
 
-    def case(kernel: str, inputs: int, *options: str, **more: bool) -> Case:
+    def case(kernel: str, inputs: int, *options: str) -> Case:
         name = " ".join([kernel, SHORT[dtype], SHORT[wire], f"align {align}", *options])
-        make = partial(getattr(variants, kernel), dtype, wire, align, **dict.fromkeys(options, True), **more)
+        make = partial(getattr(variants, kernel), dtype, wire, align, **dict.fromkeys(options, True))
         return Case(name, make, inputs, align)
 
-    for options in ((), ("sums",), ("nonfinite", "sums")):
-        yield case("pack", 1, *options)
+    yield case("pack", 1)
+    yield case("unpack", 1)
     if align == max(ALIGNMENTS):  # graphs are made for these only
         yield case("pack", 1, "held")
         yield case("unpack", 1, "held")
         yield case("unpack", 1, "held", "far")
     yield case("unpack", 1, "far")
-    for chosen in product((False, True), repeat=3):
-        options = tuple(compress(("scaled", "accumulate", "sums"), chosen))
-        yield case("unpack", 1 + ("accumulate" in options), *options)
-    yield case("mix", 2, sent=False)
-    yield case("mix", 3, "sent")
+    yield case("mix", 3)
 
 
 def main() -> int:

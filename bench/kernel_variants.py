@@ -23,13 +23,12 @@ from commrt.buckets.layout import MIB, Unit, plan_buckets
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 
-__all__ = ["DEVICE", "MORE_TASKS", "OURS", "TASKS", "THOROUGH", "Check", "Task", "flat_copies", "gate"]
+__all__ = ["DEVICE", "MORE_TASKS", "OURS", "TASKS", "Check", "Task", "flat_copies", "gate"]
 
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 OURS = "commrt"
 UNSCALED, HOOKED, SUMMED = "_foreach_copy_ (no scale)", "DDP's copies, bf16 hook", "sum in one pass"
 SPLIT, UNFLATTENED = "split_with_sizes_copy", "_unflatten_dense_tensors, _foreach_copy_"
-THOROUGH = "commrt, finite and norm"
 F32, BF16 = torch.float32, torch.bfloat16
 COUNTED_NUMEL = 25 * MIB // 4
 COLD_NBYTES = (200 if HAS_GPU else 64) * MIB
@@ -143,8 +142,8 @@ def _copies_of(nbytes: int) -> int:
     return min(max(COPIES[0], -(-COLD_NBYTES // nbytes)), COPIES[1])
 
 
-def pack(shapes: Shapes, wire: torch.dtype, *, thorough: bool = False) -> Task:
-    """Make the task to copy gradients to a wire, times 1/6; if `thorough`, also with flags and norms."""
+def pack(shapes: Shapes, wire: torch.dtype) -> Task:
+    """Make the task to copy gradients to a wire, times 1/6."""
     layout, sets = several(shapes, wire)
     packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
 
@@ -171,9 +170,6 @@ def pack(shapes: Shapes, wire: torch.dtype, *, thorough: bool = False) -> Task:
         catted: lambda i: cat(sets[i]),
         flattened: lambda i: sets[i].dense.copy_(_flatten_dense_tensors(sets[i].grads).mul_(SCALE)),
     }
-    if thorough:
-        findings = [packing.findings() for packing in packings]
-        contenders[THOROUGH] = lambda i: packings[i].pack(sets[i].grads, SCALE, 1, findings[i])
     one = sets[0]
     checks = dict.fromkeys(contenders, Check(lambda: one.row() * SCALE, one.placed, one.spoil_wire))
     checks[UNSCALED] = Check(one.row, one.placed, one.spoil_wire)
@@ -215,9 +211,12 @@ def unpack(shapes: Shapes, wire: torch.dtype) -> Task:
 
 
 def mix(shapes: Shapes, wire: torch.dtype) -> Task:
-    """Make the task to move weights half way to those of a peer."""
+    """Make the task to move weights half way to those of a peer; ours also reads what was sent."""
     layout, sets = several(shapes, wire)
-    packings = [dispatch.packing(one.wire, layout, one.grads) for one in sets]
+    sent = [torch.zeros_like(one.wire) for one in sets]
+    packings = [dispatch.packing(row, layout, one.grads) for row, one in zip(sent, sets, strict=True)]
+    for packing, one in zip(packings, sets, strict=True):
+        packing.pack(one.grads, 1.0, 1)
     wide = torch.zeros(layout.numel, device=DEVICE)
     widened = [layout.tensor(wide, i).view(shape) for i, shape in enumerate(shapes)]
 
@@ -231,7 +230,7 @@ def mix(shapes: Shapes, wire: torch.dtype) -> Task:
             grad.lerp_(view.float(), 0.5)
 
     contenders: Contenders = {
-        OURS: lambda i: packings[i].mix(sets[i].grads, sets[i].wire, None, 0.5),
+        OURS: lambda i: packings[i].mix(sets[i].grads, sets[i].wire, sent[i], 0.5),
         "_foreach_lerp_": lambda i: foreach(sets[i]),
         "lerp_ per tensor": lambda i: per_tensor(sets[i]),
     }
@@ -377,8 +376,8 @@ def with_each_wire(name: str, make: Callable[[Shapes, torch.dtype], Task], shape
 
 
 TASKS: dict[str, Make] = {
-    **with_each_wire(f"pack fp32 to {{}}, {MAIN}", partial(pack, thorough=True), shapes_of(MAIN)),
-    **with_each_wire("pack fp32 to {}, a bucket of ResNet-50", partial(pack, thorough=True), bucket_of("ResNet-50", 2)),
+    **with_each_wire(f"pack fp32 to {{}}, {MAIN}", pack, shapes_of(MAIN)),
+    **with_each_wire("pack fp32 to {}, a bucket of ResNet-50", pack, bucket_of("ResNet-50", 2)),
     f"pack fp32 to bf16, {MAIN} in buckets": partial(in_buckets, MAIN),
     **with_each_wire(f"unpack {{}} to fp32, {MAIN}", unpack, shapes_of(MAIN)),
     **with_each_wire(f"mix fp32 with {{}}, {MAIN}", mix, shapes_of(MAIN)),

@@ -14,7 +14,7 @@ from kernel_variants import DEVICE
 from test_on_gpu import random, same, there
 from torch import Tensor
 
-from commrt.kernels import quantize, quantize_dispatch
+from commrt.kernels import quantize
 from commrt.quantizer import NEAREST, STOCHASTIC, Float8, Quantizer
 
 NUMELS = (1, 255, 2048, 5000, 1_000_003)
@@ -54,7 +54,7 @@ def test_codes_and_what_they_lose_are_their_definition(quantizer: Quantizer):
         want = torch.full((quantizer.nbytes(numel),), 0xEE, dtype=torch.uint8)
         away, away_left, got = there(here), there(left), there(want)
         quantize.quantize(here, want, quantizer, left if quantizer.feedback else None, KEY)
-        quantize_dispatch.quantizing(away, got, quantizer, away_left if quantizer.feedback else None)(KEY)
+        quantize.quantizing(away, got, quantizer, away_left if quantizer.feedback else None)(KEY)
         assert torch.equal(got.cpu(), want)
         assert same(away_left, left)
 
@@ -66,9 +66,9 @@ def test_decoding_and_adding_codes_are_their_definitions(quantizer: Quantizer):
         away, dequantized, away_total = there_rows(rows), torch.empty(numel, device=DEVICE), there(total)
         want = torch.empty(numel)
         quantize.dequantize(rows[0], want, quantizer)
-        quantize_dispatch.dequantizing(away[0], dequantized, quantizer)()
+        quantize.dequantizing(away[0], dequantized, quantizer)()
         quantize.add_quantized(total, list(rows), quantizer)
-        quantize_dispatch.adding_quantized(away_total, list(away), quantizer)()
+        quantize.adding_quantized(away_total, list(away), quantizer)()
         assert same(dequantized, want)
         assert same(away_total, total)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the best sizes on this GPU, and print the row for `kernels/device/sizes.py`; nothing is tuned at run time.
+"""Find the best sizes on this GPU, and print the row for `kernels/device/variants.py`; nothing is tuned at run time.
 
 Every size packs and unpacks ResNet-50's gradients and one of their buckets, interleaved. ``--variants`` also tries
-cache hints and other widths. Without a GPU it prints the compiler's figures for each size, for the architecture
+other widths. Without a GPU it prints the compiler's figures for each size, for the architecture
 ``--arch``: registers, programs that fit on a multiprocessor, bytes that they load at once. Those are not measurements.
 """
 
@@ -27,14 +27,13 @@ from kernel_variants import DEVICE, bucket_of, shapes_of
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.launch import arch_of, launch_of
-from commrt.kernels.device.sizes import Sizes
-from commrt.kernels.device.variants import Variant
+from commrt.kernels.device.variants import Sizes, Variant
 from commrt.kernels.layout import layout_of
 from commrt.kernels.tables import Tables
 
 F32, BF16 = torch.float32, torch.bfloat16
 CANDIDATES = [Sizes(tile, warps) for tile, warps in product((1024, 2048, 4096, 8192), (2, 4, 8)) if tile >= 512 * warps]
-"""Sizes to try. With twice the warps a thread still has 8 elements, which sums of squares need."""
+"""Sizes to try."""
 ROUNDS, CALLS, SETS = 20, 20, 4
 THREADS, REGISTERS, PROGRAMS = 2048, 65536, 32
 """Limits of one multiprocessor of compute capability 8.0, 9.0 and 10.0."""
@@ -62,11 +61,7 @@ class Workload:
             }
             tables = Tables(layout, sizes.tile, DEVICE)
             tables.point_at(grads)
-            given = {name: tensor.data_ptr() for name, tensor in memory.items()} | {
-                "header": 1,
-                "nonfinite": 0,
-                "sums": 0,
-            }
+            given = {name: tensor.data_ptr() for name, tensor in memory.items()} | {"header": 1}
             columns = [column.data_ptr() for column in tables.columns]
             rest = [given[name] for name, _ in variant.types[len(columns) :]]
             sets.append((tables, grads, memory, (tables.tiles, *columns, *rest)))
@@ -80,7 +75,6 @@ def trials(wire: torch.dtype, *, more: bool) -> Iterator[Trial]:
         yield "unpack", sizes, variants.unpack(F32, wire, 16, sizes)
     for make, sizes in product((variants.pack, variants.unpack), (Sizes(4096, 4),) if more else ()):
         plain = make(F32, wire, 16, sizes)
-        yield f"{make.__name__} evict_first", sizes, make(F32, wire, 16, sizes, evict="evict_first")
         for width in (2, 4, 8):
             constants = {**dict(plain.constants), "VECTOR": width}
             yield f"{make.__name__} {width} at once", sizes, replace(plain, constants=tuple(constants.items()))
@@ -123,7 +117,7 @@ def tune(*, more: bool) -> None:
         print(f"\n{name}, fp32 with a wire of {wire}: us, 20 %, median, 80 %")
         for label, seconds in sorted(times.items(), key=lambda pair: spread(pair[1])[1]):
             print(f"  {label:44}" + "".join(f"{1e6 * value:9.2f}" for value in spread(seconds)))
-    print(f"\nfor kernels/device/sizes.py: {arch_of(DEVICE)}: {best(all_times)},")
+    print(f"\nfor kernels/device/variants.py: {arch_of(DEVICE)}: {best(all_times)},")
 
 
 def describe(arch: int) -> None:

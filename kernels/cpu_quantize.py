@@ -10,7 +10,7 @@ this raises `RuntimeError` where Numba may write no cache: compiling takes 6 sec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, uint32, uint64
@@ -31,7 +31,7 @@ from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 __all__ = ["add_quantized_call", "dequantize_call", "quantize_call"]
 
 Array = Any
-"""What Numba compiles has no useful annotations."""
+"""An array of numpy, of the dtype that Numba infers; and a number of it."""
 compiled = njit(nogil=True, cache=True, error_model="numpy")
 MULTIPLIER_0, MULTIPLIER_1 = (np.uint64(each) for each in PHILOX_MULTIPLIERS)
 BUMP_0, BUMP_1 = (np.uint32(each) for each in PHILOX_KEYS)
@@ -46,15 +46,30 @@ EXPONENTS = np.int32(120 << 23)
 """What exponents of fp32 count more than those of e4m3."""
 
 
+class Kind(NamedTuple):
+    """A `Quantizer` as Numba takes it."""
+
+    block: int
+    bits: int
+    largest: np.float32
+    is_float: bool
+    is_stochastic: bool
+
+    @classmethod
+    def of(cls, quantizer: Quantizer) -> Kind:
+        """Return what Numba needs of `quantizer`."""
+        largest, is_stochastic = np.float32(quantizer.largest), quantizer.rounding == STOCHASTIC
+        return cls(quantizer.block, quantizer.bits, largest, quantizer.is_float, is_stochastic)
+
+
 def quantize_call(
     values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None
 ) -> Callable[[int], None]:
     """Return a function of a key that codes `values`; see `quantize.encode`."""
-    tiles, x, is_stochastic = _tiles(codes, quantizer), values.numpy(), quantizer.rounding == STOCHASTIC
+    tiles, x, kind = _tiles(codes, quantizer), values.numpy(), Kind.of(quantizer)
     left = np.empty(0, np.float32) if residual is None else residual.numpy()
-    kind = quantizer.block, quantizer.bits, np.float32(quantizer.largest), quantizer.is_float, is_stochastic
-    _encode(x[:0], left[:0], tiles[:0], np.uint64(0), *kind)  # compiles it, before anybody waits for this rank
-    return lambda key: _encode(x, left, tiles, np.uint64(key), *kind)
+    _encode(x[:0], left[:0], tiles[:0], np.uint64(0), kind)  # compiles it, before anybody waits for this rank
+    return lambda key: _encode(x, left, tiles, np.uint64(key), kind)
 
 
 def dequantize_call(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Callable[[], None]:
@@ -70,8 +85,8 @@ def add_quantized_call(values: Tensor, received: Sequence[Tensor], quantizer: Qu
 def _sum_call(
     received: Sequence[Tensor], values: Tensor, quantizer: Quantizer, *, is_added: bool
 ) -> Callable[[], None]:
-    out, kind = values.numpy(), (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
-    _sum(out[:0], _tiles(received[0], quantizer)[:0], *kind)
+    out, kind = values.numpy(), Kind.of(quantizer)
+    _sum(out[:0], _tiles(received[0], quantizer)[:0], kind, is_added)
     at_once = PIECE_NUMEL // quantizer.tile_numel
 
     def run() -> None:
@@ -79,7 +94,7 @@ def _sum_call(
         for first in range(0, len(rows[0]), at_once):
             piece = out[first * quantizer.tile_numel : (first + at_once) * quantizer.tile_numel]
             for tiles in rows:
-                _sum(piece, tiles[first : first + at_once], *kind)
+                _sum(piece, tiles[first : first + at_once], kind, is_added)
 
     return run
 
@@ -89,34 +104,32 @@ def _tiles(codes: Tensor, quantizer: Quantizer) -> Array:
 
 
 @compiled
-def _encode(values, residual, tiles, key, block, bits, largest, is_float, is_stochastic):
-    numel = TILE_BLOCKS * block
+def _encode(values: Array, residual: Array, tiles: Array, key: Array, kind: Kind) -> None:
+    numel, block = TILE_BLOCKS * kind.block, kind.block
     x, y, numbers = np.zeros(numel, np.float32), np.empty(numel, np.float32), np.empty(numel, np.float32)
     q, most, steps = np.empty(numel, np.uint8), np.empty(TILE_BLOCKS, np.int32), np.empty(TILE_BLOCKS, np.float32)
     for tile in range(len(tiles)):
-        begin, end = tile * numel, min((tile + 1) * numel, len(values))
-        _load(x, values[begin:end], residual[begin:end])
-        _set_scales(tiles[tile], x, block, largest, most, steps)
-        if is_stochastic:
+        given, left = values[tile * numel : (tile + 1) * numel], residual[tile * numel : (tile + 1) * numel]
+        _load(x, given, left)
+        _set_scales(tiles[tile], x, kind, most, steps)
+        if kind.is_stochastic:
             _uniform(numbers, key, tile)
         for each in range(TILE_BLOCKS):
             part = slice(each * block, (each + 1) * block)
-            inverse = _inverse(steps[each])
-            if is_float:
-                _round_floats(x[part], inverse, q[part], y[part])
-            elif is_stochastic:
-                _round_at_random(x[part], inverse, numbers[part], largest, q[part], y[part])
-            else:
-                _round(x[part], inverse, q[part], y[part])
+            _round_block(x[part], numbers[part], steps[each], kind, q[part], y[part])
             if most[each] >= HUGE_BITS:
-                q[part] = np.uint8(0x38) if is_float else np.uint8(1)  # 1 times a scale that is not finite
-        _pack(tiles[tile], q, bits)
-        if len(residual):
-            _keep_residual(residual[begin:end], x, y, steps, most, block)
+                q[part] = np.uint8(0x38) if kind.is_float else np.uint8(1)  # 1 times a scale that is not finite
+        _pack(tiles[tile], q, kind.bits)
+        for each in range(TILE_BLOCKS if len(left) else 0):
+            part = slice(each * block, (each + 1) * block)
+            if most[each] >= HUGE_BITS:
+                left[part] = 0  # what is not finite leaves nothing
+            else:
+                _subtract(left[part], x[part], y[part], steps[each])
 
 
 @compiled
-def _load(x, values, residual):
+def _load(x: Array, values: Array, residual: Array) -> None:
     for i in range(len(values)):
         x[i] = values[i]
     for i in range(len(residual)):
@@ -125,12 +138,24 @@ def _load(x, values, residual):
 
 
 @compiled
-def _set_scales(tile, x, block, largest, most, steps):
+def _round_block(x: Array, numbers: Array, step: Array, kind: Kind, q: Array, y: Array) -> None:
+    inverse = np.float32(1) / step
+    inverse = inverse if np.isfinite(inverse) and np.isfinite(step) else np.float32(0)
+    if kind.is_float:
+        _round_floats(x, inverse, q, y)
+    elif kind.is_stochastic:
+        _round_at_random(x, inverse, numbers, kind.largest, q, y)
+    else:
+        _round(x, inverse, q, y)
+
+
+@compiled
+def _set_scales(tile: Array, x: Array, kind: Kind, most: Array, steps: Array) -> None:
     """Write the scales of a tile, rounded up, and keep them in `steps`, and each block's largest value in `most`."""
     magnitudes = x.view(np.int32)
     for each in range(TILE_BLOCKS):
-        most[each] = _largest(magnitudes[each * block : (each + 1) * block])
-    share = np.float32(1.0 / largest)
+        most[each] = _largest(magnitudes[each * kind.block : (each + 1) * kind.block])
+    share = np.float32(1.0 / kind.largest)
     scales, kept = tile[:SCALES_NBYTES].view(np.uint16), steps.view(np.int32)
     for each in range(TILE_BLOCKS):
         steps[each] = most.view(np.float32)[each] * share
@@ -144,7 +169,7 @@ def _set_scales(tile, x, block, largest, most, steps):
 
 
 @compiled
-def _largest(signed):
+def _largest(signed: Array) -> Array:
     top = np.int32(0)
     for i in range(len(signed)):
         top = max(top, np.int32(signed[i] & ABSOLUTE))  # NaN is above infinity
@@ -152,27 +177,21 @@ def _largest(signed):
 
 
 @compiled
-def _inverse(step):
-    inverse = np.float32(1) / step
-    return inverse if np.isfinite(inverse) and np.isfinite(step) else np.float32(0)
-
-
-@compiled
-def _round(x, inverse, q, y):
+def _round(x: Array, inverse: Array, q: Array, y: Array) -> None:
     for i in range(len(x)):
         y[i] = np.rint(x[i] * inverse)
         q[i] = np.uint8(np.int32(y[i]))
 
 
 @compiled
-def _round_at_random(x, inverse, numbers, largest, q, y):
+def _round_at_random(x: Array, inverse: Array, numbers: Array, largest: Array, q: Array, y: Array) -> None:
     for i in range(len(x)):
         y[i] = min(max(np.floor(x[i] * inverse + numbers[i]), -largest), largest)
         q[i] = np.uint8(np.int32(y[i]))
 
 
 @compiled
-def _round_floats(x, inverse, q, y):
+def _round_floats(x: Array, inverse: Array, q: Array, y: Array) -> None:
     """Round to e4m3 by integers: to nearest, ties to even."""
     for i in range(len(x)):
         y[i] = x[i] * inverse
@@ -187,7 +206,7 @@ def _round_floats(x, inverse, q, y):
 
 
 @compiled
-def _floats(q, y):
+def _floats(q: Array, y: Array) -> None:
     """Write the values of e4m3 codes. No code is NaN: what is not finite is so by its scale."""
     bits = y.view(np.int32)
     for i in range(len(q)):
@@ -197,66 +216,55 @@ def _floats(q, y):
 
 
 @compiled
-def _keep_residual(residual, x, y, steps, most, block):
-    """Write what rounding lost; a block that is not finite leaves nothing."""
-    for each in range(TILE_BLOCKS):
-        part = slice(each * block, min((each + 1) * block, len(residual)))
-        if most[each] >= HUGE_BITS:
-            residual[part] = 0
-        else:
-            _subtract(residual[part], x[part], y[part], steps[each])
-
-
-@compiled
-def _subtract(residual, x, y, step):
+def _subtract(residual: Array, x: Array, y: Array, step: Array) -> None:
     for i in range(len(residual)):
         residual[i] = x[i] - y[i] * step
 
 
 @compiled
-def _sum(values, tiles, block, bits, is_float, is_added):
+def _sum(values: Array, tiles: Array, kind: Kind, is_added: bool) -> None:
     """Write what `tiles` stand for to `values`, or add it."""
-    numel = TILE_BLOCKS * block
-    q, y, steps = np.empty(numel, np.uint8), np.empty(numel, np.float32), np.empty(TILE_BLOCKS, np.float32)
-    share = np.float32(2.0 ** (bits - 8))  # exact: codes are in the highest bits
+    numel, block = TILE_BLOCKS * kind.block, kind.block
+    q, y = np.empty(numel, np.uint8), np.empty(numel, np.float32)
+    steps, bits = np.empty(TILE_BLOCKS, np.float32), np.empty(TILE_BLOCKS, np.uint32)
+    share = np.float32(2.0 ** (kind.bits - 8))  # exact: codes are in the highest bits
     for tile in range(len(tiles)):
-        out, scales = values[tile * numel : (tile + 1) * numel], tiles[tile][:SCALES_NBYTES].view(np.uint16)
-        _unpack(tiles[tile], q, bits)
-        if is_float:
+        out = values[tile * numel : (tile + 1) * numel]
+        bits[:] = tiles[tile][:SCALES_NBYTES].view(np.uint16)
+        steps[:] = (bits << np.uint32(16)).view(np.float32) * share
+        _unpack(tiles[tile], q, kind.bits)
+        if kind.is_float:
             _floats(q, y)
         else:
-            _integers(q, y)
+            _integers(q.view(np.int8), y)
         for each in range(TILE_BLOCKS):
-            steps.view(np.uint32)[each] = np.uint32(scales[each]) << np.uint32(16)
-            step = steps[each] * share
-            begin, end = each * block, min((each + 1) * block, len(out))
+            part = slice(each * block, (each + 1) * block)
             if is_added:
-                _add_scaled(out[begin:end], y[begin:end], step)
+                _add_scaled(out[part], y[part], steps[each])
             else:
-                _scale(out[begin:end], y[begin:end], step)
+                _scale(out[part], y[part], steps[each])
 
 
 @compiled
-def _integers(q, y):
-    signed = q.view(np.int8)
+def _integers(q: Array, y: Array) -> None:
     for i in range(len(q)):
-        y[i] = np.float32(signed[i])
+        y[i] = q[i]
 
 
 @compiled
-def _scale(out, y, step):
+def _scale(out: Array, y: Array, step: Array) -> None:
     for i in range(len(out)):
         out[i] = y[i] * step
 
 
 @compiled
-def _add_scaled(out, y, step):
+def _add_scaled(out: Array, y: Array, step: Array) -> None:
     for i in range(len(out)):
         out[i] += y[i] * step  # exact products: rounded once
 
 
 @compiled
-def _pack(tile, q, bits):
+def _pack(tile: Array, q: Array, bits: int) -> None:
     """Write the lowest `bits` of each code, plane after plane: the k-th byte of a plane has codes that lie apart.
 
     Eight codes are moved at once, as the bytes of a word.
@@ -274,7 +282,7 @@ def _pack(tile, q, bits):
 
 
 @compiled
-def _unpack(tile, q, bits):
+def _unpack(tile: Array, q: Array, bits: int) -> None:
     """Write the codes of a tile to the highest bits of `q`, so that their signs are where int8 has them."""
     q[:] = 0
     begin, shift = SCALES_NBYTES, 8
@@ -289,7 +297,7 @@ def _unpack(tile, q, bits):
 
 
 @compiled
-def _move(source, target, width, down, up):
+def _move(source: Array, target: Array, width: int, down: int, up: int) -> None:
     """Add to each byte of `target` the `width` bits that lie `down` bits up in `source`, `up` bits up."""
     mask = uint64(0x0101010101010101) * uint64((1 << width) - 1)
     low, high = uint64(down), uint64(up)
@@ -298,7 +306,7 @@ def _move(source, target, width, down, up):
 
 
 @compiled
-def _uniform(numbers, key, tile):
+def _uniform(numbers: Array, key: Array, tile: int) -> None:
     """Write numbers from [0, 1); see `quantize.uniform`."""
     quarter = len(numbers) // 4
     for k in range(quarter):
@@ -310,7 +318,7 @@ def _uniform(numbers, key, tile):
 
 
 @compiled
-def _philox(counter, key):
+def _philox(counter: Array, key: Array) -> tuple[Array, Array, Array, Array]:
     k0, k1 = uint32(key), uint32(key >> uint64(32))
     w0, w1, w2, w3 = counter, uint32(0), uint32(0), uint32(0)
     for _ in range(PHILOX_ROUNDS):

@@ -27,7 +27,6 @@ __all__ = [
     "adding",
     "combining",
     "copying",
-    "is_too_old",
     "mixing",
     "on_gpu",
     "packing",
@@ -42,12 +41,12 @@ TRITON_AT_LEAST = "3.5"
 
 ON_GPUS = {
     "packing": "commrt.kernels.device.packing:TritonPacking",
-    "add": "commrt.kernels.device.launches:add_launch",
-    "mix": "commrt.kernels.device.launches:mix_launch",
-    "quantize": "commrt.kernels.device.launches:quantize_launch",
-    "dequantize": "commrt.kernels.device.launches:dequantize_launch",
-    "add quantized": "commrt.kernels.device.launches:add_quantized_launch",
-    "meet": "commrt.kernels.device.launches:meet_launch",
+    "add": "commrt.kernels.device.launch:add_launch",
+    "mix": "commrt.kernels.device.launch:mix_launch",
+    "quantize": "commrt.kernels.device.launch:quantize_launch",
+    "dequantize": "commrt.kernels.device.launch:dequantize_launch",
+    "add quantized": "commrt.kernels.device.launch:add_quantized_launch",
+    "meet": "commrt.kernels.device.launch:meet_launch",
 }
 """What makes the launches of each kernel. Imported for the first tensor on a GPU, as only there is Triton needed."""
 
@@ -126,17 +125,3 @@ def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
     if suits_kernels(out):
         return cast("Combination", on_gpu("mix")(out, received, weight))
     return partial(mix_into, out, received, weight)
-
-
-def is_too_old(triton: str) -> bool:
-    """Return True for a version of Triton before `TRITON_AT_LEAST`.
-
-    >>> is_too_old("3.2.0"), is_too_old("3.6.0+git1"), is_too_old("3.10.0")
-    (True, False, False)
-    """
-    return _numbers(triton) < _numbers(TRITON_AT_LEAST)
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)

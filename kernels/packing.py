@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.layout import HEADER_NUMEL, Layout, refuse_count
-from commrt.kernels.reference import mix, norm_of, pack, pack_at_once, unpack
+from commrt.kernels.reference import mix, pack, pack_at_once, unpack
 
-__all__ = ["NO_PARTS", "Findings", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
+__all__ = ["NO_PARTS", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,21 +38,6 @@ KEPT = 256
 """Headers whose bits are kept: only one of a step is new."""
 
 
-@dataclass(slots=True, eq=False)
-class Findings:
-    """What `pack` and `unpack` find out about the values that they move; made by `Packing.findings`."""
-
-    nonfinite: Tensor
-    """int32 [1], set to 1 by `Packing.pack` if a scaled value is not finite; never reset."""
-    sums: Tensor
-    """fp32, partial sums of squares of the packed or unpacked values; overwritten each time.
-
-    0 for absent and empty tensors, NaN for all others if the scale is not finite.
-    """
-    count: int = 0
-    """Number of sums that the last call wrote."""
-
-
 class Packing(Protocol):
     """Moves tensors to and from their places in one wire buffer.
 
@@ -65,28 +50,14 @@ class Packing(Protocol):
     def mismatched(self) -> bool:
         """Return True if any `unpack` so far met another header than its own; on a GPU once its kernel has run."""
 
-    def findings(self) -> Findings:
-        """Return zeros, to be given to `pack` or `unpack` of this wire."""
-
-    def pack(
-        self, tensors: Sequence[Tensor | None], scale: float, header: int, findings: Findings | None = None
-    ) -> None:
+    def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
         """Write tensors times `scale` to their places, zeros for None; also the flags and the bits of `header`."""
 
     def present(self) -> list[bool]:
         """Return for each tensor whether any rank had it; waits for the wire."""
 
-    def unpack(
-        self,
-        tensors: Sequence[Tensor | None],
-        header: int,
-        *,
-        scale: float = 1.0,
-        accumulate: bool = False,
-        findings: Findings | None = None,
-        parts: Parts = NO_PARTS,
-    ) -> None:
-        """Write places times `scale` to tensors, or add them; compare the wire's header with `header`.
+    def unpack(self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS) -> None:
+        """Write places to tensors; compare the wire's header with `header`.
 
         The wire's `parts` are read where they lie, by a `Repeatable`; the same object again costs nothing. The header
         is always the wire's own.
@@ -96,11 +67,8 @@ class Packing(Protocol):
     def compare(self, header: int) -> None:
         """Compare the wire's header with `header`, as `unpack` does, and leave all tensors alone."""
 
-    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
-        """Compute ``tensor += weight * (received - sent)`` of wires of this layout; without `sent`, of own values."""
-
-    def norm(self, findings: Findings) -> Tensor:
-        """Return the norm of all values last packed or unpacked with `findings`, a scalar; same bits in every run."""
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
+        """Compute ``tensor += weight * (received - sent)`` of wires of this layout."""
 
 
 class Repeatable(Packing, Protocol):
@@ -119,7 +87,7 @@ class Repeatable(Packing, Protocol):
         """As `pack`, with one launch whose arguments never change, so a graph can record it."""
 
     def unpack_aimed(self, parts: Parts = NO_PARTS) -> None:
-        """As `unpack` without a scale, with one launch whose arguments never change, so a graph can record it."""
+        """As `unpack`, with one launch whose arguments never change, so a graph can record it."""
 
     def compare_aimed(self) -> None:
         """As `compare`, with one launch whose arguments never change, so a graph can record it."""
@@ -138,21 +106,14 @@ class TorchPacking:
         self._head, self._flags, self._header = wire[: layout.head_numel], layout.flags(wire), layout.header(wire)
         self.mismatched = False
 
-    def findings(self) -> Findings:
-        """See `Packing.findings`: one partial sum per tensor."""
-        device = self._flags.device
-        return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(len(self._like), device=device))
-
-    def pack(
-        self, tensors: Sequence[Tensor | None], scale: float, header: int, findings: Findings | None = None
-    ) -> None:
-        """See `Packing.pack`: one pass over each tensor, two more with `findings`."""
+    def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
+        """See `Packing.pack`."""
         if len(tensors) != len(self._like):
             refuse_count(tensors, len(self._like))
-        if findings is None and self._packs_at_once:
+        if self._packs_at_once:
             pack_at_once(tensors, self._views, self._row, scale)
         else:
-            pack(tensors, self._views, scale, *((None, None) if findings is None else self._outputs(findings)))
+            pack(tensors, self._views, scale)
         self.seal(tensors, header)
 
     def pack_one(self, index: int, tensor: Tensor | None, scale: float) -> None:
@@ -168,16 +129,7 @@ class TorchPacking:
         present: list[bool] = (self._flags != 0).tolist()
         return present
 
-    def unpack(
-        self,
-        tensors: Sequence[Tensor | None],
-        header: int,
-        *,
-        scale: float = 1.0,
-        accumulate: bool = False,
-        findings: Findings | None = None,
-        parts: Parts = NO_PARTS,
-    ) -> None:
+    def unpack(self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS) -> None:
         """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
         if parts.pieces:
             raise ValueError("plain torch unpacks from the wire only")
@@ -185,27 +137,18 @@ class TorchPacking:
             refuse_count(tensors, len(self._like))
         self.compare(header)
         if not self.mismatched:
-            sums = None if findings is None else self._outputs(findings)[1]
-            unpack(self._views, tensors, scale, accumulate=accumulate, sums=sums)
+            unpack(self._views, tensors)
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`."""
         self.mismatched = self.mismatched or not torch.equal(self._header.bool().cpu(), bits(header))
 
-    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
         if len(tensors) != len(self._like):
             refuse_count(tensors, len(self._like))
-        went = None if sent is None else views_of(sent, self._layout, self._like)
+        went = views_of(sent, self._layout, self._like)
         mix(tensors, views_of(received, self._layout, self._like), went, weight)
-
-    def norm(self, findings: Findings) -> Tensor:
-        """See `Packing.norm`."""
-        return norm_of(findings.sums[: findings.count])
-
-    def _outputs(self, findings: Findings) -> tuple[Tensor, Tensor]:
-        findings.count = len(self._like)
-        return findings.nonfinite, findings.sums
 
 
 def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tensor]:

@@ -7,16 +7,31 @@ results are rounded once per operation, as written here; the kernels for GPUs do
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from commrt.kernels.dispatch import Combination, on_gpu, suit_kernels
 from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
-__all__ = ["add_quantized", "dequantize", "key_of", "quantize", "uniform"]
+__all__ = [
+    "add_quantized",
+    "adding_quantized",
+    "compiled_quantize",
+    "dequantize",
+    "dequantizing",
+    "key_of",
+    "quantize",
+    "quantizing",
+    "uniform",
+]
 
 PIECE_NUMEL = 1 << 18
 """Values that are quantized at once: few calls of torch, and 1 MiB that stays in a cache."""
@@ -34,36 +49,46 @@ PHILOX_COUNTERS = 1 << 14
 """Counters at once: what is computed from them stays in a core's cache."""
 
 
-class _Piece(NamedTuple):
-    """Some tiles of a buffer."""
-
-    values: Tensor
-    """[numel] a part of the values; the last piece may end within a tile."""
-    tiles: Tensor
-    """uint8 [tiles, tile_nbytes]"""
-    first: int
-    """Number of its first tile."""
-    floats: Tensor
-    """fp32 [tiles, tile_numel] of memory that all pieces of a call share."""
-    bytes: Tensor
-    """int8 [tiles, tile_numel] of such memory."""
-
-    @property
-    def is_whole(self) -> bool:
-        return self.values.numel() == self.floats.numel()
+def quantizing(values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None) -> Callable[[int], None]:
+    """Return a function of a key that does `quantize`: Triton on a GPU, Numba on a CPU that has it, or plain torch."""
+    if suit_kernels(values, codes, *([] if residual is None else [residual])):
+        return cast("Callable[[int], None]", on_gpu("quantize")(values, codes, quantizer, residual))
+    if numba := _numba_for(values):
+        return cast("Callable[[int], None]", numba.quantize_call(values, codes, quantizer, residual))
+    return lambda key: quantize(values, codes, quantizer, residual, key)
 
 
-class _Scales(NamedTuple):
-    """The scales of some blocks, rounded up, so that no code is too large."""
+def dequantizing(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Combination:
+    """Return a function that does `dequantize`, likewise."""
+    if suit_kernels(values, codes):
+        return cast("Combination", on_gpu("dequantize")(codes, values, quantizer))
+    if numba := _numba_for(values):
+        return cast("Combination", numba.dequantize_call(codes, values, quantizer))
+    return lambda: dequantize(codes, values, quantizer)
 
-    bits: Tensor
-    """int32 [blocks] of which 16 travel."""
-    steps: Tensor
-    """fp32 [blocks, 1]"""
-    inverse: Tensor
-    """fp32 [blocks, 1]: 0 for a block of zeros, and for one that is not finite."""
-    infinite: Tensor | None
-    """[blocks, 1] which blocks are not finite; None if there is none."""
+
+def adding_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> Combination:
+    """Return a function that does `add_quantized`, likewise; on a GPU `received` lie evenly spaced in one buffer."""
+    if suit_kernels(values, *received):
+        return cast("Combination", on_gpu("add quantized")(values, received, quantizer))
+    if numba := _numba_for(values):
+        return cast("Combination", numba.add_quantized_call(values, received, quantizer))
+    return lambda: add_quantized(values, received, quantizer)
+
+
+def _numba_for(values: Tensor) -> ModuleType | None:
+    return compiled_quantize() if values.device.type == "cpu" else None
+
+
+@cache
+def compiled_quantize() -> ModuleType | None:
+    """Return `cpu_quantize`, or None without one that works, and where Numba finds no folder for what it compiles."""
+    if find_spec("numba") is None:
+        return None
+    try:
+        return import_module("commrt.kernels.cpu_quantize")
+    except (ImportError, RuntimeError):  # a Numba that does not fit this NumPy, for one
+        return None
 
 
 def quantize(values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None = None, key: int = 0) -> None:
@@ -73,173 +98,108 @@ def quantize(values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tens
     not finite, or of 2 ** 126 or more, becomes one of infinities or NaNs, and leaves no residual. `key` selects the
     random numbers.
     """
-    for piece in _pieces(values if residual is None else residual, codes, quantizer):
-        if residual is not None:
-            begin = piece.first * quantizer.tile_numel
-            piece.values.add_(values[begin : begin + len(piece.values)])
-        _encode_piece(piece, quantizer, key, feedback=residual is not None)
-
-
-def _encode_piece(piece: _Piece, quantizer: Quantizer, key: int, *, feedback: bool) -> None:
-    """Code the values of `piece`, which with `feedback` become what that loses."""
-    x = _padded(piece.values, quantizer)
-    y = piece.floats.view_as(x)
-    scales = _scales(x, quantizer)
-    torch.mul(x, scales.inverse, out=y)
-    _round(y, piece, quantizer, key)
-    if scales.infinite is not None:
-        y.masked_fill_(scales.infinite, 1.0)  # 1 times a scale that is not finite is not finite
-    _scale_bits(piece.tiles).copy_(scales.bits.view(-1, TILE_BLOCKS))
-    _pack(piece, quantizer)
-    if feedback:
-        _unpack(piece, quantizer)
-        torch.sub(x, y.mul_(scales.steps), out=y)
-        if scales.infinite is not None:
-            y.masked_fill_(scales.infinite, 0.0)
-        piece.values.copy_(y.view(-1)[: len(piece.values)])
+    for first, part, tiles in _pieces(codes, quantizer):
+        left = None if residual is None else residual[part].add_(values[part])
+        given = values[part] if left is None else left
+        missing = -len(given) % quantizer.tile_numel
+        x = (torch.nn.functional.pad(given, (0, missing)) if missing else given).view(-1, quantizer.block)
+        bits = _scale_bits(x, quantizer)
+        tiles[:, :SCALES_NBYTES].view(torch.int16).copy_(bits.view(-1, TILE_BLOCKS))
+        steps = _steps(tiles)
+        y = x * steps.reciprocal().nan_to_num_(0.0, 0.0)
+        if quantizer.rounding == STOCHASTIC:
+            y.add_(uniform(key, first, len(tiles), quantizer).view(y.shape).to(y.device)).floor_()
+            y.clamp_(-quantizer.most, quantizer.most)
+        elif not quantizer.is_float:
+            y.round_()
+        infinite = bits >= INFINITY_BITS >> 16
+        if is_any := bool(infinite.any()):
+            y[infinite] = 1.0  # 1 times a scale that is not finite is not finite
+        _pack(y.view(len(tiles), -1), tiles, quantizer)
+        if left is not None:
+            torch.sub(x, _unpacked(tiles, quantizer).view_as(x).mul_(steps), out=y)
+            if is_any:
+                y[infinite] = 0.0
+            left.copy_(y.view(-1)[: len(left)])
 
 
 def dequantize(codes: Tensor, values: Tensor, quantizer: Quantizer) -> None:
-    """Write what `codes` stand for to `values`; shapes as for `encode`."""
-    for piece in _pieces(values, codes, quantizer):
-        if piece.is_whole:
-            into = piece._replace(floats=piece.values.view_as(piece.floats))
-            _unpack(into, quantizer)
-            _blocks(into.floats, quantizer).mul_(_steps(piece.tiles))
-        else:
-            piece.values.copy_(_decoded(piece, quantizer))
+    """Write what `codes` stand for to `values`; shapes as for `quantize`."""
+    for _, part, tiles in _pieces(codes, quantizer):
+        values[part].copy_(_dequantized(tiles, quantizer)[: len(values[part])])
 
 
 def add_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> None:
-    """Compute ``values += dequantized(received[0]) + ...`` from left to right; shapes as for `encode`."""
-    rows = [_tiles(codes, quantizer) for codes in received]
-    for piece in _pieces(values, received[0], quantizer):
-        for tiles in rows:
-            _add_piece(piece._replace(tiles=tiles[piece.first : piece.first + len(piece.tiles)]), quantizer)
+    """Compute ``values += dequantized(received[0]) + ...`` from left to right; shapes as for `quantize`."""
+    for rows in zip(*(_pieces(codes, quantizer) for codes in received), strict=True):
+        for _, part, tiles in rows:
+            values[part].add_(_dequantized(tiles, quantizer)[: len(values[part])])  # exact products: rounded once
 
 
-def _add_piece(piece: _Piece, quantizer: Quantizer) -> None:
-    if piece.is_whole:
-        _unpack(piece, quantizer)
-        q, steps = _blocks(piece.floats, quantizer), _steps(piece.tiles)
-        _blocks(piece.values, quantizer).addcmul_(q, steps)  # exact products: rounded once
-    else:
-        piece.values.add_(_decoded(piece, quantizer))
-
-
-def _decoded(piece: _Piece, quantizer: Quantizer) -> Tensor:
-    _unpack(piece, quantizer)
-    _blocks(piece.floats, quantizer).mul_(_steps(piece.tiles))
-    return piece.floats.view(-1)[: len(piece.values)]
-
-
-def _pieces(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Iterator[_Piece]:
-    tiles, most = _tiles(codes, quantizer), PIECE_NUMEL // quantizer.tile_numel
-    shape = min(most, len(tiles)), quantizer.tile_numel
-    floats = torch.empty(shape, device=values.device)
-    memory = torch.empty(shape, dtype=torch.int8, device=values.device)
+def _pieces(codes: Tensor, quantizer: Quantizer) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield some tiles at a time: the number of the first, their values, and they as uint8 [tiles, tile_nbytes]."""
+    tiles, most = codes.view(-1, quantizer.tile_nbytes), PIECE_NUMEL // quantizer.tile_numel
     for first in range(0, len(tiles), most):
-        part = tiles[first : first + most]
-        begin, end = (number * quantizer.tile_numel for number in (first, first + len(part)))
-        yield _Piece(values[begin:end], part, first, floats[: len(part)], memory[: len(part)])
+        yield first, slice(first * quantizer.tile_numel, (first + most) * quantizer.tile_numel), tiles[first:][:most]
 
 
-def _tiles(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    return codes.view(-1, quantizer.tile_nbytes)
-
-
-def _padded(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """Return `x` as blocks, [blocks, block], with zeros up to a whole tile."""
-    missing = -len(x) % quantizer.tile_numel
-    return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(-1, quantizer.block)
-
-
-def _blocks(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return x.view(-1, TILE_BLOCKS, quantizer.block)
-
-
-def _scale_bits(tiles: Tensor) -> Tensor:
-    return tiles[:, :SCALES_NBYTES].view(torch.int16)
+def _dequantized(tiles: Tensor, quantizer: Quantizer) -> Tensor:
+    return _unpacked(tiles, quantizer).view(-1, quantizer.block).mul_(_steps(tiles)).view(-1)
 
 
 def _steps(tiles: Tensor) -> Tensor:
-    """Return the scales of `tiles`, [tiles, blocks, 1]."""
-    return tiles[:, :SCALES_NBYTES].view(torch.bfloat16).float().unsqueeze(2)
+    """Return the scales of `tiles`, fp32 [blocks, 1]."""
+    return tiles[:, :SCALES_NBYTES].view(torch.bfloat16).float().view(-1, 1)
 
 
-def _scales(x: Tensor, quantizer: Quantizer) -> _Scales:
-    """Return the scales of blocks `x`."""
+def _scale_bits(x: Tensor, quantizer: Quantizer) -> Tensor:
+    """Return the scales of blocks `x`, rounded up so that no code is too large: int32 [blocks], of which 16 travel."""
     largest = torch.maximum(x.amax(dim=1), x.amin(dim=1).neg_()).abs_().view(torch.int32)  # NaN is above infinity
-    least, most = (int(bits) for bits in torch.aminmax(largest))
     bits = (largest.view(torch.float32) * (1.0 / quantizer.largest)).view(torch.int32).add_(0xFFFF)
-    bits.bitwise_right_shift_(16)
-    if most >= HUGE_BITS:
-        bits.masked_fill_(largest >= HUGE_BITS, INFINITY_BITS >> 16).masked_fill_(largest > INFINITY_BITS, NAN_SCALE)
-    if least < LEAST_BITS:
-        bits.masked_fill_(largest < LEAST_BITS, 0)
-    steps = (bits << 16).view(torch.float32).unsqueeze(1)
-    infinite = (largest >= HUGE_BITS).unsqueeze(1) if most >= HUGE_BITS else None
-    inverse = steps.reciprocal()
-    if infinite is not None or least < LEAST_BITS:
-        inverse.masked_fill_(~inverse.isfinite(), 0.0)
-    return _Scales(bits, steps, inverse, infinite)
+    bits.bitwise_right_shift_(16).masked_fill_(largest < LEAST_BITS, 0)
+    return bits.masked_fill_(largest >= HUGE_BITS, INFINITY_BITS >> 16).masked_fill_(largest > INFINITY_BITS, NAN_SCALE)
 
 
-def _round(y: Tensor, piece: _Piece, quantizer: Quantizer, key: int) -> None:
-    """Round `y`, [blocks, block], to codes that are integers; leaves those that are floats."""
-    if quantizer.rounding == STOCHASTIC:
-        y.add_(uniform(key, piece.first, len(piece.tiles), quantizer).view(y.shape).to(y.device)).floor_()
-        y.clamp_(-quantizer.most, quantizer.most)
-    elif not quantizer.is_float:
-        y.round_()
-
-
-def _pack(piece: _Piece, quantizer: Quantizer) -> None:
-    """Write the codes in `floats`, plane after plane: the k-th byte of a plane has codes that lie apart."""
+def _pack(y: Tensor, tiles: Tensor, quantizer: Quantizer) -> None:
+    """Write the codes `y`, plane after plane: the k-th byte of a plane has codes that lie apart."""
     begin, shift = SCALES_NBYTES, quantizer.bits
     if quantizer.bits == 8:
-        piece.tiles[:, begin:].view(torch.float8_e4m3fn if quantizer.is_float else torch.int8).copy_(piece.floats)
+        tiles[:, begin:].view(torch.float8_e4m3fn if quantizer.is_float else torch.int8).copy_(y)
         return
-    rows = piece.bytes.copy_(piece.floats).view(torch.uint8)
+    rows = y.to(torch.int8).view(torch.uint8)
     for width in quantizer.planes:
         shift -= width
-        end = begin + rows.shape[1] * width // 8
         parts = rows.view(len(rows), 8 // width, -1)
         plane = parts[:, -1] >> shift
         for number in reversed(range(8 // width - 1)):
             plane <<= width
             plane |= (parts[:, number] >> shift) & ((1 << width) - 1)
-        piece.tiles[:, begin:end].copy_(plane)
-        begin = end
+        tiles[:, begin:][:, : plane.shape[1]].copy_(plane)
+        begin += plane.shape[1]
 
 
-def _unpack(piece: _Piece, quantizer: Quantizer) -> None:
-    """Write the codes of `tiles` to `floats`."""
-    if quantizer.is_float:
-        # In the order of fp16, whose exponent counts 8 more. No code is NaN: what is not finite is so by its scale.
-        halves = (piece.tiles[:, SCALES_NBYTES:].view(torch.int8).to(torch.int16) << 7).bitwise_and_(0xBF80 - (1 << 16))
-        piece.floats.copy_(halves.view(torch.float16)).mul_(256.0)
-    elif quantizer.bits == 8:
-        piece.floats.copy_(piece.tiles[:, SCALES_NBYTES:].view(torch.int8))
-    else:
-        piece.floats.copy_(_unpack_planes(piece.tiles.view(torch.int8), piece.bytes, quantizer))
-
-
-def _unpack_planes(tiles: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Write the codes of `tiles` to `codes`, int8 [tiles, tile_numel]; shifts to the right keep the sign."""
-    begin = SCALES_NBYTES
+def _unpacked(tiles: Tensor, quantizer: Quantizer) -> Tensor:
+    """Return the codes of `tiles`, fp32 [tiles, tile_numel]."""
+    if (
+        quantizer.is_float
+    ):  # as fp16, whose exponent counts 8 more; no code is NaN: what is not finite is so by its scale
+        halves = (tiles[:, SCALES_NBYTES:].view(torch.int8).to(torch.int16) << 7).bitwise_and_(0xBF80 - (1 << 16))
+        return halves.view(torch.float16).float().mul_(256.0)
+    if quantizer.bits == 8:
+        return tiles[:, SCALES_NBYTES:].view(torch.int8).float()
+    codes, begin, low = (
+        torch.zeros(len(tiles), quantizer.tile_numel, dtype=torch.uint8, device=tiles.device),
+        SCALES_NBYTES,
+        8,
+    )
     for width in quantizer.planes:
-        end = begin + quantizer.tile_numel * width // 8
-        plane, parts = tiles[:, begin:end], codes.view(len(codes), 8 // width, -1)
+        low -= width
+        parts = codes.view(len(codes), 8 // width, -1)
+        plane = tiles[:, begin:][:, : parts.shape[2]]
         for number in range(8 // width):
-            if begin == SCALES_NBYTES:
-                torch.bitwise_right_shift(plane << (8 - width * (number + 1)), 8 - width, out=parts[:, number])
-            else:
-                parts[:, number].bitwise_left_shift_(width).bitwise_or_(
-                    (plane >> (width * number)) & ((1 << width) - 1)
-                )
-        begin = end
-    return codes
+            parts[:, number] |= ((plane >> (width * number)) & ((1 << width) - 1)) << low
+        begin += parts.shape[2]
+    return (codes.view(torch.int8) >> (8 - quantizer.bits)).float()  # shifts to the right keep the sign
 
 
 def key_of(seed: int, step: int, bucket: int, rank: int) -> int:

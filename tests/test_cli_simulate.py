@@ -16,7 +16,7 @@ from commands import invoke, refused, told
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.pricing.cluster import builtin_clusters
-from commrt.pricing.wires import ITEMS, QUANTIZERS
+from commrt.pricing.price import ITEMS, QUANTIZERS
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.options import Wire

@@ -11,13 +11,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from commrt.algorithms import bruck, chain, direct, halving_doubling, pairwise, ring, tree
+from commrt.algorithms import bruck, chain, direct, halving_doubling, ring, tree
 from commrt.algorithms.catalogue import COLLECTIVES, ROOTED, candidates
 from commrt.algorithms.parts import backwards
 from commrt.errors import ScheduleError, UsageError
 from commrt.proof import spec
-from commrt.proof.replay import verify
-from commrt.proof.traffic import traffic
+from commrt.proof.replay import traffic, verify
 from commrt.schedule import ADD, COPY, Schedule, Step
 
 
@@ -38,7 +37,7 @@ def test_another_root_only_gives_the_ranks_other_parts():
 def test_a_schedule_backwards_twice_is_the_schedule_again():
     broadcasts = [(build, (1, 0), (6, 4)) for build in (tree.broadcast, direct.broadcast, chain.broadcast)]
     scatters = [(build, (7, 0), (8, 5)) for build in (tree.scatter, direct.scatter)]
-    unrooted = (bruck.all_gather, direct.all_gather, ring.all_gather, pairwise.all_to_all)
+    unrooted = (bruck.all_gather, direct.all_gather, ring.all_gather, direct.pairwise_all_to_all)
     for build, *given in (*broadcasts, *scatters, *((build, (2,), (7,)) for build in unrooted)):
         for schedule in (build(*each) for each in given):
             there = backwards(schedule, ADD)

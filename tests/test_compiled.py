@@ -14,9 +14,9 @@ import pytest
 import torch
 from interpreter import interpreted_gpu
 
-from commrt.kernels import dispatch, quantize_dispatch
-from commrt.kernels.device import launches, packing
-from commrt.kernels.device.sizes import sizes_for
+from commrt.kernels import dispatch, quantize
+from commrt.kernels.device import launch, packing
+from commrt.kernels.device.variants import sizes_for
 from commrt.kernels.layout import WIDEST_NBYTES, layout_of
 from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
 from commrt.kernels.packing import Parts
@@ -32,7 +32,7 @@ GOLDEN_CODING = BENCH / "golden_quantize"
 QUANTIZE_FINDINGS = [row for path in GOLDEN_CODING.iterdir() for row in json.loads(path.read_text())["findings"]]
 EVERY = 70
 """Every how many-th kernel is compiled here; `make inspect` compiles all, in a quarter of an hour."""
-KERNELS = ("pack", "unpack", "mix", "reduce", "meet", "norm")
+KERNELS = ("pack", "unpack", "mix", "reduce", "meet")
 MOST_REGISTERS = {"meet of 15": 80}
 NBITS = {short: 8 * dtype.itemsize for dtype, short in SHORT.items()}
 PURE_COPIES = [
@@ -41,9 +41,8 @@ PURE_COPIES = [
 INSTRUCTIONS_PER_ELEMENT = {
     "unpack fp32 fp32 align 16": 2.1,
     "pack fp32 bf16 align 16": 3.1,
-    "pack fp32 fp32 align 16 sums": 5.3,
 }
-"""At most, on sm_90a: to copy; to scale and cast; to copy, scale and add up squares."""
+"""At most, on sm_90a: to copy; to scale and cast."""
 
 
 @pytest.mark.slow
@@ -60,7 +59,7 @@ def test_what_is_compiled_here_is_of_each_kernel_at_each_alignment_and_on_each_a
     seen = [(every[number], arch) for number, arch in chosen(EVERY, list(ARCHS))]
     aligned = {(case.name.split()[0], case.align) for case in every}
     assert {(case.name.split()[0], case.align) for case, _ in seen} == aligned
-    assert {(case.name.split()[0], arch) for case, arch in seen} >= {*product(KERNELS[:-1], ARCHS)}
+    assert {(case.name.split()[0], arch) for case, arch in seen} >= {*product(KERNELS, ARCHS)}
 
 
 def test_every_kernel_that_is_launched_has_been_looked_at(monkeypatch):
@@ -73,18 +72,12 @@ def test_every_kernel_that_is_launched_has_been_looked_at(monkeypatch):
 
     with interpreted_gpu():
         monkeypatch.setattr(packing, "launch_of", launch_of)
-        monkeypatch.setattr(launches, "launch_of", launch_of)
+        monkeypatch.setattr(launch, "launch_of", launch_of)
         for dtype, wire, skew in product(SHORT, SHORT, (0, 1, 2, 4)):
             launch_everything(dtype, wire, skew)
         for peers in PEERS:
             launch_a_meeting(peers)
-    assert launched == looked_at - {variant for variant in looked_at if is_only_for_benchmarks(variant)}
-
-
-def is_only_for_benchmarks(variant):
-    """Squares are added up by pack only where it also looks for what is not finite."""
-    constants = dict(variant.constants)
-    return constants.get("SUMS") and constants.get("NONFINITE") is False
+    assert launched == looked_at
 
 
 def launch_everything(dtype, wire_dtype, skew):
@@ -92,13 +85,8 @@ def launch_everything(dtype, wire_dtype, skew):
     tensors = [torch.zeros(80, dtype=dtype)[skew:]]
     wire = torch.zeros(layout_of([80]).numel, dtype=wire_dtype)
     moved = dispatch.packing(wire, layout_of([tensors[0].numel()]), tensors)
-    findings = moved.findings()
-    for found in (None, findings):
-        moved.pack(tensors, 0.5, 1, found)
-        for scale, accumulate in product((1.0, 0.5), (False, True)):
-            moved.unpack(tensors, 1, scale=scale, accumulate=accumulate, findings=found)
-    moved.norm(findings)
-    moved.mix(tensors, wire, None, 0.5)
+    moved.pack(tensors, 0.5, 1)
+    moved.unpack(tensors, 1)
     moved.mix(tensors, wire, wire, 0.5)
     begin = layout_of([tensors[0].numel()]).places[0]
     dispatch.repeatable(moved).load(Parts([(wire[begin:], begin, wire.numel())]))
@@ -111,7 +99,7 @@ def launch_everything(dtype, wire_dtype, skew):
 def launch_a_meeting(peers):
     words = torch.zeros(3, peers, 1, dtype=torch.int32)
     state, host = torch.zeros(2, dtype=torch.int32), torch.zeros(len(HOST_WORDS), dtype=torch.int64)
-    launches.meet_launch(MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0))
+    launch.meet_launch(MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0))
 
 
 @pytest.mark.parametrize("triton", FINDINGS)
@@ -122,15 +110,10 @@ def test_no_kernel_spills_traps_or_waits_and_all_use_accesses_as_wide_as_alignme
 
 
 def is_lean(row):
-    """The norm is formed by one program, whose warps wait for each other, from sums of which any number may be left.
-
-    A meeting is one warp, which reads and writes words; registers that it uses are nobody else's.
-    """
+    """A meeting is one warp, which reads and writes words; registers that it uses are nobody else's."""
     most = 48 if row["kernel"] in PURE_COPIES else MOST_REGISTERS.get(row["kernel"], 64)
     if row["spill_bytes"] or row["traps"] or row["registers"] > most:
         return False
-    if row["kernel"] == "norm":
-        return True
     return row["barriers"] == 0 and (row["kernel"].startswith("meet") or is_wide(row))
 
 
@@ -152,7 +135,7 @@ def widths(kernel):
     if kind == "pack":
         return {min(align, widest // NBITS[wire] * NBITS[dtype])}, widest
     from_wire = min(widest, align // NBITS[dtype] * NBITS[wire])
-    return ({from_wire, align} if kind == "mix" or "accumulate" in rest else {from_wire}), align
+    return ({from_wire, align} if kind == "mix" else {from_wire}), align
 
 
 def test_the_kernels_have_instructions_to_spare_beside_memory():
@@ -177,12 +160,12 @@ def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch)
         launched.add(variant)
 
     with interpreted_gpu():
-        monkeypatch.setattr(launches, "launch_of", launch_of)
+        monkeypatch.setattr(launch, "launch_of", launch_of)
         for quantizer in inspect_quantize.quantizers():
             values, codes = torch.zeros(100), torch.zeros(quantizer.nbytes(100), dtype=torch.uint8)
-            quantize_dispatch.quantizing(values, codes, quantizer, values if quantizer.feedback else None)
-            quantize_dispatch.dequantizing(codes, values, quantizer)
-            quantize_dispatch.adding_quantized(values, [codes], quantizer)
+            quantize.quantizing(values, codes, quantizer, values if quantizer.feedback else None)
+            quantize.dequantizing(codes, values, quantizer)
+            quantize.adding_quantized(values, [codes], quantizer)
     assert launched <= {variant for _, variant in inspect_quantize.cases().values()}
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quantizers import QUANTIZERS, same
 
-from commrt.kernels import quantize, quantize_dispatch
+from commrt.kernels import quantize
 from commrt.quantizer import BLOCKS, STOCHASTIC, Float8, Int4, Int8, Quantizer
 
 cpu_quantize = pytest.importorskip("commrt.kernels.cpu_quantize", reason="Numba is an extra")
@@ -93,12 +93,12 @@ def test_plain_torch_codes_where_numba_cannot(monkeypatch, error):
     def refuse(_):
         raise error
 
-    monkeypatch.setattr(quantize_dispatch, "import_module", refuse)
-    quantize_dispatch.compiled_quantize.cache_clear()
+    monkeypatch.setattr(quantize, "import_module", refuse)
+    quantize.compiled_quantize.cache_clear()
     try:
         x, tiles = torch.randn(100), torch.zeros(2, Int8().nbytes(100), dtype=torch.uint8)
-        quantize_dispatch.quantizing(x, tiles[0], Int8(), None)(0)
+        quantize.quantizing(x, tiles[0], Int8(), None)(0)
         quantize.quantize(x, tiles[1], Int8())
         assert torch.equal(*tiles)
     finally:
-        quantize_dispatch.compiled_quantize.cache_clear()
+        quantize.compiled_quantize.cache_clear()

@@ -12,7 +12,7 @@ from fuzzing import FILES, NUMBERS, VALUES, cases, met
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.tools.commands.draw import draw_recorded
+from commrt.tools.commands.draw import recorded
 from commrt.tools.pictures import traces
 from commrt.tools.pictures.traces import read_times
 from commrt.tools.planning.workload import Workload
@@ -88,7 +88,7 @@ def test_a_timeline_of_any_file_is_one_or_is_refused_in_words(content):
 @cases(10)
 @given(changed_runs().map(json.dumps) | DOCUMENTS, st.none() | st.integers(-1, 7))
 def test_a_picture_of_any_run_is_drawn_or_refused_in_words(content, step):
-    met(with_file, content, lambda path, out: draw_recorded(path, step, out))
+    met(with_file, content, lambda path, out: recorded(path, out, step))
 
 
 @cases(75)

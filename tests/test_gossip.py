@@ -21,9 +21,8 @@ from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, p
 from commrt.errors import UsageError
 from commrt.program import program
 from commrt.proof.mixing import mixing, steps_to_meet_all
-from commrt.proof.replay import prove
+from commrt.proof.replay import prove, traffic
 from commrt.proof.spec import promise
-from commrt.proof.traffic import traffic
 from commrt.tools.commands.app import app
 
 POWERS = [1, 2, 4, 8, 16, 32, 64, 128]

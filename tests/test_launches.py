@@ -88,13 +88,12 @@ def test_kernels_are_compiled_once_for_all_buckets_of_a_kind(report):
 def test_the_benchmarks_launch_one_kernel_per_task(report):
     assert report["contenders"] == {
         "pack: commrt": ["pack_kernel"],
-        "pack: commrt, finite and norm": ["pack_kernel"],
         "mix: commrt": ["mix_kernel"],
     }
 
 
 def test_the_tuner_launches_every_variant_it_tries(report):
-    tried = ["pack_kernel", "unpack_kernel", *["pack_kernel"] * 4, *["unpack_kernel"] * 4]
+    tried = ["pack_kernel", "unpack_kernel", *["pack_kernel"] * 3, *["unpack_kernel"] * 3]
     assert report["tuned"] == tried * 2
 
 

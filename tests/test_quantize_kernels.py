@@ -19,7 +19,7 @@ from quantize_bugs import BUGS
 from quantizers import KINDS, QUANTIZERS, same
 
 import commrt
-from commrt.kernels import quantize, quantize_dispatch
+from commrt.kernels import quantize
 from commrt.kernels.device import quantize as device
 from commrt.kernels.device import variants
 from commrt.kernels.device.quantize import add_quantized_kernel, dequantize_kernel, quantize_kernel
@@ -256,9 +256,9 @@ def test_launches_on_a_gpu_give_what_a_cpu_gives():
 
 
 def run_all(quantizer, rows, x, left, wire, out, total):
-    quantize_dispatch.quantizing(x, wire, quantizer, left)(KEY)
-    quantize_dispatch.dequantizing(wire, out, quantizer)()
-    quantize_dispatch.adding_quantized(total, list(rows), quantizer)()
+    quantize.quantizing(x, wire, quantizer, left)(KEY)
+    quantize.dequantizing(wire, out, quantizer)()
+    quantize.adding_quantized(total, list(rows), quantizer)()
 
 
 def trained(world, wire):
@@ -290,16 +290,16 @@ def test_buffers_that_begin_elsewhere_are_coded_in_plain_torch():
     quantizer, x = Int8(64), values(513)[1:]
     wire = torch.zeros(quantizer.nbytes(512), dtype=torch.uint8)
     with interpreted_gpu() as launches:
-        quantize_dispatch.quantizing(x, wire, quantizer, None)(KEY)
-        quantize_dispatch.dequantizing(wire, x, quantizer)()
-        quantize_dispatch.adding_quantized(x, [wire], quantizer)()
+        quantize.quantizing(x, wire, quantizer, None)(KEY)
+        quantize.dequantizing(wire, x, quantizer)()
+        quantize.adding_quantized(x, [wire], quantizer)()
     assert launches.names == []
 
 
 def test_rows_that_lie_unevenly_are_refused():
     quantizer, rows = Int8(64), torch.zeros(5, Int8(64).tile_nbytes, dtype=torch.uint8)
     with interpreted_gpu(), pytest.raises(ValueError, match="must lie evenly"):
-        quantize_dispatch.adding_quantized(torch.zeros(512), [rows[0], rows[1], rows[4]], quantizer)
+        quantize.adding_quantized(torch.zeros(512), [rows[0], rows[1], rows[4]], quantizer)
 
 
 CHECKS = [
@@ -399,11 +399,9 @@ def unpacked(bits):
     generator = torch.Generator().manual_seed(bits)
     q = torch.randint(-quantizer.most, quantizer.most + 1, (1024,), generator=generator).float()
     wire = torch.zeros(quantizer.nbytes(1024), dtype=torch.uint8)
-    (piece,) = quantize._pieces(q.clone(), wire, quantizer)
-    piece.floats.copy_(q.view_as(piece.floats))
-    quantize._pack(piece, quantizer)
-    quantize._unpack(piece, quantizer)
-    return q, piece.floats.flatten()
+    tiles = wire.view(-1, quantizer.tile_nbytes)
+    quantize._pack(q.view(len(tiles), -1), tiles, quantizer)
+    return q, quantize._unpacked(tiles, quantizer).flatten()
 
 
 def test_what_is_packed_is_unpacked():

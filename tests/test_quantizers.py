@@ -11,10 +11,10 @@ import commrt
 from commrt import Direct, HalvingDoubling, Ring, Torus2D
 from commrt.algorithms import DoubleTree, direct, halving_doubling, ring
 from commrt.errors import CommrtError, UsageError
+from commrt.options import summing_steps
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.quantization import Adaptive, Int2, Int8, Quantizer, adaquant, dq
-from commrt.quantization.short_sums import summing_steps
 
 HOSTS = (*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64)
 

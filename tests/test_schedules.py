@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from commrt.algorithms import double_tree, halving_doubling, ring, tree
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name
 from commrt.algorithms.double_tree import DoubleTree
-from commrt.algorithms.fold import MAX_HELPERS, folded
+from commrt.algorithms.parts import MAX_HELPERS, folded
 from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D, best_grid
 from commrt.errors import ScheduleError, UsageError
 from commrt.program import chunk_bounds, member_program, program
 from commrt.proof import spec
-from commrt.proof.replay import verify
-from commrt.proof.traffic import traffic
+from commrt.proof.replay import traffic, verify
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, beside, empty
 
 RANKS = [*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64]

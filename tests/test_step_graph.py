@@ -27,7 +27,7 @@ from commrt.buckets.gradient_bucket import build_buckets
 from commrt.buckets.layout import Header, encode
 from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NO_KERNEL, NOT_WHOLE, NOTHING_QUEUED, StepGraphs
 from commrt.errors import TransportClosed
-from commrt.kernels.device import launches as device_launches
+from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
@@ -91,7 +91,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "streams_of", lambda device: Streams())
     monkeypatch.setattr(reading, "copying", lambda out, source: lambda: nccl.ask(lambda: out.copy_(source)))
     with interpreted_gpu() as launches:
-        for module in (packing, device_launches):
+        for module in (packing, device_launch):
             monkeypatch.setattr(module, "launch_of", partial(noted_launch, launches))
         yield launches
 

@@ -17,9 +17,8 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
 from commrt.program import Hop, program
-from commrt.proof.replay import NO_TRAFFIC, prove, verify
+from commrt.proof.replay import NO_TRAFFIC, prove, traffic, verify
 from commrt.proof.spec import all_gather, all_reduce, average, broadcast, doubly_stochastic, reduce_scatter
-from commrt.proof.traffic import traffic
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty
 
 BOTH_WAYS = Torus2D(both_ways=True)

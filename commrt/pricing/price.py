@@ -22,15 +22,35 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import UsageError
+from commrt.options import require_compatible, require_short_sums
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import values_share
-from commrt.quantizer import Quantizer
-from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
+from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
+from commrt.schedule import ADD, MIX, Algorithm, IntArray, Schedule, Step, require_valid
 
-__all__ = ["Phase", "Price", "Pricing", "Seconds", "all_reduce_bound_s", "exchange_bound_s"]
+__all__ = [
+    "GRADIENT_NBYTES",
+    "ITEMS",
+    "QUANTIZERS",
+    "Item",
+    "Phase",
+    "Price",
+    "Pricing",
+    "Seconds",
+    "all_reduce_bound_s",
+    "exchange_bound_s",
+    "require_carried",
+    "wire_nbytes",
+]
 
 Seconds = NDArray[np.float64]
 """[ranks], since the first rank began."""
+Item = int | Quantizer
+"""The bytes of a gradient on the wire, or the codes that stand for it."""
+
+GRADIENT_NBYTES = 4
+QUANTIZERS: dict[str, Quantizer] = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
+ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **QUANTIZERS}
+"""What a gradient is on the wire, by its name on the command line."""
 
 
 class Price(NamedTuple):
@@ -65,7 +85,7 @@ class Pricing:
     def __init__(self, schedule: Schedule, cluster: Cluster, quantizer: Quantizer | None = None) -> None:
         cluster.require_capacity(schedule.ranks)
         self.schedule, self.cluster, self.quantizer = schedule, cluster, quantizer
-        self._share = values_share(quantizer)
+        self._share = 1.0 if quantizer is None else quantizer.tile_nbytes / (GRADIENT_NBYTES * quantizer.tile_numel)
         add_s_per_byte = cluster.add_s(1.0, quantized=quantizer is not None) / self._share
         runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s_per_byte), key=id))
         self._runs = [(run[0], len(run)) for run in runs]
@@ -259,3 +279,19 @@ def _least_latency_s(cluster: Cluster, ranks: int) -> float:
         return 0.0
     within_us, between_us = cluster.within.latency_us, cluster.between.latency_us
     return 1e-6 * (min(within_us, between_us) if cluster.nodes_of(ranks) > 1 else within_us)
+
+
+def wire_nbytes(numel: int, item: Item) -> float:
+    """Return the bytes of `numel` gradients on the wire.
+
+    >>> wire_nbytes(1_000_000, ITEMS["bf16"]), wire_nbytes(1_000_000, ITEMS["int4"])
+    (2000000.0, 508560.0)
+    """
+    return float(item.nbytes(numel) if isinstance(item, Quantizer) else numel * item)
+
+
+def require_carried(algorithm: Algorithm, ranks: int, wire: str) -> None:
+    """Raise `UsageError` if `algorithm` on `ranks` ranks cannot carry the codes of `wire`."""
+    if wire in QUANTIZERS:
+        require_compatible(algorithm, QUANTIZERS[wire])
+        require_short_sums(algorithm.schedule(0, ranks), QUANTIZERS[wire])

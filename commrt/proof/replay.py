@@ -25,14 +25,27 @@ import numpy as np
 from commrt.errors import ScheduleError
 from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
-from commrt.proof.traffic import Traffic, traffic_of
-from commrt.schedule import ADD, COPY, MIX, Schedule, Step, malformed
+from commrt.schedule import ADD, COPY, MIX, Schedule, malformed
 
-__all__ = ["CounterExample", "Proof", "ends_alike", "prove", "verify"]
+__all__ = ["CounterExample", "Proof", "Traffic", "ends_alike", "prove", "traffic", "verify"]
 
 BLOCK_BYTES = 1 << 28
 """Chunks are replayed in blocks whose symbolic state stays below this size."""
 MAX_CELLS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The size of a schedule, whatever it runs on."""
+
+    steps: int
+    transfers: int
+    bytes_per_rank: Fraction
+    """Bytes sent by the busiest rank, in units of the buffer."""
+    max_peers: int
+    """Most peers that any rank exchanges with in one step."""
+
+
 NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0)
 """Of a schedule that is malformed, or has another shape than its collective."""
 
@@ -81,12 +94,11 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     >>> print(verify(swap, all_reduce(2, 1)).counterexample)
     step 0, rank 1, chunk 0: overwrites what it sends in the same step; the result depends on timing
     """
-    steps, found = _ValidSteps(schedule), _misfit(schedule, collective)
-    size = NO_TRAFFIC if found else traffic_of(steps, schedule.ranks, schedule.chunks)
-    if steps.malformed is not None:
-        size, found = NO_TRAFFIC, steps.malformed
+    size, mixes, found = NO_TRAFFIC, False, _misfit(schedule, collective)
     if found is None:
-        weighted = steps.mix or collective.kind is not Kind.SUM
+        size, mixes, found = _surveyed(schedule)
+    if found is None:
+        weighted = mixes or collective.kind is not Kind.SUM
         for lo, hi in _blocks(schedule, weighted=weighted):
             defined = collective.defined[:, lo:hi]
             found = found or _replay(schedule, collective, Weights(defined) if weighted else Masks(defined), lo)
@@ -149,23 +161,25 @@ def _misfit(schedule: Schedule, collective: Collective) -> CounterExample | None
     return None
 
 
-class _ValidSteps:
-    """The steps of a schedule, up to the first malformed transfer; afterwards, which it is, and whether any step mixes.
+def traffic(schedule: Schedule) -> Traffic:
+    """Count steps, transfers, bytes and peers of a valid `schedule`; one pass, O(transfers)."""
+    return _surveyed(schedule)[0]
 
-    One pass checks and counts them, as a schedule computes its steps anew in each.
-    """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self.mix = schedule, False
-        self.malformed: CounterExample | None = None
-
-    def __iter__(self) -> Iterator[Step]:
-        for number, step in enumerate(self._schedule.checked_steps()):
-            for transfer, what in malformed(step, self._schedule.ranks, self._schedule.chunks):
-                self.malformed = CounterExample(f"the transfer {transfer.text()} {what}", number)
-                return
-            self.mix = self.mix or bool((step.combine == int(MIX)).any())
-            yield step
+def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]:
+    """Return in one pass the traffic of `schedule`, whether it mixes, and what is wrong with its first bad transfer."""
+    ranks, sent, peers, mixes = schedule.ranks, np.zeros(schedule.ranks, dtype=np.int64), 0, False
+    count = transfers = 0
+    for number, step in enumerate(schedule.checked_steps()):
+        for transfer, what in malformed(step, ranks, schedule.chunks):
+            return NO_TRAFFIC, mixes, CounterExample(f"the transfer {transfer.text()} {what}", number)
+        mixes = mixes or bool((step.combine == int(MIX)).any())
+        moved = step.canonical()
+        count, transfers = count + 1, transfers + len(moved)
+        np.add.at(sent, moved.src, moved.hi - moved.lo)
+        pairs = np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src))
+        peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
+    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers), mixes, None
 
 
 def _replay(schedule: Schedule, collective: Collective, state: Masks | Weights, lo: int) -> CounterExample | None:

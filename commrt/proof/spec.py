@@ -71,17 +71,22 @@ class Collective:
 
 def all_reduce(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Collective:
     """Return the collective after which every member holds the sum over the members; other ranks are not checked."""
-    return _for_members("all_reduce", Kind.SUM, (ranks, chunks), members)
+    if members is None:
+        return _everywhere("all_reduce", Kind.SUM, ranks, chunks)
+    _require_ranks(members, ranks)
+    goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    goal[list(members)] = 0
+    return _all_defined("all_reduce", Kind.SUM, goal, tuple(members))
 
 
-def average(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Collective:
-    """Return the collective after which every member holds the mean over the members, by mixing weights."""
-    return _for_members("average", Kind.AVERAGE, (ranks, chunks), members)
+def average(ranks: int, chunks: int) -> Collective:
+    """Return the collective after which every rank holds the mean over all, by mixing weights."""
+    return _everywhere("average", Kind.AVERAGE, ranks, chunks)
 
 
 def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:
     """Return mixing that keeps the mean over all ranks: rows and columns of its weights sum to `total`."""
-    return _for_members("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, (ranks, chunks), None, total)
+    return _everywhere("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, ranks, chunks, total)
 
 
 def promise(algorithm: Algorithm, schedule: Schedule) -> Collective:
@@ -93,46 +98,36 @@ def promise(algorithm: Algorithm, schedule: Schedule) -> Collective:
 
 def reduce(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective after which the root holds the sum over all ranks; other ranks are not checked."""
-    goal = _no_goals(ranks, chunks, root)
-    goal[root] = 0
-    return _all_defined("reduce", Kind.SUM, goal, _all(ranks))
+    return _all_defined("reduce", Kind.SUM, _goals(ranks, chunks, root), _all(ranks))
 
 
 def reduce_scatter(ranks: int, chunks: int) -> Collective:
     """Return the collective that sums chunk c over all ranks at its owner, rank ``c * ranks // chunks``."""
-    goal = _no_goals(ranks, chunks)
-    goal[_owner(ranks, chunks), np.arange(chunks)] = 0
-    return _all_defined("reduce_scatter", Kind.SUM, goal, _all(ranks))
+    return _all_defined("reduce_scatter", Kind.SUM, _goals(ranks, chunks, _owner(ranks, chunks)), _all(ranks))
 
 
 def all_gather(ranks: int, chunks: int) -> Collective:
     """Return the collective that copies chunk c from its owner, rank ``c * ranks // chunks``, to all ranks."""
     owner = _owner(ranks, chunks)
-    goal = np.broadcast_to(owner, (ranks, chunks))
-    return Collective("all_gather", Kind.SUM, _held_by(owner, ranks), goal, _each(ranks))
+    return _copied("all_gather", owner, np.broadcast_to(owner, (ranks, chunks)))
 
 
 def gather(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective that copies chunk c from its owner, rank ``c * ranks // chunks``, to the root."""
     owner = _owner(ranks, chunks)
-    goal = _no_goals(ranks, chunks, root)
-    goal[root] = owner
-    return Collective("gather", Kind.SUM, _held_by(owner, ranks), goal, _each(ranks))
+    return _copied("gather", owner, _goals(ranks, chunks, root, owner))
 
 
 def scatter(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective that copies chunk c from the root to its owner, rank ``c * ranks // chunks``."""
-    goal = _no_goals(ranks, chunks, root)
-    goal[_owner(ranks, chunks), np.arange(chunks)] = 0
-    return Collective("scatter", Kind.SUM, _held_by(np.full(chunks, root), ranks), goal, ((root,),))
+    _require_ranks([root], ranks)
+    return _copied("scatter", root, _goals(ranks, chunks, _owner(ranks, chunks), root))
 
 
 def all_to_all(ranks: int, chunks: int) -> Collective:
     """Return the collective that copies piece ``s * ranks + d``, of ``ranks * ranks``, from rank s to rank d."""
-    goal = _no_goals(ranks, chunks)
-    source, target = np.divmod(_owner(ranks * ranks, chunks), ranks)
-    goal[target, np.arange(chunks)] = source
-    return Collective("all_to_all", Kind.SUM, _held_by(source, ranks), goal, _each(ranks))
+    source, target = np.divmod(_owner(ranks, chunks, pieces=ranks), ranks)
+    return _copied("all_to_all", source, _goals(ranks, chunks, target, source))
 
 
 def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
@@ -145,51 +140,43 @@ def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collecti
     """Return the collective that the catalogue calls `name`; a barrier gathers a token of every rank at all ranks.
 
     >>> collective_of("scatter", ranks=2, chunks=2, root=1).goal
-    array([[ 0, -1],
-           [-1,  0]])
+    array([[ 1, -1],
+           [-1,  1]])
     """
     rooted = {"broadcast": broadcast, "reduce": reduce, "gather": gather, "scatter": scatter}
     others = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all}
+    others |= {"all_reduce": all_reduce, "barrier": all_gather}
     if name in rooted:
         return rooted[name](ranks, chunks, root)
     if name in others:
-        return others[name](ranks, chunks)
-    if name == "all_reduce":
-        return all_reduce(ranks, chunks)
-    if name == "barrier":
-        return replace(all_gather(ranks, chunks), name=name)
-    offered = sorted([*rooted, *others, "all_reduce", "barrier"])
-    raise UsageError(f"no collective is called {name!r}: choose one of {', '.join(offered)}")
+        return replace(others[name](ranks, chunks), name=name)
+    offered = ", ".join(sorted([*rooted, *others]))
+    raise UsageError(f"no collective is called {name!r}: choose one of {offered}")
 
 
-def _for_members(
-    name: str, kind: Kind, shape: tuple[int, int], members: Sequence[int] | None, total: int = 1
-) -> Collective:
-    if members is None:  # broadcast, as a schedule that is too large for a proof must be refused, not end the memory
-        return _all_defined(name, kind, np.broadcast_to(np.int64(0), shape), _all(shape[0]), total)
-    _require_ranks(members, shape[0])
-    goal = np.full(shape, ANYTHING, dtype=np.int64)
-    goal[list(members)] = 0
-    return _all_defined(name, kind, goal, tuple(members), total)
+def _everywhere(name: str, kind: Kind, ranks: int, chunks: int, total: int = 1) -> Collective:
+    """Return the collective of all ranks; its goal takes no memory, so that what is too large can be refused."""
+    return _all_defined(name, kind, np.broadcast_to(np.int64(0), (ranks, chunks)), _all(ranks), total)
 
 
 def _all_defined(name: str, kind: Kind, goal: IntArray, family: tuple[int, ...], total: int = 1) -> Collective:
     return Collective(name, kind, np.broadcast_to(np.True_, goal.shape), goal, (family,), total)
 
 
-def _no_goals(ranks: int, chunks: int, root: int = 0) -> IntArray:
-    """Return goals [ranks, chunks] that ask for nothing yet."""
-    _require_ranks([root], ranks)
+def _goals(ranks: int, chunks: int, at: int | IntArray, family: int | IntArray = 0) -> IntArray:
+    """Return goals [ranks, chunks]: the contributions of a `family` at rank `at`, both [chunks], and nothing else."""
     _require_fitting(ranks, chunks)
-    return np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    _require_ranks(np.unique(at).tolist(), ranks)
+    goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    goal[at, np.arange(chunks)] = family
+    return goal
 
 
-def _held_by(rank_of_chunk: IntArray, ranks: int) -> NDArray[np.bool_]:
-    chunks = len(rank_of_chunk)
-    _require_fitting(ranks, chunks)
-    defined = np.zeros((ranks, chunks), dtype=bool)
-    defined[rank_of_chunk, np.arange(chunks)] = True
-    return defined
+def _copied(name: str, source: int | IntArray, goal: IntArray) -> Collective:
+    """Return the collective whose chunks only rank `source` [chunks] has at first; families are single ranks."""
+    ranks, chunks = goal.shape
+    defined = _goals(ranks, chunks, source) != ANYTHING
+    return Collective(name, Kind.SUM, defined, goal, tuple((rank,) for rank in _all(ranks)))
 
 
 def _require_fitting(ranks: int, chunks: int) -> None:
@@ -212,9 +199,7 @@ def _all(ranks: int) -> tuple[int, ...]:
     return tuple(range(ranks))
 
 
-def _each(ranks: int) -> tuple[tuple[int, ...], ...]:
-    return tuple((rank,) for rank in _all(ranks))
-
-
-def _owner(ranks: int, chunks: int) -> IntArray:
-    return np.arange(chunks, dtype=np.int64) * ranks // chunks
+def _owner(ranks: int, chunks: int, pieces: int = 1) -> IntArray:
+    """Return to which rank each chunk belongs, or to which of its `pieces`, counted over all ranks."""
+    _require_fitting(ranks, chunks)
+    return np.arange(chunks, dtype=np.int64) * ranks * pieces // chunks

@@ -49,25 +49,22 @@ class Adaptive:
     carried_by: ClassVar[str] = "commrt.quantization.carrier"
     rule_text: str = field(init=False)
     """The rule as text, which ranks compare."""
-    _quantizers: dict[int, Quantizer] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         if not callable(self.rule):
             raise UsageError(f"rule={self.rule!r:.80} is no function: pass dq(...), adaquant(...) or your own")
         if not BITS[0] <= self.least <= self.most <= BITS[-1]:
             raise UsageError(f"bits from least={self.least} to most={self.most}: use {BITS[0]} to {BITS[-1]}")
-        made = {bits: self._quantizer(bits) for bits in range(self.least, self.most + 1)}
-        object.__setattr__(self, "_quantizers", made)
-        object.__setattr__(
-            self, "rule_text", re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule))
-        )  # places differ between ranks
+        self._of(self.least)  # refuses the other fields
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule))  # places differ between ranks
+        object.__setattr__(self, "rule_text", text)
 
     @property
     def traits(self) -> tuple[str, ...]:
         """Return what `commrt.options` calls this wire."""
         return ("quantized wire", "adaptive wire", *(["error feedback"] if self.feedback else []))
 
-    def _quantizer(self, bits: int) -> Quantizer:
+    def _of(self, bits: int) -> Quantizer:
         return Quantizer(bits, self.block, self.feedback, self.rounding, self.seed)
 
     def quantizer(self, progress: Progress | None) -> Quantizer:
@@ -78,65 +75,61 @@ class Adaptive:
         ([2, 4, 5, 8], 8)
         """
         if progress is None or not isfinite(progress.norm):
-            return self._quantizers[self.most]
+            return self._of(self.most)
         levels = max(self.rule(progress), 1.0)
         bits = ceil(log2(levels + 1)) + 1 if isfinite(levels) else self.most
-        return self._quantizers[min(max(bits, self.least), self.most)]
+        return self._of(min(max(bits, self.least), self.most))
 
     def __str__(self) -> str:
         return f"int{self.least}..{self.most} adaptive"
 
 
 @dataclass(frozen=True, slots=True)
-class _Dq:
-    target: float
-    steps: int
-    decay: float
-
-    def __post_init__(self) -> None:
-        _require_positive(target=self.target, steps=self.steps, decay=self.decay)
-
-    def __call__(self, progress: Progress) -> float:
-        left = max(self.steps - progress.step, 0)
-        return self.target * float(self.decay ** (left / 2)) * progress.norm
-
-
-def dq(target: float, steps: int, decay: float = 0.99) -> Rule:
-    """Return DQ-SGD's rule: more bits for large gradients, and more towards the end of `steps`.
+class dq:  # noqa: N801  # users read it as a function
+    """DQ-SGD's rule: more bits for large gradients, and more towards the end of `steps`.
 
     Levels are ``target * decay ** ((steps - k) / 2) * norm``: the bits that minimise the bytes of all steps, where the
     error of a step weighs less by `decay` for each step that follows. Derived from what the abstract of 2107.14575
     names (the error allowed, the steps that remain, the norm), not copied from its text.
     """
-    return _Dq(target, steps, decay)
+
+    target: float
+    steps: int
+    decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        _require_positive(target=self.target, steps=self.steps, decay=self.decay)
+
+    def __call__(self, progress: Progress) -> float:
+        """Return the levels; see `Rule`."""
+        left = max(self.steps - progress.step, 0)
+        return self.target * float(self.decay ** (left / 2)) * progress.norm
 
 
 @dataclass(slots=True)
-class _AdaQuant:
+class adaquant:  # noqa: N801  # as above
+    """AdaQuantFL's rule: ``levels * sqrt(F_0 / F_k)``, so more bits as the loss falls.
+
+    `loss` returns the latest loss, and must return the same on all ranks: average it with ``world.all_reduce``.
+    `first` is F_0, by default the first loss that `loss` returns. A checkpoint does not hold it: save it yourself, and
+    pass it when you resume.
+    """
+
     levels: float
     loss: Callable[[], float] = field(repr=False)
-    first: float | None = field(repr=False)
+    first: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _require_positive(levels=self.levels)
 
     def __call__(self, _: Progress) -> float:
+        """Return the levels; see `Rule`."""
         now = self.loss()
         if not (isfinite(now) and now > 0):
             return inf
         if self.first is None:
             self.first = now
         return self.levels * sqrt(self.first / now)
-
-
-def adaquant(levels: float, loss: Callable[[], float], first: float | None = None) -> Rule:
-    """Return AdaQuantFL's rule: ``levels * sqrt(F_0 / F_k)``, so more bits as the loss falls.
-
-    `loss` returns the latest loss, and must return the same on all ranks: average it with ``world.all_reduce``.
-    `first` is F_0, by default the first loss that `loss` returns. A checkpoint does not hold it: save it yourself, and
-    pass it when you resume.
-    """
-    return _AdaQuant(levels, loss, first)
 
 
 def _require_positive(**numbers: float) -> None:

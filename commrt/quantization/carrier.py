@@ -1,32 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runtime needs of a wire of few bits: see `commrt.runtime.wire.Carrier`. Imported on use."""
+"""What the runtime needs of a wire of few bits, see `commrt.runtime.wire.Carrier`: programs that carry codes.
+
+Codes do not add: each rank quantizes every value once, either what it gives away to be summed, or the sum that it has
+formed. What was received to be added is dequantized and added in fp32. What is copied is passed on as it came, and at
+the end all ranks dequantize the same codes, so their results are equal bit by bit. The rank that formed a sum
+dequantizes its own codes too.
+
+With feedback, `residual` holds for each value what rounding lost when this rank gave it away, or when it quantized a
+sum. It is added the next time this rank quantizes that value, whichever of the two it does then.
+
+The beginning of a buffer, its *head*, travels as it is: flags must not be rounded.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, repeat
 
 import torch
 from torch import Tensor
 
 from commrt.errors import UsageError
-from commrt.program import Program
+from commrt.kernels.packing import NO_PARTS, Parts
+from commrt.kernels.quantize import adding_quantized, dequantizing, key_of, quantizing
+from commrt.options import require_short_sums
+from commrt.program import Hop, Program, Transfer, chunk_bounds
 from commrt.quantization.adaptive import Adaptive, Progress
-from commrt.quantization.quantized_program import (
-    ZEROS,
-    QuantizedBuffers,
-    QuantizedProgram,
-    bind_quantized,
-    scratch_nbytes,
-)
-from commrt.quantization.short_sums import require_short_sums
 from commrt.quantizer import Quantizer
+from commrt.runtime.executor import BoundProgram, only_reads
+from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.wire import ValuesOnWire
-from commrt.transport.protocol import Transport
+from commrt.schedule import ADD, COPY
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
-__all__ = ["QuantizerChooser", "bind_values", "check_residual", "require_short_sums", "step_quantizer"]
+__all__ = ["QuantizedProgram", "bind_values", "check_residual", "require_short_sums", "step_quantizer"]
+
+Quantize = Callable[[int], None]
+"""Codes with the random numbers that a key selects."""
+KEYS = 1 << 64
+ZEROS = repeat(0)
+"""Numbers of calls whose tags tell them apart."""
 
 
-class QuantizerChooser:
+class step_quantizer:  # noqa: N801  # a function of `Carrier`
     """The quantizer of each step: always the same one, or what an `Adaptive` wire's rule says.
 
     State of the communication thread.
@@ -64,30 +82,6 @@ class QuantizerChooser:
         self._step, self._squares, self._resumed = None, [], norm
 
 
-step_quantizer = QuantizerChooser
-
-
-def bind_values(
-    program: Program,
-    quantizer: Quantizer,
-    buffers: Sequence[ValuesOnWire],
-    transport: Transport,
-    allocate: Callable[[str, int], Tensor],
-    calls: Iterator[int] = ZEROS,
-) -> list[QuantizedProgram]:
-    """Return, for each buffer, a program that runs its head and carries its values quantized; see `Carrier`."""
-    codes = allocate("quantized", max(quantizer.nbytes(len(each.values)) for each in buffers))
-    scratch = allocate("received", max(scratch_nbytes(program, len(each.values), quantizer) for each in buffers))
-    memory = (
-        QuantizedBuffers(each.values, codes[: quantizer.nbytes(len(each.values))], scratch, each.residual)
-        for each in buffers
-    )
-    return [
-        bind_quantized(program, each.head, own, quantizer, transport, calls)
-        for each, own in zip(buffers, memory, strict=True)
-    ]
-
-
 def check_residual(wire: Quantizer, residual: Tensor | None, tensor: Tensor) -> None:
     """Raise `UsageError` unless there is a residual for `tensor` exactly where there is feedback."""
     if wire.feedback != (residual is not None):
@@ -102,3 +96,176 @@ def check_residual(wire: Quantizer, residual: Tensor | None, tensor: Tensor) -> 
     right = (torch.float32, (tensor.numel(),), tensor.device, True)
     if (residual.dtype, residual.shape, residual.device, residual.is_contiguous()) != right:
         raise UsageError(f"residual= needs torch.zeros({tensor.numel()}, device={str(tensor.device)!r}), made once")
+
+
+def bind_values(
+    program: Program,
+    quantizer: Quantizer,
+    buffers: Sequence[ValuesOnWire],
+    transport: Transport,
+    allocate: Callable[[str, int], Tensor],
+    calls: Iterator[int] = ZEROS,
+) -> list[QuantizedProgram]:
+    """Return, for each buffer, a program that runs its head and carries its values quantized; see `Carrier`."""
+    codes = allocate("quantized", max(quantizer.nbytes(len(each.values)) for each in buffers))
+    scratch = allocate("received", max(_scratch_nbytes(program, each, quantizer) for each in buffers))
+    return [_Binder(program, each, codes, scratch, quantizer, transport).bound(calls) for each in buffers]
+
+
+def _scratch_nbytes(program: Program, buffer: ValuesOnWire, quantizer: Quantizer) -> int:
+    """Return the bytes for what is received in one hop to be added."""
+    bounds = _bounds(program, buffer, quantizer)
+    sizes = (sum(quantizer.nbytes(bounds[each.hi] - bounds[each.lo]) for each in hop.combined) for hop in program.hops)
+    return max(sizes, default=0)
+
+
+def _bounds(program: Program, buffer: ValuesOnWire, quantizer: Quantizer) -> list[int]:
+    """Return where the chunks of a buffer begin, [chunks + 1]: at whole tiles."""
+    return chunk_bounds(len(buffer.values), program.chunks, quantizer.tile_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantizedHop:
+    """One hop: what is quantized before its exchange, and what is added after it."""
+
+    quantizings: tuple[tuple[int, Quantize], ...]
+    """(first chunk, what codes it and those that follow it)"""
+    exchange: Exchange
+    additions: tuple[Callable[[], object], ...]
+    number: int
+
+    def run(self, key: int, tag: Tag) -> None:
+        """Code, exchange and add."""
+        for first, quantize in self.quantizings:
+            quantize((key + first) % KEYS)  # other random numbers for each chunk
+        return_borrowed = self.exchange(tag)
+        for add in self.additions:
+            add()
+        if return_borrowed is not None:
+            return_borrowed()
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedProgram:
+    """A program on one buffer whose values travel as codes."""
+
+    head: BoundProgram
+    hops: tuple[_QuantizedHop, ...]
+    dequantize: Callable[[], object]
+    quantizer: Quantizer
+    rank: int
+    nbytes_sent: int
+    """Bytes that this rank sends in one run."""
+    calls: Iterator[int]
+    """Numbers of the runs, where tags come again."""
+    elsewhere: Parts = NO_PARTS
+    """Nothing: all values are dequantized to the buffer."""
+
+    def finish(self, tag: Tag) -> None:
+        """Do nothing; see `BoundProgram.finish`."""
+
+    def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
+        """Run all hops in order on the calling thread; see `BoundProgram.run`.
+
+        Stochastic rounding takes other random numbers for each step and bucket of `tag`, and for each of `calls`.
+        """
+        key = key_of(self.quantizer.seed, tag.step, _number(tag.bucket) + (next(self.calls) << 32), self.rank)
+        self.head.run(tag, recorder)
+        for hop in self.hops:
+            with within_range(recorder, "quantized hop", number=hop.number):
+                hop.run(key, tag)
+        self.dequantize()
+
+
+def _number(bucket: int | str) -> int:
+    return bucket if isinstance(bucket, int) else zlib.crc32(bucket.encode())
+
+
+@dataclass(slots=True)
+class _Binder:
+    """Binds a program to one buffer; those that never run at the same time may share codes and scratch."""
+
+    program: Program
+    buffer: ValuesOnWire
+    codes: Tensor
+    """uint8 [at least quantizer.nbytes(numel)]"""
+    scratch: Tensor
+    """uint8 [at least _scratch_nbytes]"""
+    quantizer: Quantizer
+    transport: Transport
+    bounds: Sequence[int] = field(init=False)
+    nbytes_sent: int = 0
+    _is_quantized: list[bool] = field(init=False)
+    """[chunks] True for chunks whose codes are those of their values, or came from another rank."""
+
+    def __post_init__(self) -> None:
+        self.bounds = _bounds(self.program, self.buffer, self.quantizer)
+        self._is_quantized = [False] * self.program.chunks
+
+    def bound(self, calls: Iterator[int]) -> QuantizedProgram:
+        """Return the program; raises `UsageError` for a schedule in which a rank would code twice, or that mixes."""
+        hops = tuple(self.hop(number, hop) for number, hop in enumerate(self.program.hops) if not hop.idle)
+        codes = self._codes(0, self.program.chunks)
+        dequantize = dequantizing(codes, self.buffer.values, self.quantizer)
+        nbytes_sent = self.buffer.head.nbytes_sent + self.nbytes_sent
+        return QuantizedProgram(
+            self.buffer.head, hops, dequantize, self.quantizer, self.program.rank, nbytes_sent, calls
+        )
+
+    def hop(self, number: int, hop: Hop) -> _QuantizedHop:
+        quantizings = tuple(self._quantizings(hop))
+        places = self._receive_places(hop)
+        sends = [P2PMessage(each.peer, self._codes(each.lo, each.hi)) for each in hop.sends]
+        recvs = [P2PMessage(each.peer, place) for each, place in zip(hop.recvs, places, strict=True)]
+        self.nbytes_sent += sum(message.data.nbytes for message in sends)
+        exchange = self.transport.bind(P2PGroup(sends, recvs, number, only_reads(hop)))
+        additions = tuple(self._additions(hop, places))
+        for each in hop.recvs:
+            self._receive(each)
+        return _QuantizedHop(quantizings, exchange, additions, number)
+
+    def _quantizings(self, hop: Hop) -> Iterator[tuple[int, Quantize]]:
+        """Yield what codes the chunks that `hop` sends and that have no codes yet."""
+        wanted = sorted(
+            {chunk for each in hop.sends for chunk in range(each.lo, each.hi) if not self._is_quantized[chunk]}
+        )
+        for _, run in groupby(enumerate(wanted), lambda pair: pair[1] - pair[0]):
+            chunks = [chunk for _, chunk in run]
+            lo, hi = chunks[0], chunks[-1] + 1
+            self._is_quantized[lo:hi] = [True] * (hi - lo)
+            if self.bounds[lo] < self.bounds[hi]:
+                residual = None if self.buffer.residual is None else self._part(self.buffer.residual, lo, hi)
+                values = self._part(self.buffer.values, lo, hi)
+                yield lo, quantizing(values, self._codes(lo, hi), self.quantizer, residual)
+
+    def _receive(self, transfer: Transfer) -> None:
+        chunks = range(transfer.lo, transfer.hi)
+        if transfer.combine == COPY:
+            self._is_quantized[transfer.lo : transfer.hi] = [True] * len(chunks)
+        elif transfer.combine != ADD or any(self._is_quantized[chunk] for chunk in chunks):
+            raise UsageError(
+                f"a wire of {self.quantizer} needs a schedule in which a rank adds to its own values before it sends "
+                "them: codes do not add; use algorithm=commrt.Direct()"
+            )
+
+    def _receive_places(self, hop: Hop) -> list[Tensor]:
+        places, used = [], 0
+        for each in hop.recvs:
+            own = self._codes(each.lo, each.hi)
+            places.append(own if each.combine == COPY else self.scratch[used : used + own.numel()])
+            used += 0 if each.combine == COPY else own.numel()
+        return places
+
+    def _additions(self, hop: Hop, places: Sequence[Tensor]) -> Iterator[Callable[[], object]]:
+        pending = [(each, place) for each, place in zip(hop.recvs, places, strict=True) if each.combine != COPY]
+        for (lo, hi), run in groupby(pending, lambda pair: (pair[0].lo, pair[0].hi)):
+            received = [place for _, place in run]
+            if received[0].numel():
+                yield adding_quantized(self._part(self.buffer.values, lo, hi), received, self.quantizer)
+
+    def _part(self, row: Tensor, lo: int, hi: int) -> Tensor:
+        return row[self.bounds[lo] : self.bounds[hi]]
+
+    def _codes(self, lo: int, hi: int) -> Tensor:
+        begin = self.bounds[lo] // self.quantizer.tile_numel * self.quantizer.tile_nbytes
+        return self.codes[begin : begin + self.quantizer.nbytes(self.bounds[hi] - self.bounds[lo])]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import redirect_stdout
 from functools import reduce
 from pathlib import Path
@@ -13,13 +14,14 @@ import numpy as np
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from commrt.algorithms import halving_doubling, ring, summa, torus, tree
+from commrt.algorithms import halving_doubling, ring, torus, tree
 from commrt.algorithms.gossip import Gossip
 from commrt.schedule import Schedule
-from commrt.tools.pictures.charts import new_figure
-from commrt.tools.pictures.drawing import draw_schedule
+from commrt.tools.pictures.drawing import draw_schedule, new_figure
 
 PICTURES = Path(__file__).parent.parent / "pictures"
+sys.path.insert(0, str(PICTURES.parents[1] / "studies/tensor_parallelism"))
+from grid_schedules import Grid, backward  # noqa: E402
 
 
 def period(algorithm: Gossip, ranks: int, steps: int) -> Schedule:
@@ -68,7 +70,7 @@ def main() -> None:
         "gossip": draw_schedule(period(Gossip(), 8, 6)),
         "swing": draw_schedule(of_the_tutorial(8)),
         "broadcast": draw_schedule(tree.broadcast(8)),
-        "summa": draw_schedule(summa.backward(summa.Grid(2, 2))),
+        "summa": draw_schedule(backward(Grid(2, 2))),
         "backup_workers": first_of(np.array([1.02, 0.97, 1.05, 2.61, 0.99, 1.04, 1.01, 1.08]), backups=1),
     }
     for name, figure in drawn.items():

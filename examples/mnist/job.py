@@ -17,7 +17,7 @@ from recipes import RECIPES, Recipe
 import commrt
 from commrt.algorithms import catalogue
 from commrt.errors import UsageError
-from commrt.pricing.wires import require_carried
+from commrt.pricing.price import require_carried
 from commrt.store.launcher import require_deadlines
 from commrt.tools.pictures.files import require_writable
 from commrt.training.large_batch import BatchSizeControl

@@ -2,10 +2,11 @@
 """The kernels in Triton. Imported by `commrt.kernels.dispatch` only, and only if tensors are on a GPU."""
 
 import triton
+from torch.torch_version import TorchVersion
 
-from commrt.kernels.dispatch import TRITON_AT_LEAST, is_too_old
+from commrt.kernels.dispatch import TRITON_AT_LEAST
 
-if is_too_old(triton.__version__):
+if TorchVersion(triton.__version__) < TRITON_AT_LEAST:
     raise ImportError(
         f"commrt's kernels for GPUs need Triton {TRITON_AT_LEAST} or newer, and this is {triton.__version__}: "
         "upgrade torch, which brings it"

@@ -23,12 +23,8 @@ def mix_kernel(
     ALIGN: tl.constexpr,
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
-    SENT: tl.constexpr,
 ):
-    """A tile of ``own += weight[0] * (received - sent)``; without `SENT` this rank sent its own values, uncast.
-
-    None where the address is 0.
-    """
+    """A tile of ``own += weight[0] * (received - sent)``; none where the address is 0."""
     tensor, first, count = tile_of(tensors, numbers, counts, TILE)
     address = tl.load(addresses + tensor)
     count = tl.where(address != 0, count, 0)
@@ -38,15 +34,15 @@ def mix_kernel(
     factor = tl.load(weight)
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
-    _mix(own, theirs, ours, factor, element, element < whole, SENT)
+    _mix(own, theirs, ours, factor, element, element < whole)
     if whole < count:
         left = whole + tl.arange(0, 8)
-        _mix(own, theirs, ours, factor, left, left < count, SENT)
+        _mix(own, theirs, ours, factor, left, left < count)
 
 
 @triton.jit
-def _mix(own, theirs, ours, factor, offset, mask, SENT: tl.constexpr):
+def _mix(own, theirs, ours, factor, offset, mask):
     before = tl.load(own + offset, mask=mask, other=0.0).to(tl.float32)
     came = tl.load(theirs + offset, mask=mask, other=0.0).to(tl.float32)
-    went = tl.load(ours + offset, mask=mask, other=0.0).to(tl.float32) if SENT else before
+    went = tl.load(ours + offset, mask=mask, other=0.0).to(tl.float32)
     tl.store(own + offset, (before + factor * (came - went)).to(own.dtype.element_ty), mask=mask)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 from weakref import finalize
 
 import torch
@@ -13,18 +13,14 @@ from torch.autograd.graph import increment_version
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.launch import Launch, arch_of, launch_of, require_aligned
-from commrt.kernels.device.sizes import sizes_for, tile_for
-from commrt.kernels.device.variants import DTYPES, Variant
+from commrt.kernels.device.variants import DTYPES, Variant, sizes_for
 from commrt.kernels.layout import WIDEST_NBYTES, Layout
-from commrt.kernels.packing import NO_PARTS, Findings, Parts
+from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.kernels.tables import Tables
 
 __all__ = ["TritonPacking"]
 
 ALIGNMENTS = (16, 8, 4, 2)
-NORM_TILE = 4096
-PLAIN = {"scaled": False, "accumulate": False, "sums": False, "far": False}
-"""Options of an unpacking that only copies."""
 
 
 class TritonPacking:
@@ -40,74 +36,51 @@ class TritonPacking:
         if dtype not in DTYPES or wire.dtype not in DTYPES:
             raise ValueError(f"{dtype} tensors on a {wire.dtype} wire: on GPUs only {[*map(str, DTYPES)]} are offered")
         require_aligned(wire)
-        self.tables = Tables(layout, tile_for(arch_of(wire.device)), wire.device)
+        self.tables = Tables(layout, sizes_for(arch_of(wire.device)).tile, wire.device)
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
         self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
         self._header = 0  # of captured launches, and the same on the device
         self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)
-        self._aimed: tuple[_Kernel, _Kernel] | None = None
         self._stages: dict[int, Tensor] = {}  # aligned copies, by index, of tensors that once were not aligned
         self._staged: dict[int, Tensor] = {}  # those used by the captured launches now
         mark = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=wire.is_cuda)  # written by the GPU, read here
         self._mark, self._seen = mark.data_ptr(), mark.numpy()  # the array keeps the memory
         self._nothing = torch.zeros(1, dtype=torch.int64, device=wire.device)  # a table of one absent tensor
+        self._nowhere = (*[self._nothing.data_ptr()] * len(self.tables.columns), wire.data_ptr())
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
         self._columns: dict[int, Tensor] = {}  # of places, by the identity of parts that exist
-        self._kernels: dict[tuple[object, ...], _Kernel] = {}
-        for align in (align for align in ALIGNMENTS if align >= dtype.itemsize):
-            self._kernel(variants.pack, align, nonfinite=False, sums=False)
-            self._kernel(variants.unpack, align, **PLAIN)
+        self._kernels: dict[tuple[object, ...], Launch] = {}
+        self._alignments = [align for align in ALIGNMENTS if align >= dtype.itemsize]
+        for align in self._alignments:
+            self._kernel(variants.pack, align)
+            self._kernel(variants.unpack, align)
 
     @property
     def mismatched(self) -> bool:
         """See `Packing.mismatched`: read from pinned memory that the kernel writes, without waiting."""
         return bool(self._seen[0])
 
-    def findings(self) -> Findings:
-        """See `Packing.findings`: one partial sum per warp."""
-        device = self._wire.device
-        most = self.tables.tiles * sizes_for(arch_of(device), inputs=2, align=min(ALIGNMENTS)).warps
-        return Findings(torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(most, device=device))
-
-    def pack(
-        self, tensors: Sequence[Tensor | None], scale: float, header: int, findings: Findings | None = None
-    ) -> None:
+    def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
         """See `Packing.pack`: one launch."""
         self.tables.point_at(tensors)
-        checks = findings is not None
-        kernel = self._kernel(variants.pack, self.tables.align, nonfinite=checks, sums=checks)
-        outputs = self._outputs(findings, kernel.warps)
-        kernel.launch(self.tables.tiles, *self._fixed, header, self._scale.at(scale), *outputs)
+        launch = self._kernel(variants.pack, self.tables.align)
+        launch(self.tables.tiles, *self._fixed, header, self._scale.at(scale))
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
         present: list[bool] = (self._flags != 0).tolist()
         return present
 
-    def unpack(
-        self,
-        tensors: Sequence[Tensor | None],
-        header: int,
-        *,
-        scale: float = 1.0,
-        accumulate: bool = False,
-        findings: Findings | None = None,
-        parts: Parts = NO_PARTS,
-    ) -> None:
+    def unpack(self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS) -> None:
         """See `Packing.unpack`: one launch, which writes even if the headers differ, as the host cannot know yet."""
         self.tables.point_at(tensors)
-        options = {"scaled": scale != 1.0, "accumulate": accumulate, "sums": findings is not None, "far": bool(parts)}
-        kernel = self._kernel(variants.unpack, self.tables.align, inputs=1 + accumulate, **options)
-        factor = self._scale.at(scale) if scale != 1.0 else 0
-        sums = self._outputs(findings, kernel.warps)[1]
-        kernel.launch(self.tables.tiles, *self._read(parts), header, self._mark, factor, sums)
+        launch = self._kernel(variants.unpack, self.tables.align, far=bool(parts))
+        launch(self.tables.tiles, *self._read(parts), header, self._mark)
         _note_written(tensors)
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`: one launch of one program."""
-        kernel = self._kernel(variants.unpack, WIDEST_NBYTES, **PLAIN)
-        columns = [self._nothing.data_ptr()] * len(self.tables.columns)
-        kernel.launch(1, *columns, self._wire.data_ptr(), header, self._mark, 0, 0)
+        self._kernel(variants.unpack, WIDEST_NBYTES)(1, *self._nowhere, header, self._mark)
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
         """See `Repeatable.repeated`."""
@@ -137,12 +110,13 @@ class TritonPacking:
 
     def load(self, parts: Parts = NO_PARTS) -> None:
         """See `Repeatable.load`."""
-        self._held_kernels()
+        self._held_pack()
+        self._held_unpack(NO_PARTS)
         if parts:
             self._read(parts)
             self._held_unpack(parts)
-            for align in (align for align in ALIGNMENTS if align >= self._dtype.itemsize):
-                self._kernel(variants.unpack, align, **PLAIN | {"far": True})
+            for align in self._alignments:
+                self._kernel(variants.unpack, align, far=True)
 
     def cut(self, chunks: int) -> list[int]:
         """See `Repeatable.cut`."""
@@ -157,71 +131,44 @@ class TritonPacking:
             finalize(parts, self._columns.pop, id(parts))
         return (*self._fixed[:-2], column.data_ptr(), self._fixed[-1])
 
-    def _held_kernels(self) -> tuple[_Kernel, _Kernel]:
-        if self._aimed is None:
-            self._aimed = (
-                self._kernel(variants.pack, WIDEST_NBYTES, held=True, nonfinite=False, sums=False),
-                self._held_unpack(NO_PARTS),
-            )
-        return self._aimed
+    def _held_pack(self) -> Launch:
+        return self._kernel(variants.pack, WIDEST_NBYTES, held=True)
 
-    def _held_unpack(self, parts: Parts) -> _Kernel:
-        return self._kernel(variants.unpack, WIDEST_NBYTES, held=True, **PLAIN | {"far": bool(parts)})
+    def _held_unpack(self, parts: Parts) -> Launch:
+        return self._kernel(variants.unpack, WIDEST_NBYTES, held=True, far=bool(parts))
 
     def pack_aimed(self) -> None:
         """See `Repeatable.pack_aimed`."""
-        kernel = self._held_kernels()[0]
-        kernel.launch(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address, 0, 0)
+        self._held_pack()(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address)
 
     def unpack_aimed(self, parts: Parts = NO_PARTS) -> None:
         """See `Repeatable.unpack_aimed`."""
-        kernel = self._held_unpack(parts) if parts else self._held_kernels()[1]
-        kernel.launch(self.tables.tiles, *self._read(parts), self._held.data_ptr(), self._mark, 0, 0)
+        self._held_unpack(parts)(self.tables.tiles, *self._read(parts), self._held.data_ptr(), self._mark)
 
     def compare_aimed(self) -> None:
         """See `Repeatable.compare_aimed`: one launch of one program."""
-        columns = [self._nothing.data_ptr()] * len(self.tables.columns)
-        kernel = self._held_kernels()[1]
-        kernel.launch(1, *columns, self._wire.data_ptr(), self._held.data_ptr(), self._mark, 0, 0)
+        self._held_unpack(NO_PARTS)(1, *self._nowhere, self._held.data_ptr(), self._mark)
 
-    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor | None, weight: float) -> None:
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
         """See `Packing.mix`: one launch."""
-        require_aligned(received, *(() if sent is None else (sent,)))
+        require_aligned(received, sent)
         self.tables.point_at(tensors)
-        kernel = self._kernel(variants.mix, self.tables.align, inputs=2 + (sent is not None), sent=sent is not None)
-        wires = received.data_ptr(), 0 if sent is None else sent.data_ptr()
-        kernel.launch(self.tables.tiles, *self._fixed[:-1], *wires, self._weight.at(weight))
+        launch = self._kernel(variants.mix, self.tables.align, inputs=3)
+        wires = received.data_ptr(), sent.data_ptr()
+        launch(self.tables.tiles, *self._fixed[:-1], *wires, self._weight.at(weight))
         _note_written(tensors)
 
-    def norm(self, findings: Findings) -> Tensor:
-        """See `Packing.norm`: one launch of one program."""
-        result = torch.empty((), device=self._wire.device)
-        launch = launch_of(variants.norm(NORM_TILE), self._wire.device)
-        launch(1, findings.sums.data_ptr(), findings.count, result.data_ptr())
-        return result
-
-    def _outputs(self, findings: Findings | None, warps: int) -> tuple[int, int]:
-        if findings is None:
-            return 0, 0
-        findings.count = self.tables.tiles * warps
-        return findings.nonfinite.data_ptr(), findings.sums.data_ptr()
-
-    def _kernel(self, make: Callable[..., Variant], align: int, inputs: int = 1, **options: bool) -> _Kernel:
-        key = (make, align, *options.values())
-        if (kernel := self._kernels.get(key)) is None:
+    def _kernel(self, make: Callable[..., Variant], align: int, inputs: int = 1, **options: bool) -> Launch:
+        key = (make, align, *[name for name, is_so in options.items() if is_so])
+        if (launch := self._kernels.get(key)) is None:
             sizes = sizes_for(arch_of(self._wire.device), inputs, align)
             variant = make(self._dtype, self._wire.dtype, align, sizes, **options)
-            kernel = self._kernels[key] = _Kernel(launch_of(variant, self._wire.device), sizes.warps)
-        return kernel
+            launch = self._kernels[key] = launch_of(variant, self._wire.device)
+        return launch
 
 
 def _note_written(tensors: Iterable[Tensor | None]) -> None:
     increment_version([tensor for tensor in tensors if tensor is not None])
-
-
-class _Kernel(NamedTuple):
-    launch: Launch
-    warps: int
 
 
 class _Scalar:

@@ -49,35 +49,6 @@ def whole_of(count):
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def note_nonfinite(flag, values, VECTOR: tl.constexpr, WARPS: tl.constexpr):
-    """Set `flag` if any of `values` is not finite; each thread looks at its own, so none waits."""
-    own = tl.reshape(tl.abs(values), [values.numel // (WARPS * 32 * VECTOR), WARPS * 32, VECTOR])
-    largest = tl.reduce(tl.reduce(own, 2, _larger), 0, _larger)
-    tl.store(flag + tl.zeros_like(largest).to(tl.int32), 1, mask=~(largest < float("inf")))
-
-
-@triton.jit
-def square_sums(values, VECTOR: tl.constexpr, WARPS: tl.constexpr):
-    """What each thread holds of the sum of squares, [32 * WARPS]; always added in the same order."""
-    own = tl.reshape(values * values, [values.numel // (WARPS * 32 * VECTOR), WARPS * 32, VECTOR])
-    return tl.sum(tl.sum(own, axis=2), axis=0)
-
-
-@triton.jit
-def store_sums(sums, threads, WARPS: tl.constexpr):
-    """Add up `threads` [32 * WARPS] warp by warp, and store the sum of each in this tile's row of `sums`."""
-    by_warp = tl.sum(tl.reshape(threads, [WARPS, 32]), axis=1, keep_dims=True)
-    spread = tl.reshape(tl.broadcast_to(by_warp, [WARPS, 32]), [WARPS * 32])
-    thread = tl.arange(0, WARPS * 32)
-    tl.store(sums + tl.program_id(0) * WARPS + thread // 32, spread, mask=thread % 32 == 0)
-
-
-@triton.jit
 def is_set(word, bit):
     """Which of the numbered bits of `word` are set."""
     return ((word >> bit) & 1) != 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels for given dtypes and alignments, before their first use.
+"""Compile the kernels for given dtypes, alignments and sizes, before their first use.
 
 The signature, hints and options are the same with and without a GPU at hand, so what tests compile is what runs.
 """
@@ -18,26 +18,26 @@ from triton.compiler import compile as compile_source
 
 from commrt.kernels.device.meet import meet_kernel
 from commrt.kernels.device.mix import mix_kernel
-from commrt.kernels.device.norm import norm_kernel
 from commrt.kernels.device.pack import pack_kernel
 from commrt.kernels.device.quantize import add_quantized_kernel, dequantize_kernel, quantize_kernel
 from commrt.kernels.device.reduce import reduce_kernel
-from commrt.kernels.device.sizes import Sizes
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.layout import WIDEST_NBYTES
 from commrt.quantizer import STOCHASTIC, Quantizer
 
 __all__ = [
+    "SIZES",
+    "Sizes",
     "Variant",
     "add_quantized",
     "compiled",
     "dequantize",
     "meet",
     "mix",
-    "norm",
     "pack",
     "quantize",
     "reduce",
+    "sizes_for",
     "unpack",
 ]
 
@@ -47,6 +47,35 @@ TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "
 
 HEADER_TYPES = {False: "u64", True: "*u64"}
 """Type of the header: a number, or the address of one in GPU memory, which a captured launch reads anew each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a kernel."""
+
+    tile: int
+    """Elements per program."""
+    warps: int
+
+
+SIZES = {80: Sizes(4096, 4), 90: Sizes(4096, 4), 100: Sizes(4096, 4)}
+"""Sizes for aligned tensors, by compute capability (90 is 9.0); `bench/tune_kernels.py` prints this table.
+
+Chosen by registers and bytes in flight of the compiled kernels. On an H100, no other size is more than 2 % faster for
+all of ResNet-50's gradients, or more than 4 % for one of its buckets; 80 and 100 were not measured.
+"""
+
+
+def sizes_for(arch: int, inputs: int = 1, align: int = 16) -> Sizes:
+    """Return the sizes of a kernel that reads `inputs` values per element, of tensors aligned to `align` bytes.
+
+    With many inputs or narrow accesses there are twice or four times the warps, or a thread would need more than 64
+    registers, or spill. `bench/inspect_kernels.py` found the bounds.
+    """
+    sizes = SIZES[max((older for older in SIZES if older <= arch), default=min(SIZES))]  # or of an older architecture
+    accesses = inputs * (16 // align)  # for 16 bytes of each input
+    times = 4 if inputs > 6 or accesses > 12 else 2 if accesses > 3 else 1
+    return Sizes(sizes.tile, sizes.warps * times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,69 +89,26 @@ class Variant:
     warps: int
 
 
-def pack(
-    dtype: torch.dtype,
-    wire: torch.dtype,
-    align: int,
-    sizes: Sizes,
-    *,
-    held: bool = False,
-    nonfinite: bool = False,
-    sums: bool = False,
-    evict: str = "",
-) -> Variant:
-    """Return the variant that packs; with `evict` "evict_first", gradients leave the cache first."""
-    types = TABLES | {
-        "wire": POINTERS[wire],
-        "header": HEADER_TYPES[held],
-        "scale": "*fp32",
-        "nonfinite": "*i32",
-        "sums": "*fp32",
-    }
-    constants = _table(dtype, align, vector(wire), sizes)
-    constants |= {"WARPS": sizes.warps, "HELD": held, "NONFINITE": nonfinite, "SUMS": sums, "EVICT": evict}
-    return _variant(pack_kernel, types, constants)
+def pack(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, held: bool = False) -> Variant:
+    """Return the variant that packs."""
+    types = TABLES | {"wire": POINTERS[wire], "header": HEADER_TYPES[held], "scale": "*fp32"}
+    return _variant(pack_kernel, types, _table(dtype, align, vector(wire), sizes) | {"HELD": held}, sizes.warps)
 
 
 def unpack(
-    dtype: torch.dtype,
-    wire: torch.dtype,
-    align: int,
-    sizes: Sizes,
-    *,
-    held: bool = False,
-    scaled: bool = False,
-    accumulate: bool = False,
-    sums: bool = False,
-    far: bool = False,
-    evict: str = "",
+    dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, held: bool = False, far: bool = False
 ) -> Variant:
-    """Return the variant that unpacks; with `evict` "evict_first", the wire leaves the cache first.
-
-    With `far`, places are int64, and may lie in other memory than the wire.
-    """
-    types = (
-        TABLES
-        | ({"places": "*i64"} if far else {})
-        | {
-            "wire": POINTERS[wire],
-            "header": HEADER_TYPES[held],
-            "mismatch": "*i32",
-            "scale": "*fp32",
-            "sums": "*fp32",
-        }
-    )
-    constants = _table(dtype, align, vector(dtype, align), sizes)
-    constants |= {"WARPS": sizes.warps, "HELD": held, "SCALED": scaled, "ACCUMULATE": accumulate}
-    constants |= {"SUMS": sums, "EVICT": evict}
-    return _variant(unpack_kernel, types, constants)
+    """Return the variant that unpacks; with `far`, places are int64, and may lie in other memory than the wire."""
+    types = TABLES | ({"places": "*i64"} if far else {})
+    types |= {"wire": POINTERS[wire], "header": HEADER_TYPES[held], "mismatch": "*i32"}
+    constants = _table(dtype, align, vector(dtype, align), sizes) | {"HELD": held}
+    return _variant(unpack_kernel, types, constants, sizes.warps)
 
 
-def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, sent: bool) -> Variant:
+def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes) -> Variant:
     """Return the variant that mixes a received wire of dtype `wire` into tensors of `dtype`."""
     types = TABLES | {"received": POINTERS[wire], "sent": POINTERS[wire], "weight": "*fp32"}
-    constants = _table(dtype, align, vector(dtype, align), sizes)
-    return _variant(mix_kernel, types, constants | {"SENT": sent}, sizes.warps)
+    return _variant(mix_kernel, types, _table(dtype, align, vector(dtype, align), sizes), sizes.warps)
 
 
 def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
@@ -170,11 +156,6 @@ def meet(peers: int) -> Variant:
     return _variant(meet_kernel, addresses | memory | numbers, {"PEERS": peers}, 1)
 
 
-def norm(tile: int = 4096) -> Variant:
-    """Return the variant that computes a norm from partial sums."""
-    return _variant(norm_kernel, {"sums": "*fp32", "count": "i32", "out": "*fp32"}, {"TILE": tile}, 8)
-
-
 def vector(dtype: torch.dtype, align: int = WIDEST_NBYTES) -> int:
     """Return the number of elements of `dtype` in a thread's widest store; loads take as many elements."""
     return max(1, align // dtype.itemsize)
@@ -184,8 +165,8 @@ def _table(dtype: torch.dtype, align: int, vector: int, sizes: Sizes) -> dict[st
     return {"DTYPE": DTYPES[dtype], "ALIGN": align, "VECTOR": vector, "TILE": sizes.tile}
 
 
-def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int | None = None) -> Variant:
-    return Variant(kernel, tuple(types.items()), tuple(constants.items()), warps or constants["WARPS"])
+def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int) -> Variant:
+    return Variant(kernel, tuple(types.items()), tuple(constants.items()), warps)
 
 
 def compiled(variant: Variant, arch: int) -> CompiledKernel:

@@ -23,7 +23,7 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import GRADIENT_NBYTES
+from commrt.pricing.price import GRADIENT_NBYTES
 from commrt.program import chunk_bounds
 from commrt.schedule import COPY, Combine, IntArray, Schedule, Step, require_valid
 

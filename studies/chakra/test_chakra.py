@@ -23,7 +23,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError, UsageError
 from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.pricing.price import Pricing
-from commrt.proof.traffic import traffic
+from commrt.proof.replay import traffic
 from commrt.schedule import ADD, COPY, Schedule, Step
 
 SEND, RECV, COMP = NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMP_NODE

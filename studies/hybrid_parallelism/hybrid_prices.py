@@ -22,8 +22,7 @@ import numpy as np
 from commrt.algorithms.catalogue import candidates
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Pricing
-from commrt.pricing.wires import GRADIENT_NBYTES
+from commrt.pricing.price import GRADIENT_NBYTES, Pricing
 from commrt.tools.planning.workload import FIRST_NBYTES, FORWARD, Layer, Workload
 
 __all__ = ["BUCKET_NBYTES", "MOST_RANKS", "HybridPricing", "HybridStep", "RunCost", "closed_form_groups"]

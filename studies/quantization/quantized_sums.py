@@ -17,8 +17,8 @@ from torch import Tensor
 import commrt
 from commrt.errors import UsageError
 from commrt.kernels.quantize import add_quantized, dequantize, quantize
+from commrt.options import require_short_sums
 from commrt.proof.symbols import select
-from commrt.quantization.short_sums import require_short_sums
 from commrt.schedule import ADD, Algorithm, IntArray, Schedule, Step
 
 __all__ = ["print_errors", "relative_error", "replayed", "replayed_error"]

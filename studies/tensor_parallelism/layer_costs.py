@@ -2,7 +2,7 @@
 """The exchanges of a transformer layer whose matrices are split over all ranks, in one dimension or over a grid.
 
 1-D: Shoeybi and others, "Megatron-LM", 2019: two all-reduces of all activations in each pass. Over a grid: see
-`commrt.algorithms.summa`. Layer norms, biases and the loss exchange a few numbers per token, which are left out.
+`grid_schedules`. Layer norms, biases and the loss exchange a few numbers per token, which are left out.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from commrt.algorithms import summa
-from commrt.algorithms.summa import Grid
+import grid_schedules
+from grid_schedules import Grid
+
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
-from commrt.proof.traffic import traffic
+from commrt.proof.replay import traffic
 from commrt.schedule import Algorithm, Schedule
 from commrt.tools.planning.planner import exchange_plans, short_name
 
@@ -136,8 +137,8 @@ def schedules_of(grid: Grid, size: LayerSize, slices: int | None) -> Iterator[tu
     for inputs, outputs in size.products:
         x, w = _ratio(size.tokens, outputs * grid.depth)
         numel = (size.tokens * inputs / grid.depth + inputs * outputs) / grid.side
-        yield summa.forward(grid, x, w, slices), numel
-        yield summa.backward(grid, x, w, slices), 2 * numel
+        yield grid_schedules.forward(grid, x, w, slices), numel
+        yield grid_schedules.backward(grid, x, w, slices), 2 * numel
 
 
 def _seconds(cluster: Cluster, grid: Grid, size: LayerSize, itemsize: int, slices: int | None) -> float:

@@ -10,22 +10,20 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import grid_schedules  # of this folder
 import typer
 from layer_costs import LayerCost, LayerSize, layer_costs  # of this folder
 from rich.console import Console
 from rich.table import Table
 
-from commrt.algorithms import summa
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import ITEMS, QUANTIZERS, wire_nbytes
-from commrt.proof import matrix_products
+from commrt.pricing.price import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, Wire
+from commrt.tools.commands.options import CLUSTER, Wire, json_of
 
 __all__ = ["app"]
 
@@ -100,9 +98,11 @@ def _prove(cost: LayerCost, ranks: int) -> None:
         schedule = cost.all_reduce.schedule(0, ranks)
         prove(schedule, all_reduce(ranks, schedule.chunks))
     if cost.grid is not None:
-        there, back = (of_pass(cost.grid, slices=cost.slices) for of_pass in (summa.forward, summa.backward))
-        prove(there, matrix_products.forward(cost.grid, there.chunks))
-        prove(back, matrix_products.backward(cost.grid, back.chunks))
+        there, back = (
+            of_pass(cost.grid, slices=cost.slices) for of_pass in (grid_schedules.forward, grid_schedules.backward)
+        )
+        prove(there, grid_schedules.forward_goal(cost.grid, there.chunks))
+        prove(back, grid_schedules.backward_goal(cost.grid, back.chunks))
 
 
 def _record(size: LayerSize, cost: LayerCost, ranks: int, tflops: float | None) -> dict[str, Any]:

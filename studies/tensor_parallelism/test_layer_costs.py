@@ -8,17 +8,15 @@ from functools import partial
 from itertools import islice
 
 import commands
+import grid_schedules
 import price_layers
 import pytest
+from grid_schedules import Grid
 from layer_costs import LayerSize, grids_of, in_one_dimension, layer_costs, on_grid, schedules_of
 
 from commrt import ScheduleError, UsageError
-from commrt.algorithms import summa
-from commrt.algorithms.summa import Grid
 from commrt.pricing.cluster import Cluster
-from commrt.proof import matrix_products
-from commrt.proof.replay import verify
-from commrt.proof.traffic import traffic
+from commrt.proof.replay import traffic, verify
 from commrt.tools.planning.planner import exchange_plans
 
 PUBLISHED = {  # millions of elements: 1-D, [8, 8, 1], [4, 4, 4]
@@ -86,7 +84,7 @@ def test_grids_use_all_ranks():
 @pytest.mark.parametrize("grid", [Grid(2), Grid(2, 2), Grid(3)], ids=str)
 def test_the_schedules_that_are_priced_are_proven(grid):
     size = LayerSize(tokens=12, width=6)
-    passes = [matrix_products.forward, matrix_products.backward]
+    passes = [grid_schedules.forward_goal, grid_schedules.backward_goal]
     for slices in (None, 3):
         for number, (schedule, _) in enumerate(schedules_of(grid, size, slices)):
             outputs = size.products[number // 2][1]
@@ -116,13 +114,13 @@ def test_half_as_many_bytes_take_half_the_time_on_a_grid_if_latencies_are_small(
 
 @pytest.mark.parametrize("broken", ["forward", "backward"])
 def test_a_schedule_that_is_wrong_is_not_priced(monkeypatch, broken):
-    right = getattr(summa, broken)
+    right = getattr(grid_schedules, broken)
 
     def without_a_step(*given, **named):
         whole = right(*given, **named)
         return replace(whole, steps=lambda: islice(whole.steps(), 1, None))
 
-    monkeypatch.setattr(summa, broken, without_a_step)
+    monkeypatch.setattr(grid_schedules, broken, without_a_step)
     result = invoke("--ranks", 4, "--size", "64x64")
     assert isinstance(result.exception, ScheduleError)
 

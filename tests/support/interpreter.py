@@ -23,7 +23,7 @@ from torch._C import TensorBase
 from triton.runtime import interpreter
 
 from commrt.kernels import dispatch
-from commrt.kernels.device import launches as device_launches
+from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
 
 __all__ = ["BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "watched"]
@@ -120,7 +120,6 @@ def _exact() -> dict[tuple[Any, str], Any]:
     return {
         (BUILDER, "cast_impl"): _cast(BUILDER.cast_impl),
         (BUILDER, "create_fp_to_fp"): lambda self, src, to, rounding: self.cast_impl(src, to),
-        (interpreter.ReduceOps, "apply_impl"): _reduce(interpreter.ReduceOps.apply_impl),
         (interpreter.TensorHandle, "set_attr"): _hint(interpreter.TensorHandle.set_attr),
     }
 
@@ -191,8 +190,8 @@ def interpreted_gpu() -> Iterator[Launches]:
     launches = Launches()
     attributes: dict[tuple[Any, str], Any] = {(dispatch, "is_on_gpu"): lambda tensor: True}
     attributes |= {(Tensor, "data_ptr"): lambda tensor: launches.memory.address_of(tensor)}  # noqa: PLW0108  # or it would not be a method
-    attributes |= {(module, "launch_of"): launches.launch_of for module in (packing, device_launches)}
-    attributes |= {(module, "arch_of"): lambda device: 90 for module in (packing, device_launches)}
+    attributes |= {(module, "launch_of"): launches.launch_of for module in (packing, device_launch)}
+    attributes |= {(module, "arch_of"): lambda device: 90 for module in (packing, device_launch)}
     with _replaced(_exact() | attributes | _checked(launches.memory)):
         yield launches
 
@@ -232,17 +231,6 @@ def _cast(plain: Any) -> Any:
         return interpreter.TensorHandle(bits.view(kind).reshape(data.shape), to.scalar)
 
     return cast
-
-
-def _reduce(plain: Any) -> Any:
-    """The maximum with NaN at numpy's speed."""
-
-    def apply(self: Any, values: Any) -> Any:
-        if getattr(self.combine_fn, "__name__", "") != "_larger":
-            return plain(self, values)
-        return self.to_tensor(np.max(values[0].handle.data, axis=self.axis, keepdims=self.keep_dims), values[0].dtype)
-
-    return apply
 
 
 def _hint(plain: Any) -> Any:

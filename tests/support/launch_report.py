@@ -17,7 +17,7 @@ from torch import nn
 import commrt
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import MIB, Header
-from commrt.kernels.device.sizes import SIZES
+from commrt.kernels.device.variants import SIZES
 from commrt.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -95,7 +95,7 @@ def many_tensors(count: int) -> dict[str, Any]:
 def contenders(fake: Driver) -> dict[str, list[str]]:
     """What each of our contenders in the benchmarks launches."""
     launched = {}
-    packing = pack([(7,), (5000,)], torch.bfloat16, thorough=True)
+    packing = pack([(7,), (5000,)], torch.bfloat16)
     for name, task in (("pack", packing), ("mix", mix([(7,)], torch.bfloat16))):
         for who, run in task.contenders.items():
             if who.startswith(OURS):

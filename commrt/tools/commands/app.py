@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``commrt``, and the options of what looks at a machine. Code is imported when it is called."""
+"""The command ``commrt``. Only what looks at a machine imports torch, when it is called."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 import commrt
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
-from commrt.tools.commands import options as opt
-from commrt.tools.commands import price_commands as commands
+from commrt.tools.commands import draw, plan, simulate, verify
+from commrt.tools.commands.doctor import doctor
+from commrt.tools.commands.options import spread
+from commrt.tools.commands.probe import probe
+from commrt.tools.commands.simulate_backups import backups
 
 __all__ = ["app", "in_one_line", "main"]
 
@@ -40,41 +44,32 @@ def commrt_(
     """
 
 
-app.command(rich_help_panel=PRICE)(commands.verify)
-app.add_typer(commands.simulate, name="simulate", rich_help_panel=PRICE)
-app.add_typer(commands.plan, name="plan", rich_help_panel=PRICE)
-app.add_typer(commands.draw, name="draw", rich_help_panel=PRICE)
+def _group(name: str, about: str, commands: dict[str, Callable[..., None]]) -> None:
+    group = typer.Typer(no_args_is_help=True, help=about)
+    for each, command in commands.items():
+        group.command(each)(spread(command))
+    app.add_typer(group, name=name, rich_help_panel=PRICE)
 
 
-@app.command(rich_help_panel=MACHINE)
-def probe(
-    out: Annotated[str, typer.Option(metavar="FILE", help="The file to write: a cluster description, .toml.")],
-    workers: Annotated[int, typer.Option(min=2, max=64, help="Local processes; ignored under a launcher.")] = 4,
-    timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another one, in seconds.")] = 60.0,
-) -> None:
-    """Measure the links between ranks, for simulate and plan.
-
-    On this machine, or in the job that starts it.
-    """
-    from commrt.tools.commands import probe as command  # noqa: PLC0415  # commands are imported when called
-
-    command.run(out, workers, timeout_s)
-
-
-@app.command(rich_help_panel=MACHINE)
-def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Do not start two processes that exchange data.")] = False,
-    as_json: opt.Json = False,
-) -> None:
-    """Check this machine, and say what to fix.
-
-    Checks packages, host, GPUs and environment variables. Unless --quick is given, two processes exchange data for
-    up to 4 seconds. The exit code is 1 if training would fail.
-    """
-    from commrt.tools.commands import doctor as command  # noqa: PLC0415  # commands are imported when called
-
-    if not command.run(as_json, quick):
-        raise typer.Exit(1)
+app.command(rich_help_panel=PRICE)(spread(verify.verify))
+_group(
+    "simulate",
+    "Estimate an exchange or a training step on a cluster.\n\n"
+    "You do not need the cluster: its links are described in a file.",
+    {"exchange": simulate.exchange, "step": simulate.step, "local": simulate.local, "backups": backups},
+)
+_group(
+    "plan",
+    "Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.",
+    {"exchange": plan.exchange, "step": plan.step, "backups": plan.backups, "collective": plan.collective},
+)
+_group(
+    "draw",
+    "Draw a schedule, a training step, or how algorithms scale.",
+    {"schedule": draw.schedule, "step": draw.step, "scaling": draw.scaling, "recorded": draw.recorded},
+)
+app.command(rich_help_panel=MACHINE)(probe)
+app.command(rich_help_panel=MACHINE)(doctor)
 
 
 def main(program: typer.Typer = app) -> None:

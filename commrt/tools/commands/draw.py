@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from commrt.algorithms.catalogue import ALGORITHMS, DIRECT, GOSSIP
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.wires import ITEMS, QUANTIZERS, wire_nbytes
+from commrt.pricing.price import ITEMS, QUANTIZERS, wire_nbytes
+from commrt.tools.commands import options as opt
 from commrt.tools.commands.options import ShapeOptions, StepOptions, compute_of, workload_of
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.verify import choose
@@ -19,20 +23,30 @@ from commrt.tools.pictures.files import require_picture, save_picture
 from commrt.tools.pictures.traces import read_spans
 from commrt.tools.planning.timeline import blocking_step, overlapped_step
 
-__all__ = ["draw_recorded", "draw_scaling_of", "draw_schedule_of", "draw_step"]
+__all__ = ["recorded", "scaling", "schedule", "step"]
 
 RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def draw_schedule_of(name: str, shape: ShapeOptions, ranks: int, cluster: str, out: str) -> None:
-    """Draw the schedule of an algorithm; raise `UsageError` for what cannot be drawn."""
-    algorithm = choose(name, shape, Cluster.named(cluster))
+def schedule(
+    algorithm: opt.AlgorithmName,
+    out: opt.Out,
+    shape: ShapeOptions,
+    ranks: Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks, at most 64.")] = 4,
+    cluster: opt.ClusterName = opt.CLUSTER,
+) -> None:
+    """Draw a schedule: an arrow for each transfer."""
+    chosen = choose(algorithm, shape, Cluster.named(cluster))
     require_picture(out)
-    save_picture(draw_schedule(algorithm.schedule(0, ranks)), out)
+    save_picture(draw_schedule(chosen.schedule(0, ranks)), out)
 
 
-def draw_recorded(file: str, step: int | None, out: str) -> None:
-    """Draw `step` of the run whose timeline is `file`, or a typical one; raise `UsageError`."""
+def recorded(
+    file: Annotated[str, typer.Argument(help="The timeline of a run, such as trace.json.")],
+    out: opt.Out,
+    step: Annotated[int | None, typer.Option(min=0, show_default="a typical one", help="The step to draw.")] = None,
+) -> None:
+    """Draw a step of a run."""
     require_picture(out)
     figure = draw_recorded_step(read_spans(file), Path(file).name, step)
     if figure is None:
@@ -40,43 +54,51 @@ def draw_recorded(file: str, step: int | None, out: str) -> None:
     save_picture(figure, out)
 
 
-def draw_step(name: str, options: StepOptions, shape: ShapeOptions, out: str) -> None:
-    """Draw a simulated training step; raise `UsageError` for what cannot be drawn."""
+def step(algorithm: opt.AlgorithmName, out: opt.Out, options: StepOptions, shape: ShapeOptions) -> None:
+    """Draw a simulated training step, and what of its exchange is not hidden."""
     cluster = Cluster.named(options.cluster)
-    algorithm = choose(name, shape, cluster)
+    chosen = choose(algorithm, shape, cluster)
     require_picture(out)
-    if isinstance(algorithm, Gossip):
+    if isinstance(chosen, Gossip):
         raise UsageError("gossip exchanges between steps: draw its schedule, or how it scales")
-    if isinstance(algorithm, LocalSGD):
+    if isinstance(chosen, LocalSGD):
         raise UsageError("local SGD exchanges between steps: draw its schedule, or use commrt simulate local")
-    step = StepEstimate.of(algorithm, options, cluster)
-    pricing, nbytes = step.exchange.pricing, step.exchange.nbytes
+    found = StepEstimate.of(chosen, options, cluster)
+    pricing, nbytes = found.exchange.pricing, found.exchange.nbytes
     ways = {
-        "after the\nbackward pass": blocking_step(pricing, nbytes, step.compute_s),
-        f"under it, buckets\nof {options.bucket_cap_mb:g} MB": overlapped_step(pricing, step.buckets, step.compute_s),
+        "after the\nbackward pass": blocking_step(pricing, nbytes, found.compute_s),
+        f"under it, buckets\nof {options.bucket_cap_mb:g} MB": overlapped_step(pricing, found.buckets, found.compute_s),
     }
     place = f"{options.ranks:,} ranks of {cluster.name}"
-    title = f"{step.workload.name} on {place}: {pricing.schedule.name}, {options.wire}"
+    title = f"{found.workload.name} on {place}: {pricing.schedule.name}, {options.wire}"
     save_picture(draw_simulated_step(title, ways, pricing.phases(nbytes)), out)
 
 
-def draw_scaling_of(options: StepOptions, out: str) -> None:
-    """Draw how all algorithms scale up to `options.ranks`; raise `UsageError` for what cannot be drawn."""
+def scaling(
+    out: opt.Out,
+    model: opt.Model,
+    ranks: Annotated[int, typer.Option(min=1, max=65536, help="The largest number of ranks.")] = 4096,
+    cluster: opt.ClusterName = opt.CLUSTER,
+    wire: opt.WireDtype = opt.Wire.fp32,
+    batch: opt.Batch = None,
+    compute_ms: opt.ComputeMs = None,
+) -> None:
+    """Draw the efficiency of all algorithms over the number of ranks."""
     require_picture(out)
-    cluster, workload = Cluster.named(options.cluster), workload_of(options.model)
-    compute_s, _ = compute_of(workload, cluster, options.batch, options.compute_ms)
-    nbytes = wire_nbytes(workload.numel, ITEMS[options.wire])
-    most = min(cluster.ranks(), options.ranks)
-    counts = [ranks for ranks in RANK_COUNTS if ranks <= most]
+    place, workload = Cluster.named(cluster), workload_of(model)
+    compute_s, _ = compute_of(workload, place, batch, compute_ms)
+    nbytes = wire_nbytes(workload.numel, ITEMS[wire])
+    most = min(place.ranks(), ranks)
+    counts = [count for count in RANK_COUNTS if count <= most]
     if len(counts) < 2:
         raise UsageError(f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give more")
     efficiencies = {}
-    left_out = {DIRECT} if cluster.between.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
+    left_out = {DIRECT} if place.between.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
     plain = [name for name in (*ALGORITHMS, GOSSIP) if name not in left_out]
-    for name in [DIRECT] if options.wire in QUANTIZERS else plain:
-        algorithm = choose(name, ShapeOptions(), cluster)
-        estimates = (ExchangeEstimate(algorithm, ranks, cluster, nbytes, options.wire) for ranks in counts)
+    for name in [DIRECT] if wire in QUANTIZERS else plain:
+        algorithm = choose(name, ShapeOptions(), place)
+        estimates = (ExchangeEstimate(algorithm, count, place, nbytes, wire) for count in counts)
         efficiencies[name] = [compute_s / (compute_s + each.price.seconds) for each in estimates]
-    where = f"exchanged after the step, on {cluster.name}"
-    title = f"{workload.name}, {options.wire}, {where} ({1e3 * compute_s:.1f} ms to compute)"
+    where = f"exchanged after the step, on {place.name}"
+    title = f"{workload.name}, {wire}, {where} ({1e3 * compute_s:.1f} ms to compute)"
     save_picture(draw_scaling(title, counts, efficiencies), out)

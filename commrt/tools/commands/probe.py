@@ -5,18 +5,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.store.launcher import launched, require_deadlines
-from commrt.tools.measuring.probing import probed
 from commrt.tools.pictures.files import require_writable, write
 
-__all__ = ["run"]
+__all__ = ["probe"]
 
 
-def run(out: str, workers: int, timeout_s: float) -> None:
-    """Measure, and write the cluster file; under a launcher the first rank writes it."""
+def probe(
+    out: Annotated[str, typer.Option(metavar="FILE", help="The file to write: a cluster description, .toml.")],
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Local processes; ignored under a launcher.")] = 4,
+    timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another one, in seconds.")] = 60.0,
+) -> None:
+    """Measure the links between ranks, for simulate and plan.
+
+    On this machine, or in the job that starts it.
+    """
+    from commrt.tools.measuring.probing import probed  # noqa: PLC0415  # imports torch
+
     path = Path(out)
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise UsageError(f"--out {out}: give a .toml file in a folder that exists")
@@ -24,7 +35,7 @@ def run(out: str, workers: int, timeout_s: float) -> None:
     require_deadlines(**{"--timeout-s": timeout_s})
     launch = launched()
     cluster = probed(launch, workers, timeout_s)
-    if launch is None or launch.rank == 0:
+    if launch is None or launch.rank == 0:  # one writes it
         text = replace(cluster, name=path.stem).text()
         write("--out", out, lambda: path.write_text(text, encoding="utf-8"))
         print(_sentence(cluster, out))

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.errors import UsageError
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import BackupOptions
+from commrt.tools.commands.options import BackupOptions, Json, json_of
 from commrt.tools.pictures.traces import read_times
 from commrt.tools.planning.stragglers import (
     Exponential,
@@ -32,7 +31,7 @@ from commrt.tools.planning.stragglers import (
     step_time_s,
 )
 
-__all__ = ["BackupEstimate", "estimate_backups", "run"]
+__all__ = ["BackupEstimate", "backups", "estimate_backups"]
 
 Sampled = HeavyTails | Exponential | SlowSteps
 LAWS: dict[str, Sampled] = {"paper": HeavyTails(), "exponential": Exponential(), "slow": SlowSteps()}
@@ -82,7 +81,7 @@ class BackupEstimate:
         tried = {*range(FEW + 1), self.ranks - self.choice.best}
         while (larger := ceil(GROWTH * max(tried))) <= (self.ranks - 1) // 2:
             tried.add(larger)
-        needed = np.array([self.ranks - backups for backups in sorted(tried, reverse=True) if backups < self.ranks])
+        needed = np.array([self.ranks - number for number in sorted(tried, reverse=True) if number < self.ranks])
         late_s = step_time_s(self.times_s, needed)
         late = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
         known = [column[needed - 1] for column in self.per_quorum.values()]
@@ -178,8 +177,8 @@ def _goal(options: BackupOptions, ranks: int) -> Published | Scaling:
     return Published()
 
 
-def run(options: BackupOptions, as_json: bool) -> None:
-    """Print what steps cost that wait for some of the ranks, and how many backups to use; raises `UsageError`."""
+def backups(options: BackupOptions, as_json: Json = False) -> None:
+    """Estimate steps that wait for some of the ranks, and recommend how many backups to use."""
     found = estimate_backups(options)
     if as_json:
         print(json_of(found.record()))

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+import typer
 
 from commrt.algorithms.backup import BackupWorkers
-from commrt.algorithms.catalogue import ROOTED, by_name, candidates
+from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, ROOTED, by_name, candidates
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.gossip import Gossip, Topology
@@ -17,14 +19,15 @@ from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
+from commrt.pricing.selection import require_candidate
+from commrt.proof import replay
 from commrt.proof.mixing import mixing, steps_to_meet_all
-from commrt.proof.replay import Proof, verify
+from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import Algorithm, Schedule
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import ShapeOptions
+from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, json_of, leave_out
 
-__all__ = ["choose", "run", "run_collective"]
+__all__ = ["choose", "verify"]
 
 PERIODS = 2
 """Periods of gossip that are verified: before and after the partners change."""
@@ -76,14 +79,47 @@ def _grid(text: str) -> tuple[int, int]:
     return int(sides[1]), int(sides[2])
 
 
-def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
+def verify(
+    algorithm: Annotated[
+        str,
+        typer.Argument(
+            help=f"{', '.join(ALGORITHMS)}, gossip, local or backup. Or a "
+            "collective: broadcast, reduce, gather, scatter, all_gather, reduce_scatter, all_reduce, all_to_all or "
+            "barrier."
+        ),
+    ],
+    collective: CollectiveOptions,
+    shape: ShapeOptions,
+    ranks: Annotated[int, typer.Option(min=1, max=4096, help="Number of ranks.")] = 4,
+    backups: Annotated[
+        int | None, typer.Option(min=0, help="For backup: how many ranks a step does not wait for.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the schedule, step by step.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove a schedule, and print its cost.
+
+    The exit code is 1 if the schedule is wrong.
+    """
+    schedule, root = collective
+    if algorithm in COLLECTIVES:
+        leave_out("a collective takes --schedule and --root", shape.given() | {"--backups": backups})
+        ok = _verify_collective(algorithm, schedule, ranks, root, show, as_json)
+    else:
+        leave_out(f"{algorithm} is no collective", {"--schedule": schedule, "--root": root})
+        ok = _verify_algorithm(choose(algorithm, shape, backups=backups), ranks, show, as_json)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _verify_algorithm(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     """Verify the schedule of `algorithm` on `ranks` ranks and print the result; return True if it is correct.
 
     For gossip, verify each step of two periods, and print what a period does as a whole.
     """
     steps = PERIODS * algorithm.period(ranks) if isinstance(algorithm, Gossip) else 1
     schedules = [algorithm.schedule(step, ranks) for step in range(steps)]
-    proofs = [verify(schedule, _spec(algorithm, schedule)) for schedule in schedules]
+    proofs = [replay.verify(schedule, _spec(algorithm, schedule)) for schedule in schedules]
     worst = next((proof for proof in proofs if not proof.ok), proofs[0])
     mixed = _mixing(algorithm, schedules[: steps // PERIODS]) if isinstance(algorithm, Gossip) else {}
     if as_json:
@@ -97,18 +133,17 @@ def run(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
     return worst.ok
 
 
-def run_collective(collective: str, name: str | None, ranks: int, root: int | None, show: bool, as_json: bool) -> bool:
-    """Verify the schedule of `collective` called `name`, or all of them, as `run` does; return True if all are correct.
-
-    Raises `UsageError` for a schedule or a root that the collective does not have on so many ranks.
-    """
+def _verify_collective(
+    collective: str, name: str | None, ranks: int, root: int | None, show: bool, as_json: bool
+) -> bool:
+    """Verify the schedule of `collective` called `name`, or all of them, likewise."""
     if root is not None and collective not in ROOTED:
         raise UsageError(f"{collective} has no root: leave --root out")
     schedules = candidates(collective, ranks, root or 0)
     if name is not None:
-        schedules = _only(name, schedules, f"{collective} on {ranks} ranks")
+        schedules = {name: require_candidate(collective, name, ranks, root or 0)}
     proofs = {
-        each: verify(schedule, collective_of(collective, ranks, schedule.chunks, root or 0))
+        each: replay.verify(schedule, collective_of(collective, ranks, schedule.chunks, root or 0))
         for each, schedule in schedules.items()
     }
     ok = all(proof.ok for proof in proofs.values())
@@ -119,12 +154,6 @@ def run_collective(collective: str, name: str | None, ranks: int, root: int | No
         print(*schedules.values(), sep="\n")
     print(*map(_sentence, proofs.values()), sep="\n")
     return ok
-
-
-def _only(name: str, schedules: Mapping[str, Schedule], what: str) -> dict[str, Schedule]:
-    if name not in schedules:
-        raise UsageError(f"no schedule for {what} is called {name!r}: choose one of {', '.join(schedules)}")
-    return {name: schedules[name]}
 
 
 def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:

@@ -17,8 +17,7 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Pricing, all_reduce_bound_s
-from commrt.pricing.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, wire_nbytes
+from commrt.pricing.price import GRADIENT_NBYTES, ITEMS, QUANTIZERS, Pricing, all_reduce_bound_s, wire_nbytes
 from commrt.quantizer import Quantizer
 from commrt.schedule import Algorithm
 from commrt.tools.planning.timeline import overlapped_step

@@ -8,18 +8,16 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from grid_schedules import Grid, backward, backward_goal, forward, forward_goal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commrt import UsageError
-from commrt.algorithms import summa
-from commrt.algorithms.summa import Grid
-from commrt.proof import matrix_products
 from commrt.proof.replay import verify
 from commrt.schedule import ADD
 
 GRIDS = [Grid(side, depth) for side in range(1, 5) for depth in range(1, 5)]
-PASSES = [(summa.forward, matrix_products.forward), (summa.backward, matrix_products.backward)]
+PASSES = [(forward, forward_goal), (backward, backward_goal)]
 
 CASES = [(grid, slices) for grid in GRIDS for slices in (None, 1, 5)]
 
@@ -41,8 +39,8 @@ def test_any_grid_and_any_sizes_of_blocks_are_proven(side, depth, x, w, slices):
 
 
 def test_a_schedule_without_one_of_its_steps_is_refuted():
-    whole = summa.backward(Grid(2, 2))
-    steps, wanted = [*whole.checked_steps()], matrix_products.backward(Grid(2, 2), whole.chunks)
+    whole = backward(Grid(2, 2))
+    steps, wanted = [*whole.checked_steps()], backward_goal(Grid(2, 2), whole.chunks)
     for lost in range(6):
         mutant = replace(whole, steps=lambda lost=lost: iter(steps[:lost] + steps[lost + 1 :]))
         assert not verify(mutant, wanted).ok, lost
@@ -60,7 +58,7 @@ def test_every_rank_sends_and_receives_the_bytes_of_the_formula():
     x, w = 2, 3
     for grid, slices in CASES:
         q, d = grid.side, grid.depth
-        there, back = summa.forward(grid, x, w, slices), summa.backward(grid, x, w, slices)
+        there, back = forward(grid, x, w, slices), backward(grid, x, w, slices)
         blocks_of_one = there.chunks // (q * (x + w))
         formula = 3 * (q - 1) * (x + w) + 2 * (d - 1) / d * w
         for column in ("src", "dst"):
@@ -83,7 +81,7 @@ def test_products_of_the_blocks_that_arrive_are_blocks_of_the_product(grid):
     q, d = grid.side, grid.depth
     draw = np.random.default_rng(0)
     x, w = draw.integers(-5, 5, (4 * q * d, 5 * q)), draw.integers(-5, 5, (5 * q, 3 * q))
-    unit = summa.forward(grid).chunks // (2 * q)
+    unit = forward(grid).chunks // (2 * q)
     held = np.empty((grid.world, 2 * q * unit), dtype=object)
     places = [(rank // q**2, rank // q % q, rank % q) for rank in range(grid.world)]
     own_rows = [slice(4 * (layer * q + row), 4 * (layer * q + row + 1)) for layer, row, _ in places]
@@ -91,14 +89,14 @@ def test_products_of_the_blocks_that_arrive_are_blocks_of_the_product(grid):
         for chunk in range(unit):
             held[rank, column * unit + chunk] = x[own_rows[rank], 5 * column : 5 * column + 5]
             held[rank, (q + row) * unit + chunk] = w[5 * row : 5 * row + 5, 3 * column : 3 * column + 3]
-    run(summa.forward(grid), held)
+    run(forward(grid), held)
     for rank, (_, _, column) in enumerate(places):
         y = sum(held[rank, t * unit] @ held[rank, (q + t) * unit] for t in range(q))
         assert (y == (x @ w)[own_rows[rank], 3 * column : 3 * column + 3]).all()
 
 
 def test_rows_and_columns_move_in_the_same_step():
-    first = next(islice(summa.forward(Grid(3, 2)).checked_steps(), 1))
+    first = next(islice(forward(Grid(3, 2)).checked_steps(), 1))
     pairs = {*zip(first.src.tolist(), first.dst.tolist(), strict=True)}
     assert {(0, 1), (0, 3)} <= pairs
 
@@ -119,4 +117,4 @@ def test_a_grid_without_ranks_is_refused(side, depth):
 )
 def test_blocks_without_chunks_and_chains_without_slices_are_refused(x, w, slices, says):
     with pytest.raises(UsageError, match=says):
-        summa.forward(Grid(2), x, w, slices)
+        forward(Grid(2), x, w, slices)
