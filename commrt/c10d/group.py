@@ -71,7 +71,8 @@ class ProcessGroupWorld:
         try:
             self.world.close()
         except CommrtError as error:
-            raise as_dist_error(error) from error.__cause__
+            as_dist_error(error)
+            raise
         _OPEN.discard(self)
         self.host_messages.close()
 
@@ -90,7 +91,8 @@ def group_of(options: Any) -> ProcessGroupWorld:
             options.store, options.group_rank, options.group_size, timeout_s, ranks, options.group_id
         )
     except CommrtError as error:
-        raise as_dist_error(error) from error.__cause__
+        as_dist_error(error)
+        raise
 
 
 def _unused(store: Store, rank: int, size: int) -> Store:
