@@ -135,7 +135,7 @@ def test_a_receive_that_nothing_depends_on_lands_in_the_callers_memory(narrow, m
     copied, carry = [], call_engine._carry
 
     def noted(part, *given):
-        copied.append([(each.begin, each.end) for each in part.take])
+        copied.append([(each.elements.start, each.elements.stop) for each in part.take])
         carry(part, *given)
 
     monkeypatch.setattr(call_engine, "_carry", noted)

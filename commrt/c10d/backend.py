@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.call_engine import Call
-from commrt.c10d.checked_calls import CheckedCalls, memory_of
+from commrt.c10d.checked_calls import memory_of
 from commrt.c10d.group import ProcessGroupWorld, group_of
 from commrt.c10d.group_work import GroupWork, as_dist_error
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
@@ -80,7 +80,6 @@ class Methods:
     """
 
     group: ProcessGroupWorld
-    requests: CheckedCalls
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
         """Return ``begin()``, the call of torch's method `name` with the arguments `given`: torch 2.14 has seen it."""
@@ -92,23 +91,23 @@ class Methods:
         """Combine all ranks' tensors at every rank."""
         tensor = _one(tensors)
         if tensor.is_sparse:
-            return _sparse_all_reduce(tensor, opts, self.requests.size, self.allgather)
-        return self._begin(opts, self.requests.whole("all_reduce", tensor, opts))
+            return _sparse_all_reduce(tensor, opts, self.group.requests.size, self.allgather)
+        return self._begin(opts, self.group.requests.whole("all_reduce", tensor, opts))
 
     @collective("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Do `allreduce` of several tensors."""
-        return self._begin(opts, *[self.requests.whole("all_reduce", tensor, opts) for tensor in tensors])
+        return self._begin(opts, *[self.group.requests.whole("all_reduce", tensor, opts) for tensor in tensors])
 
     @collective("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Copy the root's tensor to all ranks."""
-        return self._begin(opts, self.requests.whole("broadcast", _one(tensors), opts))
+        return self._begin(opts, self.group.requests.whole("broadcast", _one(tensors), opts))
 
     @collective("reduce")
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Combine all ranks' tensors at the root."""
-        return self._begin(opts, self.requests.whole("reduce", _one(tensors), opts))
+        return self._begin(opts, self.group.requests.whole("reduce", _one(tensors), opts))
 
     @collective("all_gather")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -126,9 +125,7 @@ class Methods:
         return self._begin_pieces("all_gather", [tensor], [output], opts)
 
     @collective("all_gather", "allgather_into_tensor_coalesced")
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Do `all_gather_single` of several tensors."""
         return self._begin_pieces("all_gather", inputs, outputs, opts)
 
@@ -153,28 +150,26 @@ class Methods:
         return self._begin_pieces("reduce_scatter", [output], [tensor], opts)
 
     @collective("reduce_scatter", "reduce_scatter_tensor_coalesced")
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Do `reduce_scatter_single` of several tensors."""
         return self._begin_pieces("reduce_scatter", outputs, inputs, opts)
 
     @collective("all_to_all")
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy the input of each rank's number to that rank."""
-        return self._begin(opts, self.requests.all_to_all(outputs, inputs, opts))
+        return self._begin(opts, self.group.requests.all_to_all(outputs, inputs, opts))
 
     @collective("all_to_all", "alltoall_base")
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
-        return self._begin(opts, self.requests.all_to_all_single(output, tensor, output_sizes, input_sizes, opts))
+        return self._begin(opts, self.group.requests.all_to_all_single(output, tensor, output_sizes, input_sizes, opts))
 
     @collective("barrier")
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks."""
-        return self._begin(opts, self.requests.barrier(opts))
+        return self._begin(opts, self.group.requests.barrier(opts))
 
     @collective("barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -184,9 +179,9 @@ class Methods:
         if given is not None and given >= timedelta(0):
             opts.timeout = max(given, SHORTEST)
         try:
-            self._begin(opts, self.requests.barrier(opts)).wait()
+            self._begin(opts, self.group.requests.barrier(opts)).wait()
         except DeadlineExceeded as late:
-            late.what = f"Rank {self.requests.rank} timed out in monitoredBarrier: {late.what}"
+            late.what = f"Rank {self.group.requests.rank} timed out in monitoredBarrier: {late.what}"
             raise
 
     @collective("send")
@@ -236,7 +231,7 @@ class Methods:
     def _begin_pieces(self, name: str, own: Sequence[Tensor], pieces: Sequence[Any], opts: Any) -> dist.Work:
         """Begin a call of `CheckedCalls.pieces` for each pair of the two lists."""
         pairs = zip(own, pieces, strict=True)
-        return self._begin(opts, *[self.requests.pieces(name, *pair, opts) for pair in pairs])
+        return self._begin(opts, *[self.group.requests.pieces(name, *pair, opts) for pair in pairs])
 
     def _begin(self, opts: Any, *calls: Call) -> dist.Work:
         """Begin `calls`; they run in order, so the work is that of the last one."""
@@ -248,7 +243,7 @@ class Methods:
         for call in calls:
             future = self.group.engine.begin(call, waits=waits)
             result += call.result
-        return GroupWork(future, result, call.kind.traits)
+        return GroupWork(future, result, call.kind)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -266,7 +261,6 @@ class CommrtBackend(Methods, Backend):
     def __init__(self, group: ProcessGroupWorld) -> None:
         Backend.__init__(self, group.world.rank, group.world.size)
         self.group = group
-        self.requests = CheckedCalls(group.world.rank, group.world.size)
 
     def getBackendName(self) -> str:  # noqa: N802  # C++'s name
         """Return the name of the backend."""
@@ -307,15 +301,16 @@ def _sparse_all_reduce(tensor: Tensor, opts: Any, ranks: int, all_gather: Callab
     if (op := getattr(opts, "reduceOp", dist.ReduceOp.SUM)) != dist.ReduceOp.SUM:
         raise UsageError(f"{op} of sparse tensors: only their SUM can be formed; pass dense copies")
 
-    def gathered(rows: Tensor) -> list[Tensor]:
-        outputs = [torch.empty_like(rows) for _ in range(ranks)]
-        all_gather(outputs, rows).wait()
+    def gathered(rows: Tensor, count: int) -> list[Tensor]:
+        padded = rows.new_zeros((count, *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        outputs = [torch.empty_like(padded) for _ in range(ranks)]
+        all_gather(outputs, padded).wait()
         return outputs
 
     own = tensor.coalesce()
-    counts = [int(count) for count in gathered(torch.tensor([len(own.values())], device=own.device))]
-    indices = gathered(_padded(own.indices().t(), max(counts)))
-    values = gathered(_padded(own.values(), max(counts)))
+    counts = [*map(int, gathered(torch.tensor([len(own.values())], device=own.device), 1))]
+    indices, values = gathered(own.indices().t(), max(counts)), gathered(own.values(), max(counts))
     parts = [
         torch.sparse_coo_tensor(index[:count].t(), value[:count], own.shape)
         for index, value, count in zip(indices, values, counts, strict=True)
@@ -323,9 +318,3 @@ def _sparse_all_reduce(tensor: Tensor, opts: Any, ranks: int, all_gather: Callab
     with torch.no_grad():
         tensor.copy_(sum(parts[1:], parts[0]).coalesce())
     return GroupWork(None, [tensor])
-
-
-def _padded(rows: Tensor, count: int) -> Tensor:
-    padded = rows.new_zeros((count, *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    return padded

@@ -34,7 +34,7 @@ from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.transport.protocol import Tag, point
 
-__all__ = ["Call", "CallEngine", "Kind", "Piece", "Traits"]
+__all__ = ["Call", "CallEngine", "Kind", "Piece"]
 
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""
@@ -52,39 +52,20 @@ class Piece(NamedTuple):
     begin: int
 
 
-class Traits(NamedTuple):
-    """What must be equal on all ranks in one call."""
+class Kind(NamedTuple):
+    """A call without its memory: calls of one kind run the same programs on the same wire.
+
+    All but the device, and where pieces lie in rows, must be equal on all ranks; but see `sizes`.
+    """
 
     collective: str
-    slots: int
-    numel: int | None
-    """Elements of each piece; None where pieces differ (`all_to_all`)."""
     dtype: torch.dtype
     operation: str | None
     """What ADD stands for; None if nothing is combined."""
     root: int
-
-    def __str__(self) -> str:
-        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``."""
-        if self.collective == "barrier":
-            return self.collective
-        how = f" ({self.operation})" if self.operation else ""
-        from_root = f", root {self.root}" if self.collective in ROOTED else ""
-        size = "" if self.numel is None else f"[{self.numel if self.slots == 1 else (self.slots, self.numel)}]"
-        return f"{self.collective}{how} of {str(self.dtype)[6:]}{size}{from_root}"
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype of the wire: that of the tensors if they are combined, bytes otherwise."""
-        return torch.uint8 if self.operation is None else self.dtype
-
-
-class Kind(NamedTuple):
-    """A call without its memory: calls of one kind run the same programs on the same wire."""
-
-    traits: Traits
     sizes: tuple[int, ...]
-    """[slots] elements of each piece, in elements of the wire's dtype; 0 for a slot that this rank does not use."""
+    """[slots] elements of each piece, in elements of the wire's dtype. In an `all_to_all` they differ, and are 0 for a
+    slot that this rank does not use."""
     put: tuple[Piece, ...]
     """What this rank contributes."""
     take: tuple[Piece, ...]
@@ -94,6 +75,31 @@ class Kind(NamedTuple):
     """What the result is divided by; integers are rounded towards zero, as by NCCL."""
     is_scaled: bool = False
     """True if each rank's contribution is multiplied by a factor of its own."""
+
+    def __str__(self) -> str:
+        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``; equal on all ranks."""
+        if self.collective == "barrier":
+            return self.collective
+        how = f" ({self.operation})" if self.operation else ""
+        from_root = f", root {self.root}" if self.collective in ROOTED else ""
+        slots, numel = len(self.sizes), self.piece_nbytes // self.dtype.itemsize
+        size = f"[{numel if slots == 1 else (slots, numel)}]" if self.is_even else ""
+        return f"{self.collective}{how} of {str(self.dtype)[6:]}{size}{from_root}"
+
+    @property
+    def is_even(self) -> bool:
+        """True if all pieces have one size."""
+        return self.collective != "all_to_all"
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the wire: that of the tensors if they are combined, bytes otherwise."""
+        return torch.uint8 if self.operation is None else self.dtype
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of each piece; 0 where pieces differ."""
+        return self.sizes[0] * self.wire_dtype.itemsize if self.is_even else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -115,12 +121,11 @@ class Call:
 
 
 class _Copy(NamedTuple):
-    """A part of the wire, and elements [begin, end) of a row of a call that are copied from or to it."""
+    """A part of the wire, and the elements of a row of a call that are copied from or to it."""
 
     wire: Tensor
     row: int
-    begin: int
-    end: int
+    elements: slice
 
 
 class _Part(NamedTuple):
@@ -171,7 +176,7 @@ class CallEngine:
             transport.timeout_s = call.timeout_s
         try:
             with torch.inference_mode():  # the caller's tensors may be made under it
-                plan, collective = self._plan(call.kind), call.kind.traits.collective
+                plan, collective = self._plan(call.kind), call.kind.collective
                 tag = Tag(number, collective, plan.number ^ (number * SPREAD & 0xFFFFFFFF))
                 with within_range(recorder, collective, step=number, numel=plan.numel, schedule=plan.schedule):
                     for part in plan.parts:
@@ -183,31 +188,28 @@ class CallEngine:
                     row.record_stream(torch.cuda.current_stream(row.device))
         except TransportError as error:
             limit = f", with a timeout of {transport.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
-            error.what = f"{call.kind.traits}, sequence number {number} of group {self._name}{limit}: {error.what}"
+            error.what = f"{call.kind}, sequence number {number} of group {self._name}{limit}: {error.what}"
             raise
         finally:
             if call.timeout_s is not None:
                 transport.timeout_s = self.timeout_s
 
     def _new_plan(self, kind: Kind) -> _Plan:
-        traits = kind.traits
-        slot_nbytes = slice_nbytes(traits.collective, self._world.size, kind.device.type)
-        piece_nbytes = (traits.numel or 0) * traits.dtype.itemsize
-        schedule = self._selection.choose(traits.collective, traits.root, min(piece_nbytes, slot_nbytes))
-        number = zlib.crc32(f"{traits} {schedule.name} {kind.divisor} {kind.is_scaled}".encode())
-        slot_numel = slot_nbytes // traits.wire_dtype.itemsize
+        slot_nbytes = slice_nbytes(kind.collective, self._world.size, kind.device.type)
+        schedule = self._selection.choose(kind.collective, kind.root, min(kind.piece_nbytes, slot_nbytes))
+        number = zlib.crc32(f"{kind} {schedule.name} {kind.divisor} {kind.is_scaled}".encode())
+        slot_numel = slot_nbytes // kind.wire_dtype.itemsize
         begins = range(0, max(kind.sizes, default=0), slot_numel)
         parts = [self._part(schedule, kind, lo, slot_numel) for lo in begins]
         return _Plan(schedule.name, number, sum(kind.sizes), parts)
 
     def _part(self, schedule: Schedule, kind: Kind, lo: int, slot_numel: int) -> _Part:
         """Return what the slice needs that has at most `slot_numel` elements of each piece, from `lo` on."""
-        traits, device = kind.traits, kind.device
         sizes = tuple([min(max(size - lo, 0), slot_numel) for size in kind.sizes])
-        shape = sizes if traits.numel is None else tuple(map(padded, sizes))
+        shape = tuple(map(padded, sizes)) if kind.is_even else sizes
         places = [*accumulate(shape, initial=0)]
-        program, wire = self._bound(schedule, shape, traits.operation, traits.wire_dtype, device)
-        lands = kind.divisor == 1 and shape == sizes and places[-1] >= LANDING_NUMEL and device.type == "cpu"
+        program, wire = self._bound(schedule, shape, kind.operation, kind.wire_dtype, kind.device)
+        lands = kind.divisor == 1 and shape == sizes and places[-1] >= LANDING_NUMEL and kind.device.type == "cpu"
         lands = lands and self._world.transport.can_move_receives
         landings = sorted(program.landings, key=lambda each: each.begin) if lands else []
         put, take, land = [], [], []
@@ -221,7 +223,7 @@ class CallEngine:
                     land.append((target, _copy(wire, row, low, high, low + ahead)))
                     begin = high
             take.append(_copy(wire, row, begin, stop, begin + ahead))
-        return _Part(program, put, [each for each in take if each.begin < each.end], land)
+        return _Part(program, put, [each for each in take if each.wire.numel()], land)
 
     def _bind(
         self, schedule: Schedule, shape: Sequence[int], operation: str | None, dtype: torch.dtype, device: torch.device
@@ -249,24 +251,24 @@ class CallEngine:
 
 def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None:
     """Write this rank's contribution to the wire, run the schedule, and read the result."""
-    for wire, row, begin, end in part.put:
-        wire.copy_(call.put[row][begin:end])
+    for wire, row, elements in part.put:
+        wire.copy_(call.put[row][elements])
         if call.factor is not None:
             wire.mul_(call.factor)
     for target, copy in part.land:
-        point(target, call.take[copy.row][copy.begin : copy.end])
+        point(target, call.take[copy.row][copy.elements])
     try:
         part.program.run(tag, recorder)
     finally:
         for target, copy in part.land:
             point(target, copy.wire)
-    for wire, row, begin, end in part.take:
+    for wire, row, elements in part.take:
         if (divisor := call.kind.divisor) > 1:
             is_exact = wire.is_floating_point() or wire.is_complex()
             wire.div_(divisor, rounding_mode=None if is_exact else "trunc")
-        call.take[row][begin:end].copy_(wire)
+        call.take[row][elements].copy_(wire)
 
 
 def _copy(wire: Tensor, row: int, begin: int, end: int, first: int) -> _Copy:
     """Return the copy of elements [begin, end) of the wire, from or to element `first` of a row on."""
-    return _Copy(wire[begin:end], row, first, first + end - begin)
+    return _Copy(wire[begin:end], row, slice(first, first + end - begin))

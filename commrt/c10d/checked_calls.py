@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from commrt.algorithms.catalogue import ROOTED
 from commrt.algorithms.parts import require_root
-from commrt.c10d.call_engine import Call, Kind, Piece, Traits
+from commrt.c10d.call_engine import Call, Kind, Piece
 from commrt.c10d.group_work import seconds_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
@@ -38,14 +38,6 @@ NAMES = {
 """torch's operations, and what is combined for them."""
 
 
-class _Arithmetic(NamedTuple):
-    operation: str | None = None
-    divides: bool = False
-    scales: bool = False
-
-
-MOVED = _Arithmetic()
-"""Nothing is combined."""
 COMBINING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 KEPT = 1024
 Pieces = Sequence[Tensor] | Tensor
@@ -108,8 +100,7 @@ class CheckedCalls:
         others = [rank for rank in range(size) if rank != mine]
         leaves = tuple(Piece(mine * size + rank, rank, 0) for rank in others)
         comes = tuple(Piece(rank * size + mine, rank, 0) for rank in others)
-        traits = Traits("all_to_all", size * size, None, outputs[0].dtype, None, 0)
-        kind = Kind(traits, tuple(sizes), leaves, comes, outputs[0].device)
+        kind = Kind("all_to_all", outputs[0].dtype, None, 0, tuple(sizes), leaves, comes, outputs[0].device)
         timeout_s = seconds_of(getattr(opts, "timeout", None))
         return Call(kind, put, taken, outputs, timeout_s, copies=[(taken[mine], put[mine]), *copies])
 
@@ -136,19 +127,19 @@ class CheckedCalls:
         """Return a call whose pieces are as large as `like`."""
         _require_alike([like, *put, *taken])
         op: Any = getattr(opts, "reduceOp", ReduceOp.SUM) if collective in COMBINING else None
-        how = MOVED if op is None else _arithmetic(getattr(op, "op", op), like.dtype)
-        factor = op.factor if how.scales else None
-        if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
-            raise UsageError(f"a factor of {factor.dtype} for tensors of {like.dtype}: convert one of them")
-        wire_dtype = torch.uint8 if how.operation is None else like.dtype
+        wire_dtype = torch.uint8 if op is None else like.dtype
         copies: list[tuple[Tensor, Tensor]] = []
         outputs = [*map(_row, taken, repeat(wire_dtype), repeat(copies))]
         inputs = outputs if taken is put else [*map(_row, put, repeat(wire_dtype))]
         first = inputs[0].numel() if inputs else 0, outputs[0].numel() if outputs else 0
         rows = (len(inputs), first[0]), (len(outputs), first[1])
-        root = getattr(opts, "rootRank", 0)
+        how, root = getattr(op, "op", op), getattr(opts, "rootRank", 0)
         kind = self._kind(collective, like.numel(), like.dtype, like.device, how, root, rows)
-        return Call(kind, inputs, outputs, taken or [like], seconds_of(getattr(opts, "timeout", None)), factor, copies)
+        factor = op.factor if kind.is_scaled else None
+        if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
+            raise UsageError(f"a factor of {factor.dtype} for tensors of {like.dtype}: convert one of them")
+        timeout_s = seconds_of(getattr(opts, "timeout", None))
+        return Call(kind, inputs, outputs, taken or [like], timeout_s, factor, copies)
 
     def _new_kind(
         self,
@@ -156,15 +147,14 @@ class CheckedCalls:
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        how: _Arithmetic,
+        how: Any,
         root: int,
         rows: Sequence[tuple[int, int]],
     ) -> Kind:
         """Return the kind of a call with pieces of `numel`; `rows` has how many go in and come out, and their size."""
         require_root(self.size, root, collective)
-        slots = slots_of(collective, self.size)
-        traits = Traits(collective, slots, numel, dtype, how.operation, root)
-        wide = numel * dtype.itemsize // traits.wire_dtype.itemsize
+        operation = None if how is None else _operation(how, dtype)
+        slots, wide = slots_of(collective, self.size), numel if operation else numel * dtype.itemsize
 
         def places(count: int, first: int) -> tuple[Piece, ...]:
             """Return where the pieces lie: one in each row, or all ranks' in one row."""
@@ -175,7 +165,9 @@ class CheckedCalls:
             return tuple(Piece(slot, 0, slot * wide) for slot in range(slots))
 
         put, take = (places(*each) for each in rows)
-        return Kind(traits, (wide,) * slots, put, take, device, self.size if how.divides else 1, how.scales)
+        divisor = self.size if how == _OPS.AVG else 1
+        sizes = (wide,) * slots
+        return Kind(collective, dtype, operation, root, sizes, put, take, device, divisor, how == _OPS.PREMUL_SUM)
 
     def _one_each(self, pieces: Pieces, like: Tensor, what: str) -> Sequence[Tensor]:
         """Return the tensors that hold a piece like `like` for each rank; raise `UsageError` for other sizes."""
@@ -194,9 +186,8 @@ class CheckedCalls:
         return pieces
 
 
-@lru_cache(KEPT)
-def _arithmetic(kind: Any, dtype: torch.dtype) -> _Arithmetic:
-    """Return what an operation of torch does; raises `UsageError` if torch cannot do so: tries it on one element."""
+def _operation(kind: Any, dtype: torch.dtype) -> str:
+    """Return what is combined for an operation of torch; raises `UsageError` if it fails on one element."""
     if (operation := NAMES.get(kind)) is None:
         raise UsageError(f"{kind} is no operation that tensors can be combined with")
     if kind == _OPS.AVG and dtype is torch.bool:
@@ -208,7 +199,7 @@ def _arithmetic(kind: Any, dtype: torch.dtype) -> _Arithmetic:
         OPERATIONS[operation](one, one, out=one)
     except RuntimeError as error:
         raise UsageError(f"{operation} of {dtype} is not possible ({error}): convert the tensor first") from error
-    return _Arithmetic(operation, kind == _OPS.AVG, kind == _OPS.PREMUL_SUM)
+    return operation
 
 
 def _require_alike(tensors: Sequence[Tensor]) -> None:

@@ -14,6 +14,7 @@ from weakref import WeakSet
 from torch.distributed import PrefixStore, Store
 
 from commrt.c10d.call_engine import CallEngine
+from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.group_work import as_dist_error
 from commrt.c10d.messages import DeviceMessages, HostMessages
 from commrt.errors import CommrtError, TransportClosed
@@ -32,6 +33,8 @@ from commrt.transport.protocol import Transport
 
 __all__ = ["ProcessGroupWorld", "group_of"]
 
+CONNECT_TRIES = 5
+"""Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
 ONE_HOST = "host"
 """The built-in cluster for which schedules are chosen if COMMRT_CLUSTER is not set."""
 
@@ -49,9 +52,11 @@ class ProcessGroupWorld:
         store = _unused(store, rank, size)
         transport, selection = _connect(store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, store, local_rank(), "torch.distributed")
-        self.engine = CallEngine(self.world, selection, name)
+        self.requests, self.engine = CheckedCalls(rank, size), CallEngine(self.world, selection, name)
         self.store, self._host = store, LOOPBACK if transport.one_host else None
-        self.host_messages = HostMessages(PrefixStore("messages", store), self.world, self._host)
+        # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
+        gloo = self.open_gloo("messages", timeout_s / CONNECT_TRIES)
+        self.host_messages = HostMessages(gloo, self.world)
         self.device_messages = DeviceMessages(self.world)
         _OPEN.add(self)
 
@@ -59,12 +64,13 @@ class ProcessGroupWorld:
         """Give later collectives, sends and receives another deadline."""
         self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = timeout_s
 
-    def open_gloo(self) -> GlooTransport:
-        """Return connections of Gloo between all ranks, of which two are made when these first exchange. Once only."""
-        store = PrefixStore("gloo", self.store)
-        return GlooTransport(
-            store, self.world.rank, range(self.world.size), self.world.timeout_s, self._host, lazy=True
-        )
+    def open_gloo(self, name: str, timeout_s: float) -> GlooTransport:
+        """Return connections of Gloo between all ranks, of which two are made when these first exchange.
+
+        Each `name` can be opened once. Gloo takes `timeout_s` to connect, and to exchange where nothing else is said.
+        """
+        store, world = PrefixStore(name, self.store), self.world
+        return GlooTransport(store, world.rank, range(world.size), timeout_s, self._host, lazy=True)
 
     def close(self) -> None:
         """Finish what was started, then close all connections. Safe to call twice."""

@@ -28,7 +28,6 @@ from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.backend import Methods
-from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.group import ProcessGroupWorld, group_of
 from commrt.c10d.group_work import as_dist_error
 from commrt.errors import UsageError
@@ -54,8 +53,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     def __init__(self, group: ProcessGroupWorld) -> None:
         ProcessGroup.__init__(self, group.world.rank, group.world.size)  # type: ignore[call-arg]  # the stub lacks it
         self.group = group
-        self.requests = CheckedCalls(group.world.rank, group.world.size)
-        self._gloo = group.open_gloo()
+        self._gloo = group.open_gloo("gloo", group.world.timeout_s)
         for device in DEVICES:
             self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo.process_group)
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
