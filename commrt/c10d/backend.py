@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.call_engine import Call
 from commrt.c10d.checked_calls import memory_of
-from commrt.c10d.group import ProcessGroupWorld, group_of
+from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import GroupWork, as_dist_error
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 from commrt.torch_import import NAME, untraced
 
-__all__ = ["CommrtBackend", "Methods", "create"]
+__all__ = ["CommrtBackend", "Methods"]
 
 SHORTEST = timedelta(milliseconds=1)
 """The timeout of a barrier for which 0 is given."""
@@ -258,9 +258,9 @@ class CommrtBackend(Methods, Backend):
 
     supports_coalescing = False  # torch then begins sends and receives one by one, which never wait for each other
 
-    def __init__(self, group: ProcessGroupWorld) -> None:
-        Backend.__init__(self, group.world.rank, group.world.size)
-        self.group = group
+    def __init__(self, options: Any) -> None:
+        Backend.__init__(self, options.group_rank, options.group_size)
+        self.group = ProcessGroupWorld(options)
 
     def getBackendName(self) -> str:  # noqa: N802  # C++'s name
         """Return the name of the backend."""
@@ -272,11 +272,6 @@ class CommrtBackend(Methods, Backend):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Raise `UsageError`: torch asks the work for its source, which it loses for a backend in Python (2.14)."""
         raise UsageError("a receive from any rank is not possible with this version of torch: name src")
-
-
-def create(options: Any) -> CommrtBackend:
-    """Return the backend that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
-    return CommrtBackend(group_of(options))
 
 
 def _one(tensors: Any) -> Tensor:

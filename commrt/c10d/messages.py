@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -119,21 +119,20 @@ class DeviceMessages:
             tag = Tag(0, "send and receive")
             future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))
             for work in works:
-                work.left_with(future)
+                work.future = future
 
 
 class BatchWork(GroupWork):
     """A send or a receive in a batch, which leaves when somebody asks for it."""
 
+    future: Future[Any] | None = None
+    """Of the batch, once that has left."""
+
     def __init__(self, messages: DeviceMessages, data: Tensor) -> None:
         super().__init__(None, [data], "the message")
         self._messages, self._is_observed = messages, False
 
-    def left_with(self, future: Future[Any]) -> None:
-        """Note the future of the batch."""
-        self._future = future
-
     def _task(self) -> Future[Any]:
-        if self._future is None:
+        if self.future is None:
             self._messages.flush()
-        return super()._task()
+        return cast("Future[Any]", self.future)

@@ -28,12 +28,12 @@ from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.backend import Methods
-from commrt.c10d.group import ProcessGroupWorld, group_of
+from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import as_dist_error
 from commrt.errors import UsageError
 from commrt.torch_import import NAME
 
-__all__ = ["CommrtProcessGroup", "create"]
+__all__ = ["CommrtProcessGroup"]
 
 DEVICES = [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
 KEY = "FPGA"
@@ -50,10 +50,10 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
     supports_splitting = False  # Gloo does
 
-    def __init__(self, group: ProcessGroupWorld) -> None:
-        ProcessGroup.__init__(self, group.world.rank, group.world.size)  # type: ignore[call-arg]  # the stub lacks it
-        self.group = group
-        self._gloo = group.open_gloo("gloo", group.world.timeout_s)
+    def __init__(self, options: Any) -> None:
+        ProcessGroup.__init__(self, options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stub lacks it
+        self.group = ProcessGroupWorld(options)
+        self._gloo = self.group.open_gloo("gloo", self.group.world.timeout_s)
         for device in DEVICES:
             self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo.process_group)
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
@@ -107,11 +107,6 @@ def _answer_of_gloo(name: str) -> property:
 
 for _name in {*dir(ProcessGroupGloo)} - {*dir(CommrtProcessGroup)}:  # torch's compiler takes no __getattr__
     setattr(CommrtProcessGroup, _name, _answer_of_gloo(_name))
-
-
-def create(options: Any) -> CommrtProcessGroup:
-    """Return the process group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
-    return CommrtProcessGroup(group_of(options))
 
 
 @dataclass(slots=True)
