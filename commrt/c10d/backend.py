@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from commrt.c10d.call_engine import Call
 from commrt.c10d.checked_calls import memory_of
 from commrt.c10d.group import ProcessGroupWorld
-from commrt.c10d.group_work import GroupWork, as_dist_error
+from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 from commrt.torch_import import NAME, untraced
 
@@ -157,19 +157,19 @@ class Methods:
     @collective("all_to_all")
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy the input of each rank's number to that rank."""
-        return self._begin(opts, self.group.requests.all_to_all(outputs, inputs, opts))
+        return self._begin(opts, self.group.requests.all_to_all(outputs, inputs))
 
     @collective("all_to_all", "alltoall_base")
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> dist.Work:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
-        return self._begin(opts, self.group.requests.all_to_all_single(output, tensor, output_sizes, input_sizes, opts))
+        return self._begin(opts, self.group.requests.all_to_all_single(output, tensor, output_sizes, input_sizes))
 
     @collective("barrier")
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks."""
-        return self._begin(opts, self.group.requests.barrier(opts))
+        return self._begin(opts, self.group.requests.barrier())
 
     @collective("barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -179,7 +179,7 @@ class Methods:
         if given is not None and given >= timedelta(0):
             opts.timeout = max(given, SHORTEST)
         try:
-            self._begin(opts, self.group.requests.barrier(opts)).wait()
+            self._begin(opts, self.group.requests.barrier()).wait()
         except DeadlineExceeded as late:
             late.what = f"Rank {self.group.requests.rank} timed out in monitoredBarrier: {late.what}"
             raise
@@ -239,9 +239,10 @@ class Methods:
             raise UsageError("no tensors were given: give at least one")
         if self.group.device_messages.waiting:
             self.group.device_messages.flush()
-        waits, result = not getattr(opts, "asyncOp", True), list[Tensor]()
+        waits, timeout_s = not getattr(opts, "asyncOp", True), seconds_of(getattr(opts, "timeout", None))
+        result = list[Tensor]()
         for call in calls:
-            future = self.group.engine.begin(call, waits=waits)
+            future = self.group.engine.begin(call, timeout_s, waits=waits)
             result += call.result
         return GroupWork(future, result, call.kind)
 

@@ -113,7 +113,6 @@ class Call:
     """The rows for the result."""
     result: Sequence[Tensor]
     """The caller's tensors that hold the result at the end."""
-    timeout_s: float | None = None
     factor: Tensor | float | None = None
     """What this rank's contribution is multiplied by."""
     copies: Sequence[tuple[Tensor, Tensor]] = ()
@@ -161,19 +160,22 @@ class CallEngine:
         self._plan = lru_cache(KEPT)(self._new_plan)
         self._bound = lru_cache(KEPT)(self._bind)  # its schedules were proven when they were chosen
 
-    def begin(self, call: Call, *, waits: bool = False) -> Future[None]:
-        """Run `call` after all earlier ones. Returns at once, or when it is done if the caller `waits` anyway."""
+    def begin(self, call: Call, timeout_s: float | None = None, *, waits: bool = False) -> Future[None]:
+        """Run `call` after all earlier ones, with the group's timeout if there is none of its own.
+
+        Returns at once, or when it is done if the caller `waits` anyway.
+        """
         device, comm_thread = call.kind.device, self._world.comm_thread
         if device.type == "cuda":
             self._world.connect(device)
             waits = False
-        return (comm_thread.run if waits else comm_thread.submit)(partial(self._run, call))
+        return (comm_thread.run if waits else comm_thread.submit)(partial(self._run, call, timeout_s))
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: Call, timeout_s: float | None) -> None:
         number, transport, recorder = self.begun, self._world.transport, self._world.recorder
         self.begun += 1
-        if call.timeout_s is not None:
-            transport.timeout_s = call.timeout_s
+        if timeout_s is not None:
+            transport.timeout_s = timeout_s
         try:
             with torch.inference_mode():  # the caller's tensors may be made under it
                 plan, collective = self._plan(call.kind), call.kind.collective
@@ -191,7 +193,7 @@ class CallEngine:
             error.what = f"{call.kind}, sequence number {number} of group {self._name}{limit}: {error.what}"
             raise
         finally:
-            if call.timeout_s is not None:
+            if timeout_s is not None:
                 transport.timeout_s = self.timeout_s
 
     def _new_plan(self, kind: Kind) -> _Plan:

@@ -15,7 +15,6 @@ from torch.distributed import ReduceOp
 from commrt.algorithms.catalogue import ROOTED
 from commrt.algorithms.parts import require_root
 from commrt.c10d.call_engine import Call, Kind, Piece
-from commrt.c10d.group_work import seconds_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
 from commrt.pricing.selection import WIRE_NBYTES, slots_of
@@ -36,8 +35,6 @@ NAMES = {
     _OPS.BXOR: "xor",
 }
 """torch's operations, and what is combined for them."""
-
-
 COMBINING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 KEPT = 1024
 Pieces = Sequence[Tensor] | Tensor
@@ -47,8 +44,7 @@ Pieces = Sequence[Tensor] | Tensor
 class CheckedCalls:
     """Makes the calls of one rank of a group. All methods raise `UsageError` for what cannot work.
 
-    `opts` are torch's, such as ``AllreduceOptions``. What they lack, or None, stands for a sum, for root 0, and for the
-    timeout of the group.
+    `opts` are torch's, such as ``AllreduceOptions``. What they lack, or None, stands for a sum, or for root 0.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -75,12 +71,12 @@ class CheckedCalls:
         put, taken = ([own], pieces) if gathers else (pieces, [own])
         return self._call(collective, own, put, taken, opts)
 
-    def barrier(self, opts: Any = None) -> Call:
+    def barrier(self) -> Call:
         """Wait for all ranks."""
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._call("barrier", token, [token], [], opts)
+        return self._call("barrier", token, [token], [], None)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Call:
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
         """Copy the input of each rank's number to that rank, to its output of this rank's number."""
         _require_alike([*outputs, *inputs])
         mine, size = self.rank, self.size
@@ -101,15 +97,14 @@ class CheckedCalls:
         leaves = tuple(Piece(mine * size + rank, rank, 0) for rank in others)
         comes = tuple(Piece(rank * size + mine, rank, 0) for rank in others)
         kind = Kind("all_to_all", outputs[0].dtype, None, 0, tuple(sizes), leaves, comes, outputs[0].device)
-        timeout_s = seconds_of(getattr(opts, "timeout", None))
-        return Call(kind, put, taken, outputs, timeout_s, copies=[(taken[mine], put[mine]), *copies])
+        return Call(kind, put, taken, outputs, copies=[(taken[mine], put[mine]), *copies])
 
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
     ) -> Call:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
         _require_alike([output, tensor])
-        call = self.all_to_all(self._split(output, output_sizes), self._split(tensor, input_sizes), opts)
+        call = self.all_to_all(self._split(output, output_sizes), self._split(tensor, input_sizes))
         call.result = [output]
         return call
 
@@ -138,8 +133,7 @@ class CheckedCalls:
         factor = op.factor if kind.is_scaled else None
         if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
             raise UsageError(f"a factor of {factor.dtype} for tensors of {like.dtype}: convert one of them")
-        timeout_s = seconds_of(getattr(opts, "timeout", None))
-        return Call(kind, inputs, outputs, taken or [like], timeout_s, factor, copies)
+        return Call(kind, inputs, outputs, taken or [like], factor, copies)
 
     def _new_kind(
         self,

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves
 
@@ -51,9 +51,10 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     supports_splitting = False  # Gloo does
 
     def __init__(self, options: Any) -> None:
+        group = ProcessGroupWorld(options)
         ProcessGroup.__init__(self, options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stub lacks it
-        self.group = ProcessGroupWorld(options)
-        self._gloo = self.group.open_gloo("gloo", self.group.world.timeout_s)
+        self.group = group
+        self._gloo = group.open_gloo("gloo", group.world.timeout_s)
         for device in DEVICES:
             self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo.process_group)
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
@@ -83,7 +84,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: all ranks count from 0."""
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """Return the store in which the ranks of the group found each other."""
         return self.group.store
 
@@ -101,12 +102,8 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     _set_default_timeout = Methods.set_timeout
 
 
-def _answer_of_gloo(name: str) -> property:
-    return property(lambda group: getattr(group._gloo.process_group, name))  # noqa: SLF001  # of this module
-
-
 for _name in {*dir(ProcessGroupGloo)} - {*dir(CommrtProcessGroup)}:  # torch's compiler takes no __getattr__
-    setattr(CommrtProcessGroup, _name, _answer_of_gloo(_name))
+    setattr(CommrtProcessGroup, _name, property(attrgetter(f"_gloo.process_group.{_name}")))
 
 
 @dataclass(slots=True)
