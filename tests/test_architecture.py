@@ -170,8 +170,7 @@ ALLOWED = {
     "commrt/backup_workers/catch_up.py": "the name of what torch.load raises",
 }
 PIPES = {
-    "commrt/testing/workers.py": "pipes between a process and the workers that it has forked",
-    "commrt/testing/processes.py": "the same, for tests",
+    "commrt/testing/processes.py": "pipes between a process and the ranks that it has started",
 }
 
 

@@ -10,6 +10,7 @@ from time import monotonic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moved_clock import moved_clock
 from torch.distributed import HashStore
 
 from commrt.elastic.barrier import Barrier
@@ -18,7 +19,6 @@ from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, Evicted, TransportClosed, UsageError
 from commrt.runtime.membership import Loss
 from commrt.store.client import TimedStore
-from commrt.testing.moved_clock import moved_clock
 from commrt.threads.deadline import Deadline
 
 LONG_S = 20.0

@@ -15,6 +15,7 @@ from time import monotonic
 
 import pytest
 import torch
+from moved_clock import moved_clock
 from peer_group import NOW, ODD, TIMEOUT_S, connected, values_of
 from torch import nn
 from torch.distributed import HashStore
@@ -28,7 +29,6 @@ from commrt.program import program
 from commrt.runtime import reading
 from commrt.runtime.executor import bind
 from commrt.testing import nccl
-from commrt.testing.moved_clock import moved_clock
 from commrt.testing.ranks import over_peers, over_threads, run_ranks
 from commrt.threads.streams import Streams
 from commrt.transport import peers as peers_module

@@ -8,6 +8,7 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from moved_clock import moved_clock
 from torch.distributed import HashStore
 
 from commrt.backup_workers import quorum
@@ -16,7 +17,6 @@ from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
 from commrt.runtime.membership import Loss
 from commrt.store.client import start_call
-from commrt.testing.moved_clock import moved_clock
 
 LONG_S, PATIENT_S = 20.0, 10.0
 OUTCOME = quorum_key(0, 0, "outcome")

@@ -16,6 +16,7 @@ import torch
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
+from moved_clock import moved_clock
 from torch.distributed import HashStore
 
 from commrt.kernels.meeting import ABORT
@@ -23,7 +24,6 @@ from commrt.kernels.reference import mix_into
 from commrt.program import chunk_bounds, program
 from commrt.runtime.reading import bind_reading
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step
-from commrt.testing.moved_clock import moved_clock
 from commrt.testing.peer_memory import HostPeerMemory, meeting
 from commrt.transport.by_device import NullTransport
 from commrt.transport.peers import beside

@@ -25,7 +25,6 @@ __all__ = [
     "DEFAULT_TIMEOUT_S",
     "VARIABLES",
     "Launch",
-    "announce",
     "chosen_cluster",
     "chosen_schedules",
     "chosen_transport",
@@ -108,20 +107,6 @@ LAUNCHERS = (
 )  # fmt: skip
 """In order of precedence. mpirun inside a Slurm job starts its helpers with srun, so that its processes find the
 variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's own mpiexec sets."""
-
-
-def announce(launch: Launch) -> None:
-    """Leave `launch` in this process's environment as torchrun would, for `launched` and all who read the same."""
-    os.environ.update(
-        RANK=str(launch.rank),
-        WORLD_SIZE=str(launch.size),
-        LOCAL_RANK=str(launch.local_rank),
-        LOCAL_WORLD_SIZE=str(launch.local_size),
-        MASTER_ADDR=launch.address,
-        MASTER_PORT=str(launch.port),
-        TORCHELASTIC_USE_AGENT_STORE=str(launch.store_exists),
-        TORCHELASTIC_RESTART_COUNT=str(launch.attempt),
-    )
 
 
 def gloo_interface() -> str | None:
