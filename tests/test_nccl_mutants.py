@@ -61,7 +61,7 @@ MUTANTS = {
     "a deadline of its own": (nccl, "now_s(), self.timeout_s,", "now_s(), 300.0,"),
     "a late communicator not aborted": (nccl, "(communicator.abort)", "(int)"),
     "the others not told": (nccl, "self._notices.announce(None)", "pass"),
-    "the others not asked": (nccl, "self._lost_peer(pending) if", "None if"),
+    "the others not asked": (nccl, "self._lost_peer(pending.counts, pending.tag, pending.group.hop) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
     "an id of each rank's own": (nccl_communicator, "bytes.fromhex(infos[members[0]].unique_id)", "_new_id(binding)"),
     "a rank of another": (nccl_communicator, "unique_id, members.index(rank))", "unique_id, 0)"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets between processes, through torch's Gloo backend: the CPU transport between hosts.
+"""Sockets between processes, through torch's Gloo backend: the CPU transport between hosts, alone or with `shared`.
 
 The Gloo backend object is our own, on the given store. ``torch.distributed`` is never initialised, so your own process
 groups are not touched.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.store.client import STORE_ANSWER_S, call_store
@@ -29,25 +29,23 @@ from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.protocol import (
     CPU,
+    EndLoan,
     Exchange,
     P2PGroup,
-    PlainTransport,
     Tag,
+    Transport,
     require_cpu,
+    require_peers,
     split_self,
 )
+from commrt.transport.shared import SharedTransport
 
-__all__ = ["Finish", "GlooTransport"]
+__all__ = ["GlooTransport", "HierarchicalTransport"]
 
 MEDIUM = "Gloo"
 
-Finish = Callable[[], None]
-"""Waits until the transfers that were started are complete; raises `TransportError`."""
-
-TAGS = 1 << 31
-"""Gloo's tags are 32-bit, and torch passes them as a signed int."""
-UNUSED_TAG = TAGS - 1
-"""A tag that nobody sends with; see `GlooTransport.close`."""
+UNUSED_TAG = (1 << 31) - 1
+"""The largest of Gloo's tags, which torch passes as a signed int: nobody sends with it; see `GlooTransport.close`."""
 POLL = timedelta(milliseconds=1)
 """How long a failed group asks each of its other transfers for its result."""
 
@@ -71,7 +69,7 @@ class _Transfer(NamedTuple):
         return post(self.data, self.gloo_rank, tag)
 
 
-class GlooTransport(PlainTransport):
+class GlooTransport(Transport):
     """One rank of a group of processes; a `Transport` for CPU tensors.
 
     Connects to all other `members` at construction, through a `store` that nobody used before; raises
@@ -140,14 +138,14 @@ class GlooTransport(PlainTransport):
         start = self.bind_start(group)
         return lambda tag: start(tag)()
 
-    def bind_start(self, group: P2PGroup) -> Callable[[Tag], Finish]:
+    def bind_start(self, group: P2PGroup) -> Callable[[Tag], Callable[[], None]]:
         """Bind `group` so that a run only starts its transfers, and returns the function that waits for them."""
         rest, copies = split_self(group, self.rank, self.members)
         if self._gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, hop=rest.hop))
         transfers = self._transfers(rest)
 
-        def start(tag: Tag) -> Finish:
+        def start(tag: Tag) -> Callable[[], None]:
             gloo = self._gloo
             if gloo is None:
                 raise TransportClosed("the transport was closed", tag.place(self.rank, rest.hop))
@@ -166,7 +164,7 @@ class GlooTransport(PlainTransport):
                 transfers.append(_Transfer(peer, gloo_rank, [data], is_send, numbers[peer], data.nbytes))
         return transfers
 
-    def _start(self, gloo: Any, transfers: list[_Transfer], place: Place, call: int) -> Finish:
+    def _start(self, gloo: Any, transfers: list[_Transfer], place: Place, call: int) -> Callable[[], None]:
         works: list[Work] = []
         deadline = now_s() + self.timeout_s
 
@@ -226,6 +224,86 @@ class GlooTransport(PlainTransport):
         """
         gloo, self._gloo = self._gloo, None
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+
+
+class HierarchicalTransport(Transport):
+    """One rank of several on each of several hosts: shared memory within a host, Gloo between hosts.
+
+    Both parts of a group run at the same time: Gloo's own threads serve the sockets, so transfers between hosts start
+    first, and this thread copies within the host meanwhile. Of all `members`, `neighbours` are on this host.
+    """
+
+    kind = "shared and gloo"
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float,
+        address: str | None,
+        neighbours: Sequence[int],
+    ) -> None:
+        self.rank, self.members = rank, members
+        self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
+        try:
+            self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
+        except BaseException:
+            self._remote.close()  # others may be connected already, and wait for this rank
+            raise
+
+    @property
+    def timeout_s(self) -> float:
+        """See `Transport.timeout_s`."""
+        return self._remote.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._local.timeout_s = self._remote.timeout_s = seconds
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate`: shared memory, which sockets can read too."""
+        return self._local.allocate(numel, dtype, device)
+
+    def bind(self, group: P2PGroup) -> Exchange:
+        """See `Transport.bind`."""
+        require_peers(group, self.members)
+        near, far = (
+            replace(
+                group,
+                sends=[m for m in group.sends if (m.peer in self._local.members) == is_near],
+                recvs=[m for m in group.recvs if (m.peer in self._local.members) == is_near],
+            )
+            for is_near in (True, False)
+        )
+        run_local, start_remote = self._local.bind(near), self._remote.bind_start(far)
+
+        def run(tag: Tag) -> EndLoan | None:
+            finish_remote = start_remote(tag)
+            try:
+                return_borrowed = run_local(tag)
+            except BaseException as error:
+                try:
+                    if isinstance(error, DeadlineExceeded):
+                        with suppress(DeadlineExceeded):
+                            finish_remote()  # raises for a lost peer, which may be why the local one is late
+                finally:
+                    self._remote.abort()  # or transfers could still write to memory that the caller frees
+                raise
+            finish_remote()
+            return return_borrowed
+
+        return run
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._local.close()
+        self._remote.close()
+
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        self._local.abort()
+        self._remote.abort()
 
 
 def _device(address: str | None, lazy: bool) -> Any:

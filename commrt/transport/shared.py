@@ -40,8 +40,8 @@ from commrt.transport.protocol import (
     Exchange,
     P2PGroup,
     P2PMessage,
-    PlainTransport,
     Tag,
+    Transport,
     point,
     require_cpu,
     split_self,
@@ -156,7 +156,7 @@ class _PeerExchange:
         return self.sends[len(self.sends) - self.channel.untaken :]
 
 
-class SharedTransport(PlainTransport):
+class SharedTransport(Transport):
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
     Connects to all other `members` at construction, through a `store` that nobody else uses; raises
