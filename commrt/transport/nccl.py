@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import sleep
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ from commrt.threads.streams import DONE, Graph, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
     Binding,
     Communicator,
-    Graphs,
     ShutdownNotices,
     Watchdog,
     create,
@@ -57,18 +57,8 @@ BUSY_S = 0.2
 
 CAPTURE = Tag(-1, "graph")
 """In errors, for a group that is being captured."""
-
-Issue = Callable[[int, int, int, int, int], None]
-
-
-class _Call(NamedTuple):
-    """One NCCL call of a group, without the stream."""
-
-    issue: Issue
-    address: int
-    nbytes: int
-    nccl_rank: int
-    """Index of the peer among the members."""
+Graphs = list["weakref.finalize[[], Any]"]
+"""Functions that free graphs of a communicator. Each is also called when its graph is not used any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +120,8 @@ class NcclTransport(Transport):
         self._raised = False  # whether a caller has got the failure
         self._closed = self._capturing = False
         self._communicator = create(store, rank, members, timeout_s, self.device, self._streams, self._nccl)
-        self._graphs = Graphs()
+        self._graphs: Graphs = []
+        """To be freed before the communicator, which waits for them."""
         self._watchdog = Watchdog(self._check, self._streams.use)
         self._abandon = weakref.finalize(self, _abandon, self._watchdog, self._in_use, self._graphs, self._communicator)
         release_in_forked_child(self)
@@ -162,8 +153,10 @@ class NcclTransport(Transport):
 
         return run
 
-    def _call(self, issue: Issue, message: P2PMessage) -> _Call:
-        return _Call(issue, message.data.data_ptr(), message.data.nbytes, self.members.index(message.peer))
+    def _call(self, issue: Callable[..., None], message: P2PMessage) -> Callable[[int], None]:
+        """Return an NCCL call of a group, which lacks the stream."""
+        nbytes, nccl_rank = message.data.nbytes, self.members.index(message.peer)
+        return partial(issue, message.data.data_ptr(), nbytes, self._nccl.NCCL_INT8, nccl_rank)
 
     def _queue(self, issue: Callable[[], None], group: P2PGroup, tag: Tag) -> None:
         """Call `issue`, which queues `group`, and let the watchdog enforce the deadline."""
@@ -188,12 +181,12 @@ class NcclTransport(Transport):
         self._pending.append(pending)
         return pending
 
-    def _issue(self, calls: Sequence[_Call]) -> None:
+    def _issue(self, calls: Sequence[Callable[[int], None]]) -> None:
         stream = self._streams.current()
         self._nccl.groupStart()
         try:
-            for issue, address, nbytes, nccl_rank in calls:
-                issue(address, nbytes, self._nccl.NCCL_INT8, nccl_rank, stream)
+            for call in calls:
+                call(stream)
         finally:
             self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 
@@ -218,8 +211,13 @@ class NcclTransport(Transport):
             self._require_open(group.hop, tag)
             self._queue(graph.replay, group, tag)
 
-        self._graphs.keep(graph, replay)
+        self._keep(graph, replay)
         return replay
+
+    def _keep(self, graph: Graph, replay: Exchange) -> None:
+        """Keep `graph` as long as the function `replay` exists, which replays it."""
+        self._graphs[:] = [each for each in self._graphs if each.alive]
+        self._graphs.append(weakref.finalize(replay, graph.reset))
 
     def _require_open(self, hop: int, tag: Tag | None = None) -> None:
         if self._failure is not None:
@@ -342,7 +340,7 @@ class NcclTransport(Transport):
             if self._may_free():
                 self._notices.announce(self._counts)  # a rank that waits for this one would not free its own
                 with self._in_use, suppress(TimeoutError):  # a rank of this host does not come: a thread waits on
-                    self._graphs.drop_all()
+                    _free(self._graphs)
                     start_call(self._communicator.destroy).result(FREE_S)
 
     def abort(self) -> None:
@@ -368,9 +366,14 @@ def _abandon(
     watchdog.stop()
     if threading.main_thread().is_alive():
         return start_call(lambda: _abort(in_use, graphs, communicator))
-    graphs.drop_all()
+    _free(graphs)
     communicator.abort()
     return None
+
+
+def _free(graphs: Graphs) -> None:
+    for free in graphs:
+        free()
 
 
 def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:
@@ -380,7 +383,7 @@ def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -
     if not idle:
         idle = in_use.acquire(timeout=FREE_S)
     if idle:
-        graphs.drop_all()
+        _free(graphs)
     with suppress(TimeoutError):
         freed.result(FREE_S)
     if idle:

@@ -152,7 +152,7 @@ class PeersTransport(NcclTransport):
             else:
                 self._queue(graph.replay, group, tag)
 
-        self._graphs.keep(graph, replay)
+        self._keep(graph, replay)
         return replay
 
     def _note(self, meetings: Sequence[_Bound], tag: Tag, hop: int) -> None:
