@@ -35,7 +35,6 @@ from commrt.transport.protocol import (
     Tag,
     Transport,
     require_cpu,
-    require_peers,
     split_self,
 )
 from commrt.transport.shared import SharedTransport
@@ -54,19 +53,14 @@ class _Transfer(NamedTuple):
     """One transfer of a bound group."""
 
     peer: int
-    gloo_rank: int
-    """Index of the peer among the members."""
-    data: list[Tensor]
+    data: Tensor
     is_send: bool
     numbers: count[int]
     """Counts all transfers with this peer in this direction."""
-    nbytes: int
 
-    def start(self, gloo: Any, call: int) -> Work:
-        """Post the transfer. Keeps no reference to `gloo`, whose connections live as long as one."""
-        post: Callable[[list[Tensor], int, int], Work] = gloo.send if self.is_send else gloo.recv
-        tag = (next(self.numbers) * 0x9E3779B1 ^ self.nbytes ^ call) % UNUSED_TAG
-        return post(self.data, self.gloo_rank, tag)
+    def next_tag(self, call: int) -> int:
+        """Return the tag that the next run has at both ends."""
+        return (next(self.numbers) * 0x9E3779B1 ^ self.data.nbytes ^ call) % UNUSED_TAG
 
 
 class GlooTransport(Transport):
@@ -93,26 +87,23 @@ class GlooTransport(Transport):
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._sent = {peer: count() for peer in members}
         self._received = {peer: count() for peer in members}
-        self._lazy = lazy
-        self._gloo: Any = self._connect(store, address, lazy)
-        release_in_forked_child(self)
-
-    def _connect(self, store: Store, address: str | None, lazy: bool) -> Any:
-        place, ranks = self.members.index(self.rank), len(self.members)
-        options: Any = timedelta(seconds=self.timeout_s)  # only without options does torch read GLOO_SOCKET_IFNAME
+        self._lazy, self._gloo = lazy, cast("Any", None)
+        place, ranks = members.index(rank), len(members)
+        options: Any = timedelta(seconds=timeout_s)  # only without options does torch read GLOO_SOCKET_IFNAME
         if address or lazy:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
-            options._timeout = timedelta(seconds=self.timeout_s)  # noqa: SLF001
+            options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
             options._devices = [_device(address, lazy)]  # noqa: SLF001
         try:
-            return call_store(lambda: ProcessGroupGloo(store, place, ranks, options), self.timeout_s + STORE_ANSWER_S)
+            self._gloo = call_store(lambda: ProcessGroupGloo(store, place, ranks, options), timeout_s + STORE_ANSWER_S)
         except (RuntimeError, TransportError) as error:
             raise TransportError(
-                f"not all {ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "
+                f"not all {ranks} ranks connected within {timeout_s:g} s: start all of them, with the same "
                 "world size, and look at the output of those that are missing; between hosts, GLOO_SOCKET_IFNAME names "
                 "the network card",
-                Place(self.rank),
+                Place(rank),
             ) from error
+        release_in_forked_child(self)
 
     @property
     def process_group(self) -> ProcessGroupGloo:
@@ -126,11 +117,12 @@ class GlooTransport(Transport):
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
         """Begin one send or receive with Gloo's own tags, not in order with groups; None receives from any rank."""
-        if self._gloo is None:
+        gloo = self._gloo  # of which no reference may stay: connections live as long as one
+        if gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, peer))
         if peer is None:
-            return cast("Work", self._gloo.recv_anysource([data], tag))
-        post = self._gloo.send if is_send else self._gloo.recv
+            return cast("Work", gloo.recv_anysource([data], tag))
+        post = gloo.send if is_send else gloo.recv
         return cast("Work", post([data], self.members.index(peer), tag))
 
     def bind(self, group: P2PGroup) -> Exchange:
@@ -141,30 +133,24 @@ class GlooTransport(Transport):
     def bind_start(self, group: P2PGroup) -> Callable[[Tag], Callable[[], None]]:
         """Bind `group` so that a run only starts its transfers, and returns the function that waits for them."""
         rest, copies = split_self(group, self.rank, self.members)
+        for message in (*rest.sends, *rest.recvs):
+            require_cpu(message.data.device, MEDIUM)
         if self._gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, hop=rest.hop))
-        transfers = self._transfers(rest)
+        transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data in rest.recvs]
+        transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data in rest.sends]
 
         def start(tag: Tag) -> Callable[[], None]:
-            gloo = self._gloo
-            if gloo is None:
-                raise TransportClosed("the transport was closed", tag.place(self.rank, rest.hop))
+            place = tag.place(self.rank, rest.hop)
+            if self._gloo is None:
+                raise TransportClosed("the transport was closed", place)
             for source, target in copies:
                 target.copy_(source)
-            return self._start(gloo, transfers, tag.place(self.rank, rest.hop), tag.call)
+            return self._start(transfers, place, tag.call)
 
         return start
 
-    def _transfers(self, group: P2PGroup) -> list[_Transfer]:
-        transfers = []
-        for is_send, messages, numbers in ((False, group.recvs, self._received), (True, group.sends, self._sent)):
-            for peer, data in messages:
-                require_cpu(data.device, MEDIUM)
-                gloo_rank = self.members.index(peer)
-                transfers.append(_Transfer(peer, gloo_rank, [data], is_send, numbers[peer], data.nbytes))
-        return transfers
-
-    def _start(self, gloo: Any, transfers: list[_Transfer], place: Place, call: int) -> Callable[[], None]:
+    def _start(self, transfers: list[_Transfer], place: Place, call: int) -> Callable[[], None]:
         works: list[Work] = []
         deadline = now_s() + self.timeout_s
 
@@ -176,7 +162,9 @@ class GlooTransport(Transport):
                 raise self._explained(error, transfers, works, place) from error
 
         try:
-            works.extend(transfer.start(gloo, call) for transfer in transfers)
+            works.extend(
+                self.post(each.data, each.peer, each.next_tag(call), is_send=each.is_send) for each in transfers
+            )
         except RuntimeError as error:
             raise self._explained(error, transfers, works, place) from error
         return finish
@@ -190,7 +178,7 @@ class GlooTransport(Transport):
             failed.append((transfers[len(works)], error))
         broken = [pair for pair in failed if not _is_late(pair[1])]
         transfer, state = (broken or failed or [(transfers[0], error)])[0]
-        place = replace(place, peer=transfer.peer, nbytes=transfer.nbytes)
+        place = replace(place, peer=transfer.peer, nbytes=transfer.data.nbytes)
         if self._gloo is None:
             return TransportClosed("this rank gave the transport up during the transfer", place)
         if not _is_late(state):
@@ -267,7 +255,6 @@ class HierarchicalTransport(Transport):
 
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
-        require_peers(group, self.members)
         near, far = (
             replace(
                 group,

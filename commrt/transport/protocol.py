@@ -36,7 +36,6 @@ __all__ = [
     "Window",
     "point",
     "require_cpu",
-    "require_peers",
     "split_self",
     "zeros",
 ]
@@ -195,20 +194,16 @@ def require_cpu(device: torch.device, medium: str) -> None:
         raise UsageError(f"{medium} moves CPU tensors, not those on {device}: move them to the CPU")
 
 
-def require_peers(group: P2PGroup, members: Sequence[int]) -> None:
-    """Raise `UsageError` if `group` names a rank outside `members`."""
-    if strangers := sorted(peer for peer in group.peers if peer not in members):  # of a range at once
-        whole = list(members) == list(range(len(members)))
-        known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
-        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}")
-
-
 def split_self(group: P2PGroup, rank: int, members: Sequence[int]) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:
     """Return `group` without messages from `rank` to itself, and those as (source, target) pairs to copy.
 
-    Drops empty messages, since both ends know that they are empty.
+    Drops empty messages, since both ends know that they are empty. Raises `UsageError` for a rank outside `members`,
+    and for a message to itself without its other end.
     """
-    require_peers(group, members)
+    if strangers := sorted(peer for peer in group.peers if peer not in members):
+        whole = list(members) == list(range(len(members)))
+        known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
+        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}")
     own_sends, own_recvs = ([m.data for m in side if m.peer == rank] for side in (group.sends, group.recvs))
     if [len(data) for data in own_sends] != [len(data) for data in own_recvs]:
         raise UsageError(
