@@ -101,6 +101,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def recording() -> RecordedGraph | None:
+    """Return the graph that the calling thread records to, or None."""
+    return _thread.graph
+
+
 def ask(call: Callable[[], None]) -> None:
     """Call `call` now, or in each replay if the thread records."""
     if _thread.graph is None:
