@@ -36,7 +36,7 @@ class BackupWorkers:
     inner: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
     early: bool = False
     traits: ClassVar[tuple[str, ...]] = ("backup workers",)
-    trained_by: ClassVar[str] = "commrt.backup_workers.start"
+    trained_by: ClassVar[str] = "commrt.backup_workers.backup_replica"
 
     def __post_init__(self) -> None:
         if isinstance(self.backups, bool) or not isinstance(self.backups, int) or self.backups < 0:

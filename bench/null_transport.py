@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from commrt.transport.protocol import Exchange, P2PGroup, PlainTransport, Tag
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
 
 __all__ = ["NullTransport"]
 
@@ -12,8 +12,8 @@ def nothing(tag: Tag) -> None:
     """Do nothing: the transfers of this exchange are always done."""
 
 
-class NullTransport(PlainTransport):
-    """A `Transport` that moves nothing."""
+class NullTransport(Transport):
+    """Moves nothing."""
 
     kind = "null"
     timeout_s = 1.0

@@ -100,8 +100,8 @@ class VoteSetup(NamedTuple):
         for name in ("commrt/0/1", "backed 1"):
             store = PrefixStore(name, store)
         founders = Generation(0, dict.fromkeys(range(self.ranks), 0))
+        # Without a watcher, as nobody is lost.
         membership = StoreMembership(PrefixStore("members", store), rank, founders, lambda: TIMEOUT_S)
-        membership.open_generations()  # without a watcher: nobody is lost
         elastic = cast("ElasticMembership", Undisturbed(membership))
         vote = ObservedVote(
             cast("Store", Counted(PrefixStore("session 1", store), counts)), self.needed, elastic, nothing
@@ -210,8 +210,8 @@ class OtherRanks:
         members = next(iter(ends.values())).members
         if any(end.members != members or end.counts != (rank in members) for rank, end in ends.items()):
             raise AssertionError(f"step {step} ended in several ways: {ends}")
-        for rank in ends.keys() & set(members):
-            self._votes[rank].delete_old_steps(step, 1, is_first=rank == members[0])
+        if members[0] in ends:
+            self._votes[members[0]].delete_old_steps(step)
 
 
 def keep_store(pipe: Connection, on: Collection[int]) -> None:

@@ -17,7 +17,7 @@ speed of the other ranks here: the store is one thread, and the last rank knows 
 * the network between hosts: the latency of two messages for each request to the store; `get` and `multi_get` wait
   first and ask then, so they are two requests,
 * the tree by which the first member learns that all have the sum,
-* 81 operations of the first member every 16 steps, which delete old keys while no rank waits.
+* 97 operations of the first member every 16 steps, which delete old keys while no rank waits.
 
 On the loopback, the store's time includes the delivery to the receivers, which their hosts would do.
 """
@@ -149,8 +149,8 @@ class Step:
         self._measured.command("end", self._number, ranks=self._members)
         if outcome.members != tuple(self._members) or outcome.counts != self._case.counts:
             raise AssertionError(f"{self._case.name}: not {self._members}: {outcome}")
-        if outcome.counts:
-            self._measured.vote.delete_old_steps(self._number, 1, is_first=self._case.is_decisive)
+        if outcome.counts and self._case.is_decisive:
+            self._measured.vote.delete_old_steps(self._number)
 
     def _times(self, end_s: float) -> Times:
         members, outcome = 1e3 * (self._known_s - self._begin_s), 1e3 * (end_s - self._sum_s)

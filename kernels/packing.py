@@ -147,8 +147,8 @@ class TorchPacking:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
         if len(tensors) != len(self._like):
             refuse_count(tensors, len(self._like))
-        came, went = (views_of(wire, self._layout, self._like) for wire in (received, sent))
-        mix(tensors, came, went, weight)
+        went = views_of(sent, self._layout, self._like)
+        mix(tensors, views_of(received, self._layout, self._like), went, weight)
 
 
 def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tensor]:

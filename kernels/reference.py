@@ -34,20 +34,27 @@ def pack_at_once(sources: Sequence[Tensor | None], targets: Sequence[Tensor], ro
     Per tensor it saves a call: 0.5 in place of 2.8 us at 1,024 elements, 2.9 for 4.3 at 16,384. Tensors that do not fit
     a core's cache are read and written twice: 20 for 17 us at 65,536.
     """
-    present = [source for source in sources if source is not None]
+    places, present = list[Tensor](), list[Tensor]()
     for source, target in zip(sources, targets, strict=True):
         if source is None:
             target.zero_()
+        else:
+            places.append(target)
+            present.append(source)
     if present:
-        torch._foreach_copy_([to for to, source in zip(targets, sources, strict=True) if source is not None], present)
+        torch._foreach_copy_(places, present)
         row.mul_(scale)
 
 
 def unpack(sources: Sequence[Tensor], targets: Sequence[Tensor | None]) -> None:
     """Write ``cast(source)`` to the target of each pair except None."""
-    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target is not None]
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    present, values = list[Tensor](), list[Tensor]()
+    for source, target in zip(sources, targets, strict=True):
+        if target is not None:
+            present.append(target)
+            values.append(source)
+    if present:
+        torch._foreach_copy_(present, values)
 
 
 def reduce_into(out: Tensor, received: Sequence[Tensor]) -> None:

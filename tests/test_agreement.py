@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
 import pytest
+from moved_clock import moved_clock
 from torch.distributed import HashStore, PrefixStore
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost
@@ -15,7 +16,6 @@ from commrt.runtime import connection
 from commrt.store import agreement, client
 from commrt.store.agreement import gather, wait_until_read
 from commrt.store.client import call_store
-from commrt.testing.moved_clock import moved_clock
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads.future import Future
 

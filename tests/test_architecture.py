@@ -167,11 +167,10 @@ def test_every_decision_is_listed():
 UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 ALLOWED = {
     "commrt/training/model_state.py": "the names of what torch.save and torch.load raise",
-    "commrt/backup_workers/replica_state.py": "the name of what torch.load raises",
+    "commrt/backup_workers/catch_up.py": "the name of what torch.load raises",
 }
 PIPES = {
-    "commrt/testing/workers.py": "pipes between a process and the workers that it has forked",
-    "commrt/testing/processes.py": "the same, for tests",
+    "commrt/testing/processes.py": "pipes between a process and the ranks that it has started",
 }
 
 

@@ -31,7 +31,7 @@ import commrt
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import DeadlineExceeded, Place, QuorumLost
 from commrt.testing.ranks import run_ranks
-from commrt.training.broadcast_state import gather_integers
+from commrt.training.model_state import gather_integers
 
 
 def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():

@@ -217,7 +217,7 @@ def test_one_rank_alone_is_legal():
         backward(model, 0, 0)
         optimizer.step()
         assert replica.step == 1
-        replica.close()
+        replica.detach()
 
 
 @for_each(("ranks", "backups", "most"), [(2, 1, 0), (3, 2, 1), (4, 2, 1), (5, 3, 2)])

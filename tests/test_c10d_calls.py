@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import ReduceOp, _make_nccl_premul_sum
+from torch.distributed import ReduceOp, ReduceOptions, _make_nccl_premul_sum
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.c10d import call_engine
@@ -57,19 +57,32 @@ def wanted(collective, rank, size, numel, root):
     return None if collective in {"reduce", "gather"} and rank != root else found
 
 
+def of_root(root):
+    opts = ReduceOptions()
+    opts.rootRank = root
+    return opts
+
+
+def combining(op):
+    opts = ReduceOptions()
+    opts.reduceOp = op
+    return opts
+
+
 def request(collective, ask, numel, root):
     """The call of this rank, and the tensor that must hold the result."""
     rank, size = ask.rank, ask.size
     own, mine = row(rank, numel), pieces(rank, size, numel)
     out, whole = torch.full_like(own, 99), torch.full((size * numel,), 99.0)
+    opts = of_root(root)
     calls = {
-        "all_reduce": lambda: (ask.all_reduce(own, ReduceOp.SUM), own),
-        "reduce": lambda: (ask.reduce(own, ReduceOp.SUM, root), own),
-        "broadcast": lambda: (ask.broadcast(own, root), own),
-        "all_gather": lambda: (ask.all_gather(whole, own), whole),
-        "gather": lambda: (ask.gather(list(whole.view(size, -1)), own, root), whole),
-        "scatter": lambda: (ask.scatter(out, mine, root), out),
-        "reduce_scatter": lambda: (ask.reduce_scatter(out, torch.cat(mine), ReduceOp.SUM), out),
+        "all_reduce": lambda: (ask.whole("all_reduce", own), own),
+        "reduce": lambda: (ask.whole("reduce", own, opts), own),
+        "broadcast": lambda: (ask.whole("broadcast", own, opts), own),
+        "all_gather": lambda: (ask.pieces("all_gather", own, whole), whole),
+        "gather": lambda: (ask.pieces("gather", own, list(whole.view(size, -1)), opts), whole),
+        "scatter": lambda: (ask.pieces("scatter", out, mine, opts), out),
+        "reduce_scatter": lambda: (ask.pieces("reduce_scatter", out, torch.cat(mine)), out),
         "all_to_all": lambda: (ask.all_to_all_single(whole, torch.cat(mine), [], []), whole),
         "barrier": lambda: (ask.barrier(), None),
     }
@@ -122,7 +135,7 @@ def test_a_receive_that_nothing_depends_on_lands_in_the_callers_memory(narrow, m
     copied, carry = [], call_engine._carry
 
     def noted(part, *given):
-        copied.append([(each.begin, each.end) for each in part.take])
+        copied.append([(each.elements.start, each.elements.stop) for each in part.take])
         carry(part, *given)
 
     monkeypatch.setattr(call_engine, "_carry", noted)
@@ -134,9 +147,9 @@ def test_after_a_call_the_wire_is_whole_again(narrow):
     def body(world):
         engine, ask = CallEngine(world, Selection(HOST, range(2)), "test"), CheckedCalls(world.rank, 2)
         first = torch.zeros(256)
-        engine.begin(ask.all_gather(first, row(world.rank, 128))).result()
+        engine.begin(ask.pieces("all_gather", row(world.rank, 128), first)).result()
         kept = first.clone()
-        engine.begin(ask.all_gather(torch.zeros(256), row(world.rank + 2, 128))).result()
+        engine.begin(ask.pieces("all_gather", row(world.rank + 2, 128), torch.zeros(256))).result()
         assert torch.equal(first, kept)
 
     run_ranks(2, body)
@@ -159,23 +172,32 @@ def test_uneven_parts_of_an_all_to_all_meet(narrow):
 
 REFUSED = [
     (
-        lambda ask: ask.all_gather(torch.zeros(5), torch.zeros(2)),
+        lambda ask: ask.pieces("all_gather", torch.zeros(2), torch.zeros(5)),
         r"float32\[5\].* for 2 ranks: it must have 2 times",
     ),
-    (lambda ask: ask.all_gather([torch.zeros(2)], torch.zeros(2)), "1 outputs of an all_gather: give one for each"),
-    (lambda ask: ask.all_gather([torch.zeros(3)] * 2, torch.zeros(2)), "must have as many elements"),
-    (lambda ask: ask.broadcast(torch.zeros(2), 2), r"rank 2 cannot be the root.*one of 0..1"),
-    (lambda ask: ask.scatter(torch.zeros(2), [torch.zeros(2).double()] * 2, 0), "must have one dtype"),
-    (lambda ask: ask.all_reduce(torch.zeros(2), ReduceOp.BAND), r"and of torch.float32 is not possible"),
-    (lambda ask: ask.all_reduce(torch.zeros(2).bool(), ReduceOp.AVG), r"mean of torch.bool has no place"),
     (
-        lambda ask: ask.all_reduce(torch.zeros(2).long(), _make_nccl_premul_sum(0.5)),
+        lambda ask: ask.pieces("all_gather", torch.zeros(2), [torch.zeros(2)]),
+        "1 outputs of all_gather: give one for each",
+    ),
+    (lambda ask: ask.pieces("all_gather", torch.zeros(2), [torch.zeros(3)] * 2), "must have as many elements"),
+    (lambda ask: ask.whole("broadcast", torch.zeros(2), of_root(2)), r"rank 2 cannot be the root.*one of 0..1"),
+    (lambda ask: ask.pieces("scatter", torch.zeros(2), [torch.zeros(2).double()] * 2), "must have one dtype"),
+    (
+        lambda ask: ask.whole("all_reduce", torch.zeros(2), combining(ReduceOp.BAND)),
+        r"and of torch.float32 is not possible",
+    ),
+    (
+        lambda ask: ask.whole("all_reduce", torch.zeros(2).bool(), combining(ReduceOp.AVG)),
+        r"mean of torch.bool has no place",
+    ),
+    (
+        lambda ask: ask.whole("all_reduce", torch.zeros(2).long(), combining(_make_nccl_premul_sum(0.5))),
         r"scaled sum of torch.int64 has no place",
     ),
     (lambda ask: ask.all_to_all_single(torch.zeros(3), torch.zeros(3), [], []), "3 rows do not divide into 2"),
     (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 2], []), r"\[1, 2\].*sum up to 2 rows"),
     (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [2, 0], []), "4 bytes of its own.* 8"),
-    (lambda ask: ask.broadcast(torch.zeros(2).to_sparse(), 0), "only all_reduce takes sparse"),
+    (lambda ask: ask.whole("broadcast", torch.zeros(2).to_sparse()), "only all_reduce takes sparse"),
 ]
 
 

@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
-from commrt.backup_workers.catch_up import CatchUp, PendingCatchUp
+from commrt.backup_workers.catch_up import CatchUp
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
@@ -354,7 +354,7 @@ def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources
     catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, config=None), elastic, None, None)
     catch_up.close()
     with pytest.raises(Evicted):
-        catch_up._require_sources(PendingCatchUp(3, (0, 1)), is_late=False)
+        catch_up._require_sources(3, [0, 1], is_late=False)
 
 
 def test_a_late_rank_whose_sources_are_no_members_is_told_that_they_are_gone():
@@ -365,4 +365,4 @@ def test_a_late_rank_whose_sources_are_no_members_is_told_that_they_are_gone():
     catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, config=None), elastic, None, None)
     catch_up.close()
     with pytest.raises(QuorumLost, match=r"only ranks \[0, 1\] had the weights of step 3, and they are gone"):
-        catch_up.fetch(PendingCatchUp(3, (0, 1)))
+        catch_up.fetch(3, [0, 1])

@@ -9,11 +9,11 @@ from time import monotonic
 
 import pytest
 import torch
+from moved_clock import moved_clock
 from torch.distributed import HashStore
 
 from commrt.errors import DeadlineExceeded
 from commrt.testing import nccl
-from commrt.testing.moved_clock import moved_clock
 from commrt.threads import clock
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future

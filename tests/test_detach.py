@@ -31,7 +31,7 @@ def test_detach_gives_back_a_plain_model_that_can_be_attached_again():
     def body(world):
         model, _, replica = trainee(world)
         replica.detach()
-        replica.close()
+        replica.detach()
         backward(model, world.rank)
         plain = gradients(model)
         model.zero_grad()
@@ -162,8 +162,12 @@ def test_a_ctrl_c_while_a_membership_ends_loses_nothing():
         done.append((why, finished))
 
     elastic = make_elastic(world)
-    elastic._membership = SimpleNamespace(
-        generation=elastic.generation, depart=depart, close=lambda: done.append("closed")
+    elastic.on_store = SimpleNamespace(
+        generation=elastic.generation,
+        depart=depart,
+        close=lambda: done.append("closed"),
+        has_begun=False,
+        store=SimpleNamespace(),
     )
     with pytest.raises(KeyboardInterrupt):
         world.close()

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from commrt.errors import CommrtError
 from commrt.kernels.dispatch import TRITON_AT_LEAST
 from commrt.store.launcher import TRANSPORTS, VARIABLES, Launch, launched
-from commrt.testing.workers import run_workers
+from commrt.testing.processes import run_workers
 from commrt.tools.commands.app import app
 from commrt.tools.commands.doctor import examine
 from commrt.tools.measuring import doctor_environment, doctor_machine

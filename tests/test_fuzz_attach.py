@@ -53,7 +53,7 @@ def test_attach_takes_what_it_can_use_and_refuses_the_rest(world, given):
     def attach():
         replica = commrt.attach(model, **{"world": world} | given)
         model(torch.ones(2, 2)).sum().backward()
-        replica.close()
+        replica.detach()
 
     met(attach)
 

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 from commrt.backup_workers import catch_up
 from commrt.backup_workers.catch_up import NBYTES, YES, StateServer, request_state
-from commrt.elastic.liveness import Listener, probe
+from commrt.elastic.generations import Listener, probe
 from commrt.testing.processes import run_processes
 from commrt.transport import channel
 

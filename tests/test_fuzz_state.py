@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt.backup_workers.replica_state import Snapshot, StateTransfer, pack, unpack
+from commrt.backup_workers.catch_up import Snapshot, StateTransfer, pack, unpack
 from commrt.errors import CommrtError, DisagreementError, UsageError
 from commrt.testing.ranks import local_worlds
 from commrt.training.large_batch import BatchSizeControl, Rate
@@ -74,9 +74,7 @@ def test_a_replica_takes_a_state_or_refuses_it_and_goes_on(replica, state):
 SHUFFLES = st.fixed_dictionaries(
     {},
     optional={
-        "passes": st.integers(0, 2) | VALUES,
-        "taken": st.integers(0, 9) | VALUES,
-        "used": VALUES | st.lists(st.integers(-1, 9), max_size=3).map(lambda it: torch.tensor(it, dtype=torch.int64)),
+        "batches": st.integers(0, 20) | VALUES,
         "samples": VALUES | st.just([torch.zeros(8, 2)]) | st.just([torch.zeros(8)]) | st.just((torch.zeros(8, 2),)),
     },
 )
@@ -84,11 +82,10 @@ SHUFFLES = st.fixed_dictionaries(
 
 @cases(100)
 @given(SHUFFLES | VALUES)
-@example({"passes": 0, "taken": 0, "used": None})
-@example({"passes": 0, "taken": 0, "samples": [torch.zeros(8, 2)]})
-@example({"passes": 0, "taken": 0, "used": torch.tensor([99]), "samples": [torch.zeros(8, 2)]})
-@example({"passes": "0", "taken": 0, "used": None, "samples": [torch.zeros(8, 2)]})
-@example({"passes": 0, "taken": 0, "used": None, "samples": [None]})
+@example({"batches": 0})
+@example({"batches": 0, "samples": [torch.zeros(8, 2)]})
+@example({"batches": "0", "samples": [torch.zeros(8, 2)]})
+@example({"batches": 0, "samples": [None]})
 def test_a_ring_shuffle_takes_a_state_or_refuses_it_and_goes_on(state):
     (world,) = local_worlds(1)
     with world:
@@ -105,18 +102,17 @@ COUNTS = st.integers(0, 30) | VALUES | NUMBERS
 
 @cases(100)
 @given(
-    VALUES | st.fixed_dictionaries({}, optional=dict.fromkeys(["epoch", "done", "steps"], COUNTS)),
+    VALUES | st.fixed_dictionaries({}, optional={"epochs": COUNTS}),
     VALUES
     | st.fixed_dictionaries(
-        {},
-        optional={"updates": COUNTS, "epochs": COUNTS, "highest": VALUES | st.lists(NUMBERS, min_size=1, max_size=1)},
+        {}, optional={"epochs": COUNTS, "highest": VALUES | st.lists(NUMBERS, min_size=1, max_size=1)}
     ),
 )
-@example({"epoch": 0, "done": 1, "steps": 0}, {"updates": 10**9, "highest": [0.1]})
-@example({"epoch": 10**30, "done": 1}, {"updates": 3, "highest": []})
-@example({"epoch": 0}, {"updates": 3, "highest": [float("nan")]})
-@example({}, {"updates": 0, "highest": [10**400]})
-@example({"epoch": 0, "done": 9, "steps": 1}, {"updates": 3, "highest": [0.1], "epochs": float("inf")})
+@example({"epochs": 1.1}, {"epochs": 10**9, "highest": [0.1]})
+@example({"epochs": 10**30}, {"epochs": 3, "highest": []})
+@example({"epochs": -1}, {"epochs": 3, "highest": [float("nan")]})
+@example({}, {"epochs": 0, "highest": [10**400]})
+@example({"epochs": float("nan")}, {"highest": [0.1], "epochs": float("inf")})
 def test_a_recipe_takes_a_state_or_refuses_it_and_goes_on(of_batches, of_rate):
     control = BatchSizeControl(range(100), {0: 10, 2: 50})
     rate = Rate(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), control, epochs=4, warmup_epochs=0)

@@ -26,12 +26,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interpreter import BadAccess, complaint, interpret, watched
 from kernel_bugs import BUGS
+from moved_clock import moved_clock
+from peer_memory import meeting
 from triton.runtime.interpreter import TensorHandle
 
 from commrt.kernels.device import meet, variants
 from commrt.kernels.meeting import BACK, FAILED, PLACES, MeetingPlan
-from commrt.testing.moved_clock import moved_clock
-from commrt.testing.peer_memory import meeting
 
 SUPPORT = Path(__file__).parent / "support"
 TICK_NS = 7_000

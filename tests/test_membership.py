@@ -10,6 +10,7 @@ from time import monotonic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moved_clock import moved_clock
 from torch.distributed import HashStore
 
 from commrt.elastic.barrier import Barrier
@@ -17,7 +18,7 @@ from commrt.elastic.generations import GATHERING, OPEN, Generation, Generations,
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, Evicted, TransportClosed, UsageError
 from commrt.runtime.membership import Loss
-from commrt.testing.moved_clock import moved_clock
+from commrt.store.client import TimedStore
 from commrt.threads.deadline import Deadline
 
 LONG_S = 20.0
@@ -89,13 +90,13 @@ def test_a_generation_reads_as_it_was_written(incarnations, step, why, finished)
 
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([OPEN, GATHERING]))
 def test_a_head_reads_as_it_was_written(number, collective, phase):
-    head = Head(number, "4/0.0.1", collective, phase)
+    head = Head(f"{number}/0.0.1", collective, phase)
     assert Head.from_json(head.to_json().encode()) == head
 
 
 def test_the_first_proposal_for_a_generation_holds_for_all_ranks():
     store, founders = HashStore(), Generation(0, dict.fromkeys(range(3), 0))
-    logs = [Generations(store, lambda question: question(), founders) for _ in range(3)]
+    logs = [Generations(TimedStore(store, 0, lambda: LONG_S), founders) for _ in range(3)]
     head, _ = logs[0].current()
     lost = [Loss(2, 4, "silent", by=0)], [Loss(0, 4, "silent", by=2)]
     assert [log.propose(head, founders.without(each, 4)) for log, each in zip(logs[::2], lost, strict=True)] == [
@@ -107,7 +108,7 @@ def test_the_first_proposal_for_a_generation_holds_for_all_ranks():
 
 def test_an_old_head_is_still_understood_after_another_thread_has_read_a_newer_one():
     store, founders = HashStore(), Generation(0, dict.fromkeys(range(2), 0))
-    log = Generations(store, lambda question: question(), founders)
+    log = Generations(TimedStore(store, 0, lambda: LONG_S), founders)
     head, _ = log.current()
     old = store.get("head")
     assert log.propose(head, founders.without([Loss(1, 0, "gone")], 0))

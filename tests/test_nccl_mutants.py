@@ -24,14 +24,14 @@ PATIENT_S = 1.5
 
 ISSUED = """        self._nccl.groupStart()
         try:
-            for issue, address, nbytes, nccl_rank in calls:
-                issue(address, nbytes, self._nccl.NCCL_INT8, nccl_rank, stream)
+            for call in calls:
+                call(stream)
         finally:
             self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 """
 ABOVE_6 = "CuPy has no name for NCCL's statuses above 6\n            "
-EACH = "        for issue, address, nbytes, nccl_rank in calls:\n"
-CALL = "issue(address, nbytes, self._nccl.NCCL_INT8, nccl_rank, stream)\n"
+EACH = "        for call in calls:\n"
+CALL = "call(stream)\n"
 
 MUTANTS = {
     "no group": (nccl, ISSUED, f"{EACH}            {CALL}"),
@@ -45,8 +45,8 @@ MUTANTS = {
     "receives in another order": (nccl, "for message in rest.recvs", "for message in reversed(rest.recvs)"),
     "a send forgotten": (nccl, "for message in rest.sends", "for message in rest.sends[:-1]"),
     "a receive forgotten": (nccl, "for message in rest.recvs", "for message in rest.recvs[1:]"),
-    "the last byte forgotten": (nccl, "message.data.nbytes, self", "message.data.nbytes - 1, self"),
-    "elements for bytes": (nccl, "message.data.nbytes, self", "message.data.numel(), self"),
+    "the last byte forgotten": (nccl, "= message.data.nbytes, self", "= message.data.nbytes - 1, self"),
+    "elements for bytes": (nccl, "= message.data.nbytes, self", "= message.data.numel(), self"),
     "the beginning of the storage": (nccl, "message.data.data_ptr()", "message.data.untyped_storage().data_ptr()"),
     "sends for receives": (nccl, "_call(self._communicator.recv", "_call(self._communicator.send"),
     "peers mixed up": (nccl, ".index(message.peer)", ".index(max(message.peer - 1, 0))"),
@@ -61,7 +61,7 @@ MUTANTS = {
     "a deadline of its own": (nccl, "now_s(), self.timeout_s,", "now_s(), 300.0,"),
     "a late communicator not aborted": (nccl, "(communicator.abort)", "(int)"),
     "the others not told": (nccl, "self._notices.announce(None)", "pass"),
-    "the others not asked": (nccl, "self._lost_peer(pending) if", "None if"),
+    "the others not asked": (nccl, "self._lost_peer(pending.counts, pending.tag, pending.group.hop) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
     "an id of each rank's own": (nccl_communicator, "bytes.fromhex(infos[members[0]].unique_id)", "_new_id(binding)"),
     "a rank of another": (nccl_communicator, "unique_id, members.index(rank))", "unique_id, 0)"),

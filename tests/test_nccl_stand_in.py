@@ -209,7 +209,7 @@ def test_an_address_must_be_an_integer(ranks):
 
 def test_a_communicator_that_was_aborted_takes_nothing_more(ranks):
     (alone,) = ranks(1)
-    assert (alone.size(), alone.rank_id(), alone.device_id()) == (1, 0, 0)
+    assert alone.rank_id() == 0
     alone.check_async_error()
     alone.abort()
     for call in (lambda: send(alone, torch.zeros(1), 0), alone.check_async_error):

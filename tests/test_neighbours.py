@@ -11,13 +11,13 @@ from time import monotonic
 import pytest
 import torch
 from peer_group import ODD, TIMEOUT_S, connected
+from peer_memory import HostPeerMemory
 from torch.distributed import HashStore
 
 from commrt.errors import DisagreementError, SizeMismatch, UsageError
 from commrt.runtime.connection import connect_gpu
 from commrt.store.launcher import GPU_TRANSPORTS
 from commrt.testing import nccl as stand_in
-from commrt.testing.peer_memory import HostPeerMemory
 from commrt.transport import peers
 from commrt.transport.neighbours import Neighbours
 from commrt.transport.protocol import CPU

@@ -15,7 +15,8 @@ from time import monotonic
 
 import pytest
 import torch
-from peer_group import NOW, ODD, TIMEOUT_S, connected, values_of
+from moved_clock import moved_clock
+from peer_group import NOW, ODD, TIMEOUT_S, connected, over_peers, values_of
 from torch import nn
 from torch.distributed import HashStore
 
@@ -23,15 +24,14 @@ import commrt
 from commrt.algorithms import direct, ring
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, TransportError
-from commrt.kernels.meeting import FAILED
+from commrt.kernels.meeting import ABORT, FAILED
 from commrt.program import program
 from commrt.runtime import reading
 from commrt.runtime.executor import bind
 from commrt.testing import nccl
-from commrt.testing.moved_clock import moved_clock
-from commrt.testing.ranks import over_peers, over_threads, run_ranks
+from commrt.testing.ranks import over_threads, run_ranks
 from commrt.threads.streams import Streams
-from commrt.transport import peers as peers_module
+from commrt.transport import nccl as nccl_module
 from commrt.transport.protocol import P2PGroup, Tag
 
 
@@ -105,7 +105,7 @@ def graphs_of_kernels(monkeypatch):
     monkeypatch.setattr(reading, "combinations_of", noted(reading.combinations_of))
     copying = reading.copying
     monkeypatch.setattr(reading, "copying", lambda *args: noted(lambda *args: [copying(*args)])(*args)[0])
-    monkeypatch.setattr(peers_module, "streams_of", lambda device: Remembering())
+    monkeypatch.setattr(nccl_module, "streams_of", lambda device: Remembering())
 
 
 REPLAYS = 1000
@@ -295,7 +295,7 @@ def test_what_was_given_up_between_hosts_is_not_read_within_one():
             transport.timeout_s = 2.0
             bound = group.bound(schedule, buffers, rank)
             if rank == 0:
-                transport._rest.before_abort()  # as NCCL's transport calls it
+                transport._words[ABORT] = 1  # as before NCCL is aborted
             try:
                 bound.run(NOW)
                 transport.wait()

@@ -8,15 +8,15 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from moved_clock import moved_clock
 from torch.distributed import HashStore
 
 from commrt.backup_workers import quorum
-from commrt.backup_workers.quorum import DONE, FAILED, Announcement, QuorumVote, StepOutcome, quorum_key
+from commrt.backup_workers.quorum import DONE, FAILED, Announcement, QuorumVote, StepOutcome, quorum_key, set_once
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
 from commrt.runtime.membership import Loss
-from commrt.store.client import set_once, start_call
-from commrt.testing.moved_clock import moved_clock
+from commrt.store.client import start_call
 
 LONG_S, PATIENT_S = 20.0, 10.0
 OUTCOME = quorum_key(0, 0, "outcome")
@@ -40,11 +40,10 @@ def never(generation):
 
 def vote_of(member, needed, store=None, *, is_called=False, reduce=lambda *_: True, next_attempt=never):
     elastic = SimpleNamespace(on_store=member, require_open=int, is_called=is_called, ensure_generation=next_attempt)
-    return QuorumVote(store or member.store, needed, elastic, reduce)
+    return QuorumVote(store or member.store.connection, needed, elastic, reduce)
 
 
-def end(found, vote):
-    vote.close()
+def end(found):
     for member in found:
         member.depart("the test is over")
         member.close()
@@ -103,25 +102,25 @@ def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(loss):
         lose(found)
     is_called = loss == "the others form a new generation"
     with moved_clock() if loss == "it is silent up to the deadline" else nullcontext() as clock:
-        vote, ended = waiting_for_the_first(found[1], store, is_called=is_called)
+        _, ended = waiting_for_the_first(found[1], store, is_called=is_called)
         if clock is not None:
             clock.advance_until(ended.done)
         with pytest.raises(NoOtherAttempt):
             ended.result(PATIENT_S)
     assert store.get(OUTCOME).decode() == FAILED
-    end(found, vote)
+    end(found)
 
 
 def test_a_member_waits_for_one_that_lives_up_to_the_deadline():
     found = members(2, store := HashStore())
     with moved_clock() as clock:
         end_s = clock.now_s() + 0.8 * LONG_S
-        vote, ended = waiting_for_the_first(found[1], store)
+        _, ended = waiting_for_the_first(found[1], store)
         clock.advance_until(lambda: clock.now_s() >= end_s)
         assert not ended.done()
         set_once(store, OUTCOME, DONE)
         assert ended.result(PATIENT_S).counts
-    end(found, vote)
+    end(found)
 
 
 # keys of old steps
@@ -135,7 +134,7 @@ def alone(monkeypatch):
     found = members(1, HashStore())
     vote = vote_of(found[0], 1, next_attempt=lambda _: found[0].generation)
     yield vote
-    end(found, vote)
+    end(found)
 
 
 def step(vote, number, failing=0):
@@ -143,7 +142,8 @@ def step(vote, number, failing=0):
     sums = iter([*[False] * failing, True])
     vote.reduce = lambda *_: next(sums)
     outcome = vote.run(Announcement(0, 0), number)
-    vote.delete_old_steps(number, outcome.attempt + 1, is_first=True)
+    if deletion := vote.delete_old_steps(number):
+        deletion.result(PATIENT_S)
     return outcome
 
 
@@ -153,7 +153,7 @@ def test_the_store_holds_no_more_keys_the_more_steps_there_are(alone, failing):
     for number in range(24):
         assert step(alone, number, failing).counts
         counts.append(alone._store.num_keys())
-    assert len({*counts[9::2]}) == 1  # even steps delete, on another thread
+    assert len({*counts[9::2]}) == 1  # even steps delete
 
 
 def test_a_rank_that_comes_to_a_deleted_step_is_told_at_once(alone):

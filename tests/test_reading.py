@@ -16,6 +16,9 @@ import torch
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
+from moved_clock import moved_clock
+from peer_group import connect_one
+from peer_memory import HostPeerMemory, meeting
 from torch.distributed import HashStore
 
 from commrt.kernels.meeting import ABORT
@@ -23,11 +26,7 @@ from commrt.kernels.reference import mix_into
 from commrt.program import chunk_bounds, program
 from commrt.runtime.reading import bind_reading
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step
-from commrt.testing.moved_clock import moved_clock
-from commrt.testing.peer_memory import HostPeerMemory, meeting
-from commrt.transport.by_device import NullTransport
-from commrt.transport.peers import beside
-from commrt.transport.protocol import CPU, Tag
+from commrt.transport.protocol import Tag
 
 GRANULE = 16
 NUMEL = 5 * GRANULE + 3
@@ -106,15 +105,14 @@ class Ranks:
     def __post_init__(self):
         self.memories, store = [SteppedMemory() for _ in range(self.size)], HashStore()
         self.pool = ThreadPoolExecutor(self.size)
-        self.transports = list(self.pool.map(lambda rank: self.connected(rank, store), range(self.size)))
+        members = range(self.size)
+        self.transports = list(
+            self.pool.map(lambda rank: connect_one(store, rank, members, 60.0, self.memories[rank]), members)
+        )
         for transport in self.transports:
-            for peer, count in transport._counts.items():
+            for peer, count in transport._begins.items():
                 count.fill_(NEAR_WRAP)
                 transport._neighbours.words(peer).inbox.fill_(NEAR_WRAP)
-
-    def connected(self, rank, store):
-        rest = NullTransport(rank, range(self.size), 60.0)
-        return beside(rest, store, self.memories[rank], CPU, "host")
 
     def share(self, name):
         """Let all read a new buffer of each rank."""

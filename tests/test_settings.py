@@ -11,7 +11,7 @@ from commrt.training.step_guard import settings_digest
 PROGRAM = """
 import torch
 from commrt.training.step_guard import settings_digest
-print(settings_digest([torch.optim.AdamW([torch.ones(1)], lr=0.25)], salt=7))
+print(settings_digest([torch.optim.AdamW([torch.ones(1)], lr=0.25)], step=7))
 """
 
 
@@ -23,7 +23,7 @@ def adamw(lr):
 def test_another_process_finds_the_same_bits(tmp_path):
     tmp_path.joinpath("digest.py").write_text(PROGRAM)
     (found,) = run_processes(1, program, tmp_path / "digest.py", [])
-    assert (found.error, int(found.value)) == (None, settings_digest(adamw(0.25), salt=7))
+    assert (found.error, int(found.value)) == (None, settings_digest(adamw(0.25), step=7))
 
 
 def test_settings_that_are_alike_by_chance_differ_in_other_steps():

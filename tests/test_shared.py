@@ -148,7 +148,7 @@ def test_after_a_failure_nothing_more_is_exchanged(pair):
     assert [type(error.__cause__) for error in errors] == [SizeMismatch, SizeMismatch]
 
 
-STEPS = ("announce", "post", "receive", "source", "acknowledge", "flush")
+STEPS = ("post", "receive", "source", "acknowledge", "flush")
 POINTS = [*((channel.Channel, name) for name in STEPS), (shared, "_poll")]
 
 
@@ -223,7 +223,7 @@ def test_a_peer_that_does_not_listen_ends_in_the_deadline_even_if_the_socket_is_
 
 def test_what_a_full_socket_could_not_take_is_sent_once_it_can(pair):
     line, words = pair[1]._channels[0], 0
-    while not line.full:
+    while not line.unsent:
         line.acknowledge(0)
         words += 1
     for _ in range(words):

@@ -18,6 +18,7 @@ from functools import partial
 import pytest
 import torch
 from interpreter import interpreted_gpu
+from peer_group import over_peers
 from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
@@ -33,10 +34,9 @@ from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
 from commrt.runtime import reading
 from commrt.testing import nccl
-from commrt.testing.ranks import over_peers, run_ranks
+from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import DONE
 from commrt.transport import nccl as transport_module
-from commrt.transport import peers
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 
@@ -87,8 +87,7 @@ def over_nccl(store, ranks, timeout_s):
 @pytest.fixture
 def gpu(monkeypatch):
     """CPU tensors count as a GPU's, which remembers what it is told to."""
-    for module in (transport_module, peers):
-        monkeypatch.setattr(module, "streams_of", lambda device: Streams())
+    monkeypatch.setattr(transport_module, "streams_of", lambda device: Streams())
     monkeypatch.setattr(reading, "copying", lambda out, source: lambda: nccl.ask(lambda: out.copy_(source)))
     with interpreted_gpu() as launches:
         for module in (packing, device_launch):

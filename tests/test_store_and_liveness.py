@@ -15,8 +15,9 @@ import failing_ranks
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from commrt.elastic.liveness import Listener, probe
-from commrt.store.client import delete_once, parse_dict, parse_list, set_once
+from commrt.backup_workers.quorum import delete_once, set_once
+from commrt.elastic.generations import Listener, probe
+from commrt.store.client import parse_dict, parse_list
 from commrt.testing.processes import run_processes
 
 LIMIT_S = 20.0

@@ -15,8 +15,8 @@ import pytest
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
 from commrt.store.launcher import launched
 from commrt.store.rendezvous import meet
-from commrt.testing import workers
-from commrt.testing.workers import run_workers
+from commrt.testing import processes
+from commrt.testing.processes import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 LIMIT_S = 20.0
@@ -69,7 +69,7 @@ def test_a_run_of_workers_leaves_nothing_behind_even_if_it_failed():
 
 @pytest.mark.parametrize("kind", [UsageError, DisagreementError, PeerLost, KeyError])
 def test_an_error_ends_all_others_at_once_and_bad_input_stays_bad_input(kind, monkeypatch):
-    monkeypatch.setattr(workers, "CAUSE_S", 0.05)
+    monkeypatch.setattr(processes, "CAUSE_S", 0.05)
 
     def body():
         if rank() == 1:

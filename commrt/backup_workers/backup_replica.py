@@ -1,39 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it is not."""
+"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it is not.
+
+A process may take the place of a rank that is gone while the others train.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.backup import BackupWorkers
-from commrt.backup_workers.backup_step import BackupStep, StepSkipper
-from commrt.backup_workers.catch_up import CatchUp, FinalCalls, PendingCatchUp
-from commrt.backup_workers.replica_state import ReplicaState
-from commrt.buckets.engine import BuildBuckets, Engine
+from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
+from commrt.backup_workers.catch_up import CatchUp, FinalCalls, ReplicaState
+from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
+from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
+from commrt.store.launcher import chosen_transport
+from commrt.store.rendezvous import host_identity
+from commrt.training import synchronous
 from commrt.training.admission import check_stateful
-from commrt.training.broadcast_state import gather_integers
+from commrt.training.attach import Request
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful
-from commrt.training.replica import Replica, StepReport
-from commrt.training.step_guard import StepGuard
+from commrt.training.model_state import Stateful, dump, fingerprint, flatten, gather_integers, load
+from commrt.training.replica import Replica, StepReport, attached_to
 
-__all__ = ["BackupWorkersReplica", "reissued"]
+__all__ = ["BackupWorkersReplica", "attach"]
 
 T = TypeVar("T")
 _log = logging.getLogger("commrt")
@@ -58,8 +63,6 @@ class Phase(Enum):
     """The gradients of others counted: it needs the state of one of them before its next forward pass."""
     STALE = auto()
     """It is late, and in a backward pass that used older weights, as the model's hooks were not called."""
-    CAUGHT_UP = auto()
-    """It has the state of another rank, whose loop was farther in the step: take that again at the next pass."""
     OVER = auto()
     """Too few ranks train: what the loop does from here to the next pass is undone."""
 
@@ -75,43 +78,31 @@ class BackupWorkersReplica(Replica):
     may do what the other ranks do, such as stepping a scheduler, or leave it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        also: Sequence[Stateful],
-        algorithm: BackupWorkers,
-        engine: Engine,
-        cut: BuildBuckets,
-        *,
-        broadcast_buffers: bool,
-    ) -> None:
+    def __init__(self, request: Request, engine: Engine) -> None:
+        world, membership = request.world, make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
-        params, world = [param for _, param in named], engine.world
-        self._others = *range(world.rank + 1, world.size), *range(world.rank)
-        self._needed = algorithm.needed(world.size)
-        super().__init__(model, named, algorithm, world)
-        self._engine, self._owners_of_state = engine, [*optimizers, *also]
+        super().__init__(request.model, named, request.optimizers, request.algorithm, world)
+        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also]
         self._final_calls = FinalCalls()
         self._phase, self._pass_number = Phase.READY, -1
-        self._pending = PendingCatchUp(0, ())  # what it needs while it is late
+        self._wanted, self._sources = 0, [world.rank]  # the version that it needs while it is late, and who has it
         self._samples: int | None = 0
         self._has_warned = False  # of batches that were dropped because the others had stopped
-        self._guard = StepGuard(optimizers, params, lambda: None)
-        self._state = ReplicaState(model, params, self._owners_of_state)
-        self._skipper = StepSkipper(optimizers, self._guard, self._state.shut)
-        self._is_founder = world.config is None
-        make_elastic(world).begin(self, world.attached, alone=True, needed=self._needed, founds=self._is_founder)
+        params = [param for _, param in named]
+        self._state = ReplicaState(request.model, params, self._owners_of_state)
+        self._guard = SkippingGuard(request.optimizers, params, self._state.shut)
+        self._is_founder, needed = world.config is None, cast("BackupWorkers", request.algorithm).needed(world.size)
+        membership.begin(self, world.attached, alone=True, needed=needed, founds=self._is_founder)
         store = PrefixStore(f"backed {world.attached}", world.store)
-        self._backup_step = BackupStep(
-            model, engine, self._guard, cut, algorithm, store, with_buffers=broadcast_buffers
-        )
-        self._catch_up = CatchUp(world, make_elastic(world), store, self._state)
+        self._backup_step = BackupStep(request, engine, self._guard, store)
+        self._catch_up = CatchUp(world, membership, store, self._state)
         if self._is_founder:
             self._catch_up.open()
-        world.hooks = Hooks(self._before_collective, self._state.shut, self._end, self._leave, self._final_calls.make)
+        world.hooks = Hooks(
+            self._before_collective, self._state.shut, self._end, self._catch_up.close, self._final_calls.make
+        )
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
-        self._live([*self._on_model(), *gradients, *self._skipper.register()], optimizers)
+        self._live([*self._on_model(), *gradients], self._guard)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
@@ -126,13 +117,10 @@ class BackupWorkersReplica(Replica):
     @property
     def step(self) -> int:
         """The number of updates in the weights, or that they will have in the next forward pass of a late rank."""
-        return self._pending.version if self._phase in LATE else self._backup_step.version
+        return self._wanted if self._phase in LATE else self._backup_step.version
 
     def before_giving_up(self, call: Callable[[], object]) -> None:
-        """Call `call` before `QuorumLost`, `DeadlineExceeded` or `PeerLost` ends training, to save a checkpoint.
-
-        The weights are then those of the latest whole step of this rank; a late rank has older ones than the others.
-        """
+        """See `Replica.before_giving_up`."""
         self._final_calls.append(call)
 
     def drain(self) -> None:
@@ -149,31 +137,22 @@ class BackupWorkersReplica(Replica):
             self._phase = Phase.READY
         elif self._phase in LATE:
             try:
-                transfer = self._catch_up.fetch(self._pending)
+                transfer = self._catch_up.fetch(self._wanted, self._sources)
             except CommrtError as error:
                 self._final_calls.make(error)
                 raise
-            due = transfer.snapshot.is_due
-            is_amid_step = self._state.install(transfer, amid_step=amid_step)
+            self._state.install(transfer, amid_step=amid_step)
             self._backup_step.follow(transfer.snapshot)
-            self._skipper.renew(counted=False)  # gradients of before
-            self._pending = self._pending._replace(version=transfer.snapshot.version)
-            self._phase = Phase.LATE if due else Phase.CAUGHT_UP if is_amid_step else Phase.READY
-
-    def _open(self, *, in_pass: bool) -> None:
-        """Let late ranks copy this state."""
-        if self._phase is Phase.CAUGHT_UP:
-            self._state.reload()
-            self._phase = Phase.READY
-        self._state.open(self._backup_step.snapshot(in_pass=in_pass))
+            self._wanted = transfer.snapshot.version
+            self._phase = Phase.LATE if transfer.snapshot.is_due else Phase.READY
 
     def _before_forward(self, given: Sequence[object]) -> None:
         if not (self.model.training and torch.is_grad_enabled()):
             return
         if self._phase in (Phase.LATE, Phase.OVER):
             self._follow()
-        if self._phase not in LATE and not (self._skipper.fresh and self._guard.is_due):
-            self._open(in_pass=True)
+        if self._phase not in LATE and not (self._guard.fresh and self._guard.is_due):
+            self._state.open(self._backup_step.snapshot(in_pass=True))
         for each in given:
             if isinstance(each, Tensor) and each.dim():
                 self._samples = None if self._samples is None else self._samples + len(each)
@@ -203,14 +182,18 @@ class BackupWorkersReplica(Replica):
         if self._phase is Phase.LATE:
             self._phase = Phase.STALE
             return
-        self._open(in_pass=True)  # again, as a compiled model calls no hooks
+        self._state.open(self._backup_step.snapshot(in_pass=True))  # again, as a compiled model calls no hooks
+        self._parameters.require_unchanged()
         self._backup_step.begin(self._samples or None)
         self._phase = Phase.RUNNING
 
     def _finish(self) -> None:
         was, self._phase, self._samples = self._phase, Phase.READY, 0
         if was is Phase.STALE:
-            self._drop_stale()
+            self._backup_step.drop()
+            self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
+            self._stats, self._phase = self._stats.plus(self.last), Phase.LATE
+            self._follow(amid_step=True)
             return
         try:
             self.last, outcome = self._backup_step.finish()
@@ -218,29 +201,23 @@ class BackupWorkersReplica(Replica):
             self._final_calls.make(error)
             raise
         self._stats = self._stats.plus(self.last)
-        self._skipper.renew(outcome.counts)
         if outcome.counts:
             self._state.keep_buffers()
         elif outcome.is_over:
-            others = [rank for rank in outcome.members if rank != self._world.rank]  # not a process before this one
-            self._require(self.last.step + 1, others or self._others, max(outcome.place - self._needed, 0))
+            self._require(self.last.step + 1, outcome.members)
         else:
             self._phase = Phase.OVER
             self._state.keep(self._backup_step.version)
             if not self._has_warned:
                 self._has_warned = True
-                _log.warning(ENDED, self._world.rank, self.last.step, self._needed)
+                _log.warning(ENDED, self._world.rank, self.last.step, self._world.membership.needed)
 
-    def _drop_stale(self) -> None:
-        self._backup_step.drop()
-        self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
-        self._stats, self._phase = self._stats.plus(self.last), Phase.LATE
-        self._follow(amid_step=True)
-
-    def _require(self, version: int, sources: Sequence[int], turn: int = 0) -> None:
-        """Note that this rank needs `version`; ranks that are late together begin with different sources, by `turn`."""
-        start = turn % len(sources)
-        self._phase, self._pending = Phase.LATE, PendingCatchUp(version, (*sources[start:], *sources[:start]))
+    def _require(self, version: int, sources: Collection[int] = ()) -> None:
+        """Note that this rank needs `version`, of one of `sources`, by default of any; the next rank is asked first."""
+        rank, size = self._world.rank, self._world.size
+        others = (*range(rank + 1, size), *range(rank))  # not a process of this rank before this one
+        self._phase, self._wanted = Phase.LATE, version
+        self._sources = [each for each in others if each in sources] or [*others]
 
     def average(self) -> None:
         """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
@@ -253,7 +230,7 @@ class BackupWorkersReplica(Replica):
         if self._phase is Phase.OVER:
             self._follow()
         if self._phase not in LATE:
-            self._open(in_pass=False)
+            self._state.open(self._backup_step.snapshot(in_pass=False))
 
     def _end(self) -> None:
         """Answer late ranks until no rank trains any more; before the world is closed in good order."""
@@ -264,21 +241,17 @@ class BackupWorkersReplica(Replica):
             if make_elastic(self._world).finish():
                 WorldConfig.withdraw(self._world.store)
 
-    def _leave(self) -> None:
-        self._catch_up.close()
-        self._backup_step.votes.close()
-
     def join_as_replacement(self) -> None:
         """Take the place of a lost rank, between two collectives of the others; not collective."""
         make_elastic(self._world).join_as_replacement(self._fetch_from_a_pass)
         self._catch_up.open()
-        self._require(self.step, self._others)  # again before the first step, whatever is loaded until then
+        self._require(self.step)  # again before the first step, whatever is loaded until then
 
     def _fetch_from_a_pass(self) -> bool:
         """Take the state of another rank; True if that rank was in a forward or backward pass."""
-        self._require(0, self._others)
+        self._require(0)
         self.drain()
-        return self._phase is Phase.CAUGHT_UP
+        return self._state.again is not None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at the step of `state`; collective. A process in a lost rank's place keeps the state of the others."""
@@ -306,43 +279,31 @@ class BackupWorkersReplica(Replica):
         return super().state_dict()
 
     def overwrite_with_first(self) -> None:
-        """Overwrite parameters and buffers with those of the lowest rank; collective."""
-        with self._together("overwrite_with_first()"):
-            super().overwrite_with_first()
+        """See `Replica`; the lowest rank that is left is the first."""
+        super().overwrite_with_first()
         self._state.keep_buffers()
 
     def sync_buffers(self) -> None:
-        """Overwrite buffers with those of the lowest rank; collective."""
-        with self._together("sync_buffers()"):
-            super().sync_buffers()
+        """See `overwrite_with_first`."""
+        super().sync_buffers()
         self._state.keep_buffers()
-
-    def replicas_equal(self) -> bool:
-        """Return True if parameters and buffers are bitwise equal on all ranks; late ranks catch up. Collective."""
-        with self._together("replicas_equal()"):
-            return super().replicas_equal()
-
-    def disagreement(self) -> float:
-        """See `Replica.disagreement`; late ranks catch up. Collective."""
-        with self._together("disagreement()"):
-            return super().disagreement()
 
     def consolidate(self) -> None:
         """Make all replicas equal at the latest weights; collective.
 
         It takes weights as they are, also where a loop has changed them outside of the optimizer's steps.
         """
-        self._skipper.end_step()
-        with self._together("consolidate()"):
-            super().sync_buffers()
-            if not super().replicas_equal():
+        self._guard.end_step()
+        with self._collective("consolidate()"):
+            self._take_from_first(buffers_only=True)
+            if not self._world.all_equal("replicas", fingerprint(self.model)):
                 _log.warning(UNEQUAL, self._world.rank, self._world.members[0])
-                super().overwrite_with_first()
+                self._take_from_first()
         self._state.keep_buffers()
 
     @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Do the body in a collective in which late ranks have caught up."""
+    def _collective(self, what: str) -> Iterator[None]:
+        """Run the body as the collective `what`, in which late ranks have caught up."""
         with self._world.collective(what):
             own = self._backup_step.version
             versions = self._world.membership.together(lambda: gather_integers(self._world, own))
@@ -370,25 +331,62 @@ class BackupWorkersReplica(Replica):
         super().detach()
         self._world.hooks = NO_HOOKS
         self._state.shut()
-        self._leave()
+        self._catch_up.close()
         make_elastic(self._world).end(self)
         self._engine.release()
 
 
-def reissued(batches: Iterable[T], replica: Replica) -> Iterator[T]:
-    """Yield each of `batches` again and again until its gradient counted; where several make a step, all of them.
+def attach(request: Request) -> Replica:
+    """Return a replica whose gradient counts if it is among the first. Collective, but for a replacement."""
+    world, algorithm = request.world, cast("BackupWorkers", request.algorithm)
+    needed = algorithm.needed(world.size)
+    request.require_nobody_lost()
+    if world.size == 1:
+        return synchronous.attach(replace(request, algorithm=algorithm.inner))
+    _check_for_backups(request)
+    engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed)
+    claim = request.claim(engine.schedule(0), engine.buckets) | {
+        "broadcast_buffers": str(request.broadcast_buffers),
+        "kinds in also=": ", ".join(type(one).__name__ for one in request.also),
+    }
+    if world.config is not None:
+        frozen = {"frozen parameters": _frozen_digest(request.model)}
+        world.config.require_same(world.rank, world.attached, claim | frozen)
+        return _join_as_replacement(world, BackupWorkersReplica(request, engine))
+    request.agree(claim)
+    replica = request.begin(BackupWorkersReplica(request, engine))
+    host = host_identity() if world.transport.one_host else None
+    claim |= {"frozen parameters": _frozen_digest(request.model)}  # they are rank 0's now
+    WorldConfig(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
+    return replica
 
-    For `BackupWorkers`; with other algorithms every batch counts at once. It ends with `batches`. It also ends the
-    repetition of a batch when too few ranks train for a step. Keeps the batches of one step in memory.
-    """
-    step: list[T] = []
-    for batch in batches:
-        waiting = deque([batch])
-        while waiting:
-            before = replica.last
-            step.append(waiting.popleft())
-            yield step[-1]
-            if (report := replica.last) is not None and report is not before:
-                if not (report.counted or report.ended):
-                    waiting.extendleft(reversed(step))
-                step = []
+
+def _check_for_backups(request: Request) -> None:
+    owners = [*request.optimizers, *request.also]
+    load(dump(owners), owners)  # raises for a state that other ranks could not load
+    if request.world.config is not None:  # this rank takes another's place, with the first model, or is refused
+        return
+    own = f"more on rank {request.world.rank}" if attached_to(request.world) else "0"
+    if not request.world.all_equal("other models", own) or own != "0":
+        raise UsageError(
+            "another model is attached to this world, and with BackupWorkers ranks do different numbers of steps: "
+            "attach them as one, in an nn.ModuleList, or detach() the other"
+        )
+
+
+def _frozen_digest(model: nn.Module) -> str:
+    """Return a digest of the frozen parameters, which ranks do not send each other later, as they do not change."""
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    return hashlib.sha256(flatten(frozen).cpu().numpy().tobytes()).hexdigest() if frozen else "none"
+
+
+def _join_as_replacement(world: World, replica: BackupWorkersReplica) -> Replica:
+    """Take the place of a rank that is gone."""
+    try:
+        replica.join_as_replacement()
+        world.config = None  # this rank is as any other
+    except BaseException as error:
+        world.membership.depart(f"it was not let in: {error}")
+        replica.detach()
+        raise
+    return replica

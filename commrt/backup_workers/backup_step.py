@@ -8,27 +8,27 @@ again. Optimizers skip their steps on a rank whose gradients did not count.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from time import perf_counter, time
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
+from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
-from commrt.backup_workers.replica_state import Snapshot
-from commrt.buckets.engine import KEPT, BuildBuckets, Engine, Span
+from commrt.buckets.engine import KEPT, Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
-from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
-from commrt.buckets.layout import Header, Named
+from commrt.buckets.gradient_bucket import ReadyOrder
+from commrt.buckets.layout import Header
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import UsageError
 from commrt.program import member_program
@@ -39,17 +39,18 @@ from commrt.runtime.recording import within_range
 from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
+from commrt.training.attach import Request
 from commrt.training.model_state import unread_buffers
-from commrt.training.replica import StepReport
-from commrt.training.step_guard import ParameterList, StepGuard, closure_in
+from commrt.training.replica import Replica, StepReport
+from commrt.training.step_guard import StepGuard, closure_in
 from commrt.transport.protocol import Tag
 
-__all__ = ["BackupStep", "StepSkipper"]
+__all__ = ["BackupStep", "SkippingGuard", "reissued"]
 
 NOBODY = (Announcement(0, 0),)
+T = TypeVar("T")
 LOOK_S = 1.0
 """How often the communication thread looks whether the world was given up, while it waits for a backward pass."""
-
 
 OVER = "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
 CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
@@ -77,51 +78,41 @@ class BackupStep:
     communication thread's.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: Engine,
-        guard: StepGuard,
-        cut: BuildBuckets,
-        algorithm: BackupWorkers,
-        store: Store,
-        *,
-        with_buffers: bool,
-    ) -> None:
+    def __init__(self, request: Request, engine: Engine, guard: SkippingGuard, store: Store) -> None:
         self.version = 0
         """The number of updates that this rank has applied."""
         self.order: list[int] | None = None
         """The places of the parameters in the order in which gradients become ready; None before the first step."""
         self.votes: QuorumVote
         """The votes on whose gradients count, of this session."""
-        self._model, self._engine, self._guard, self._cut, self._store = model, engine, guard, cut, store
-        self._world, self._early = engine.world, algorithm.early
-        self._membership = make_elastic(engine.world)
-        self._needed = algorithm.needed(engine.world.size)
-        self._with_buffers = with_buffers and any(True for _ in model.buffers())
+        self._world, self._membership, self._model = request.world, make_elastic(request.world), request.model
+        self._engine, self._guard, self._cut, self._store = engine, guard, request.build_buckets, store
+        self._early = cast("BackupWorkers", request.algorithm).early
+        self._with_buffers = request.broadcast_buffers and any(True for _ in request.model.buffers())
         self._params = [named for bucket in engine.buckets for named in bucket.params]
-        self._parameters = ParameterList(model)
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
         self._ready_s = self._late_s = 0.0
-        self._use_buckets(engine.buckets)
-        self._begin_session(1)
+        self._use_buckets()
+        self._session = 0
+        self._use_session(1)
 
-    def _begin_session(self, session: int) -> None:
+    def _use_session(self, session: int) -> None:
         """Vote with keys of their own, as the numbers of steps may come again after a checkpoint was loaded."""
-        store = PrefixStore(f"session {session}", self._store)
-        self._session, self.votes = session, QuorumVote(store, self._needed, self._membership, self._reduce)
-
-    def _change_session(self, session: int) -> None:
         if session != self._session:
-            self.votes.close()
-            self._begin_session(session)
+            store = PrefixStore(f"session {session}", self._store)
+            needed, self._session = self._membership.needed, session
+            self.votes = QuorumVote(store, needed, self._membership, self._reduce)
 
-    def _use_buckets(self, buckets: Sequence[GradientBucket]) -> None:
-        if buckets is not self._engine.buckets:
-            self._engine.replace_buckets(buckets)
-        self._ready_order = ReadyOrder([bucket.names for bucket in buckets])
+    def _renew_buckets(self) -> None:
+        """Use other memory, and the order of gradients once that is known."""
+        params = self._params if self.order is None else [self._params[i] for i in self.order]
+        self._engine.replace_buckets(self._cut(params))
+        self._use_buckets()
+
+    def _use_buckets(self) -> None:
+        self._ready_order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
         allocate = self._world.transport.allocate
         self._flat_buffer = FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
         self._memory_epoch, self._bound = self._membership.memory_epoch, lru_cache(KEPT)(self._bind)
@@ -134,10 +125,6 @@ class BackupStep:
         mine = member_program(schedule, members, self._world.rank, self._world.size)
         return bind(mine, buffer, self._world.transport, bounds=cut(schedule, buffer))
 
-    def _new_buckets(self) -> list[GradientBucket]:
-        params: Sequence[Named] = self._params
-        return self._cut(params if self.order is None else [params[i] for i in self.order])
-
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
         is_due = not in_pass and self._guard.is_due  # where a pass begins, its gradients replace those
@@ -145,19 +132,20 @@ class BackupStep:
 
     def follow(self, snapshot: Snapshot) -> None:
         """Go on where another rank stands, whose state this one has taken; between steps."""
+        self._guard.drop()  # gradients of before
         self.version, self._guard.steps = snapshot.version - snapshot.is_due, snapshot.optimizer_steps
         self._use_order(snapshot.order)
-        self._change_session(snapshot.session)
+        self._use_session(snapshot.session)
 
     def _use_order(self, order: Sequence[int] | None) -> None:
         if order is not None and list(order) != self.order:
             self.order = list(order)
-            self._use_buckets(self._new_buckets())
+            self._renew_buckets()
 
     def restart_at_step(self, version: int) -> None:
         """Go on at `version`: a checkpoint was loaded."""
         self.version, self._attempts, self._guard.steps = version, (0, 0), 0
-        self._change_session(self._session + 1)
+        self._use_session(self._session + 1)
 
     def abandon(self, why: str) -> None:
         """End the running pass with a `UsageError`, so that the communication thread does not wait for its end."""
@@ -176,17 +164,14 @@ class BackupStep:
         return self._pass is None
 
     def begin(self, samples: int | None) -> None:
-        """Begin a pass at its first gradient; raises `UsageError` if the model has changed since it was attached."""
-        self._parameters.require_unchanged()
+        """Begin a pass at its first gradient."""
         self._ready_order.arm()
         _, settings = self._guard.close(self.version)
         self._pass = _Pass(settings, samples, [Future() for _ in range(1 + len(self._engine.buckets))])
 
-    def mark(self, name: str) -> None:
-        """Note that the gradient of `name` is ready."""
-        self._announce(self._ready_order.mark(name))
-
-    def _announce(self, indices: Iterable[int]) -> _Pass:
+    def mark(self, name: str | None = None) -> _Pass:
+        """Note that the gradient of `name` is ready, by default all gradients; announce full buckets."""
+        indices = self._ready_order.rest() if name is None else self._ready_order.mark(name)
         if (running := self._pass) is None:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
@@ -203,28 +188,24 @@ class BackupStep:
     def finish(self) -> tuple[StepReport, StepOutcome]:
         """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came too late."""
         begin_s, comm_thread = perf_counter(), self._world.comm_thread
-        running = self._announce(self._ready_order.rest())
+        running = self.mark()
         running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
         with within_range(self._world.recorder, "wait", step=self.version):
             outcome = result.result()
         self._pass, step = None, self.version
         if outcome.counts:
-            self._apply(running)
+            for bucket in self._engine.buckets:
+                bucket.assign_gradients()
+            if self._flat_buffer is not None:
+                self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
+            self.version += 1
+            self._use_order(running.order)
+            self._guard.open()
         else:
             self.drop()
             self._attempts = (step, 0 if outcome.is_over else outcome.attempt)
         return self._report(running, outcome, step, perf_counter() - begin_s), outcome
-
-    def _apply(self, running: _Pass) -> None:
-        for bucket in self._engine.buckets:
-            bucket.assign_gradients()
-        if self._flat_buffer is not None:
-            self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
-        self.version += 1
-        if running.order is not None:
-            self._use_order(running.order)
-        self._guard.open()
 
     def drop(self) -> None:
         """Set all gradients to zero, and use nothing of them."""
@@ -264,7 +245,8 @@ class BackupStep:
             with within_range(self._world.recorder, "unpack"):
                 for bucket in self._engine.buckets:
                     bucket.unpack()
-            self.votes.delete_old_steps(step, outcome.attempt + 1, is_first=outcome.members[0] == self._world.rank)
+            if outcome.members[0] == self._world.rank:
+                self.votes.delete_old_steps(step)
             membership.progress()
         return outcome
 
@@ -294,7 +276,7 @@ class BackupStep:
         for ready in running.ready[:-1]:
             self._wait_for(ready)
         ready_order = self._ready_order
-        self._use_buckets(self._new_buckets())
+        self._renew_buckets()
         self._ready_order = ready_order
         for bucket in self._engine.buckets:
             bucket.take(self._header(running, bucket.index), ready_order.is_ready)
@@ -322,53 +304,74 @@ class BackupStep:
             running.order = order.tolist()
 
 
-class StepSkipper:
-    """Makes optimizer steps with gradients that did not count change nothing, whatever a user's loop calls.
+class SkippingGuard(StepGuard):
+    """A guard with which optimizer steps change nothing after gradients that did not count, whatever a loop calls.
 
-    It wraps the steps of `optimizers` and `guard`; `begin` is called before parameters may change.
+    `begin` is called before parameters may change.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], guard: StepGuard, begin: Callable[[], None]) -> None:
-        self._optimizers, self._guard, self._begin = optimizers, guard, begin
+    def __init__(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor], begin: Callable[[], None]) -> None:
+        super().__init__(optimizers, params, lambda: None)
+        self._begin = begin
         self.fresh: set[int] = set()
         """Ids of the optimizers that have not stepped since gradients counted."""
         self._is_over = False  # the step of the gradients at hand
-        self._skipped: int | None = None  # the guard's number of steps, during one that changes nothing
-        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters that are not to be stepped, and their gradients
+        self._hidden: list[tuple[Tensor, Tensor]] | None = None  # gradients, during a step that changes nothing
 
-    def register(self) -> Iterator[RemovableHandle]:
-        """Act before and after each step of the optimizers."""
-        yield from self._guard.register()
-        for optimizer in self._optimizers:
-            yield optimizer.register_step_pre_hook(self._before)
-            yield optimizer.register_step_post_hook(self._after)
+    def open(self) -> None:
+        """Allow each optimizer a step: the gradients counted."""
+        super().open()
+        self.fresh, self._is_over = set(map(id, self._optimizers)), False
 
-    def renew(self, counted: bool) -> None:
-        """Note that a backward pass has ended, and whether its gradients `counted`."""
-        self._is_over = False
-        self.fresh = set(map(id, self._optimizers)) if counted else set()
+    def drop(self) -> None:
+        """Let no optimizer change anything: the gradients did not count."""
+        super().drop()
+        self.fresh, self._is_over = set(), False
 
     def end_step(self) -> None:
         """Refuse further steps with the gradients at hand: all ranks take the weights as they are."""
-        self._is_over = self._guard.is_due
-        self._guard.drop()
+        self._is_over = self.is_due
+        super().drop()
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """See `StepGuard.before_step`; hides gradients that did not count."""
+        super().before_step(optimizer, args, kwargs)
         if self._is_over:
             raise UsageError(OVER)
         if closure_in(args, kwargs) is not None:
             raise UsageError(CLOSURE)
         self._begin()
         if id(optimizer) not in self.fresh:
-            self._skipped = self._guard.steps
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._hidden = [(param, param.grad) for param in params if param.grad is not None]
             for param in params:
                 param.grad = None
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """See `StepGuard.after_step`; does not count a step that changed nothing."""
         self.fresh.discard(id(optimizer))
-        if self._skipped is not None:  # the guard counted a step that was none
+        if self._hidden is None:
+            super().after_step(optimizer)
+        else:
             for param, grad in self._hidden:
                 param.grad = grad
-            self._guard.steps, self._skipped, self._hidden = self._skipped, None, []
+            self._hidden = None
+
+
+def reissued(batches: Iterable[T], replica: Replica) -> Iterator[T]:
+    """Yield each of `batches` again and again until its gradient counted; where several make a step, all of them.
+
+    For `BackupWorkers`; with other algorithms every batch counts at once. It ends with `batches`. It also ends the
+    repetition of a batch when too few ranks train for a step. Keeps the batches of one step in memory.
+    """
+    step: list[T] = []
+    for batch in batches:
+        waiting = deque([batch])
+        while waiting:
+            before = replica.last
+            step.append(waiting.popleft())
+            yield step[-1]
+            if (report := replica.last) is not None and report is not before:
+                if not (report.counted or report.ended):
+                    waiting.extendleft(reversed(step))
+                step = []

@@ -1,34 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a rank that was late in a step fetch the state of a rank that counted, from a server in each rank.
+"""Let a rank that was late in a step take the whole state of a rank that counted, from a server in each rank.
 
-Each rank runs a small service; its address is on the store. So a late rank asks another one directly, and neither
-disturbs the steps of the others.
+The state is weights, buffers and optimizer states, all of one version. Between the begin of a forward pass and the
+optimizer's step only buffers change. So another rank may copy the state while this one computes; only the optimizer's
+step waits until the copy is done. In collectives, and after its last step, a rank gives its weights as they are.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
+from operator import attrgetter
+from pickle import UnpicklingError
 from socket import gethostname
-from threading import Event
+from threading import Condition, Event
 from typing import NamedTuple
 
+import torch
+from torch import Tensor, nn
 from torch.distributed import Store
 
-from commrt.backup_workers.replica_state import ReplicaState, StateTransfer, unpack
 from commrt.elastic.elastic_membership import ElasticMembership
-from commrt.elastic.liveness import Listener
+from commrt.elastic.generations import Listener
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
-from commrt.store.client import parse, require
+from commrt.store.client import TimedStore, parse, parse_int, require
 from commrt.threads.deadline import Deadline
+from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
-__all__ = ["CatchUp", "FinalCalls", "PendingCatchUp", "StateServer", "request_state"]
+__all__ = [
+    "CatchUp",
+    "FinalCalls",
+    "ReplicaState",
+    "Snapshot",
+    "StateServer",
+    "StateTransfer",
+    "pack",
+    "request_state",
+    "unpack",
+]
 
 _log = logging.getLogger("commrt")
 READY_S, READY_SHARE = 3.0, 1 / 4
@@ -49,78 +65,225 @@ PASSWORD_S = 5.0
 """How long a client may be silent before it has sent the password."""
 MAX_CLIENTS = 256
 """Clients at once; further ones are disconnected, and try again."""
+WRITES = attrgetter("_version")
+"""Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``."""
 
-Give = Callable[[int], Generator[bytes]]
-"""Maps a number to nothing, which means no; or to nothing but a sign that there is an answer, and then the answer."""
 
-
-class PendingCatchUp(NamedTuple):
-    """The state that a late rank needs before it goes on."""
+class Snapshot(NamedTuple):
+    """Where a rank stands in training, besides its tensors."""
 
     version: int
-    sources: tuple[int, ...]
-    """The ranks that have it, in the order to ask them."""
+    """The number of updates that it has applied."""
+    optimizer_steps: int
+    order: list[int] | None
+    session: int
+    """One more than the number of checkpoints loaded since `attach`."""
+    in_pass: bool
+    """The rank is in a forward or backward pass; its loop has stepped all schedulers of this version."""
+    is_due: bool
+    """An optimizer may yet step with the gradients of this version: the weights may lack its update."""
+
+
+class StateTransfer(NamedTuple):
+    """The state that a late rank takes over, as bytes."""
+
+    snapshot: Snapshot
+    params: Tensor
+    buffers: Tensor
+    states: Tensor
+
+
+class ReplicaState:
+    """The state of one rank: other ranks copy it while it is open, and it can become that of another rank.
+
+    `owners` are what has state besides the model, such as optimizers and schedulers. The training thread opens and
+    shuts; `give` answers other ranks, on threads of its own.
+    """
+
+    def __init__(self, model: nn.Module, trained: Sequence[nn.Parameter], owners: Sequence[Stateful]) -> None:
+        known = {*map(id, trained)}
+        self._model, self._owners = model, owners
+        self._trained = [param for param in model.parameters() if id(param) in known]
+        self._changed = Condition()
+        self._snapshot: Snapshot | None = None  # None while no rank may copy
+        self._version = -1  # the latest one with a forward pass
+        self._writes: int | None = None  # to the weights, until the end of that version's first forward pass
+        self._event: torch.cuda.Event | None = None
+        self._readers = 0
+        self._buffers = self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.again: Tensor | None = None
+        """States to load again when this one opens: until then the loop may do what the source's had done before."""
+        self._kept: tuple[int, Tensor, Tensor] | None = None
+        self.keep_buffers()
+
+    def keep_buffers(self) -> None:
+        """Take the buffers as they are now for those of this version: a forward pass changes them."""
+        if buffers := [*self._model.buffers()]:
+            self._buffers = flatten(buffers)
+
+    def open(self, snapshot: Snapshot) -> None:
+        """Let other ranks copy this state, which is that of `snapshot`."""
+        if self.again is not None:
+            load(self.again, self._owners)
+            self.again = None
+        if snapshot.in_pass and self._version != snapshot.version:
+            self._version, self._writes = snapshot.version, None
+            self.keep_buffers()
+        device = self._trained[0].device
+        with self._changed:
+            self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+            self._snapshot, self._open_buffers = snapshot, self._buffers
+            self._changed.notify_all()
+
+    def after_forward(self, *_: object) -> None:
+        """Let nobody copy weights that the loop moves after a version's first forward pass; a hook of the model."""
+        if self._writes is None and torch.is_grad_enabled():
+            self._writes = sum(map(WRITES, self._trained))
+
+    def shut(self) -> None:
+        """Wait for all copies, and allow no more: the weights are about to change."""
+        with self._changed:
+            self._snapshot = None
+            while self._readers:
+                self._changed.wait()
+
+    def give(self, version: int, limit_s: float) -> Generator[bytes]:
+        """Yield nothing once `version` or a later one can be copied, then a packed copy, if it is whole.
+
+        Ends at once if it cannot be copied in time. Until then `shut` waits.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._snapshot is not None and self._snapshot.version >= version, limit_s)
+            if (snapshot := self._snapshot) is None or snapshot.version < version:
+                return
+            self._readers += 1
+        try:
+            if self._is_whole(snapshot):
+                yield b""
+                params = torch.cat([flatten([param]).cpu() for param in self._trained])
+                packed = pack(StateTransfer(snapshot, params, self._open_buffers.cpu(), dump(self._owners)))
+                if self._is_whole(snapshot):
+                    yield packed
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    def _is_whole(self, snapshot: Snapshot) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return not snapshot.in_pass or self._writes in {None, sum(map(WRITES, self._trained))}
+
+    def install(self, transfer: StateTransfer, *, amid_step: bool) -> None:
+        """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's step."""
+        restore(transfer.params.to(self._trained[0].device), self._trained)
+        self._buffers = transfer.buffers
+        self._restore_buffers()
+        load(transfer.states, self._owners)
+        self.again = transfer.states if transfer.snapshot.in_pass or amid_step else None
+
+    def _restore_buffers(self) -> None:
+        if buffers := [*self._model.buffers()]:
+            restore(self._buffers.to(buffers[0].device), buffers, unread_buffers(self._model))
+
+    def keep(self, version: int) -> None:
+        """Remember this state, the first of its `version`: the gradient was not used, and the loop's work is undone."""
+        if self._kept is None or self._kept[0] != version:
+            self._kept = version, dump(self._owners), flatten(self._trained)
+
+    def undo(self) -> None:
+        """Go back to what `keep` remembered."""
+        if self._kept is not None:
+            _, states, weights = self._kept
+            load(states, self._owners)
+            restore(weights, self._trained)
+            self._restore_buffers()
+            self._kept = None
+
+    def forget(self) -> None:
+        """Forget all that was to be loaded or undone: a checkpoint was loaded."""
+        self.again = self._kept = None
+        self._version = -1
+
+
+def pack(transfer: StateTransfer) -> bytes:
+    """Return `transfer` as bytes."""
+    file = io.BytesIO()
+    torch.save((list(transfer.snapshot), *transfer[1:]), file)
+    return file.getvalue()
+
+
+def unpack(packed: bytes) -> StateTransfer:
+    """Return what was packed, without running any of it; raises `DisagreementError` for other bytes."""
+    return parse("state of another rank", packed, _transfer)
+
+
+def _transfer(packed: bytes) -> StateTransfer:
+    try:
+        fields, *tensors = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+    except (UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # what torch raises for other bytes
+        raise ValueError(str(error)) from error
+    require(len(fields) == len(Snapshot._fields) and len(tensors) == len(StateTransfer._fields) - 1)
+    require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
+    snapshot = Snapshot(*fields)
+    require(isinstance(snapshot.order, list | None))
+    require(isinstance(snapshot.in_pass, bool) and isinstance(snapshot.is_due, bool))
+    for each in (snapshot.version, snapshot.optimizer_steps, snapshot.session, *(snapshot.order or [])):
+        parse_int(each)
+    return StateTransfer(snapshot, *tensors)
 
 
 class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's `state`."""
 
     def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
-        self._world, self._store, self._state = world, store, state
-        self._membership = membership
-        self._service = StateServer(self._membership.host or gethostname(), self._give)
-
-    def open(self) -> None:
-        """Let other ranks ask this one."""
-        key = f"service/{self._world.rank}"
-        self._membership.on_store.call_store(lambda: self._store.set(key, self._service.address))
+        self._world, self._membership = world, membership
+        self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
+        self._ready_s = min(READY_S, world.timeout_s * READY_SHARE)
+        limit_s = self._ready_s * STEP_SHARE
+        self._server = StateServer(membership.host or gethostname(), lambda version: state.give(version, limit_s))
 
     def close(self) -> None:
         """Answer no more questions."""
-        self._service.close()
+        self._server.close()
 
-    @property
-    def _ready_s(self) -> float:
-        return min(READY_S, self._world.timeout_s * READY_SHARE)
+    def open(self) -> None:
+        """Let other ranks ask this one."""
+        self._store.set(f"service/{self._world.rank}", self._server.address)
 
-    def _give(self, version: int) -> Generator[bytes]:
-        return self._state.give(version, self._ready_s * STEP_SHARE)
-
-    def fetch(self, pending: PendingCatchUp) -> StateTransfer:
-        """Return the state of the first source that can give it; waits for one.
+    def fetch(self, version: int, sources: Sequence[int]) -> StateTransfer:
+        """Return the state of `version`, or a later one, of the first of `sources` that can give it; waits for one.
 
         Raises `QuorumLost` if all sources are gone, `DeadlineExceeded` if none has the state in time.
         """
         limit = Deadline(self._world.timeout_s, self._ready_s + self._world.timeout_s / 2)
         while True:
             is_late, members = limit.left_s <= 0, self._membership.generation.members
-            for rank in pending.sources:
-                if rank in members and (answer := self._ask_source(rank, pending.version)) is not None:
+            for rank in sources:
+                if rank in members and (answer := self._ask_source(rank, version)) is not None:
                     return answer
-            self._require_sources(pending, is_late=is_late)
+            self._require_sources(version, sources, is_late=is_late)
             Event().wait(AGAIN_S)
 
     def _ask_source(self, rank: int, version: int) -> StateTransfer | None:
         """Return the state, or None if the rank does not have it; one that has it may take long to copy it."""
-        key, call_store = f"service/{rank}", self._membership.on_store.call_store
-        found = call_store(lambda: self._store.get(key) if self._store.check([key]) else None)
-        if found is None:
+        if not (found := self._store.read(key := f"service/{rank}")):
             return None
         address = parse(key, found, bytes.decode)
         packed = request_state(address, version, self._ready_s, self._world.timeout_s / 2)
         return None if packed is None else unpack(packed)
 
-    def _require_sources(self, pending: PendingCatchUp, *, is_late: bool) -> None:
+    def _require_sources(self, version: int, sources: Sequence[int], *, is_late: bool) -> None:
         """Raise if all sources are gone, or the time is over."""
-        membership, sources = self._membership, [*pending.sources]
+        membership = self._membership
         membership.require_open()
-        members, place = membership.generation.members, Place(self._world.rank, sources[0], pending.version)
+        members, place = membership.generation.members, Place(self._world.rank, sources[0], version)
         gone = {rank for rank in sources if rank not in members or membership.on_store.is_gone(rank)}
         if (is_late or len(gone) == len(sources)) and self._world.config is None:  # it is or was a member
             membership.on_store.current()  # raises Evicted if the others went on without this rank
         if len(gone) == len(sources):
             raise QuorumLost(
-                f"only ranks {sources} had the weights of step {pending.version}, and they are gone: start again from "
+                f"only ranks {sources} had the weights of step {version}, and they are gone: start again from "
                 "a checkpoint",
                 place,
             )
@@ -139,11 +302,9 @@ class FinalCalls(list[Callable[[], object]]):
     def make(self, error: BaseException) -> None:
         """Make the calls if `error` ends training; logs what they raise."""
         if isinstance(error, ENDS_TRAINING) or isinstance(error.__cause__, ENDS_TRAINING):
-            calls = [*self]
-            self.clear()
-            for call in calls:
+            while self:
                 try:
-                    call()
+                    self.pop(0)()
                 except Exception:  # the other calls are made, and `error` is raised
                     _log.exception("commrt: a function given to before_giving_up() failed")
 
@@ -151,7 +312,7 @@ class FinalCalls(list[Callable[[], object]]):
 class StateServer(Listener):
     """Answers requests of processes that can reach the host `towards`; a thread per client calls `give`."""
 
-    def __init__(self, towards: str, give: Give) -> None:
+    def __init__(self, towards: str, give: Callable[[int], Generator[bytes]]) -> None:
         self._give, self._password = give, secrets.token_bytes(PASSWORD_NBYTES)
         self._free_slots = threading.Semaphore(MAX_CLIENTS)
         super().__init__(towards, self._admit, "commrt-state-server")

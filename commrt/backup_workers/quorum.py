@@ -2,23 +2,21 @@
 """The quorum: the first N announced gradients count in a step, decided once and identically for all ranks.
 
 `decide` is one rank's part of a step. Training runs it on the communication thread, with a `QuorumVote`;
-``tests/test_quorum.py`` runs it in every order of events, with a death at every instant. Requests to the store run on a
-thread and a connection of their own, so that the communication thread can probe ranks while it waits. Nothing cancels
-a request: a rank that stops waiting for a key writes it.
+``tests/test_quorum.py`` runs it in every order of events, with a death at every instant. Requests to the store run on
+other threads and a connection of their own, so that the communication thread can probe ranks while it waits. Nothing
+cancels a request: a rank that stops waiting for a key writes it.
 
 Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from math import isfinite
 from operator import attrgetter, methodcaller
-from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, Store
@@ -28,11 +26,11 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.client import (
     STORE_ANSWER_S,
     STORE_HOLDER,
+    TimedStore,
     clone_connection,
-    delete_once,
     malformed,
     require,
-    set_once,
+    start_call,
 )
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
@@ -47,8 +45,10 @@ __all__ = [
     "StepOutcome",
     "choose_members",
     "decide",
+    "delete_once",
     "parse_announcements",
     "quorum_key",
+    "set_once",
 ]
 
 DONE, FAILED = "done", "failed"
@@ -126,7 +126,7 @@ def quorum_key(step: int, attempt: int, what: str) -> str:
 
 
 class StepOutcome(NamedTuple):
-    """How a step ended; equal on all ranks except `counts` and `place`."""
+    """How a step ended; equal on all ranks except `counts`."""
 
     attempt: int
     members: tuple[int, ...] = ()
@@ -137,8 +137,6 @@ class StepOutcome(NamedTuple):
     """Those of the members."""
     is_over: bool = True
     """False if the step must still be done."""
-    place: int = 0
-    """How many ranks announced before this one."""
 
 
 def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
@@ -169,7 +167,7 @@ def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> 
         if not text or not outcome:  # the store has deleted it
             return StepOutcome(attempt)
         if outcome == DONE:
-            return StepOutcome(attempt, members, mine in chosen, tuple(chosen), place=order.index(mine))
+            return StepOutcome(attempt, members, mine in chosen, tuple(chosen))
         attempt += 1
         generation = ask.next_attempt(chosen[0].generation + 1 if chosen else mine.generation)
         if generation is None:
@@ -195,17 +193,14 @@ class QuorumVote:
     """
 
     def __init__(self, store: Store, needed: int, elastic: ElasticMembership, reduce: Reduce) -> None:
-        self._store, self._elastic, self.needed, self.reduce = store, elastic, needed, reduce
+        self._elastic, self.needed, self.reduce = elastic, needed, reduce
         self._membership = elastic.on_store
-        self._attempts: dict[int, int] = {}  # of latest steps, how many there were
+        self._store = TimedStore(store, self._membership.rank, self._membership.timeout_s)
         self._is_over = self._was_over = False  # too few ranks train for the latest step, and for the one before
         self._connection = clone_connection(store)
         if self._connection is not store:
             self._connection.set_timeout(STORE_WAIT)
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        name = f"commrt-rank{self._membership.rank}-quorum"
-        threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True).start()
-        self._membership.call_store(lambda: store.compare_set(OLDEST_STEP, "", "0"))
+        self._store.compare_set(OLDEST_STEP, "", "0")
 
     def run(self, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
         """Return the outcome of `decide`.
@@ -252,8 +247,7 @@ class QuorumVote:
 
     def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:
         """Return the answer to `request`; calls `check` now and then with the seconds waited."""
-        answer: Future[T] = Future()
-        self._tasks.put(partial(_run, request, answer))
+        answer = start_call(request)
         deadline, pause_s = None, PROBE_S / 20 if self._was_over else PROBE_S
         while True:
             try:
@@ -284,7 +278,7 @@ class QuorumVote:
 
     def _check_announcements(self, key: str, step: int, attempt: int, waited_s: float) -> None:
         """Check whether enough ranks have announced, or still can."""
-        text = self._membership.call_store(lambda: self._store.get(quorum_key(step, attempt, "announced")))
+        text = self._store.get(quorum_key(step, attempt, "announced"))
         number = self._membership.generation.number
         words = parse_announcements(text.decode(errors="replace"), number)
         if len(words) >= self.needed:  # the last of them died before it could say so
@@ -302,16 +296,14 @@ class QuorumVote:
         """
         membership, timeout_s = self._membership, self._membership.timeout_s()
         waiting = membership.ranks_in_collective(membership.generation)
-        absent = membership.absent(membership.generation, {*here, *waiting})
-        departed = [loss._replace(step=step) for loss in absent.departed]
-        membership.require_enough(membership.generation, step, departed)
+        departed, silent = membership.absent(membership.generation, {*here, *waiting})
+        membership.require_enough(membership.generation, step, [loss._replace(step=step) for loss in departed])
         is_late = bool(waiting) and (self._was_over or waited_s > timeout_s / 2)
-        if len(here) + len(absent.silent) < self.needed or is_late:
+        if len(here) + len(silent) < self.needed or is_late:
             self._is_over = True
             self._write(key, NO_MEMBERS)
         elif waited_s > timeout_s:
             membership.current()  # raises Evicted if the others went on without this rank
-            silent = list(absent.silent)
             what = (
                 f"ranks {silent} announced no gradient within {timeout_s:g} s, and without them there are fewer than "
                 f"{self.needed}: they are stopped, or do something else; look at their output"
@@ -319,34 +311,13 @@ class QuorumVote:
             raise DeadlineExceeded(what, Place(membership.rank, silent[0], step))
 
     def _write(self, key: str, value: str) -> None:
-        self._membership.call_store(lambda: set_once(self._store, key, value))
+        set_once(self._store, key, value)
 
-    def delete_old_steps(self, step: int, attempts: int, *, is_first: bool) -> None:
-        """Delete the keys of old steps, without waiting; all members of `step` call it, and the first one deletes."""
-        self._attempts[step] = attempts
-        if step % DELETED_STEPS == 0 and step >= KEPT_STEPS:
-            oldest = step - KEPT_STEPS
-            old = range(max(oldest - DELETED_STEPS, 0), oldest)
-            done = [(each, attempt) for each in old for attempt in range(self._attempts.get(each, 1))]
-            self._attempts = {known: count for known, count in self._attempts.items() if known >= oldest}
-            if is_first:  # of an answer that the store no longer gives, the next step hears
-                self._tasks.put(partial(_run, partial(_delete_steps, self._connection, oldest, done), Future()))
-
-    def close(self) -> None:
-        """Release the store's thread; there are no more steps."""
-        self._tasks.put(None)
-
-
-def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task()
-
-
-def _run(request: Callable[[], T], answer: Future[T]) -> None:
-    try:
-        answer.set_result(request())
-    except BaseException as error:
-        answer.set_exception(error)
+    def delete_old_steps(self, step: int) -> Future[None] | None:
+        """Begin to delete keys of old steps, now and then; the first member of each `step` calls it."""
+        if step % DELETED_STEPS or step < KEPT_STEPS:
+            return None
+        return start_call(partial(_delete_steps, self._connection, step - KEPT_STEPS))
 
 
 def _get(store: Store, key: str) -> str:
@@ -360,9 +331,32 @@ def _get(store: Store, key: str) -> str:
             continue
 
 
-def _delete_steps(store: Store, oldest: int, done: Collection[tuple[int, int]]) -> None:
+def _delete_steps(store: Store, oldest: int) -> None:
     store.set(OLDEST_STEP, str(oldest))
-    for step, attempt in done:
-        store.delete_key(quorum_key(step, attempt, "announced"))
-        delete_once(store, quorum_key(step, attempt, "members"))
-        delete_once(store, quorum_key(step, attempt, "outcome"))
+    for step in range(max(oldest - DELETED_STEPS, 0), oldest):
+        attempt = 0
+        while store.delete_key(quorum_key(step, attempt, "announced")):
+            delete_once(store, quorum_key(step, attempt, "members"))
+            delete_once(store, quorum_key(step, attempt, "outcome"))
+            attempt += 1
+
+
+def set_once(store: Store | TimedStore, key: str, value: str) -> str:
+    """Write `value` under `key` unless something is there, wake those who wait for it, and return what stands there.
+
+    A rank that waits for `key` blocks its connection. So the value is decided under a second key, for which nobody
+    waits, and then copied. If a process dies between the two, the next that sets the same key copies it.
+    """
+    stands: str = store.compare_set(_decided(key), "", value).decode(errors="replace")
+    store.set(key, stands)
+    return stands
+
+
+def delete_once(store: Store, key: str) -> None:
+    """Delete what `set_once` wrote under `key`."""
+    store.delete_key(key)
+    store.delete_key(_decided(key))
+
+
+def _decided(key: str) -> str:
+    return f"{key}/decided"

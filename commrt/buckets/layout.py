@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from commrt.runtime.wire import AnyWire, is_quantized
 
 __all__ = [
+    "AVERAGED_BUFFERS",
     "MIB",
     "WIDTHS",
     "Header",
@@ -30,6 +31,8 @@ __all__ = [
     "wire_dtype",
 ]
 
+AVERAGED_BUFFERS = ("running_mean", "running_var")
+"""Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
 MIB = 1 << 20
 KEPT = 256
 """Headers whose words are kept: only one of a step is new."""

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import MIB, Header, TensorKind, Unit, bucket_description, encode, plan_buckets, wire_dtype
+from commrt.buckets.layout import (
+    AVERAGED_BUFFERS,
+    MIB,
+    Header,
+    TensorKind,
+    Unit,
+    bucket_description,
+    encode,
+    plan_buckets,
+    wire_dtype,
+)
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -32,8 +42,6 @@ __all__ = [
     "exchanged_tensors",
 ]
 
-AVERAGED_BUFFERS = ("running_mean", "running_var")
-"""Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
 MOST_LOOKED_AT = 256
 """A watch compares so many values of each tensor, evenly spaced."""
 GONE = "{name} is gone: detach() and attach() again after changing the model"

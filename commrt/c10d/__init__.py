@@ -20,10 +20,10 @@ BACKENDS_SINCE = Version("2.14")
 def create(options: Any, _: Any = None) -> Any:
     """Return what torch asks for in `options`, a ``_DistributedBackendOptions``: a backend or a process group."""
     if Version(torch.__version__) >= BACKENDS_SINCE:
-        from commrt.c10d.backend import create  # noqa: PLC0415  # each needs its own version of torch
+        from commrt.c10d.backend import CommrtBackend as Kind  # noqa: PLC0415  # each needs its own version of torch
     else:
-        from commrt.c10d.process_group import create  # type: ignore[assignment]  # noqa: PLC0415
-    return create(options)
+        from commrt.c10d.process_group import CommrtProcessGroup as Kind  # type: ignore[assignment]  # noqa: PLC0415
+    return Kind(options)
 
 
 register()

@@ -1,45 +1,316 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend that torch 2.14 and later get from ``init_process_group("commrt")``: one per process group and device."""
+"""The methods that torch.distributed calls on a process group, by c10d's names, and the backend of torch 2.14 and on.
+
+torch's profiler and dispatch modes see them on the thread that calls. The ranges of the communication thread come from
+`commrt.runtime.recording`. Without a profiler nothing is recorded.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Backend
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import profiler
+from torch.utils._pytree import tree_leaves
 
-from commrt.c10d.checked_calls import CheckedCalls
-from commrt.c10d.group import ProcessGroupWorld, group_of
-from commrt.c10d.group_work import as_dist_error
-from commrt.c10d.methods import NAME, Methods
-from commrt.errors import UsageError
+from commrt.c10d.call_engine import Call
+from commrt.c10d.checked_calls import memory_of
+from commrt.c10d.group import ProcessGroupWorld
+from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
+from commrt.errors import CommrtError, DeadlineExceeded, UsageError
+from commrt.torch_import import NAME, untraced
 
-__all__ = ["CommrtBackend", "create"]
+__all__ = ["CommrtBackend", "Methods"]
+
+SHORTEST = timedelta(milliseconds=1)
+"""The timeout of a barrier for which 0 is given."""
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001  # of the calling thread
+
+
+def collective(name: str, torch_name: str = "") -> Callable[[Method], Method]:
+    """Make a method one that torch calls. `torch_name` is c10d's, if the method has another.
+
+    All errors of commrt become torch's, too. While there is a profiler or a dispatch mode, the call goes to
+    ``self.observed(torch_name, args, begin)``, of which ``begin()`` is the call.
+    """
+
+    def decorated(method: Method) -> Method:
+        @wraps(method)
+        def begin(*args: Any, **options: Any) -> Any:
+            try:
+                if not (profiler._is_profiler_enabled or _modes()):  # noqa: SLF001  # a flag of the process
+                    return method(*args, **options)
+                group, *given = [*args, *options.values()]
+
+                def call() -> Any:
+                    with _RecordFunctionFast(f"{NAME}::{name}", _read(given)):
+                        return method(*args, **options)
+
+                return group.observed(torch_name or method.__name__, given, call)
+            except CommrtError as error:
+                as_dist_error(error)
+                raise
+
+        return cast("Method", begin)
+
+    return decorated
+
+
+def _read(given: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that a call reads: by c10d's order the second argument, or the first if that has none."""
+    found = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in given[1::-1])
+    return next(filter(None, found), [])
+
+
+@untraced
+class Methods:
+    """c10d's collectives on a `ProcessGroupWorld`. Each takes options of torch.distributed, or None for their defaults.
+
+    Raises `UsageError` for what cannot work, before anything is sent. Works raise the other errors. All errors are also
+    ``torch.distributed.DistBackendError``.
+    """
+
+    group: ProcessGroupWorld
+
+    def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
+        """Return ``begin()``, the call of torch's method `name` with the arguments `given`: torch 2.14 has seen it."""
+        del name, given
+        return begin()
+
+    @collective("all_reduce")
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Combine all ranks' tensors at every rank."""
+        tensor = _one(tensors)
+        if tensor.is_sparse:
+            return _sparse_all_reduce(tensor, opts, self.group.requests.size, self.allgather)
+        return self._begin(opts, self.group.requests.whole("all_reduce", tensor, opts))
+
+    @collective("all_reduce")
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Do `allreduce` of several tensors."""
+        return self._begin(opts, *[self.group.requests.whole("all_reduce", tensor, opts) for tensor in tensors])
+
+    @collective("broadcast")
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Copy the root's tensor to all ranks."""
+        return self._begin(opts, self.group.requests.whole("broadcast", _one(tensors), opts))
+
+    @collective("reduce")
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Combine all ranks' tensors at the root."""
+        return self._begin(opts, self.group.requests.whole("reduce", _one(tensors), opts))
+
+    @collective("all_gather")
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Copy each rank's tensor to all ranks."""
+        return self._begin_pieces("all_gather", [_one(inputs)], [_listed(outputs)], opts)
+
+    @collective("all_gather")
+    def allgather_coalesced(self, outputs: Any, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Do `allgather` of several tensors; ``outputs[rank][i]`` is for input i of that rank."""
+        return self._begin_pieces("all_gather", inputs, [*zip(*outputs, strict=True)], opts)
+
+    @collective("all_gather", "_allgather_base")
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Copy each rank's tensor to all ranks, into one tensor."""
+        return self._begin_pieces("all_gather", [tensor], [output], opts)
+
+    @collective("all_gather", "allgather_into_tensor_coalesced")
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Do `all_gather_single` of several tensors."""
+        return self._begin_pieces("all_gather", inputs, outputs, opts)
+
+    @collective("gather")
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Copy each rank's tensor to the root."""
+        return self._begin_pieces("gather", [_one(inputs)], [_listed(outputs)], opts)
+
+    @collective("scatter")
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Copy the root's tensors to one rank each."""
+        return self._begin_pieces("scatter", [_one(outputs)], [_listed(inputs)], opts)
+
+    @collective("reduce_scatter")
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Combine all ranks' inputs of a rank's number at that rank."""
+        return self._begin_pieces("reduce_scatter", [_one(outputs)], [_listed(inputs)], opts)
+
+    @collective("reduce_scatter", "_reduce_scatter_base")
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        """Combine all ranks' parts of a tensor at one rank each."""
+        return self._begin_pieces("reduce_scatter", [output], [tensor], opts)
+
+    @collective("reduce_scatter", "reduce_scatter_tensor_coalesced")
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Do `reduce_scatter_single` of several tensors."""
+        return self._begin_pieces("reduce_scatter", outputs, inputs, opts)
+
+    @collective("all_to_all")
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Copy the input of each rank's number to that rank."""
+        return self._begin(opts, self.group.requests.all_to_all(outputs, inputs))
+
+    @collective("all_to_all", "alltoall_base")
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> dist.Work:
+        """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
+        return self._begin(opts, self.group.requests.all_to_all_single(output, tensor, output_sizes, input_sizes))
+
+    @collective("barrier")
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks."""
+        return self._begin(opts, self.group.requests.barrier())
+
+    @collective("barrier")
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
+        del wait_all_ranks
+        opts, given = dist.BarrierOptions(), timeout if isinstance(timeout, timedelta | None) else timeout.timeout
+        if given is not None and given >= timedelta(0):
+            opts.timeout = max(given, SHORTEST)
+        try:
+            self._begin(opts, self.group.requests.barrier()).wait()
+        except DeadlineExceeded as late:
+            late.what = f"Rank {self.group.requests.rank} timed out in monitoredBarrier: {late.what}"
+            raise
+
+    @collective("send")
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+        """Send a tensor to `peer`; tags are for CPU tensors only."""
+        return self._post(tensors, peer, tag, is_send=True)
+
+    @collective("recv")
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+        """Receive a tensor from `peer`."""
+        return self._post(tensors, peer, tag, is_send=False)
+
+    @collective("recv")
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Receive a CPU tensor from any rank, which the work then names."""
+        return self._post(tensors, None, tag, is_send=False)
+
+    def start_coalescing(self, *_: Any) -> None:
+        """Begin a block whose collectives torch waits for as one; they run in order anyway."""
+
+    def end_coalescing(self, *_: Any) -> dist.Work:
+        """Return a work that is complete when all earlier collectives are."""
+        self.group.device_messages.flush()
+        return GroupWork(self.group.world.comm_thread.submit(lambda: None), [])
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of all later collectives."""
+        self.group.set_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        """Finish what was started, then close all connections; ``destroy_process_group`` calls it."""
+        self.group.close()
+
+    def abort(self) -> None:
+        """End all collectives that are in flight with an error, then close all connections."""
+        self.group.abort()
+        self.group.close()
+
+    def _post(self, tensors: Any, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
+        plain = memory_of(_one(tensors))
+        if not plain.is_contiguous():
+            raise UsageError(f"a tensor of shape {tuple(plain.shape)} has gaps: pass its contiguous() copy")
+        if plain.device.type == "cpu":
+            return self.group.host_messages.post(plain, peer, tag, is_send=is_send)
+        return self.group.device_messages.post(plain, peer, is_send=is_send)
+
+    def _begin_pieces(self, name: str, own: Sequence[Tensor], pieces: Sequence[Any], opts: Any) -> dist.Work:
+        """Begin a call of `CheckedCalls.pieces` for each pair of the two lists."""
+        pairs = zip(own, pieces, strict=True)
+        return self._begin(opts, *[self.group.requests.pieces(name, *pair, opts) for pair in pairs])
+
+    def _begin(self, opts: Any, *calls: Call) -> dist.Work:
+        """Begin `calls`; they run in order, so the work is that of the last one."""
+        if not calls:
+            raise UsageError("no tensors were given: give at least one")
+        if self.group.device_messages.waiting:
+            self.group.device_messages.flush()
+        waits, timeout_s = not getattr(opts, "asyncOp", True), seconds_of(getattr(opts, "timeout", None))
+        result = list[Tensor]()
+        for call in calls:
+            future = self.group.engine.begin(call, timeout_s, waits=waits)
+            result += call.result
+        return GroupWork(future, result, call.kind)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
 
 
 class CommrtBackend(Methods, Backend):
-    """A backend whose collectives run proven schedules. Its methods are those of `Methods`, and of torch."""
+    """What torch 2.14 and later get from ``init_process_group("commrt")``: one per process group and device."""
 
     supports_coalescing = False  # torch then begins sends and receives one by one, which never wait for each other
 
-    def __init__(self, group: ProcessGroupWorld) -> None:
-        Backend.__init__(self, group.world.rank, group.world.size)
-        self.group = group
-        self.requests = CheckedCalls(group.world.rank, group.world.size)
+    def __init__(self, options: Any) -> None:
+        Backend.__init__(self, options.group_rank, options.group_size)
+        self.group = ProcessGroupWorld(options)
 
     def getBackendName(self) -> str:  # noqa: N802  # C++'s name
         """Return the name of the backend."""
         return NAME
 
-    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Do `allreduce` of a sparse tensor."""
-        return self.allreduce(tensors, opts)
+    allreduce_sparse = Methods.allreduce
 
+    @collective("recv")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Raise `UsageError`: torch asks the work for its source, which it loses for a backend in Python (2.14)."""
-        raise as_dist_error(UsageError("a receive from any rank is not possible with this version of torch: name src"))
+        raise UsageError("a receive from any rank is not possible with this version of torch: name src")
 
 
-def create(options: Any, _: Any = None) -> CommrtBackend:
-    """Return the backend that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
-    return CommrtBackend(group_of(options))
+def _one(tensors: Any) -> Tensor:
+    """Return the one tensor of a list, or a tensor alone."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise UsageError(f"{len(tensors)} tensors in one call: give one, as a process has one device")
+    return cast("Tensor", tensors[0])
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    """Return the tensors of a list, of a list in a list, or of none."""
+    return list(tensors) if not tensors or isinstance(tensors[0], Tensor) else list(tensors[0])
+
+
+def _sparse_all_reduce(tensor: Tensor, opts: Any, ranks: int, all_gather: Callable[..., dist.Work]) -> dist.Work:
+    """Replace the sparse `tensor` by the sum over all ranks; the work is complete when this returns.
+
+    Cost: three all-gathers, of the counts, then of as many indices and values as the fullest rank has.
+    """
+    if (op := getattr(opts, "reduceOp", dist.ReduceOp.SUM)) != dist.ReduceOp.SUM:
+        raise UsageError(f"{op} of sparse tensors: only their SUM can be formed; pass dense copies")
+
+    def gathered(rows: Tensor, count: int) -> list[Tensor]:
+        padded = rows.new_zeros((count, *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        outputs = [torch.empty_like(padded) for _ in range(ranks)]
+        all_gather(outputs, padded).wait()
+        return outputs
+
+    own = tensor.coalesce()
+    counts = [*map(int, gathered(torch.tensor([len(own.values())], device=own.device), 1))]
+    indices, values = gathered(own.indices().t(), max(counts)), gathered(own.values(), max(counts))
+    parts = [
+        torch.sparse_coo_tensor(index[:count].t(), value[:count], own.shape)
+        for index, value, count in zip(indices, values, counts, strict=True)
+    ]
+    with torch.no_grad():
+        tensor.copy_(sum(parts[1:], parts[0]).coalesce())
+    return GroupWork(None, [tensor])

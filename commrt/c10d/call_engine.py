@@ -1,59 +1,130 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the collectives of one process group, in order, on the communication thread of its world.
 
-A call of any size travels through one wire of fixed size, slice by slice. So schedules are bound to memory once per
-size, whatever tensors come. On a CPU the wire fits the cache, so copies to and from it cost little.
+A *wire* is a row of *slots*. A slot holds a piece that moves as a whole: a rank's share in an all-gather, say, or the
+whole buffer in a broadcast. A call of any size travels through one wire of fixed size, in slices, one after the other;
+a slot may be empty in the last ones. So schedules are bound to memory once per size, whatever tensors come, and on a
+CPU the wire fits the cache. All ranks have the same slots at the same places, of the same sizes, whatever the layout of
+their tensors: multiples of 16 elements, or bytes of what only moves. But only the two ends of a transfer know its size
+in an all-to-all. There a slot has exactly that size, so two ends that differ notice it, and is empty at other ranks.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from commrt.c10d.call import Call, Kind, Slice, bounds_of
+from commrt.algorithms.catalogue import ROOTED
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.dispatch import combining
+from commrt.kernels.layout import GRANULE, padded
 from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
-from commrt.program import member_program
+from commrt.program import chunk_bounds, member_program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
-from commrt.runtime.prepared import Members, Prepared
 from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.transport.protocol import Tag, point
 
-__all__ = ["CallEngine"]
+__all__ = ["Call", "CallEngine", "Kind", "Piece"]
 
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""
 SPREAD = 0x9E3779B1
 """Makes sequence numbers differ in many bits, so that a call of one number is taken for no call of another."""
 KEPT = 256
-"""Plans that are kept: those of the kinds seen last."""
+"""Plans that are kept, and programs: those used last."""
 
 
-class _Memory(NamedTuple):
-    """What a program of a slice is bound for."""
+class Piece(NamedTuple):
+    """Where the piece of a slot lies: in a row of the call, from element `begin` on."""
 
-    shape: tuple[int, ...]
-    operation: str | None
+    slot: int
+    row: int
+    begin: int
+
+
+class Kind(NamedTuple):
+    """A call without its memory: calls of one kind run the same programs on the same wire.
+
+    All but the device, and where pieces lie in rows, must be equal on all ranks; but see `sizes`.
+    """
+
+    collective: str
     dtype: torch.dtype
+    operation: str | None
+    """What ADD stands for; None if nothing is combined."""
+    root: int
+    sizes: tuple[int, ...]
+    """[slots] elements of each piece, in elements of the wire's dtype. In an `all_to_all` they differ, and are 0 for a
+    slot that this rank does not use."""
+    put: tuple[Piece, ...]
+    """What this rank contributes."""
+    take: tuple[Piece, ...]
+    """Where this rank wants the result."""
     device: torch.device
+    divisor: int = 1
+    """What the result is divided by; integers are rounded towards zero, as by NCCL."""
+    is_scaled: bool = False
+    """True if each rank's contribution is multiplied by a factor of its own."""
+
+    def __str__(self) -> str:
+        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``; equal on all ranks."""
+        if self.collective == "barrier":
+            return self.collective
+        how = f" ({self.operation})" if self.operation else ""
+        from_root = f", root {self.root}" if self.collective in ROOTED else ""
+        slots, numel = len(self.sizes), self.piece_nbytes // self.dtype.itemsize
+        size = f"[{numel if slots == 1 else (slots, numel)}]" if self.is_even else ""
+        return f"{self.collective}{how} of {str(self.dtype)[6:]}{size}{from_root}"
+
+    @property
+    def is_even(self) -> bool:
+        """True if all pieces have one size."""
+        return self.collective != "all_to_all"
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the wire: that of the tensors if they are combined, bytes otherwise."""
+        return torch.uint8 if self.operation is None else self.dtype
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of each piece; 0 where pieces differ."""
+        return self.sizes[0] * self.wire_dtype.itemsize if self.is_even else 0
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One collective as a rank asks for it, checked. Rows share memory with tensors, or are copies of what has gaps."""
+
+    kind: Kind
+    put: Sequence[Tensor]
+    """The rows of what this rank contributes."""
+    take: Sequence[Tensor]
+    """The rows for the result."""
+    result: Sequence[Tensor]
+    """The caller's tensors that hold the result at the end."""
+    factor: Tensor | float | None = None
+    """What this rank's contribution is multiplied by."""
+    copies: Sequence[tuple[Tensor, Tensor]] = ()
+    """(target, row) pairs to copy at the end: tensors with gaps, and the rows that are taken for them."""
 
 
 class _Copy(NamedTuple):
-    """A part of the wire, and elements [begin, end) of a row of a call that are copied from or to it."""
+    """A part of the wire, and the elements of a row of a call that are copied from or to it."""
 
     wire: Tensor
     row: int
-    begin: int
-    end: int
+    elements: slice
 
 
 class _Part(NamedTuple):
@@ -86,25 +157,28 @@ class CallEngine:
         self.begun = 0
         """Calls that have run, or begun to: the sequence number of the next one."""
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
-        self._prepared = Prepared(world, self._bind)  # its schedules were proven when they were chosen
         self._plan = lru_cache(KEPT)(self._new_plan)
+        self._bound = lru_cache(KEPT)(self._bind)  # its schedules were proven when they were chosen
 
-    def begin(self, call: Call, *, waits: bool = False) -> Future[None]:
-        """Run `call` after all earlier ones. Returns at once, or when it is done if the caller `waits` anyway."""
+    def begin(self, call: Call, timeout_s: float | None = None, *, waits: bool = False) -> Future[None]:
+        """Run `call` after all earlier ones, with the group's timeout if there is none of its own.
+
+        Returns at once, or when it is done if the caller `waits` anyway.
+        """
         device, comm_thread = call.kind.device, self._world.comm_thread
         if device.type == "cuda":
             self._world.connect(device)
             waits = False
-        return (comm_thread.run if waits else comm_thread.submit)(partial(self._run, call))
+        return (comm_thread.run if waits else comm_thread.submit)(partial(self._run, call, timeout_s))
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: Call, timeout_s: float | None) -> None:
         number, transport, recorder = self.begun, self._world.transport, self._world.recorder
         self.begun += 1
-        if call.timeout_s is not None:
-            transport.timeout_s = call.timeout_s
+        if timeout_s is not None:
+            transport.timeout_s = timeout_s
         try:
             with torch.inference_mode():  # the caller's tensors may be made under it
-                plan, collective = self._plan(call.kind), call.kind.traits.collective
+                plan, collective = self._plan(call.kind), call.kind.collective
                 tag = Tag(number, collective, plan.number ^ (number * SPREAD & 0xFFFFFFFF))
                 with within_range(recorder, collective, step=number, numel=plan.numel, schedule=plan.schedule):
                     for part in plan.parts:
@@ -116,47 +190,52 @@ class CallEngine:
                     row.record_stream(torch.cuda.current_stream(row.device))
         except TransportError as error:
             limit = f", with a timeout of {transport.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
-            error.what = f"{call.kind.traits}, sequence number {number} of group {self._name}{limit}: {error.what}"
+            error.what = f"{call.kind}, sequence number {number} of group {self._name}{limit}: {error.what}"
             raise
         finally:
-            if call.timeout_s is not None:
+            if timeout_s is not None:
                 transport.timeout_s = self.timeout_s
 
     def _new_plan(self, kind: Kind) -> _Plan:
-        traits, size = kind.traits, self._world.size
-        slot_nbytes = slice_nbytes(traits.collective, size, kind.device.type)
-        schedule = self._selection.choose(traits.collective, traits.root, min(traits.nbytes, slot_nbytes))
-        number = zlib.crc32(f"{traits} {schedule.name} {kind.divisor} {kind.is_scaled}".encode())
-        slices = kind.slices(slot_nbytes // traits.wire_dtype.itemsize)
-        return _Plan(schedule.name, number, sum(kind.sizes), [self._part(schedule, kind, each) for each in slices])
+        slot_nbytes = slice_nbytes(kind.collective, self._world.size, kind.device.type)
+        schedule = self._selection.choose(kind.collective, kind.root, min(kind.piece_nbytes, slot_nbytes))
+        number = zlib.crc32(f"{kind} {schedule.name} {kind.divisor} {kind.is_scaled}".encode())
+        slot_numel = slot_nbytes // kind.wire_dtype.itemsize
+        begins = range(0, max(kind.sizes, default=0), slot_numel)
+        parts = [self._part(schedule, kind, lo, slot_numel) for lo in begins]
+        return _Plan(schedule.name, number, sum(kind.sizes), parts)
 
-    def _part(self, schedule: Schedule, kind: Kind, part: Slice) -> _Part:
-        traits, places = kind.traits, part.places
-        memory = _Memory(part.shape, traits.operation, traits.wire_dtype, kind.device)
-        program, wire = self._prepared.get(schedule, None, memory)
-        lands = kind.divisor == 1 and part.shape == part.sizes and places[-1] >= LANDING_NUMEL
-        landings = sorted(program.landings, key=lambda each: each.begin) if lands and self._can_land(kind) else []
+    def _part(self, schedule: Schedule, kind: Kind, lo: int, slot_numel: int) -> _Part:
+        """Return what the slice needs that has at most `slot_numel` elements of each piece, from `lo` on."""
+        sizes = tuple([min(max(size - lo, 0), slot_numel) for size in kind.sizes])
+        shape = tuple(map(padded, sizes)) if kind.is_even else sizes
+        places = [*accumulate(shape, initial=0)]
+        program, wire = self._bound(schedule, shape, kind.operation, kind.wire_dtype, kind.device)
+        lands = kind.divisor == 1 and shape == sizes and places[-1] >= LANDING_NUMEL and kind.device.type == "cpu"
+        lands = lands and self._world.transport.can_move_receives
+        landings = sorted(program.landings, key=lambda each: each.begin) if lands else []
         put, take, land = [], [], []
         for slot, row, first in kind.put:
-            put.append(_copy(wire, row, places[slot], places[slot] + part.sizes[slot], first + part.lo))
+            put.append(_copy(wire, row, places[slot], places[slot] + sizes[slot], first + lo))
         for slot, row, first in kind.take:
-            begin, stop, ahead = places[slot], places[slot] + part.sizes[slot], first + part.lo - places[slot]
-            for target, lo, hi in landings:
-                if begin <= lo < hi <= stop:
-                    take.append(_copy(wire, row, begin, lo, begin + ahead))
-                    land.append((target, _copy(wire, row, lo, hi, lo + ahead)))
-                    begin = hi
+            begin, stop, ahead = places[slot], places[slot] + sizes[slot], first + lo - places[slot]
+            for target, low, high in landings:
+                if begin <= low < high <= stop:
+                    take.append(_copy(wire, row, begin, low, begin + ahead))
+                    land.append((target, _copy(wire, row, low, high, low + ahead)))
+                    begin = high
             take.append(_copy(wire, row, begin, stop, begin + ahead))
-        return _Part(program, put, [each for each in take if each.begin < each.end], land)
+        return _Part(program, put, [each for each in take if each.wire.numel()], land)
 
-    def _can_land(self, kind: Kind) -> bool:
-        return kind.device.type == "cpu" and self._world.transport.can_move_receives
-
-    def _bind(self, schedule: Schedule, _: Members, memory: _Memory) -> tuple[BoundProgram, Tensor]:
-        shape, operation, dtype, device = memory
-        ranks, world = range(self._world.size), self._world
-        mine = member_program(schedule, ranks, world.rank, len(ranks))  # which remembers schedules
-        bounds = bounds_of(shape, schedule.chunks // len(shape))
+    def _bind(
+        self, schedule: Schedule, shape: Sequence[int], operation: str | None, dtype: torch.dtype, device: torch.device
+    ) -> tuple[BoundProgram, Tensor]:
+        """Return a program for slots of the sizes `shape`, and the wire [sum of shape] that it runs on."""
+        world, ranks = self._world, self._world.size
+        mine = member_program(schedule, range(ranks), world.rank, ranks)  # which remembers schedules
+        bounds, chunks_per_slot = [0], schedule.chunks // len(shape)
+        for size in shape:
+            bounds += [bounds[-1] + bound for bound in chunk_bounds(size, chunks_per_slot, GRANULE)[1:]]
         wire = self._allocate("wire", bounds[-1], dtype, device)
         scratch = self._allocate("scratch", scratch_numel(mine, bounds[-1], bounds), dtype, device)
         add = None if operation is None else combining(operation)
@@ -174,24 +253,24 @@ class CallEngine:
 
 def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None:
     """Write this rank's contribution to the wire, run the schedule, and read the result."""
-    for wire, row, begin, end in part.put:
-        wire.copy_(call.put[row][begin:end])
+    for wire, row, elements in part.put:
+        wire.copy_(call.put[row][elements])
         if call.factor is not None:
             wire.mul_(call.factor)
     for target, copy in part.land:
-        point(target, call.take[copy.row][copy.begin : copy.end])
+        point(target, call.take[copy.row][copy.elements])
     try:
         part.program.run(tag, recorder)
     finally:
         for target, copy in part.land:
             point(target, copy.wire)
-    for wire, row, begin, end in part.take:
+    for wire, row, elements in part.take:
         if (divisor := call.kind.divisor) > 1:
             is_exact = wire.is_floating_point() or wire.is_complex()
             wire.div_(divisor, rounding_mode=None if is_exact else "trunc")
-        call.take[row][begin:end].copy_(wire)
+        call.take[row][elements].copy_(wire)
 
 
 def _copy(wire: Tensor, row: int, begin: int, end: int, first: int) -> _Copy:
     """Return the copy of elements [begin, end) of the wire, from or to element `first` of a row on."""
-    return _Copy(wire[begin:end], row, first, first + end - begin)
+    return _Copy(wire[begin:end], row, slice(first, first + end - begin))

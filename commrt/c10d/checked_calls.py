@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from commrt.algorithms.catalogue import ROOTED
 from commrt.algorithms.parts import require_root
-from commrt.c10d.call import Call, Kind, Piece, Traits
+from commrt.c10d.call_engine import Call, Kind, Piece
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
 from commrt.pricing.selection import WIRE_NBYTES, slots_of
@@ -34,99 +35,55 @@ NAMES = {
     _OPS.BXOR: "xor",
 }
 """torch's operations, and what is combined for them."""
-
-
-class _Arithmetic(NamedTuple):
-    operation: str | None = None
-    divides: bool = False
-    scales: bool = False
-
-
+COMBINING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 KEPT = 1024
-MOVED = _Arithmetic()
-"""Nothing is combined."""
 Pieces = Sequence[Tensor] | Tensor
 """A tensor for each rank, or one that holds the pieces of all."""
 
 
 class CheckedCalls:
-    """Makes the calls of one rank of a group. All methods raise `UsageError` for what cannot work."""
+    """Makes the calls of one rank of a group. All methods raise `UsageError` for what cannot work.
+
+    `opts` are torch's, such as ``AllreduceOptions``. What they lack, or None, stands for a sum, or for root 0.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._kind = lru_cache(KEPT)(self._new_kind)
 
-    def all_reduce(self, tensor: Tensor, op: Any, timeout_s: float | None = None) -> Call:
-        """Combine all ranks' tensors at every rank."""
-        both = [tensor]
-        return self._call("all_reduce", tensor, both, both, timeout_s, op=op)
+    def whole(self, collective: str, tensor: Tensor, opts: Any = None) -> Call:
+        """Combine or copy `tensor`, as large on all ranks, in place: an all_reduce, a reduce or a broadcast."""
+        both, is_root = [tensor], self.rank == getattr(opts, "rootRank", 0)
+        put = both if is_root or collective != "broadcast" else []
+        takes = {"broadcast": not is_root, "reduce": is_root}.get(collective, True)
+        return self._call(collective, tensor, put, both if takes else [], opts)
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None = None) -> Call:
-        """Copy the root's tensor to all ranks."""
-        put, taken = ([tensor], []) if self.rank == root else ([], [tensor])
-        return self._call("broadcast", tensor, put, taken, timeout_s, root)
+    def pieces(self, collective: str, own: Tensor, pieces: Pieces, opts: Any = None) -> Call:
+        """Exchange a piece for each rank, of which `own` is this rank's: a gather, a scatter, and those of all ranks.
 
-    def reduce(self, tensor: Tensor, op: Any, root: int, timeout_s: float | None = None) -> Call:
-        """Combine all ranks' tensors at the root."""
-        return self._call("reduce", tensor, [tensor], [tensor] if self.rank == root else [], timeout_s, root, op)
+        `pieces` are outputs where `own` is an input, and inputs elsewhere. Those of a rooted collective are the root's.
+        """
+        gathers = collective.endswith("gather")
+        if collective in ROOTED and self.rank != getattr(opts, "rootRank", 0):
+            pieces = []
+        else:
+            pieces = self._one_each(pieces, own, f"{'outputs' if gathers else 'inputs'} of {collective}")
+        put, taken = ([own], pieces) if gathers else (pieces, [own])
+        return self._call(collective, own, put, taken, opts)
 
-    def all_gather(self, outputs: Pieces, tensor: Tensor, timeout_s: float | None = None) -> Call:
-        """Copy each rank's tensor to all ranks, to the output of that rank's number."""
-        taken = self._one_each(outputs, tensor, "outputs of an all_gather")
-        return self._call("all_gather", tensor, [tensor], taken, timeout_s)
-
-    def gather(self, outputs: Pieces, tensor: Tensor, root: int, timeout_s: float | None = None) -> Call:
-        """Copy each rank's tensor to the root, to the output of that rank's number; others give no outputs."""
-        taken = self._one_each(outputs, tensor, "outputs of a gather") if self.rank == root else []
-        return self._call("gather", tensor, [tensor], taken, timeout_s, root)
-
-    def scatter(self, output: Tensor, inputs: Pieces, root: int, timeout_s: float | None = None) -> Call:
-        """Copy the root's input of each rank's number to that rank; others give no inputs."""
-        put = self._one_each(inputs, output, "inputs of a scatter") if self.rank == root else []
-        return self._call("scatter", output, put, [output], timeout_s, root)
-
-    def reduce_scatter(self, output: Tensor, inputs: Pieces, op: Any, timeout_s: float | None = None) -> Call:
-        """Combine all ranks' inputs of a rank's number at that rank."""
-        put = self._one_each(inputs, output, "inputs of a reduce_scatter")
-        return self._call("reduce_scatter", output, put, [output], timeout_s, op=op)
-
-    def barrier(self, timeout_s: float | None = None) -> Call:
+    def barrier(self) -> Call:
         """Wait for all ranks."""
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._call("barrier", token, [token], [], timeout_s)
+        return self._call("barrier", token, [token], [], None)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout_s: float | None = None) -> Call:
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
         """Copy the input of each rank's number to that rank, to its output of this rank's number."""
         _require_alike([*outputs, *inputs])
-        if len(outputs) != self.size or len(inputs) != self.size:
-            raise UsageError(f"{len(inputs)} inputs and {len(outputs)} outputs of an all_to_all: give {self.size} each")
-        taken, put = ([_whole(one, torch.uint8) for one in side] for side in (outputs, inputs))
-        return self._all_to_all(outputs, taken, taken, put, timeout_s)
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        timeout_s: float | None = None,
-    ) -> Call:
-        """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
-        _require_alike([output, tensor])
-        row, sent = _whole(output, torch.uint8), _whole(tensor, torch.uint8)
-        taken, put = self._split(row, output, output_sizes), self._split(sent, tensor, input_sizes)
-        return self._all_to_all([output], [row], taken, put, timeout_s)
-
-    def _all_to_all(
-        self,
-        result: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        taken: Sequence[Tensor],
-        put: Sequence[Tensor],
-        timeout_s: float | None,
-    ) -> Call:
-        """Return the call that fills the `rows` of a `result`, with one part for each rank."""
-        mine, size, like = self.rank, self.size, result[0]
+        mine, size = self.rank, self.size
+        if len(outputs) != size or len(inputs) != size:
+            raise UsageError(f"{len(inputs)} inputs and {len(outputs)} outputs of an all_to_all: give {size} each")
+        copies: list[tuple[Tensor, Tensor]] = []
+        taken, put = [_row(one, torch.uint8, copies) for one in outputs], [_row(one, torch.uint8) for one in inputs]
         sent, received = ([row.numel() for row in rows] for rows in (put, taken))
         if sent[mine] != received[mine]:
             raise UsageError(
@@ -139,44 +96,44 @@ class CheckedCalls:
         others = [rank for rank in range(size) if rank != mine]
         leaves = tuple(Piece(mine * size + rank, rank, 0) for rank in others)
         comes = tuple(Piece(rank * size + mine, rank, 0) for rank in others)
-        traits = Traits("all_to_all", size * size, None, like.dtype, None, 0)
-        kind = Kind(traits, tuple(sizes), leaves, comes, like.device)
-        copies = [(taken[mine], put[mine]), *_gaps(result, rows)]
-        return Call(kind, put, taken, result, timeout_s, copies=copies)
+        kind = Kind("all_to_all", outputs[0].dtype, None, 0, tuple(sizes), leaves, comes, outputs[0].device)
+        return Call(kind, put, taken, outputs, copies=[(taken[mine], put[mine]), *copies])
 
-    def _split(self, row: Tensor, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Return parts of `row`, the bytes of `tensor`, along its first dimension; equal ones without sizes."""
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]
+    ) -> Call:
+        """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
+        _require_alike([output, tensor])
+        call = self.all_to_all(self._split(output, output_sizes), self._split(tensor, input_sizes))
+        call.result = [output]
+        return call
+
+    def _split(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Return the parts of `tensor` along its first dimension; equal ones without sizes."""
         rows = len(tensor) if tensor.dim() else 0
         if not sizes and rows % self.size:
             raise UsageError(f"{rows} rows do not divide into {self.size} equal parts: give split sizes")
         given = list(sizes) or [rows // self.size] * self.size
         if len(given) != self.size or sum(given) != rows or min(given) < 0:
             raise UsageError(f"split sizes {given} for {self.size} ranks: give one each, that sum up to {rows} rows")
-        return torch.split(row, [count * (row.numel() // max(rows, 1)) for count in given])
+        return torch.split(memory_of(tensor), given)
 
-    def _call(
-        self,
-        collective: str,
-        like: Tensor,
-        put: Sequence[Tensor],
-        taken: Sequence[Tensor],
-        timeout_s: float | None,
-        root: int = 0,
-        op: Any = None,
-    ) -> Call:
+    def _call(self, collective: str, like: Tensor, put: Sequence[Tensor], taken: Sequence[Tensor], opts: Any) -> Call:
         """Return a call whose pieces are as large as `like`."""
         _require_alike([like, *put, *taken])
-        how = MOVED if op is None else _arithmetic(getattr(op, "op", op), like.dtype)
-        factor = op.factor if how.scales else None
-        if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
-            raise UsageError(f"a factor of {factor.dtype} for tensors of {like.dtype}: convert one of them")
-        wire_dtype = torch.uint8 if how.operation is None else like.dtype
-        inputs = [*map(_whole, put, repeat(wire_dtype))]
-        outputs = inputs if taken is put else [*map(_whole, taken, repeat(wire_dtype))]
+        op: Any = getattr(opts, "reduceOp", ReduceOp.SUM) if collective in COMBINING else None
+        wire_dtype = torch.uint8 if op is None else like.dtype
+        copies: list[tuple[Tensor, Tensor]] = []
+        outputs = [*map(_row, taken, repeat(wire_dtype), repeat(copies))]
+        inputs = outputs if taken is put else [*map(_row, put, repeat(wire_dtype))]
         first = inputs[0].numel() if inputs else 0, outputs[0].numel() if outputs else 0
         rows = (len(inputs), first[0]), (len(outputs), first[1])
+        how, root = getattr(op, "op", op), getattr(opts, "rootRank", 0)
         kind = self._kind(collective, like.numel(), like.dtype, like.device, how, root, rows)
-        return Call(kind, inputs, outputs, taken or [like], timeout_s, factor, _gaps(taken, outputs))
+        factor = op.factor if kind.is_scaled else None
+        if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
+            raise UsageError(f"a factor of {factor.dtype} for tensors of {like.dtype}: convert one of them")
+        return Call(kind, inputs, outputs, taken or [like], factor, copies)
 
     def _new_kind(
         self,
@@ -184,27 +141,27 @@ class CheckedCalls:
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        how: _Arithmetic,
+        how: Any,
         root: int,
         rows: Sequence[tuple[int, int]],
     ) -> Kind:
         """Return the kind of a call with pieces of `numel`; `rows` has how many go in and come out, and their size."""
         require_root(self.size, root, collective)
-        slots = slots_of(collective, self.size)
-        traits = Traits(collective, slots, numel, dtype, how.operation, root)
-        wide = numel * dtype.itemsize // traits.wire_dtype.itemsize
+        operation = None if how is None else _operation(how, dtype)
+        slots, wide = slots_of(collective, self.size), numel if operation else numel * dtype.itemsize
 
-        def pieces(count: int, first: int) -> tuple[Piece, ...]:
+        def places(count: int, first: int) -> tuple[Piece, ...]:
             """Return where the pieces lie: one in each row, or all ranks' in one row."""
             if count != 1:
                 return tuple(Piece(slot, slot, 0) for slot in range(count))
-            is_whole = first == slots * wide
-            return (
-                tuple(Piece(slot, 0, slot * wide) for slot in range(slots)) if is_whole else (Piece(self.rank, 0, 0),)
-            )
+            if first != slots * wide:
+                return (Piece(self.rank, 0, 0),)
+            return tuple(Piece(slot, 0, slot * wide) for slot in range(slots))
 
-        put, take = (pieces(*each) for each in rows)
-        return Kind(traits, (wide,) * slots, put, take, device, self.size if how.divides else 1, how.scales)
+        put, take = (places(*each) for each in rows)
+        divisor = self.size if how == _OPS.AVG else 1
+        sizes = (wide,) * slots
+        return Kind(collective, dtype, operation, root, sizes, put, take, device, divisor, how == _OPS.PREMUL_SUM)
 
     def _one_each(self, pieces: Pieces, like: Tensor, what: str) -> Sequence[Tensor]:
         """Return the tensors that hold a piece like `like` for each rank; raise `UsageError` for other sizes."""
@@ -223,9 +180,8 @@ class CheckedCalls:
         return pieces
 
 
-@lru_cache(KEPT)
-def _arithmetic(kind: Any, dtype: torch.dtype) -> _Arithmetic:
-    """Return what an operation of torch does; raises `UsageError` if torch cannot do so: tries it on one element."""
+def _operation(kind: Any, dtype: torch.dtype) -> str:
+    """Return what is combined for an operation of torch; raises `UsageError` if it fails on one element."""
     if (operation := NAMES.get(kind)) is None:
         raise UsageError(f"{kind} is no operation that tensors can be combined with")
     if kind == _OPS.AVG and dtype is torch.bool:
@@ -237,7 +193,7 @@ def _arithmetic(kind: Any, dtype: torch.dtype) -> _Arithmetic:
         OPERATIONS[operation](one, one, out=one)
     except RuntimeError as error:
         raise UsageError(f"{operation} of {dtype} is not possible ({error}): convert the tensor first") from error
-    return _Arithmetic(operation, kind == _OPS.AVG, kind == _OPS.PREMUL_SUM)
+    return operation
 
 
 def _require_alike(tensors: Sequence[Tensor]) -> None:
@@ -267,27 +223,20 @@ def memory_of(tensor: Tensor) -> Tensor:
     return memory_of(wait())
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor` as a contiguous row of `dtype`: its own memory, or a copy if it has gaps."""
+def _row(tensor: Tensor, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+    """Return `tensor` as a contiguous row of `dtype`: its own memory, or a copy if it has gaps.
+
+    A result whose row is a copy is added to `copies`, with it; raises `UsageError` if it cannot be written to.
+    """
     plain = memory_of(tensor)
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    row = plain.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
-    return row if row.dtype is dtype else row.view(dtype)
-
-
-def _gaps(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-    """Return the tensors whose rows are copies, each with its row; raise for one that cannot be written to."""
-    found = []
-    for tensor, row in zip(tensors, rows, strict=True):
-        memory = memory_of(tensor)
-        if memory.data_ptr() != row.data_ptr():
-            found.append((memory, row))
-            if is_expanded(memory):
-                raise UsageError(
-                    f"{_text(memory)} has elements that share one place, so no result fits it: use its clone()"
-                )
-    return found
+    as_is = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
+    row = as_is.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
+    row = row if row.dtype is dtype else row.view(dtype)
+    if copies is not None and row.data_ptr() != plain.data_ptr():
+        if is_expanded(plain):
+            raise UsageError(f"{_text(plain)} has elements that share one place, so no result fits it: use its clone()")
+        copies.append((plain, row))
+    return row
 
 
 def _text(tensor: Tensor) -> str:

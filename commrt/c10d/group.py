@@ -14,6 +14,7 @@ from weakref import WeakSet
 from torch.distributed import PrefixStore, Store
 
 from commrt.c10d.call_engine import CallEngine
+from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.group_work import as_dist_error
 from commrt.c10d.messages import DeviceMessages, HostMessages
 from commrt.errors import CommrtError, TransportClosed
@@ -30,28 +31,35 @@ from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
-__all__ = ["ProcessGroupWorld", "group_of"]
+__all__ = ["ProcessGroupWorld"]
 
+CONNECT_TRIES = 5
+"""Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
 ONE_HOST = "host"
 """The built-in cluster for which schedules are chosen if COMMRT_CLUSTER is not set."""
 
 
 class ProcessGroupWorld:
-    """Connects the ranks of a group at construction; raises `TransportError` if one does not come. Collective.
+    """Connects the ranks of the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective.
 
-    `store` is the group's own. `global_ranks` [size] are its ranks in the default group.
+    Raises `TransportError` if a rank does not come.
     """
 
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int], name: str
-    ) -> None:
-        self.name = name
-        store = _unused(store, rank, size)
-        transport, selection = _connect(store, rank, size, timeout_s, global_ranks)
-        self.world = World(transport, store, local_rank(), "torch.distributed")
-        self.engine = CallEngine(self.world, selection, name)
-        self.store, self._host = store, LOOPBACK if transport.one_host else None
-        self.host_messages = HostMessages(PrefixStore("messages", store), self.world, self._host)
+    def __init__(self, options: Any) -> None:
+        rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
+        global_ranks = list(options.global_ranks_in_group) or list(range(size))
+        try:
+            self.store = _unused(options.store, rank, size)
+            transport, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
+            self.world = World(transport, self.store, local_rank(), "torch.distributed")
+        except CommrtError as error:
+            as_dist_error(error)
+            raise
+        self.requests, self.engine = CheckedCalls(rank, size), CallEngine(self.world, selection, options.group_id)
+        self._host = LOOPBACK if transport.one_host else None
+        # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
+        gloo = self.open_gloo("messages", timeout_s / CONNECT_TRIES)
+        self.host_messages = HostMessages(gloo, self.world)
         self.device_messages = DeviceMessages(self.world)
         _OPEN.add(self)
 
@@ -59,19 +67,21 @@ class ProcessGroupWorld:
         """Give later collectives, sends and receives another deadline."""
         self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = timeout_s
 
-    def open_gloo(self) -> GlooTransport:
-        """Return connections of Gloo between all ranks, of which two are made when these first exchange. Once only."""
-        store = PrefixStore("gloo", self.store)
-        return GlooTransport(
-            store, self.world.rank, range(self.world.size), self.world.timeout_s, self._host, lazy=True
-        )
+    def open_gloo(self, name: str, timeout_s: float) -> GlooTransport:
+        """Return connections of Gloo between all ranks, of which two are made when these first exchange.
+
+        Each `name` can be opened once. Gloo takes `timeout_s` to connect, and to exchange where nothing else is said.
+        """
+        store, world = PrefixStore(name, self.store), self.world
+        return GlooTransport(store, world.rank, range(world.size), timeout_s, self._host, lazy=True)
 
     def close(self) -> None:
         """Finish what was started, then close all connections. Safe to call twice."""
         try:
             self.world.close()
         except CommrtError as error:
-            raise as_dist_error(error) from error.__cause__
+            as_dist_error(error)
+            raise
         _OPEN.discard(self)
         self.host_messages.close()
 
@@ -79,18 +89,6 @@ class ProcessGroupWorld:
         """End what is in flight with an error; call `close` too."""
         self.world.abort(TransportClosed("the process group was aborted"))
         self.host_messages.close()
-
-
-def group_of(options: Any) -> ProcessGroupWorld:
-    """Return the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
-    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    timeout_s = options.timeout.total_seconds()
-    try:
-        return ProcessGroupWorld(
-            options.store, options.group_rank, options.group_size, timeout_s, ranks, options.group_id
-        )
-    except CommrtError as error:
-        raise as_dist_error(error) from error.__cause__
 
 
 def _unused(store: Store, rank: int, size: int) -> Store:

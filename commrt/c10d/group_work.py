@@ -34,13 +34,11 @@ _newest: deque[dist.Work] = deque(maxlen=KEPT)
 
 
 def as_dist_error(error: Error) -> Error:
-    """Return `error`, with its fields, as one that is also a ``torch.distributed.DistBackendError``."""
-    kind: Any = type(error)
-    if issubclass(kind, dist.DistBackendError):
-        return error
-    copy: Error = _restored(kind, error.args, error.__dict__)
-    copy.__cause__, copy.__traceback__ = error.__cause__, error.__traceback__
-    return copy
+    """Return `error`, which is a ``torch.distributed.DistBackendError`` too from now on."""
+    if not isinstance(error, dist.DistBackendError):
+        kind: Any = type(error)
+        error.__class__ = _with_base(kind)
+    return error
 
 
 @cache
@@ -49,17 +47,16 @@ def _with_base(kind: Any) -> Any:
     return type(kind.__name__, (kind, dist.DistBackendError), names)
 
 
-def _restored(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    both = _with_base(kind)
-    error = both.__new__(both, *args)
-    error.__dict__.update(fields)
-    error.args = args
-    return error
-
-
 def _reduced(error: CommrtError) -> tuple[Any, ...]:
     """Return how to pickle `error`: its class is made here, so pickle cannot find it by its name."""
     return _restored, (type(error).__base__, error.args, error.__dict__)
+
+
+def _restored(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    error.args = args
+    return as_dist_error(error)
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
@@ -90,7 +87,8 @@ class GroupWork(Work, dist.Work):
         try:
             self._wait(seconds_of(timeout))
         except CommrtError as error:
-            raise as_dist_error(error) from error.__cause__
+            as_dist_error(error)
+            raise
         finally:
             if _newest and self._task().done():
                 with suppress(ValueError):  # later versions of torch keep none

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from commrt.c10d.group_work import NO_TIMEOUT, GroupWork, as_dist_error, seconds_of
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
@@ -27,33 +27,28 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 __all__ = ["DeviceMessages", "HostMessages"]
 
 
-CONNECT_TRIES = 5
-"""Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
-
-
 class HostMessages:
     """Sends and receives of CPU tensors. Used by any thread."""
 
-    def __init__(self, store: Store, world: World, host: str | None) -> None:
-        # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
-        self._rank, self._comm_thread = world.rank, world.comm_thread
+    def __init__(self, gloo: GlooTransport, world: World) -> None:
+        self._gloo, self._world = gloo, world
         self.timeout_s = world.timeout_s
         """Of what is waited for from now on. Gloo connects two ranks within the timeout that the group began with."""
-        connect_s = world.timeout_s / CONNECT_TRIES
-        self._gloo = GlooTransport(store, world.rank, range(world.size), connect_s, host, lazy=True)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
-        place = Place(self._rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes)
+        place = Place(
+            self._world.rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes
+        )
         try:
             work = self._gloo.post(data, peer, tag, is_send=is_send)
         except RuntimeError as error:
-            raise self._explained(error, place) from error
-        return HostWork(work, data, lambda error: self._explained(error, place), self.timeout_s)
+            raise self.explained(error, place) from error
+        return HostWork(work, data, partial(self.explained, place=place), self.timeout_s)
 
-    def _explained(self, error: RuntimeError, place: Place) -> TransportError:
+    def explained(self, error: RuntimeError, place: Place) -> TransportError:
         """Return what Gloo's `error` means. It may say only that connecting took too long, to a rank that is gone."""
-        ended = self._comm_thread.failure
+        ended = self._world.comm_thread.failure
         is_gone = isinstance(ended, PeerLost) and place.peer is not None and ended.place.peer == place.peer
         is_late = "imed out" in str(error) or "imeout" in str(error)
         if is_late and not is_gone and "refused" not in str(error):  # "Connection refused": nobody listens
@@ -124,21 +119,20 @@ class DeviceMessages:
             tag = Tag(0, "send and receive")
             future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))
             for work in works:
-                work.left_with(future)
+                work.future = future
 
 
 class BatchWork(GroupWork):
     """A send or a receive in a batch, which leaves when somebody asks for it."""
 
+    future: Future[Any] | None = None
+    """Of the batch, once that has left."""
+
     def __init__(self, messages: DeviceMessages, data: Tensor) -> None:
         super().__init__(None, [data], "the message")
         self._messages, self._is_observed = messages, False
 
-    def left_with(self, future: Future[Any]) -> None:
-        """Note the future of the batch."""
-        self._future = future
-
     def _task(self) -> Future[Any]:
-        if self._future is None:
+        if self.future is None:
             self._messages.flush()
-        return super()._task()
+        return cast("Future[Any]", self.future)

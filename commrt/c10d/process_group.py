@@ -1,29 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group that torch 2.13 gets from ``init_process_group("commrt")``.
+"""The process group that torch 2.13 and earlier get from ``init_process_group("commrt")``.
 
 torch calls its methods in Python. C++ and ``torch.ops.c10d`` want a backend in C++ behind a group, which cannot be
 written in Python: they find one of Gloo, which connects two ranks when they first exchange through it.
+
+Dispatch modes and the profiler of torch see ops, and a call of a Python method is none. So an observed call passes the
+op ``torch.ops.c10d`` of its collective, under a dispatch key of which no build of torch has tensors: the kernel there
+does what the method does. Calls that nobody observes, and those of other groups, never come here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._C._distributed_c10d import _register_work, _resolve_process_group
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
+from torch.library import Library, fallthrough_kernel
+from torch.utils._pytree import tree_leaves
 
-from commrt.c10d.checked_calls import CheckedCalls
-from commrt.c10d.group import ProcessGroupWorld, group_of
+from commrt.c10d.backend import Methods
+from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import as_dist_error
-from commrt.c10d.methods import NAME, Methods
-from commrt.c10d.torch_ops import gather_with, plain_group, through_op
 from commrt.errors import UsageError
+from commrt.torch_import import NAME
 
-__all__ = ["CommrtProcessGroup", "create"]
+__all__ = ["CommrtProcessGroup"]
 
 DEVICES = [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
+KEY = "FPGA"
+"""Comes after the keys of modes, and before those of devices. All ops but those below fall through it."""
+TORCH_S_KEY = DispatchKey.CompositeExplicitAutograd
+"""Of torch's own kernel, in an op that has one for all devices."""
 
 
 class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of torch's overloads, we take one
@@ -34,13 +50,11 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
     supports_splitting = False  # Gloo does
 
-    def __init__(self, group: ProcessGroupWorld) -> None:
-        ProcessGroup.__init__(self, group.world.rank, group.world.size)  # type: ignore[call-arg]  # the stub lacks it
+    def __init__(self, options: Any) -> None:
+        group = ProcessGroupWorld(options)
+        ProcessGroup.__init__(self, options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stub lacks it
         self.group = group
-        self.requests = CheckedCalls(group.world.rank, group.world.size)
-        self._names = {"name": "", "desc": ""}
-        self._gloo = group.open_gloo()
-        self._plain: ProcessGroup | None = None
+        self._gloo = group.open_gloo("gloo", group.world.timeout_s)
         for device in DEVICES:
             self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo.process_group)
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
@@ -48,11 +62,16 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
         """Do ``begin()`` where a profiler or a mode of torch sees it; of a sparse tensor, they see its parts."""
         tensors = given[0] if given else None
-        if isinstance(tensors, list) and tensors and isinstance(tensors[0], torch.Tensor) and tensors[0].is_sparse:
+        if isinstance(tensors, list) and tensors and isinstance(tensors[0], Tensor) and tensors[0].is_sparse:
             return begin()
-        if self._plain is None:
-            self._plain = plain_group(self.group.store, self.rank(), self.size(), self.getGroupName())
-        return through_op(self._plain, name, given, begin)
+        return _through_op(self._plain, name, given, begin)
+
+    @cached_property
+    def _plain(self) -> ProcessGroup:
+        """A group whose methods call torch's ops. It has no backend."""
+        plain = ProcessGroup(self.group.store, self.rank(), self.size())
+        plain._set_group_name(self.group_name)  # noqa: SLF001
+        return plain
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return what runs the collectives of a device: this group, which takes CPUs and NVIDIA GPUs."""
@@ -65,7 +84,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: all ranks count from 0."""
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """Return the store in which the ranks of the group found each other."""
         return self.group.store
 
@@ -75,50 +94,107 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
     merge_remote_group = split_group
 
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self.requests.size
-
-    def rank(self) -> int:
-        """Return this rank in the group."""
-        return self.requests.rank
-
     def name(self) -> str:
         """Return the name of the backend."""
         return NAME
 
     getBackendName = _get_backend_name = name  # noqa: N815  # C++ calls this one
-
-    def getGroupName(self) -> str:  # noqa: N802  # C++'s names, here and below
-        """Return the name that torch gave the group."""
-        return self._names["name"]
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take the name that torch gives the group."""
-        self._names["name"] = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the description that torch gave the group."""
-        return self._names["desc"]
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Take the description that torch gives the group."""
-        self._names["desc"] = desc
-
     _set_default_timeout = Methods.set_timeout
 
 
-_registered = gather_with(CommrtProcessGroup)
-
-
-def _answer_of_gloo(name: str) -> property:
-    return property(lambda group: getattr(group._gloo.process_group, name))  # noqa: SLF001  # of this module
-
-
 for _name in {*dir(ProcessGroupGloo)} - {*dir(CommrtProcessGroup)}:  # torch's compiler takes no __getattr__
-    setattr(CommrtProcessGroup, _name, _answer_of_gloo(_name))
+    setattr(CommrtProcessGroup, _name, property(attrgetter(f"_gloo.process_group.{_name}")))
 
 
-def create(options: Any, _: Any = None) -> CommrtProcessGroup:
-    """Return the process group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective."""
-    return CommrtProcessGroup(group_of(options))
+@dataclass(slots=True)
+class _Observed:
+    """A call that passes an op of `group`, whose kernel begins it."""
+
+    group: ProcessGroup
+    begin: Callable[[], Any]
+    outcome: list[Any] = field(default_factory=list)
+    """What `begin` returned, once it was called."""
+
+
+_observed: ContextVar[_Observed | None] = ContextVar("observed", default=None)
+
+
+def _through_op(group: ProcessGroup, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
+    """Return what `begin` returns, called by the op that the method `name` of a plain `group` calls.
+
+    A mode that keeps the op from its kernel, as that of fake tensors does, decides what is returned instead.
+    """
+    _register()
+    call = _Observed(group, begin)
+    token = _observed.set(call)
+    try:
+        with _key(included=True):
+            other = getattr(group, name)(*[each for each in given if each is not None])
+    finally:
+        _observed.reset(token)
+    return call.outcome[0] if call.outcome else other
+
+
+@contextmanager
+def _key(*, included: bool) -> Iterator[None]:
+    before = torch._C._dispatch_tls_is_dispatch_key_included(KEY)  # noqa: SLF001
+    torch._C._dispatch_tls_set_dispatch_key_included(KEY, included)  # noqa: SLF001
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_included(KEY, before)  # noqa: SLF001
+
+
+@cache
+def _register() -> list[Any]:
+    """Register the kernels, and return what keeps them registered."""
+    rest, ops = _library("_"), _library("c10d")
+    rest.fallback(fallthrough_kernel, KEY)
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]  # noqa: SLF001
+    for name in names:
+        op = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+        arguments = [argument.name for argument in op._schema.arguments]  # noqa: SLF001
+        if "process_group" in arguments:
+            ops.impl(name, partial(_kernel, op, arguments.index("process_group")), KEY)
+    return [rest, ops]
+
+
+def _kernel(op: Any, place: int, *given: Any) -> Any:
+    call = _observed.get()
+    is_meta = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(given[0]))
+    with _key(included=False):
+        if call is None or is_meta or ProcessGroup.unbox(given[place]) is not call.group:
+            return op(*given)
+        work = call.begin()
+    call.outcome.append(work)
+    returned = len(op._schema.returns)  # noqa: SLF001  # the work, and what holds the result
+    boxed = work.boxed() if returned else None
+    return (given[0], boxed) if returned > 1 else boxed
+
+
+def _library(namespace: str) -> Any:
+    """Return what registers kernels, for as long as it is referenced."""
+    return Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+
+
+def _gather_with(kind: type[ProcessGroup]) -> Any:
+    """Let ``all_gather_into_tensor_out``, of which torch asks a backend in C++, ask groups of a `kind` in Python."""
+    op = torch.ops._c10d_functional.all_gather_into_tensor_out.default  # noqa: SLF001
+
+    def gathered(source: Tensor, size: int, given: Any, *, out: Tensor) -> Any:
+        group = (
+            _resolve_process_group(cast("Any", given)) if isinstance(given, str) else given
+        )  # torch 2.13 may give the group
+        if not isinstance(group, kind):
+            return op._op_dk(TORCH_S_KEY, source, size, given, out=out)  # noqa: SLF001
+        work = ProcessGroup.allgather_into_tensor_coalesced(group, [out], [source])  # it lives as long as C++ needs it
+        _register_work(out, work)
+        return out
+
+    library = _library("_c10d_functional")
+    for key in ("CPU", "CUDA"):
+        library.impl("all_gather_into_tensor_out", gathered, key)
+    return library
+
+
+_registered = _gather_with(CommrtProcessGroup)

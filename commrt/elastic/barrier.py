@@ -10,17 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from threading import Event
 
-import torch
-from torch import Tensor
-
 from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Generation, Head
-from commrt.elastic.store_membership import NONE_ABSENT, Arrival, StoreMembership, arrival_key
-from commrt.errors import CommrtError, DisagreementError, UsageError
-from commrt.runtime.membership import Begin, Membership
-from commrt.threads.comm_thread import CommThread
+from commrt.elastic.store_membership import Arrival, StoreMembership, arrival_key
+from commrt.errors import DisagreementError
 from commrt.threads.deadline import Deadline
 
-__all__ = ["Barrier", "overwrite_together"]
+__all__ = ["Barrier"]
 
 WHOLE, LOST, REFUSED = "whole", "lost", "refused "
 """The outcomes of a vote; a refusal is followed by its reason."""
@@ -30,8 +25,7 @@ class Barrier:
     """The collectives of one member. Used on the training thread, where a method does not say otherwise."""
 
     def __init__(self, membership: StoreMembership) -> None:
-        self._membership = membership
-        self._rank = membership.rank
+        self._membership, self._store, self._rank = membership, membership.store, membership.rank
         self._votes = (-1, 0)  # in which generation, and how many
         self._used: list[str] = []  # keys of the latest collective
 
@@ -56,8 +50,8 @@ class Barrier:
         head, generation = self._begin_gathering()
         if not head.has_begun(number) and generation.number != members.generation.number:
             return None
-        members.append(key := arrival_key(generation, number), [self._rank, step, what])
-        limit = Deadline(members.timeout_s())
+        members.arrive(key := arrival_key(generation, number), step, what)
+        limit, why = Deadline(members.timeout_s()), f"it did not come to {what} within {members.timeout_s():g} s"
         for pause_s in members.pauses(limit):
             require_open()
             head, now = members.head()
@@ -67,15 +61,10 @@ class Barrier:
                 break
             if now.number != generation.number:
                 return None
-            absent = members.absent(generation, arrivals)
-            if absent == NONE_ABSENT:
+            if arrivals.keys() >= generation.members.keys():
                 members.generations.set_phase(head, number, RUNNING)
-            elif members.is_roll_called(generation.number + 1):  # it decides who lives, and takes a timeout itself
-                Event().wait(pause_s)
-            elif not absent.silent or limit.left_s <= 0:
-                why = f"it did not come to {what} within {members.timeout_s():g} s"
-                members.evict(head, generation, absent, why, arrivals)
-            else:
+            # A roll call decides who lives, and takes a timeout itself.
+            elif members.is_roll_called(generation) or not members.evict_absent(head, generation, arrivals, why, limit):
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
         return generation
@@ -100,7 +89,7 @@ class Barrier:
         used, self._used = self._used, [key]
         if generation.ranks[0] == self._rank:
             for each in used:
-                self._membership.call_store(lambda each=each: self._membership.store.delete_key(each))  # type: ignore[misc]
+                self._store.delete_key(each)
 
     def leave(self) -> None:
         """Let new processes in again; every member that has seen the end calls it."""
@@ -123,7 +112,7 @@ class Barrier:
 
     def promise(self, key: str, generation: Generation) -> None:
         """Vote yes under `key`, once per member, and do not wait for the others. On any thread."""
-        if self._membership.call_store(lambda: self._membership.store.add(key, 1)) == len(generation.members):
+        if self._store.add(key, 1) == len(generation.members):
             self._decide(key, WHOLE)
 
     def decline(self, key: str) -> None:
@@ -132,22 +121,22 @@ class Barrier:
 
     def forget(self, key: str) -> None:
         """Delete what a vote left on the store, once no member asks for its outcome."""
-        for each in (key, f"{key}/outcome"):
-            self._membership.call_store(lambda each=each: self._membership.store.delete_key(each))  # type: ignore[misc]
+        self._store.delete_key(key)
+        self._store.delete_key(f"{key}/outcome")
 
     def outcome(self, key: str, generation: Generation) -> bool:
         """Wait for the outcome of the vote under `key`; see `vote`."""
         members = self._membership
         limit = Deadline(members.timeout_s())
         for pause_s in members.pauses(limit):
-            if members.call_store(lambda: self._membership.store.check([f"{key}/outcome"])):
+            if found := self._store.read(f"{key}/outcome"):
                 break
             changed = members.current().number != generation.number
             if limit.left_s <= 0 or changed or members.has_lost_neighbor(generation):
                 self._decide(key, LOST)
             else:
                 Event().wait(pause_s)
-        outcome = members.call_store(lambda: self._membership.store.get(f"{key}/outcome")).decode(errors="replace")
+        outcome = found.decode(errors="replace")
         if outcome.startswith(REFUSED):
             raise DisagreementError(outcome.removeprefix(REFUSED))
         return outcome == WHOLE
@@ -169,31 +158,4 @@ class Barrier:
 
     def _decide(self, key: str, outcome: str) -> str:
         """Return the outcome that stands: the first one."""
-        store, call = self._membership.store, self._membership.call_store
-        return call(lambda: store.compare_set(f"{key}/outcome", "", outcome)).decode(errors="replace")
-
-
-def overwrite_together(
-    membership: Membership, comm_thread: CommThread, begin: Begin, tensor: Tensor, residual: Tensor | None
-) -> None:
-    """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""
-    owed = None if residual is None else residual.clone()
-
-    def attempt() -> Tensor | CommrtError:
-        """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
-        if residual is not None and owed is not None:
-            residual.copy_(owed)
-        run_now, copy = begin(), tensor.detach().clone()
-        try:
-            membership.submit(lambda: run_now(copy)).result()
-        except (DisagreementError, UsageError) as error:
-            if comm_thread.failure is not None:
-                raise
-            return error
-        return copy
-
-    done = membership.together(attempt)
-    if isinstance(done, CommrtError):
-        raise done
-    with torch.no_grad():
-        tensor.copy_(done)
+        return str(self._store.compare_set(f"{key}/outcome", "", outcome).decode(errors="replace"))

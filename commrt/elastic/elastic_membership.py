@@ -2,8 +2,7 @@
 """A world that goes on without lost ranks: it moves from generation to generation, with new connections in each.
 
 NCCL can cancel one transfer only by cancelling all of them, and a rank that waits for a lost one keeps others waiting.
-So a rank that notices a loss starts a roll call on the store. Each member breaks its connections and answers; those
-that answer are the next generation, and connect anew (`commrt.elastic.store_membership`).
+So a rank that notices a loss starts a roll call on the store. Each member breaks its connections and answers.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore
 
-from commrt.elastic.barrier import Barrier, overwrite_together
+from commrt.elastic.barrier import Barrier
 from commrt.elastic.generations import Generation
-from commrt.elastic.liveness import unless_lost
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import (
     CommrtError,
@@ -31,9 +30,11 @@ from commrt.errors import (
     Place,
     TransportClosed,
     TransportError,
+    UsageError,
 )
 from commrt.runtime.membership import LOST, REFUSALS, Begin, Loss, Membership, count_kept
 from commrt.runtime.world import World
+from commrt.store.client import start_call
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
 
@@ -42,6 +43,8 @@ __all__ = ["ElasticMembership", "make_elastic"]
 T = TypeVar("T")
 ATTEMPTS = 5
 """Generations of the same members, with no exchange done in between, before an error is final."""
+PROBE_EVERY_S = 0.1
+"""Between two looks whether a rank was lost, while ranks connect."""
 _log = logging.getLogger("commrt")
 
 
@@ -55,8 +58,7 @@ def make_elastic(world: World) -> ElasticMembership:
 class ElasticMembership(Membership):
     """The generations of one world, how a rank moves from one to the next, and collectives that survive lost ranks.
 
-    Methods up to `close` run on the communication thread, unless their docstring says otherwise, and the others on the
-    training thread.
+    Methods up to `close` run on the communication thread, unless they say otherwise, the others on the training thread.
     """
 
     def __init__(self, world: World) -> None:
@@ -64,22 +66,19 @@ class ElasticMembership(Membership):
         self._store, self._transport = world.store, world.transport
         self.reconnect_options, self._connect_gpu = world.reconnect_options, world.connect_gpu
         """How ranks connect again; None in a world that cannot, and after it was closed."""
-        self._membership: StoreMembership | None = None  # the latest one
         self.is_elastic = False
-        """True if a lost rank does not end this world; the same on all ranks."""
-        self.barrier: Barrier
-        """The collectives of an elastic world."""
-        self._base = Generation(0, dict.fromkeys(world.transport.members, 0))
+        founders = Generation(0, dict.fromkeys(world.transport.members, 0))
+        self.on_store = StoreMembership(HashStore(), world.transport.rank, founders, lambda: world.timeout_s)
+        """The latest membership; the first one, before the world is elastic, has no other ranks on its store."""
+        self.barrier = Barrier(self.on_store)
         self._dependants: WeakSet[object] = WeakSet()
         self._lock = Lock()  # around a change of the generation
         self._called = 0  # the latest generation to which others called this rank
         self._is_broken = False
         self._attempts = 0
-        self._running_in: int | None = None  # the generation of the collective part that runs now
-        self._next_part_in: Generation | None = None  # the one in which the others begin the next part
-        self._is_refused = False  # this rank has told the others that it refuses the collective
+        self._part: Generation | None = None  # of the collective part that is next or runs; None once refused
         self.submitted_steps = 0
-        """The gossip steps that this rank has submitted so far."""
+        """Gossip steps so far."""
 
     @property
     def host(self) -> str | None:
@@ -87,16 +86,9 @@ class ElasticMembership(Membership):
         return None if self.reconnect_options is None else self.reconnect_options.towards
 
     @property
-    def on_store(self) -> StoreMembership:
-        """Raise `RuntimeError` in a world that is not elastic."""
-        if self._membership is None:
-            raise RuntimeError("this world is not elastic")
-        return self._membership
-
-    @property
     def generation(self) -> Generation:
         """The one whose connections this rank uses."""
-        return self._base if self._membership is None else self._membership.generation
+        return self.on_store.generation
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -144,7 +136,7 @@ class ElasticMembership(Membership):
     def recover(self, failure: TransportError) -> None:
         """Go on in the next generation after `failure`; raise it if this world ends with a lost rank."""
         self.break_connections(failure)
-        self._renew()
+        self.ensure_generation(0)
 
     def _count(self, failure: TransportError) -> None:
         self._attempts += 1
@@ -158,15 +150,6 @@ class ElasticMembership(Membership):
     def ensure_generation(self, number: int) -> Generation:
         """Move to generation `number` or a later one, with working connections, and return it."""
         while self._is_broken or self.generation.number < max(number, self._called):
-            self._renew()
-        return self.generation
-
-    def _follow(self) -> None:
-        self.ensure_generation(self.on_store.current().number)
-
-    def _renew(self) -> None:
-        """Join the next generation, and connect."""
-        while True:
             before, generation = self.generation, self._next_generation()
             level = logging.WARNING if self._transport.rank == generation.ranks[0] else logging.INFO
             for change in generation.changes_since(before):
@@ -178,12 +161,15 @@ class ElasticMembership(Membership):
                 raise
             except TransportError as failure:  # a member was lost on the way, or stopped
                 self._count(failure)
-            else:
-                if not self.is_called:
-                    break
-        self.memory_epoch += 1
+                self._is_broken = True
+            self.memory_epoch += 1
+        return self.generation
+
+    def _follow(self) -> None:
+        self.ensure_generation(self.on_store.current().number)
 
     def _next_generation(self) -> Generation:
+        """Join the next generation, without connections yet."""
         membership, before = self.on_store, self.generation
         self._transport.abort()  # or a rank that waits for this one would not answer
         generation = membership.current()
@@ -208,16 +194,22 @@ class ElasticMembership(Membership):
         self.require_open()
 
     def _unless_lost(self, members: tuple[int, ...], connect: Callable[[], T]) -> T:
-        following = self.on_store.next_member(members)
-        return unless_lost(connect, lambda: self.is_called or self.on_store.is_gone(following), self._transport.rank)
+        """Return what `connect` does on another thread; raises `PeerLost` if a member is lost meanwhile."""
+        following, future = self.on_store.next_member(members), start_call(connect)
+        while not future.done():
+            with suppress(TimeoutError):
+                future.exception(PROBE_EVERY_S)
+            if not future.done() and (self.is_called or self.on_store.is_gone(following)):
+                raise PeerLost("a rank was lost while the members connected", Place(self._transport.rank))
+        return future.result()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on the communication thread, which goes on if it loses a rank; ``result()`` raises that."""
-        return self._comm_thread.submit(lambda: self._recovering(task))
+        return self._comm_thread.submit(partial(self._recovering, task, self._part))
 
-    def _recovering(self, task: Callable[[], T]) -> T:
+    def _recovering(self, task: Callable[[], T], part: Generation | None) -> T:
         lost = PeerLost("the ranks formed a new generation meanwhile", Place(self._transport.rank))
-        if self._running_in is not None and self._running_in != self.generation.number:
+        if part is not None and part.number != self.generation.number:
             raise RecoveredError(lost)
         try:
             value = task()
@@ -228,10 +220,15 @@ class ElasticMembership(Membership):
             raise RecoveredError(lost if isinstance(failure, TransportClosed) else failure) from failure
         return value
 
-    def _leave_generation(self, generation: Generation, failure: TransportError | None) -> None:
+    def _leave_generation(self, generation: Generation, failure: TransportError | None) -> Generation:
         if self.generation.number == generation.number:
             lost = PeerLost("another rank lost a peer in a collective", Place(self._transport.rank))
             self.recover(failure or lost)
+        return self.generation
+
+    def _run(self, task: Callable[..., T], *args: object) -> T:
+        """Run `task` on the communication thread, from the training thread."""
+        return self._comm_thread.submit(partial(task, *args)).result()
 
     def require_open(self) -> None:
         """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
@@ -243,14 +240,12 @@ class ElasticMembership(Membership):
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
-        if self._membership is not None:
-            self._membership.depart(why, finished=finished)
+        self.on_store.depart(why, finished=finished)
 
     def close(self) -> None:
         """Release the store; call it after `end_membership`."""
-        self.reconnect_options, self._store = None, HashStore()
-        if self._membership is not None:
-            self._membership.store = HashStore()
+        self.reconnect_options = None
+        self._store = self.on_store.store.connection = HashStore()
 
     def others(self) -> int:
         """Return how many attached models depend on this world, without dropped ones."""
@@ -259,34 +254,28 @@ class ElasticMembership(Membership):
     def begin(self, dependant: object, number: int, *, alone: bool, needed: int = 0, founds: bool = True) -> None:
         """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
 
-        Only if it is `alone` on all ranks: two models have no common step. Collective. A
-        process that takes a lost rank's place passes ``founds=False`` and calls `join_as_replacement` next.
+        Only if it is `alone` on all ranks: two models have no common step. Collective. A process that takes a lost
+        rank's place passes ``founds=False`` and calls `join_as_replacement` next.
         """
         if self.is_elastic:
             self.end_membership("another model gossips now")
         self._dependants.add(dependant)
         if not alone or self.reconnect_options is None:
             return
-        now, self.needed = self.generation, needed
-        self._membership = StoreMembership(
-            PrefixStore(f"elastic {number}", self._store),
-            self._transport.rank,
-            Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost),
-            lambda: self._transport.timeout_s,
-            host=self.host,
-            needed=max(needed, 1),
-            on_roll_call=self._on_call,
-        )
-        self.is_elastic, self.barrier = True, Barrier(self._membership)
+        now, transport, self.needed = self.generation, self._transport, needed
+        store = PrefixStore(f"elastic {number}", self._store)
+        founders = Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost)
+        join = partial(StoreMembership, store, transport.rank, founders, lambda: transport.timeout_s)
+        self.on_store = join(host=self.host, needed=max(needed, 1), on_roll_call=self._on_call)
+        self.is_elastic, self.barrier = True, Barrier(self.on_store)
         if founds:
-            self._membership.join_first_generation()
+            self.on_store.join_first_generation()
 
     def end_membership(self, why: str, *, finished: bool = False) -> None:
         """Tell the others that this rank goes on without them, because of `why`."""
-        self.is_elastic = False
-        if self._membership is not None:  # what a Ctrl-C cut off here is done by the next call
-            self._membership.depart(why, finished=finished)
-            self._membership.close()
+        self.is_elastic = False  # what a Ctrl-C cuts off here is done by the next call
+        self.on_store.depart(why, finished=finished)
+        self.on_store.close()
 
     def end(self, dependant: object) -> None:
         """End the membership for the model `dependant`, which was detached."""
@@ -298,18 +287,17 @@ class ElasticMembership(Membership):
     def join_as_replacement(self, fetch_state: Callable[[], bool]) -> None:
         """See `Membership.join_as_replacement`; then connect with the others."""
         self.on_store.join_as_replacement(fetch_state)
-        self._comm_thread.submit(self._follow).result()
+        self._run(self._follow)
 
     def restart_at_step(self, step: int) -> None:
         """Restart at `step` of a checkpoint, which all ranks have loaded."""
         self.next_step = self.submitted_steps = step
-        if self._membership is not None:
-            with self._lock:
-                self._membership.generation = self._membership.generation._replace(start=0)
+        with self._lock:
+            self.on_store.generation = self.generation._replace(start=0)
 
     def recover_now(self, failure: TransportError) -> None:
         """Call `recover` from the training thread."""
-        self._comm_thread.submit(lambda: self.recover(failure)).result()
+        self._run(self.recover, failure)
 
     def any_gone(self, ranks: Collection[int]) -> bool:
         """Return True if others form a new generation, or one of `ranks` is lost."""
@@ -321,79 +309,91 @@ class ElasticMembership(Membership):
         if not self.is_elastic:
             yield
             return
-        self._is_refused = False
         try:
             step = max(self.next_step, self.submitted_steps)
-            self._next_part_in = self.barrier.arrive(
-                what, step, lambda: self._comm_thread.submit(self._follow).result(), self.require_open
-            )
+            self._part = self.barrier.arrive(what, step, partial(self._run, self._follow), self.require_open)
             yield
         except REFUSALS as error:
-            due = self._next_part_in or self.generation
-            while not (isinstance(error, DisagreementError) or self._is_refused or self._refuse(error, due)):
-                due = self.generation  # the members repeat the work there
+            while not (isinstance(error, DisagreementError) or self._part is None or self._refuse(error)):
+                pass  # the members repeat the work
             self.barrier.leave()
             raise
+        finally:
+            self._part = None
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
             self.barrier.leave()
 
     def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool) -> Future[Any] | None:
-        """Overwrite `tensor` once all members have the result; see `overwrite_together`."""
+        """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""
         if not self.is_elastic:
             return super().begin_call(begin, tensor, residual, at_once=at_once)
-        overwrite_together(self, self._comm_thread, begin, tensor, residual)
+        owed = None if residual is None else residual.clone()
+
+        def attempt() -> Tensor | CommrtError:
+            """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
+            if residual is not None and owed is not None:
+                residual.copy_(owed)
+            run_now, copy = begin(), tensor.detach().clone()
+            try:
+                self.submit(lambda: run_now(copy)).result()
+            except (DisagreementError, UsageError) as error:
+                if self._comm_thread.failure is not None:
+                    raise
+                return error
+            return copy
+
+        done = self.together(attempt)
+        if isinstance(done, CommrtError):
+            raise done
+        with torch.no_grad():
+            tensor.copy_(done)
         return None
 
     def together(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which all members do; the survivors repeat it if a rank is lost meanwhile.
 
-        The members vote, so that no rank uses a result that another one can never get. An error of one rank, raised
-        before it sends anything, ends the work for all. In a `collective` only.
+        The members vote on it. An error of one rank, raised before it sends anything, ends the work for all. In a
+        `collective` only.
         """
         if not self.is_elastic:
             return work()
         while True:
-            generation = self._comm_thread.submit(partial(self.ensure_generation, 0)).result()
-            due, self._next_part_in = self._next_part_in, None
-            if due is not None and due.number != generation.number:
+            generation = self._run(self.ensure_generation, 0)
+            due, self._part = self._part or generation, generation
+            if due.number != generation.number:
                 self.barrier.vote(ok=False, generation=due)  # raises if a member refused there
                 continue
             failure: TransportError | None = None
-            self._running_in = generation.number
             try:
                 value = work()
             except LOST as error:
                 failure = error
             except REFUSALS as error:
-                if self._refuse(error, generation):
+                if self._refuse(error):
                     raise
                 continue
-            finally:
-                self._running_in = None
             if self.barrier.vote(failure is None, generation):
-                self._next_part_in = generation
                 self.progress()
                 return value
-            self._comm_thread.submit(partial(self._leave_generation, generation, failure)).result()
+            self._part = self._run(self._leave_generation, generation, failure)
 
-    def _refuse(self, error: CommrtError, generation: Generation) -> bool:
+    def _refuse(self, error: CommrtError) -> bool:
         """Tell the others why this rank refuses, so that they do not wait for it; False if they repeat the work."""
-        self._is_refused = self.barrier.refuse(str(error), generation)
+        generation = self._part or self.generation
+        is_refused = self.barrier.refuse(str(error), generation)
         refused = PeerLost("a rank refused a collective", Place(self._transport.rank))
-        self._comm_thread.submit(partial(self._leave_generation, generation, refused)).result()
-        return self._is_refused
+        now = self._run(self._leave_generation, generation, refused)
+        self._part = None if is_refused else now
+        return is_refused
 
     def finish(self) -> bool:
-        """Tell the others that this rank has finished, and stay while any of them trains. On the training thread.
-
-        Return True if all others have finished, or are gone.
-        """
+        """Say that this rank has finished, and stay while others train; return True if none of them is left."""
         self.depart("it closed its world", finished=True)
         self.on_store.stay_while(self.on_store.ranks_in_training)
         return not self.on_store.ranks_alive()
 
     def wait_for_all_closed(self) -> None:
-        """Stay until all others have ended the membership too; the process that holds the store calls it."""
-        if self._membership is not None:
+        """Stay until all others have ended the membership too."""
+        if self.on_store.has_begun:
             with suppress(CommrtError, RuntimeError):
-                self._membership.stay_while(self._membership.ranks_alive)
+                self.on_store.stay_while(self.on_store.ranks_alive)

@@ -13,16 +13,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.elastic.generations import OPEN, Generation, Generations, Head
-from commrt.elastic.liveness import Processes
+from commrt.elastic.generations import OPEN, Generation, Generations, Head, Processes
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.runtime.membership import Loss
 from commrt.store.client import (
     STORE_ANSWER_S,
+    TimedStore,
     call_store,
     clone_connection,
     parse,
@@ -32,37 +32,24 @@ from commrt.store.client import (
 )
 from commrt.threads.deadline import Deadline
 
-__all__ = ["NONE_ABSENT", "Absent", "Arrival", "StoreMembership"]
+__all__ = ["Arrival", "StoreMembership", "arrival_key"]
 
-T = TypeVar("T")
 POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
 """Between two reads of the store: the first pause, and the longest; each is twice as long as the one before.
 
 The k-th rank reads up to k times less often, so that many ranks do not keep the store busy; none less often than the
 third number says."""
+ROLL_CALL = 0
+"""In place of the number of a collective."""
 WATCH_LIMIT = timedelta(days=7)
 """One wait of the watcher thread."""
 
 
 class Arrival(NamedTuple):
-    """A rank that has come to a roll call or to a collective."""
+    """A rank that has come to a roll call or to the collective `what`, and the first step that it has not exchanged."""
 
     step: int
-    """The first step in which it has not exchanged."""
     what: str = ""
-    """The collective."""
-
-
-class Absent(NamedTuple):
-    """Members that have not come."""
-
-    departed: tuple[Loss, ...]
-    """They closed their world, failed, or their process is gone."""
-    silent: tuple[int, ...]
-    """They live, as far as this rank can tell."""
-
-
-NONE_ABSENT = Absent((), ())
 
 
 class StoreMembership:
@@ -83,32 +70,32 @@ class StoreMembership:
         needed: int = 1,
         on_roll_call: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self.store: Store = clone_connection(store)  # the first connection may wait long for peers to connect
+        # A connection of its own, as the first one may wait long for peers to connect.
+        self.store = TimedStore(clone_connection(store), rank, timeout_s)
         self.rank, self.timeout_s, self.needed = rank, timeout_s, needed
-        self._on_roll_call, self._founders = on_roll_call, founders
-        self.generation = founders
+        self._on_roll_call, self.generation = on_roll_call, founders
         """The one in which this rank exchanges."""
-        self.processes = Processes(self.store, rank, host, self.call_store)
+        self.generations = Generations(self.store, founders)
+        self.processes = Processes(self.store, rank, host)
         self.collective = 0
         """How many collectives this rank has come to."""
-        self._is_in = False
         self._closed = Event()
         self._watcher: threading.Thread | None = None
         self._watched = 0  # the generation whose roll call the watcher waits for
 
+    @property
+    def has_begun(self) -> bool:
+        """True once this process was a member."""
+        return self._watched > 0
+
     def join_first_generation(self) -> None:
         """Become a member of generation 0, as all first processes do."""
         self.processes.register()
-        self.open_generations()
         self._start()
 
-    def open_generations(self) -> None:
-        """Get access to the generations on the store, and become the one who writes the first if nobody did."""
-        self.generations = Generations(self.store, self.call_store, self._founders)
-
     def _start(self) -> None:
-        self._is_in, self._watched = True, self.generation.number + 1
-        name, store = f"commrt-rank{self.rank}-membership", clone_connection(self.store)
+        self._watched = self.generation.number + 1
+        name, store = f"commrt-rank{self.rank}-membership", clone_connection(self.store.connection)
         self._watcher = threading.Thread(target=self._watch, args=(store,), daemon=True, name=name)
         self._watcher.start()
 
@@ -138,7 +125,6 @@ class StoreMembership:
         return head, generation
 
     def _evicted(self, generation: Generation) -> Evicted:
-        self._is_in = False
         self._closed.set()
         loss = next((loss for loss in generation.lost if loss.rank == self.rank), None)
         why = "another process has taken its place" if loss is None else loss.why
@@ -152,7 +138,7 @@ class StoreMembership:
         first = min(self.generation.number + 1, generation.number)
         keys = [_wake_key(self.rank, number) for number in range(first, generation.number + 1)]
         self.generation = generation
-        self.call_store(lambda: self.store.multi_set(keys, ["1"] * len(keys)))  # type: ignore[attr-defined]  # torch's stub is behind
+        self.store.multi_set(keys, ["1"] * len(keys))
 
     def roll_call(self, step: int, require_open: Callable[[], None]) -> Generation:
         """Form the next generation with all members that answer within the timeout, and return it.
@@ -162,58 +148,63 @@ class StoreMembership:
         """
         target = self.generation.number + 1
         self._wake(self.generation, target)
-        self.append(key := _present_key(target), [self.rank, step, ""])
+        self.arrive(key := arrival_key(self.generation, ROLL_CALL), step)
         limit = Deadline(self.timeout_s())
         for pause_s in self.pauses(limit):
             head, generation = self.head()
             if generation.number >= target:
                 break
             require_open()
-            present = self.arrivals(key)
-            absent = self.absent(generation, present)
-            if not absent.silent or limit.left_s <= 0:
-                why = f"it did not answer a roll call within {self.timeout_s():g} s"
-                self.evict(head, generation, absent, why, present)
-            else:
+            why = f"it did not answer a roll call within {self.timeout_s():g} s"
+            if not self.evict_absent(head, generation, self.arrivals(key), why, limit):
                 Event().wait(pause_s)
         return generation
 
-    def is_roll_called(self, target: int) -> bool:
-        """Return True if a member has answered the roll call for generation `target`."""
-        return self.call_store(lambda: self.store.check([_present_key(target)]))
+    def is_roll_called(self, generation: Generation) -> bool:
+        """Return True if a member has answered the roll call that ends `generation`."""
+        return bool(self.store.check([arrival_key(generation, ROLL_CALL)]))
 
-    def evict(self, head: Head, generation: Generation, absent: Absent, why: str, here: Mapping[int, Arrival]) -> None:
+    def evict_absent(
+        self, head: Head, generation: Generation, here: Mapping[int, Arrival], why: str, limit: Deadline
+    ) -> bool:
         """Propose the generation of the ranks that are `here`; another rank may come first with another proposal.
 
-        Raises `DeadlineExceeded` instead if too few are here for a step of backup workers, though others live.
+        Return False, and do nothing, while the others may come before `limit`. Raises `DeadlineExceeded` if too few are
+        here for a step of backup workers, though others live.
         """
-        finished = [loss for loss in (*generation.lost, *absent.departed) if loss.finished]
-        if absent.silent and len(here) + len(finished) < self.needed:
+        departed, silent = self.absent(generation, here)
+        if silent and limit.left_s > 0:
+            return False
+        if silent and not self._are_enough(here, generation, departed):
             raise DeadlineExceeded(
-                f"ranks {list(absent.silent)} are missing ({why}), and without them fewer than {self.needed} ranks are "
+                f"ranks {silent} are missing ({why}), and without them fewer than {self.needed} ranks are "
                 "left: look at their output, or raise timeout_s",
-                Place(self.rank, absent.silent[0], step=here[self.rank].step),
+                Place(self.rank, silent[0], step=here[self.rank].step),
             )
         start = max(arrival.step for arrival in here.values())
-        departed = [loss._replace(step=start, by=self.rank) for loss in absent.departed]
-        silent = [Loss(rank, start, why, by=self.rank) for rank in absent.silent]
-        if self.generations.propose(head, generation.without([*departed, *silent], start)):
+        lost = [*departed, *(Loss(rank, start, why) for rank in silent)]
+        losses = [loss._replace(step=start, by=self.rank) for loss in lost]
+        if self.generations.propose(head, generation.without(losses, start)):
             self._wake(generation, generation.number + 1)
+        return True
+
+    def _are_enough(self, ranks: Collection[int], generation: Generation, departed: Sequence[Loss]) -> bool:
+        """Return True if `ranks` make a step of backup workers; with those that finished, who do not count as lost."""
+        return len(ranks) + sum(loss.finished for loss in (*generation.lost, *departed)) >= self.needed
 
     def next_member(self, ranks: Sequence[int]) -> int:
         """Return the rank that follows this one in the ring of `ranks`."""
         return next((rank for rank in ranks if rank > self.rank), ranks[0])
 
-    def absent(self, generation: Generation, here: Collection[int]) -> Absent:
-        """Return the members of `generation` that are not `here`, by whether they may still come."""
+    def absent(self, generation: Generation, here: Collection[int]) -> tuple[list[Loss], list[int]]:
+        """Return the members of `generation` that are not `here`: those that left or are gone, and those that live."""
         away = {rank: incarnation for rank, incarnation in generation.members.items() if rank not in here}
         if not away:
-            return NONE_ABSENT
+            return [], []
         departed = {loss.rank: loss for loss in self._departures(generation) if loss.rank in away}
         gone = [rank for rank, each in away.items() if rank not in departed and self.processes.is_gone(rank, each)]
         departed |= {rank: Loss(rank, 0, "its process is gone") for rank in gone}
-        silent = tuple(rank for rank in away if rank not in departed)
-        return Absent(tuple(departed[rank] for rank in sorted(departed)), silent)
+        return [departed[rank] for rank in sorted(departed)], [rank for rank in away if rank not in departed]
 
     def is_gone(self, rank: int) -> bool:
         """Return True if `rank` was evicted, or its process does not live."""
@@ -228,10 +219,10 @@ class StoreMembership:
 
         Raises `Evicted` instead if the others went on without this rank.
         """
-        lost = [loss for loss in (*generation.lost, *departed) if not loss.finished]
         gone = {loss.rank for loss in departed}
         left = [rank for rank in generation.ranks if rank not in gone]
-        if len(left) + sum(loss.finished for loss in (*generation.lost, *departed)) < self.needed:
+        if not self._are_enough(left, generation, departed):
+            lost = [loss for loss in (*generation.lost, *departed) if not loss.finished]
             self.current()
             raise QuorumLost(
                 f"{lost[-1]}. Ranks {left} are left, fewer than the {self.needed} whose gradients make a step: start "
@@ -241,8 +232,8 @@ class StoreMembership:
 
     def has_lost_neighbor(self, generation: Generation) -> bool:
         """Return True if the next member does not live; each rank probes one, so that all are probed."""
-        following = self.next_member(generation.ranks)
-        return bool(self.absent(generation, {*generation.ranks} - {following}).departed)
+        departed, _ = self.absent(generation, {*generation.ranks} - {self.next_member(generation.ranks)})
+        return bool(departed)
 
     def ranks_in_collective(self, generation: Generation) -> Collection[int]:
         """Return the members that have come to the next collective, and wait there for this rank."""
@@ -251,23 +242,20 @@ class StoreMembership:
     def ranks_in_training(self) -> Sequence[int]:
         """Return the other members that may still announce a gradient: they live, and neither finished nor wait."""
         _, generation = self.generations.current()
-        return self.absent(generation, {self.rank, *self.ranks_in_collective(generation)}).silent
+        return self.absent(generation, {self.rank, *self.ranks_in_collective(generation)})[1]
 
     def ranks_alive(self) -> Sequence[int]:
         """Return the other members that have not departed, and live."""
         _, generation = self.generations.current()
-        return self.absent(generation, {self.rank}).silent
+        return self.absent(generation, {self.rank})[1]
 
-    def stay_while(self, others: Callable[[], Sequence[int]]) -> bool:
-        """Wait while there are `others`; return False after a whole timeout in which the store did not change."""
+    def stay_while(self, others: Callable[[], Sequence[int]]) -> None:
+        """Wait while there are `others`, at most a whole timeout in which the store does not change."""
         limit, keys = Deadline(self.timeout_s()), -1
-        while others():
-            if limit.left_s <= 0:
-                return False
+        while others() and limit.left_s > 0:
             Event().wait(POLL_MOST_S)
-            known, keys = keys, self.call_store(self.store.num_keys)
+            known, keys = keys, self.store.num_keys()
             limit = limit if known == keys else Deadline(self.timeout_s())
-        return True
 
     def join_as_replacement(self, fetch_state: Callable[[], bool]) -> None:
         """Become a member in place of a dead or evicted rank, between two collectives; for a new process.
@@ -276,7 +264,6 @@ class StoreMembership:
         collectives of earlier steps. Raises `UsageError` if the rank's process lives or no other member is left,
         `DeadlineExceeded` if the others do not come out of a collective.
         """
-        self.open_generations()
         self._require_vacant()
         self.processes.replace()
         limit = Deadline(self.timeout_s())
@@ -298,7 +285,7 @@ class StoreMembership:
     def _is_admitted(self, fetch_state: Callable[[], bool]) -> bool:
         head, generation = self.generations.current()
         self.generation = generation  # liveness checks of sources need the processes of now
-        if not self.absent(generation, [self.rank]).silent:
+        if not self.absent(generation, [self.rank])[1]:
             raise UsageError(
                 f"this process takes the place of rank {self.rank}, but all others have finished or are gone"
             )
@@ -313,11 +300,11 @@ class StoreMembership:
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank any more; from any thread, and safe to call twice."""
-        if self._is_in:
-            self._is_in = False
+        if self.has_begun and not self._closed.is_set():
             self._closed.set()
             with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
-                self.append("departed", [self.rank, self.processes.incarnation, why, finished], STORE_ANSWER_S)
+                line = json.dumps([self.rank, self.processes.incarnation, why, finished]) + "\n"
+                call_store(lambda: self.store.connection.append("departed", line), STORE_ANSWER_S, self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
 
     def close(self) -> None:
         """End the watcher, and count as gone; call it after `depart`, twice if you like. The store still answers."""
@@ -326,32 +313,23 @@ class StoreMembership:
             # A thread inside the store's C++ code would abort the process while the interpreter ends.
             with suppress(RuntimeError, TransportError):
                 own = _wake_key(self.rank, self._watched)
-                call_store(lambda: self.store.set(own, "0"), STORE_ANSWER_S, self.rank)
+                call_store(lambda: self.store.connection.set(own, "0"), STORE_ANSWER_S, self.rank)
             self._watcher.join(STORE_ANSWER_S)
             self._watcher = None
         self.processes.close()
 
     def _departures(self, generation: Generation) -> list[Loss]:
         """Return the members of `generation` that said that they leave."""
-        departed = parse("departures", self.text("departed"), _parse_departures)
+        departed = parse("departures", self.store.read("departed"), _parse_departures)
         return [loss for loss, process in departed if generation.members.get(loss.rank) == process]
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
         """Return the ranks that have come, from the lines under `key`."""
-        return parse(key, self.text(key), _parse_arrivals)
+        return parse(key, self.store.read(key), _parse_arrivals)
 
-    def text(self, key: str) -> bytes:
-        """Return what stands under `key`, empty if nothing does."""
-        return self.call_store(lambda: self.store.get(key) if self.store.check([key]) else b"")
-
-    def append(self, key: str, line: Sequence[object], limit_s: float | None = None) -> None:
-        """Append `line` to the text under `key`."""
-        text, limit_s = json.dumps(line) + "\n", self.timeout_s() + STORE_ANSWER_S if limit_s is None else limit_s
-        call_store(lambda: self.store.append(key, text), limit_s, self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
-
-    def call_store(self, request: Callable[[], T]) -> T:
-        """Return what `request` returns within the timeout; see `commrt.store.client.call_store`."""
-        return call_store(request, self.timeout_s() + STORE_ANSWER_S, self.rank)
+    def arrive(self, key: str, step: int, what: str = "") -> None:
+        """Add this rank to those that have come, under `key`."""
+        self.store.append(key, json.dumps([self.rank, step, what]) + "\n")
 
     def pauses(self, limit: Deadline) -> Iterator[float]:
         """Yield the seconds to wait between two reads of the store."""
@@ -364,16 +342,12 @@ class StoreMembership:
     def _wake(self, generation: Generation, target: int) -> None:
         """Wake the watchers of all members: they are to form generation `target`, or to learn that it exists."""
         keys = [_wake_key(rank, target) for rank in generation.ranks]
-        self.call_store(lambda: self.store.multi_set(keys, ["1"] * len(keys)))  # type: ignore[attr-defined]  # as above
+        self.store.multi_set(keys, ["1"] * len(keys))
 
 
 def arrival_key(generation: Generation, collective: int) -> str:
-    """Return the key under which members of `generation` write that they have come to a collective."""
+    """Return the key under which members of `generation` write that they have come to a collective, or `ROLL_CALL`."""
     return f"arrived/{generation.number}.{collective}"
-
-
-def _present_key(target: int) -> str:
-    return f"present/{target}"
 
 
 def _wake_key(rank: int, target: int) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Any
@@ -19,8 +18,7 @@ from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.weight_bucket import TensorSlot, WeightPart
 from commrt.elastic.generations import Generation
-from commrt.errors import CommrtError, UsageError
-from commrt.runtime.membership import LOST
+from commrt.errors import UsageError
 from commrt.threads.future import Future
 
 __all__ = ["Fragment", "InFlight", "cut_fragments"]
@@ -51,46 +49,21 @@ class InFlight:
         assert self.answer is not None  # noqa: S101  # for mypy: it was sent
         return self.answer.result()
 
-    def arrived(self) -> bool:
-        """Wait for the end of the exchange; return True if this rank has the average. Other errors are raised."""
-        try:
-            self.result()
-        except LOST:
-            return False
-        return True
 
-    def wait(self) -> None:
-        """Wait for the end of the exchange, in whatever it ends."""
-        if self.answer is not None:
-            with suppress(CommrtError):
-                self.result()
-
-
-@dataclass(slots=True, eq=False)
 class _Tensor:
-    """A tensor of a fragment. The anchor is in fp32 for narrower weights, so that small outer steps do not vanish."""
+    """What lies in a slot. The anchor is in fp32 for narrower weights, so that small outer steps do not vanish."""
 
-    slot: TensorSlot
-    anchor: Tensor
-    velocity: Tensor | None
-    """The momentum of the outer optimizer, where it steps this tensor."""
-    outgoing: nn.Parameter
-    """Its ``grad`` is what this rank sends, and then the average."""
-
-    @classmethod
-    def of(cls, slot: TensorSlot, algorithm: LocalSGD) -> _Tensor:
-        """Return what lies in `slot`, with its value as the anchor."""
+    def __init__(self, slot: TensorSlot, algorithm: LocalSGD) -> None:
         tensor = slot.tensor()
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         device = "cpu" if algorithm.anchor == "cpu" else tensor.device
-        anchor = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-        velocity = None if slot.is_buffer or algorithm.outer is None else torch.zeros_like(anchor)
-        nothing = torch.zeros((), dtype=dtype, device=tensor.device).expand(anchor.shape)  # takes no memory
-        return cls(slot, anchor, velocity, nn.Parameter(nothing, requires_grad=False))
-
-    def kept(self) -> dict[str, tuple[str, Tensor | None]]:
-        """Return what a checkpoint keeps of it, and what errors call that."""
-        return {"anchors": ("anchor", self.anchor), "velocities": ("momentum", self.velocity)}
+        self.slot = slot
+        self.anchor = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        is_stepped = algorithm.outer is not None and not slot.is_buffer
+        self.velocity = torch.zeros_like(self.anchor) if is_stepped else None  # the outer optimizer's momentum
+        nothing = torch.zeros((), dtype=dtype, device=tensor.device).expand(self.anchor.shape)  # takes no memory
+        self.outgoing = nn.Parameter(nothing, requires_grad=False)
+        """Its ``grad`` is what this rank sends, and then the average."""
 
 
 class Fragment(WeightPart):
@@ -104,16 +77,13 @@ class Fragment(WeightPart):
         """How many have begun; the step after which the weights left last."""
         self._algorithm, self._is_gossip = algorithm, algorithm.is_gossip
         self.is_relied_on = algorithm.outer is not None
-        self._ids = [id(slot.place[slot.key]) for slot in held]
-        self._tensors = [_Tensor.of(slot, algorithm) for slot in held]
+        self.ids = [id(slot.place[slot.key]) for slot in held]
+        """Of its parameters and buffers."""
+        self._tensors = [_Tensor(slot, algorithm) for slot in held]
         self.outgoing: list[Named] = [(each.slot.name, each.outgoing) for each in self._tensors]
         """The differences that travel."""
         self.anchors = [each.anchor for each in self._tensors]
         self.note()
-
-    def rates(self, of: Mapping[int, float]) -> list[float | None]:
-        """Return the learning rate of each tensor, given those `of` parameters by their ids; None for others."""
-        return [*map(of.get, self._ids)]
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -161,7 +131,12 @@ class Fragment(WeightPart):
         merge = self._algorithm.merge
         for i, each in enumerate(self._tensors):
             anchor, weights = each.anchor, each.slot.tensor()
-            self._move(each, outer, in_flight.rates[i])
+            average, rate = _grad(each.outgoing).to(anchor.device), in_flight.rates[i]
+            difference = anchor + average if self._is_gossip else average
+            if outer is None or each.velocity is None or rate is None:
+                anchor -= difference
+            else:
+                outer.step(anchor, difference, each.velocity, rate)
             if each.slot.is_buffer:  # what was learned since could make a variance negative
                 weights.copy_(anchor)
             elif isinstance(merge, Mix) and in_flight.step > self._algorithm.warmup:
@@ -169,14 +144,6 @@ class Fragment(WeightPart):
             else:
                 weights.copy_(anchor.to(weights.device) + learned[i] if learned is not None else anchor)
         self.drop_in_flight()
-
-    def _move(self, each: _Tensor, outer: Outer | None, rate: float | None) -> None:
-        average = _grad(each.outgoing).to(each.anchor.device)
-        difference = each.anchor + average if self._is_gossip else average
-        if outer is None or each.velocity is None or rate is None:
-            each.anchor -= difference
-        else:
-            outer.step(each.anchor, difference, each.velocity, rate)
 
     def drop_in_flight(self) -> None:
         """Forget what is in flight."""
@@ -197,10 +164,12 @@ class Fragment(WeightPart):
         if self.in_flight is not None:
             sent = {each.slot.name: _grad(each.outgoing).clone() for each in self._tensors}
             state["in_flight"] = {"sent": sent, "rates": [*self.in_flight.rates], "settings": self.in_flight.settings}
-        for each in self._tensors:
-            for key, (_, tensor) in each.kept().items():
-                state.setdefault(key, {}).update({} if tensor is None else {each.slot.name: tensor.clone()})
-        return state
+        return state | {key: {name: each.clone() for name, each in kept.items()} for key, kept in self._kept().items()}
+
+    def _kept(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors that a checkpoint keeps, by their names."""
+        velocities = {each.slot.name: each.velocity for each in self._tensors if each.velocity is not None}
+        return {"anchors": {each.slot.name: each.anchor for each in self._tensors}, "velocities": velocities}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,22 +178,20 @@ class Fragment(WeightPart):
         self.exchanges, self.left = state["exchanges"], state["left"]
         if (in_flight := state["in_flight"]) is not None:
             self.in_flight = InFlight(self.left, in_flight["settings"], in_flight["rates"])
-        for each in self._tensors:
-            for key, (_, tensor) in each.kept().items():
-                if tensor is not None:
-                    tensor.copy_(state[key][each.slot.name])
-            if in_flight is not None:
+            for each in self._tensors:
                 each.outgoing.grad = in_flight["sent"][each.slot.name].to(each.outgoing.device, copy=True)
+        for key, kept in self._kept().items():
+            for name, tensor in kept.items():
+                tensor.copy_(state[key][name])
         self.note()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `UsageError` if `state` is not that of such a fragment."""
-        for each in self._tensors:
-            for key, (what, tensor) in each.kept().items():
-                if tensor is not None:
-                    _require_fit(what, state.get(key), each.slot.name, tensor)
-            if in_flight := state.get("in_flight"):
-                _require_fit("difference", in_flight.get("sent"), each.slot.name, each.anchor)
+        kept = self._kept()
+        _require_fit("anchor", state.get("anchors"), kept["anchors"])
+        _require_fit("momentum", state.get("velocities"), kept["velocities"])
+        if in_flight := state.get("in_flight"):
+            _require_fit("difference", in_flight.get("sent"), kept["anchors"])
 
 
 def _grad(outgoing: nn.Parameter) -> Tensor:
@@ -232,14 +199,15 @@ def _grad(outgoing: nn.Parameter) -> Tensor:
     return outgoing.grad
 
 
-def _require_fit(what: str, given: object, name: str, like: Tensor) -> None:
-    tensor = given.get(name) if isinstance(given, Mapping) else None
-    if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
-        holds = f"one of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else "none"
-        raise UsageError(
-            f"the state holds {holds} as the {what} of {name}, which has shape {list(like.shape)}: load a state that "
-            "was saved with the same model and algorithm"
-        )
+def _require_fit(what: str, given: object, wanted: Mapping[str, Tensor]) -> None:
+    for name, like in wanted.items():
+        tensor = given.get(name) if isinstance(given, Mapping) else None
+        if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
+            holds = f"one of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else "none"
+            raise UsageError(
+                f"the state holds {holds} as the {what} of {name}, which has shape {list(like.shape)}: load a state "
+                "that was saved with the same model and algorithm"
+            )
 
 
 def cut_fragments(held: Sequence[TensorSlot], algorithm: LocalSGD) -> list[Fragment]:

@@ -8,30 +8,30 @@ they merge. Until they have done so once, what leaves is held back: ranks learn 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from commrt.algorithms.local import LocalSGD
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.layout import Header, Named
+from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
+from commrt.buckets.layout import Header
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import PeerLost, Place
 from commrt.local_sgd.fragment import Fragment, InFlight
+from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
-from commrt.runtime.world import World
 from commrt.threads.comm_thread import RecoveredError
+from commrt.training.attach import Request
 from commrt.transport.protocol import Allocate
 
-__all__ = ["BuildFragmentBuckets", "FragmentExchange"]
-
-BuildFragmentBuckets = Callable[[Sequence[Named], int, Allocate], list[GradientBucket]]
-"""Makes buckets of named differences, numbered from a first index on, whose wires lie in memory of an `Allocate`."""
+__all__ = ["FragmentExchange"]
 
 
 def _reusing(pieces: list[Tensor], allocate: Allocate) -> Allocate:
@@ -54,18 +54,16 @@ def _reusing(pieces: list[Tensor], allocate: Allocate) -> Allocate:
 class FragmentExchange:
     """Carries fragments over the communication thread, in the order in which they leave."""
 
-    def __init__(
-        self, world: World, algorithm: LocalSGD, fragments: Sequence[Fragment], build: BuildFragmentBuckets, number: int
-    ) -> None:
-        self.world, self.algorithm, self.fragments = world, algorithm, fragments
-        self._shares_memory = algorithm.at_once < len(fragments)
-        self._build, self._number = build, number
-        self._session = 0
-        self._membership = make_elastic(world)
+    def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:
+        self.world, self.fragments, self._request = request.world, fragments, request
+        self.algorithm = cast("LocalSGD", request.algorithm)
+        self._shares_memory = self.algorithm.at_once < len(fragments)
+        self._number, self._votes = request.world.attached, Counter[int]()
+        self._membership = make_elastic(self.world)
         self._agreed = self._membership.number  # the generation of the latest average that all ranks have
         self._buckets = self._new_buckets()
         self._memory_epoch = self._membership.memory_epoch
-        self.engine = Engine(world, algorithm.inner, self._flat())
+        self.engine = Engine(self.world, self.algorithm.inner, self._flat())
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
         """Return the buckets of each fragment; fragments that are never in flight at the same time share memory."""
@@ -73,35 +71,26 @@ class FragmentExchange:
         pieces: list[list[Tensor]] = [[] for _ in range(self.algorithm.at_once)]
         for fragment in self.fragments:
             own = _reusing(pieces[fragment.index % len(pieces)], self.world.transport.allocate_shared)
-            found.append(self._build(fragment.outgoing, sum(map(len, found)), own))
+            kind = self._request.wire, self._request.cap_nbytes, self._number
+            found.append(build_buckets(fragment.outgoing, *kind, own, first=sum(map(len, found))))
         return found
 
     def _flat(self) -> list[GradientBucket]:
         return [bucket for buckets in self._buckets for bucket in buckets]
 
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
-        """Let `fragment` leave with its differences; returns at once."""
-        fragment.leave(in_flight)
-        self.send_again(fragment, in_flight)
-
-    def send_again(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Let leave what `fragment` holds as its differences, unless a rank was lost since all ranks had an average."""
         membership, generation = self._membership, self._membership.generation
+        self._votes[fragment.index] += 1
         if generation.number != self._agreed:
             return
-        in_flight.vote = self._vote(fragment, fragment.exchanges, generation)
-        if membership.is_elastic and fragment.exchanges > 2 and generation.ranks[0] == self.world.rank:
+        topic, number = f"merge/{self._number}.{generation.number}.{fragment.index}", self._votes[fragment.index]
+        in_flight.vote = f"{topic}.{number}"
+        if membership.is_elastic and number > 2 and generation.ranks[0] == self.world.rank:
             # All ranks have merged since the vote before the last, or they would not have sent again.
-            membership.barrier.forget(self._vote(fragment, fragment.exchanges - 2, generation))
+            membership.barrier.forget(f"{topic}.{number - 2}")
         with within_range(self.world.recorder, "submit", number=fragment.index):
             self._submit(fragment, in_flight, generation, votes=membership.is_elastic)
-
-    def begin_anew(self) -> None:
-        """Use other names for votes, as the numbers of exchanges may come again; on all ranks."""
-        self._session += 1
-
-    def _vote(self, fragment: Fragment, number: int, generation: Generation) -> str:
-        return f"merge/{self._number}.{self._session}.{generation.number}.{fragment.index}.{number}"
 
     def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation, *, votes: bool) -> None:
         buckets, number = self._buckets[fragment.index], fragment.exchanges - 1
@@ -155,12 +144,14 @@ class FragmentExchange:
         """Return True if the average that was made in the background is there on all ranks; they get one answer."""
         if in_flight.generation is None:
             return False
-        is_mine = in_flight.arrived()
-        if not self._membership.is_elastic:
-            return True
-        if not is_mine:
-            self._membership.barrier.decline(in_flight.vote)
-        return self._membership.barrier.outcome(in_flight.vote, in_flight.generation)
+        membership = self._membership
+        try:
+            in_flight.result()
+        except LOST:
+            if not membership.is_elastic:
+                raise
+            membership.barrier.decline(in_flight.vote)
+        return not membership.is_elastic or self._membership.barrier.outcome(in_flight.vote, in_flight.generation)
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again, and return the number of the generation in which all did so."""

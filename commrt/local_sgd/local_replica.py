@@ -4,27 +4,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import SlowMomentum
-from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
-from commrt.buckets.layout import WIDTHS, Named
 from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
 from commrt.local_sgd.fragment import Fragment, InFlight, cut_fragments
 from commrt.local_sgd.fragment_exchange import FragmentExchange
 from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
-from commrt.training.broadcast_state import overwrite_buffers
+from commrt.training.attach import Request
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import Replica
-from commrt.training.request import Request
 from commrt.training.step_guard import settings_digest
-from commrt.transport.protocol import Allocate
 
 __all__ = ["LocalReplica", "attach"]
 
@@ -34,22 +29,16 @@ _log = logging.getLogger("commrt")
 def attach(request: Request) -> Replica:
     """Return a replica that trains alone, and averages what it has learned once in a period. Collective."""
     request.require_nobody_lost()
-    world, number, algorithm = request.world, request.world.attached, cast("LocalSGD", request.algorithm)
+    algorithm = cast("LocalSGD", request.algorithm)
     for sentence in algorithm.unwise():
         _log.warning("commrt: %s", sentence)
     skips_buffers = is_quantized(request.wire)  # rounding would make a variance of BatchNorm negative
     held = [slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)]
-    fragments = cut_fragments(held, algorithm)
-
-    def build(outgoing: Sequence[Named], first: int, allocate: Allocate) -> list[GradientBucket]:
-        return build_buckets(outgoing, request.wire, request.cap_nbytes, number, allocate, first)
-
-    exchange = FragmentExchange(world, algorithm, fragments, build, number)
+    exchange = FragmentExchange(request, cut_fragments(held, algorithm))
     engine = exchange.engine
     request.agree(request.claim(engine.schedule(0), engine.buckets))
-    alone = request.is_alone("models that train alone")
     engine.submit_preparation(0).result()  # before the replica: from then on the world goes on without lost ranks
-    return request.begin(LocalReplica(request, exchange, alone=alone))
+    return request.begin(LocalReplica(request, exchange))
 
 
 class LocalReplica(AfterStepReplica):
@@ -66,12 +55,12 @@ class LocalReplica(AfterStepReplica):
         "replica.overwrite_with_first() to begin anew"
     )
 
-    def __init__(self, request: Request, exchange: FragmentExchange, *, alone: bool) -> None:
-        super().__init__(request, exchange.fragments, alone=alone)
+    def __init__(self, request: Request, exchange: FragmentExchange) -> None:
+        super().__init__(request, exchange.fragments)
         self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
-        self._live([*self._hooks()], request.optimizers)
+        self._live(self._hooks())
 
     def _on_pass(self) -> None:
         step = self._passes
@@ -87,13 +76,11 @@ class LocalReplica(AfterStepReplica):
             for param in group["params"]
         }
         is_joined = self._progress is not None  # ranks that have run out of data drive no scheduler
-        return 0 if is_joined else settings_digest(self._optimizers, step % (1 << WIDTHS.step)), rates
+        return 0 if is_joined else settings_digest(self._optimizers, step), rates
 
     def _advance(self) -> None:
         """Count a step, merge what is due after it, and let leave what is due: in this order, see `LocalSGD`."""
         self._step += 1
-        if self._progress is not None:
-            self._progress.begin(self._step)
         for fragment, in_flight in self._in_flight():
             if self._step - in_flight.step >= self._local.delay_at(in_flight.step):
                 self._merge(fragment, in_flight)
@@ -112,7 +99,8 @@ class LocalReplica(AfterStepReplica):
     def _leave(self, fragment: Fragment) -> InFlight:
         self._refuse_writes(fragment)
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
-        in_flight = InFlight(self._step, settings, fragment.rates(rates))
+        in_flight = InFlight(self._step, settings, [*map(rates.get, fragment.ids)])
+        fragment.leave(in_flight)
         self._exchange.send(fragment, in_flight)
         return in_flight
 
@@ -138,15 +126,7 @@ class LocalReplica(AfterStepReplica):
         """Add what exchanges between steps have cost to the totals."""
         before = self._stats
         self._report(self._step, self._exchange.engine.members)
-        self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
-
-    def _end_period(self) -> None:
-        """Average what was learned since weights last left, and merge it at once."""
-        self.drain()
-        for fragment in self._fragments:
-            if fragment.left != self._step:
-                self._merge(fragment, self._leave(fragment))
-        self._account()
+        self._stats = self._stats._replace(steps=before.steps, counted=before.counted)
 
     def consolidate(self) -> None:
         """End the period, and set the weights to the anchor, bitwise equal on all ranks; collective.
@@ -154,7 +134,11 @@ class LocalReplica(AfterStepReplica):
         What ranks have learned since their weights last left is averaged first. Where ranks gossip, weights and anchor
         become the mean of all ranks' weights. Buffers that are not averaged become those of rank 0.
         """
-        self._end_period()
+        self.drain()
+        for fragment in self._fragments:
+            if fragment.left != self._step:
+                self._merge(fragment, self._leave(fragment))
+        self._account()
         if self._local.is_gossip:
             super().consolidate()
             for fragment in self._fragments:
@@ -163,9 +147,10 @@ class LocalReplica(AfterStepReplica):
         with self._world.collective("consolidate()"):
             for fragment in self._fragments:
                 fragment.land()
-            self._world.membership.together(lambda: overwrite_buffers(self._world, self.model, self.step))
+            self._take_from_first(buffers_only=True)
 
-    def join(self, *also: Stateful) -> AbstractContextManager[None]:
+    @contextmanager
+    def join(self, *also: Stateful) -> Iterator[None]:
         """Let ranks run out of data at different times; see `AfterStepReplica.join`."""
         if isinstance(self._local.outer, SlowMomentum):
             raise UsageError(
@@ -173,7 +158,8 @@ class LocalReplica(AfterStepReplica):
                 "use Nesterov or HeavyBall"
             )
         self._noted = {}
-        return super().join(*also)
+        with super().join(*also):
+            yield
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all, and begin anew from them; collective, not inside `join`."""
@@ -221,10 +207,9 @@ class LocalReplica(AfterStepReplica):
         stepped = zip(self._optimizers, state.get("stepped", ()), strict=False)
         self._stepped = {id(optimizer): step + passes for optimizer, passes in stepped if passes}
         self._agree_on_state()
-        self._exchange.begin_anew()
         self._exchange.engine.restore_residuals(residuals)
         for fragment, each in self._in_flight():
-            self._exchange.send_again(fragment, each)
+            self._exchange.send(fragment, each)
 
     def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
         if len(saved) != len(self._fragments):
@@ -244,15 +229,15 @@ class LocalReplica(AfterStepReplica):
     def _agree_on_state(self) -> None:
         """Raise `DisagreementError` if ranks have loaded what does not belong together."""
         in_flight = ", ".join(f"{part.index} after step {part.left}" for part, _ in self._in_flight())
-        anchors = "its own" if self._local.is_gossip else digest(
-            [anchor for fragment in self._fragments for anchor in fragment.anchors]
-        )  # fmt: skip
-        self._world.agree("load_state_dict", step=str(self._passes), in_flight=in_flight, anchors=anchors)
+        anchors = [("", anchor) for fragment in self._fragments for anchor in fragment.anchors]
+        digests = "its own" if self._local.is_gossip else digest(anchors)
+        self._world.agree("load_state_dict", step=str(self._passes), in_flight=in_flight, anchors=digests)
 
     def detach(self) -> None:
         """Remove all hooks, and drop the averages that are in flight once they are there; not collective."""
         for _, in_flight in self._in_flight():
-            in_flight.wait()
+            if in_flight.answer is not None:
+                in_flight.answer.exception()  # waits
         super().detach()
         for fragment in self._fragments:
             fragment.drop_in_flight()

@@ -128,8 +128,8 @@ def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> 
     """Return the schedule called `name`; raises `UsageError` if `collective` has none of that name for `ranks`."""
     offered = candidates(collective, ranks, root)
     if name not in offered:
-        known = "takes another number of ranks" if name in COLLECTIVES[collective] else "is not known"
-        raise UsageError(f"the schedule {name!r} of {collective} {known}: {ranks} ranks take {', '.join(offered)}")
+        known = f"does not take {ranks} ranks" if name in COLLECTIVES[collective] else "is not known"
+        raise UsageError(f"the schedule {name!r} of {collective} {known}: choose one of {', '.join(offered)}")
     return offered[name]
 
 

@@ -16,7 +16,7 @@ step (`commrt.program`), so sends meet their receives in order and size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,7 +25,7 @@ import numpy as np
 from commrt.errors import ScheduleError
 from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
-from commrt.schedule import ADD, COPY, MIX, Schedule, Step, malformed
+from commrt.schedule import ADD, COPY, MIX, Schedule, malformed
 
 __all__ = ["CounterExample", "Proof", "Traffic", "ends_alike", "prove", "traffic", "verify"]
 
@@ -94,12 +94,11 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     >>> print(verify(swap, all_reduce(2, 1)).counterexample)
     step 0, rank 1, chunk 0: overwrites what it sends in the same step; the result depends on timing
     """
-    steps, found = _ValidSteps(schedule), _misfit(schedule, collective)
-    size = NO_TRAFFIC if found else _traffic_of(steps, schedule.ranks, schedule.chunks)
-    if steps.malformed is not None:
-        size, found = NO_TRAFFIC, steps.malformed
+    size, mixes, found = NO_TRAFFIC, False, _misfit(schedule, collective)
     if found is None:
-        weighted = steps.mix or collective.kind is not Kind.SUM
+        size, mixes, found = _surveyed(schedule)
+    if found is None:
+        weighted = mixes or collective.kind is not Kind.SUM
         for lo, hi in _blocks(schedule, weighted=weighted):
             defined = collective.defined[:, lo:hi]
             found = found or _replay(schedule, collective, Weights(defined) if weighted else Masks(defined), lo)
@@ -163,40 +162,24 @@ def _misfit(schedule: Schedule, collective: Collective) -> CounterExample | None
 
 
 def traffic(schedule: Schedule) -> Traffic:
-    """Count steps, transfers, bytes and peers of `schedule`; one pass, O(transfers)."""
-    return _traffic_of(schedule.checked_steps(), schedule.ranks, schedule.chunks)
+    """Count steps, transfers, bytes and peers of a valid `schedule`; one pass, O(transfers)."""
+    return _surveyed(schedule)[0]
 
 
-def _traffic_of(steps: Iterable[Step], ranks: int, chunks: int) -> Traffic:
-    """Count the traffic of `steps`, each of them valid for so many ranks and chunks."""
-    sent = np.zeros(ranks, dtype=np.int64)
-    count = transfers = peers = 0
-    for step in map(Step.canonical, steps):
-        count += 1
-        transfers += len(step)
-        np.add.at(sent, step.src, step.hi - step.lo)
-        pairs = np.concatenate((step.src * ranks + step.dst, step.dst * ranks + step.src))
+def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]:
+    """Return in one pass the traffic of `schedule`, whether it mixes, and what is wrong with its first bad transfer."""
+    ranks, sent, peers, mixes = schedule.ranks, np.zeros(schedule.ranks, dtype=np.int64), 0, False
+    count = transfers = 0
+    for number, step in enumerate(schedule.checked_steps()):
+        for transfer, what in malformed(step, ranks, schedule.chunks):
+            return NO_TRAFFIC, mixes, CounterExample(f"the transfer {transfer.text()} {what}", number)
+        mixes = mixes or bool((step.combine == int(MIX)).any())
+        moved = step.canonical()
+        count, transfers = count + 1, transfers + len(moved)
+        np.add.at(sent, moved.src, moved.hi - moved.lo)
+        pairs = np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src))
         peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
-    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), chunks), peers)
-
-
-class _ValidSteps:
-    """The steps of a schedule, up to the first malformed transfer; afterwards, which it is, and whether any step mixes.
-
-    One pass checks and counts them, as a schedule computes its steps anew in each.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self.mix = schedule, False
-        self.malformed: CounterExample | None = None
-
-    def __iter__(self) -> Iterator[Step]:
-        for number, step in enumerate(self._schedule.checked_steps()):
-            for transfer, what in malformed(step, self._schedule.ranks, self._schedule.chunks):
-                self.malformed = CounterExample(f"the transfer {transfer.text()} {what}", number)
-                return
-            self.mix = self.mix or bool((step.combine == int(MIX)).any())
-            yield step
+    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers), mixes, None
 
 
 def _replay(schedule: Schedule, collective: Collective, state: Masks | Weights, lo: int) -> CounterExample | None:

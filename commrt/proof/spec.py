@@ -71,17 +71,22 @@ class Collective:
 
 def all_reduce(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Collective:
     """Return the collective after which every member holds the sum over the members; other ranks are not checked."""
-    return _for_members("all_reduce", Kind.SUM, (ranks, chunks), members)
+    if members is None:
+        return _everywhere("all_reduce", Kind.SUM, ranks, chunks)
+    _require_ranks(members, ranks)
+    goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
+    goal[list(members)] = 0
+    return _all_defined("all_reduce", Kind.SUM, goal, tuple(members))
 
 
-def average(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Collective:
-    """Return the collective after which every member holds the mean over the members, by mixing weights."""
-    return _for_members("average", Kind.AVERAGE, (ranks, chunks), members)
+def average(ranks: int, chunks: int) -> Collective:
+    """Return the collective after which every rank holds the mean over all, by mixing weights."""
+    return _everywhere("average", Kind.AVERAGE, ranks, chunks)
 
 
 def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:
     """Return mixing that keeps the mean over all ranks: rows and columns of its weights sum to `total`."""
-    return _for_members("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, (ranks, chunks), None, total)
+    return _everywhere("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, ranks, chunks, total)
 
 
 def promise(algorithm: Algorithm, schedule: Schedule) -> Collective:
@@ -149,15 +154,9 @@ def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collecti
     raise UsageError(f"no collective is called {name!r}: choose one of {offered}")
 
 
-def _for_members(
-    name: str, kind: Kind, shape: tuple[int, int], members: Sequence[int] | None, total: int = 1
-) -> Collective:
-    if members is None:  # broadcast, as a schedule that is too large for a proof must be refused, not end the memory
-        return _all_defined(name, kind, np.broadcast_to(np.int64(0), shape), _all(shape[0]), total)
-    _require_ranks(members, shape[0])
-    goal = np.full(shape, ANYTHING, dtype=np.int64)
-    goal[list(members)] = 0
-    return _all_defined(name, kind, goal, tuple(members), total)
+def _everywhere(name: str, kind: Kind, ranks: int, chunks: int, total: int = 1) -> Collective:
+    """Return the collective of all ranks; its goal takes no memory, so that what is too large can be refused."""
+    return _all_defined(name, kind, np.broadcast_to(np.int64(0), (ranks, chunks)), _all(ranks), total)
 
 
 def _all_defined(name: str, kind: Kind, goal: IntArray, family: tuple[int, ...], total: int = 1) -> Collective:

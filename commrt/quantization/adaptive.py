@@ -49,15 +49,13 @@ class Adaptive:
     carried_by: ClassVar[str] = "commrt.quantization.carrier"
     rule_text: str = field(init=False)
     """The rule as text, which ranks compare."""
-    _quantizers: dict[int, Quantizer] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         if not callable(self.rule):
             raise UsageError(f"rule={self.rule!r:.80} is no function: pass dq(...), adaquant(...) or your own")
         if not BITS[0] <= self.least <= self.most <= BITS[-1]:
             raise UsageError(f"bits from least={self.least} to most={self.most}: use {BITS[0]} to {BITS[-1]}")
-        made = {bits: self._quantizer(bits) for bits in range(self.least, self.most + 1)}
-        object.__setattr__(self, "_quantizers", made)
+        self._of(self.least)  # refuses the other fields
         text = re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule))  # places differ between ranks
         object.__setattr__(self, "rule_text", text)
 
@@ -66,7 +64,7 @@ class Adaptive:
         """Return what `commrt.options` calls this wire."""
         return ("quantized wire", "adaptive wire", *(["error feedback"] if self.feedback else []))
 
-    def _quantizer(self, bits: int) -> Quantizer:
+    def _of(self, bits: int) -> Quantizer:
         return Quantizer(bits, self.block, self.feedback, self.rounding, self.seed)
 
     def quantizer(self, progress: Progress | None) -> Quantizer:
@@ -77,10 +75,10 @@ class Adaptive:
         ([2, 4, 5, 8], 8)
         """
         if progress is None or not isfinite(progress.norm):
-            return self._quantizers[self.most]
+            return self._of(self.most)
         levels = max(self.rule(progress), 1.0)
         bits = ceil(log2(levels + 1)) + 1 if isfinite(levels) else self.most
-        return self._quantizers[min(max(bits, self.least), self.most)]
+        return self._of(min(max(bits, self.least), self.most))
 
     def __str__(self) -> str:
         return f"int{self.least}..{self.most} adaptive"

@@ -23,7 +23,7 @@ from commrt.store.client import (
 )
 from commrt.store.launcher import GPU_TRANSPORTS, TRANSPORTS, chosen_transport, launched
 from commrt.store.rendezvous import host_identity
-from commrt.transport.protocol import QueueingTransport, Transport
+from commrt.transport.protocol import Transport
 
 __all__ = [
     "Connect",
@@ -90,7 +90,7 @@ def suited(hosts: Sequence[str | None]) -> HostTransport:
     return cast("HostTransport", resolve_name(TRANSPORTS["gloo"] if len(set(hosts)) == len(hosts) else MIXED))
 
 
-MIXED = "commrt.transport.hierarchical:HierarchicalTransport"
+MIXED = "commrt.transport.gloo:HierarchicalTransport"
 """For several ranks on each of several hosts."""
 
 
@@ -159,7 +159,7 @@ def connect_gpu(
     timeout_s: float,
     device: torch.device,
     on_failure: Callable[[TransportError], None],
-) -> QueueingTransport:
+) -> Transport:
     """Connect `members` for tensors on the GPU `device` of this rank. Collective.
 
     By NCCL, and by peers' memory where the ranks of a host can map it, unless COMMRT_TRANSPORT chooses NCCL alone.
@@ -167,7 +167,7 @@ def connect_gpu(
     """
     asked = chosen_transport()
     connects = resolve_name(GPU_TRANSPORTS[asked] if asked in GPU_TRANSPORTS else next(iter(GPU_TRANSPORTS.values())))
-    return cast("QueueingTransport", connects(store, rank, members, timeout_s, device, on_failure=on_failure))
+    return cast("Transport", connects(store, rank, members, timeout_s, device, on_failure=on_failure))
 
 
 def require_gpu(device: torch.device | str) -> torch.device:
@@ -203,7 +203,7 @@ def local_rank() -> int:
 
 Connect = Callable[[int, Sequence[int], float], Transport]
 """(generation, members, timeout_s) -> a transport for host memory among them; collective, once per generation."""
-ConnectGpu = Callable[[str, torch.device], QueueingTransport]
+ConnectGpu = Callable[[str, torch.device], Transport]
 """(name, device) -> a transport for that GPU's memory among the members; collective, each name once."""
 
 

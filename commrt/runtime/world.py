@@ -26,15 +26,14 @@ from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
-from commrt.store.agreement import WorldConfig
+from commrt.store.agreement import WorldConfig, diagnose, leave_report, wait_for_readers
 from commrt.store.client import clone_connection
 from commrt.store.launcher import wants_nvtx
-from commrt.store.reports import diagnose, leave_report, wait_for_readers
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.streams import streams_of
 from commrt.torch_import import untraced
 from commrt.transport.by_device import NullTransport, TransportByDevice
-from commrt.transport.protocol import QueueingTransport, Tag, Transport
+from commrt.transport.protocol import Tag, Transport
 
 __all__ = ["Hooks", "World"]
 
@@ -296,7 +295,7 @@ class World:
         self.transport.add(device, self.connect_gpu(name, device) if is_member else absent)
         self.comm_thread.streams = streams
 
-    def connect_gpu(self, name: str, device: torch.device) -> QueueingTransport:
+    def connect_gpu(self, name: str, device: torch.device) -> Transport:
         """Connect `device` with the members' GPUs, under a `name` that was not used before. Collective."""
         store, members = PrefixStore(name, clone_connection(self.store)), self.members
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of all ranks, gathered on the store; claims that must be equal; what a replacement of a rank must match."""
+"""What ranks tell each other on the store: records, claims that must be equal, what they saw when they failed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Event
@@ -12,15 +13,30 @@ from typing import TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.errors import DeadlineExceeded, DisagreementError, Place, UsageError
-from commrt.store.client import parse, parse_dict, parse_int, require
+from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError, UsageError
+from commrt.store.client import MALFORMED, STORE_ANSWER_S, call_store, parse, parse_dict, parse_int, require
 from commrt.threads.clock import now_s
+from commrt.threads.deadline import Deadline
 
-__all__ = ["LINGER_S", "TOPIC", "WorldConfig", "find_disagreement", "gather", "wait_until_read"]
+__all__ = [
+    "LINGER_S",
+    "TOPIC",
+    "WorldConfig",
+    "diagnose",
+    "find_disagreement",
+    "gather",
+    "leave_report",
+    "wait_for_readers",
+    "wait_until_read",
+]
 
 TOPIC = "topic"
-LINGER_S, LINGER_POLL_S = 5.0, 0.01
-"""How long the rank that holds the store waits for the others to read the records, and how often it looks."""
+LINGER_S, REPORTS_LINGER_S = 5.0, 3.0
+"""How long the rank that holds the store waits for the others to read the records, and a failing one the reports."""
+POLL_S = 0.01
+"""Between two looks at the store."""
+GRACE_S = 1.0
+"""How much later than this rank a peer may report: deadlines do not expire at the same instant."""
 
 T = TypeVar("T")
 
@@ -55,7 +71,7 @@ def wait_until_read(store: Store, rank: int, members: Sequence[int]) -> None:
     while rank == members[0] and now_s() < deadline_s:
         if store.add("read", 0) >= sum(store.check([f"record/{peer}"]) for peer in members):
             return
-        Event().wait(LINGER_POLL_S)
+        Event().wait(POLL_S)
 
 
 def find_disagreement(topic: str, claims: Mapping[int, Mapping[str, str]]) -> DisagreementError | None:
@@ -169,3 +185,53 @@ def _parse_config(text: bytes) -> WorldConfig | None:
     require(isinstance(config.host, str | None) and isinstance(config.transport, str | None))
     require(all(isinstance(value, str) for value in dict(config.claim).values()))
     return config
+
+
+def leave_report(store: Store, rank: int, failure: BaseException) -> None:
+    """Write what `rank` saw to `store`."""
+    peer = failure.place.peer if isinstance(failure, TransportError) else None
+    report = json.dumps({"peer": peer, "saw": f"{type(failure).__name__}: {failure}"})
+    _answered(lambda: store.set(f"report/{rank}", report), STORE_ANSWER_S)
+
+
+def diagnose(store: Store, rank: int, size: int, failure: BaseException) -> None:
+    """Add to `failure` what the peers saw for which it was waiting, directly or through others."""
+    if isinstance(failure, TransportError) and failure.place.peer is not None:
+        first = failure.place.peer
+        sentences = _answered(lambda: list(_trail(store, rank, first)), STORE_ANSWER_S + GRACE_S)
+        failure.elsewhere = ". ".join(sentences or ())
+    _answered(lambda: _count(store, size), STORE_ANSWER_S)
+
+
+def wait_for_readers(store: Store) -> None:
+    """Keep the store of this process alive until the others have read the reports, at most `REPORTS_LINGER_S`."""
+    _answered(
+        lambda: store.wait(["reports read"], timedelta(seconds=REPORTS_LINGER_S)), REPORTS_LINGER_S + STORE_ANSWER_S
+    )
+
+
+def _trail(store: Store, rank: int, peer: int | None) -> Iterator[str]:
+    seen = {rank}
+    while peer is not None and peer not in seen:
+        seen.add(peer)
+        deadline = Deadline(GRACE_S)
+        while not store.check([f"report/{peer}"]) and deadline.left_s > 0:
+            Event().wait(POLL_S)  # a request that waits would hold up all groups that share its connection
+        if not store.check([f"report/{peer}"]):
+            yield f"Rank {peer} reported nothing: look there first"
+            return
+        report = parse_dict(store.get(f"report/{peer}"))
+        yield f"Rank {peer} saw {report['saw']!s:.1000}"
+        peer = None if report["peer"] is None else parse_int(report["peer"])
+
+
+def _count(store: Store, size: int) -> None:
+    if store.add("reports", 1) >= size - 1:  # the one at fault leaves none
+        store.set("reports read", "")
+
+
+def _answered(request: Callable[[], T], limit_s: float) -> T | None:
+    """Return the store's answer, or None: this rank has failed already, and a lost store adds nothing to that."""
+    with suppress(RuntimeError, TransportError, *MALFORMED):
+        return call_store(request, limit_s)
+    return None

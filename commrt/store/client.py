@@ -8,11 +8,13 @@ asks the store to cancel the request, and waits without limit for its answer (to
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
@@ -24,17 +26,15 @@ __all__ = [
     "MALFORMED",
     "STORE_ANSWER_S",
     "STORE_HOLDER",
-    "StoreCall",
+    "TimedStore",
     "call_store",
     "clone_connection",
-    "delete_once",
     "malformed",
     "parse",
     "parse_dict",
     "parse_int",
     "parse_list",
     "require",
-    "set_once",
     "start_call",
 ]
 
@@ -45,21 +45,16 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError,
 """Exceptions that parsing malformed data can raise."""
 
 T = TypeVar("T")
-
-
-class StoreCall(Protocol):
-    """Runs a request to the store within a deadline that the caller does not see."""
-
-    def __call__(self, request: Callable[[], T], /) -> T:
-        """Return what `request` returns."""
-        ...
+_idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
+"""Where threads of `start_call` take their next call from; a forked child has none of these threads."""
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def call_store(request: Callable[[], T], limit_s: float, rank: int | None = None) -> T:
     """Return what `request`, which may use a store, returns to `rank` within `limit_s` seconds.
 
-    The request runs on a thread of its own, which is abandoned when the time is up. Raises `DeadlineExceeded` then,
-    `PeerLost` if the connection to the store broke, and whatever else `request` raises. Cost: 0.14 ms.
+    Another thread runs the request, and is abandoned when the time is up. Raises `DeadlineExceeded` then, `PeerLost` if
+    the connection to the store broke, and whatever else `request` raises. Cost: 0.035 ms.
     """
     future, deadline = start_call(request), Deadline(limit_s)
     while not future.done() and (left_s := deadline.left_s) > 0:
@@ -76,17 +71,47 @@ def call_store(request: Callable[[], T], limit_s: float, rank: int | None = None
 
 
 def start_call(call: Callable[[], T]) -> Future[T]:
-    """Start `call` on a thread of its own, and return the future of its result."""
+    """Start `call` on a thread that no other call uses, and return the future of its result."""
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="commrt-store-call").start()
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = SimpleQueue()
+        threading.Thread(target=_work, args=(calls,), daemon=True, name="commrt-store-call").start()
+    calls.put((call, future))
     return future
+
+
+def _work(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    while True:
+        _run(*calls.get())  # a function of its own, as an idle thread must keep nothing alive
+        _idle.append(calls)
+
+
+def _run(call: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+class TimedStore:
+    """The requests of torch's store, made by `rank`; each ends in time, see `call_store`. On any thread."""
+
+    def __init__(self, connection: Store, rank: int, timeout_s: Callable[[], float]) -> None:
+        self.connection = connection
+        self._rank, self._timeout_s = rank, timeout_s
+
+    def __getattr__(self, request: str) -> Callable[..., Any]:
+        return lambda *args: self._call(lambda: getattr(self.connection, request)(*args))
+
+    def _call(self, request: Callable[[], T]) -> T:
+        return call_store(request, self._timeout_s() + STORE_ANSWER_S, self._rank)
+
+    def read(self, key: str) -> bytes:
+        """Return what stands under `key`, empty if nothing does."""
+        store = self.connection
+        return self._call(lambda: store.get(key) if store.check([key]) else b"")
 
 
 def clone_connection(store: Store) -> Store:
@@ -95,27 +120,6 @@ def clone_connection(store: Store) -> Store:
         another: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub is behind
         return another
     return store
-
-
-def set_once(store: Store, key: str, value: str) -> str:
-    """Write `value` under `key` unless something is there, wake those who wait for it, and return what stands there.
-
-    A rank that waits for `key` blocks its connection. So the value is decided under a second key, for which nobody
-    waits, and then copied. If a process dies between the two, the next that sets the same key copies it.
-    """
-    stands: str = store.compare_set(_decided(key), "", value).decode(errors="replace")
-    store.set(key, stands)
-    return stands
-
-
-def delete_once(store: Store, key: str) -> None:
-    """Delete what `set_once` wrote under `key`."""
-    store.delete_key(key)
-    store.delete_key(_decided(key))
-
-
-def _decided(key: str) -> str:
-    return f"{key}/decided"
 
 
 def parse(what: str, text: bytes | str, read: Callable[[bytes], T]) -> T:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank, world size and address of the store, from the variables that a launcher sets; and commrt's own variables.
 
-The only module through which training reads environment variables. (`commrt doctor` shows all of them, and
-`testing.processes` sets them in its children.) Known launchers: torchrun (and
-anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
+The only module through which training reads environment variables. Known launchers: torchrun (and anything that sets
+RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
 
 In a Slurm job, batch scripts and shells also see most of Slurm's variables (SLURM_PROCID=0, SLURM_NTASKS), although
 Slurm started no other rank. So only the variables of a job step count. A step of one task is no launch either: it may
@@ -26,7 +25,6 @@ __all__ = [
     "DEFAULT_TIMEOUT_S",
     "VARIABLES",
     "Launch",
-    "announce",
     "chosen_cluster",
     "chosen_schedules",
     "chosen_transport",
@@ -109,20 +107,6 @@ LAUNCHERS = (
 )  # fmt: skip
 """In order of precedence. mpirun inside a Slurm job starts its helpers with srun, so that its processes find the
 variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's own mpiexec sets."""
-
-
-def announce(launch: Launch) -> None:
-    """Leave `launch` in this process's environment as torchrun would, for `launched` and all who read the same."""
-    os.environ.update(
-        RANK=str(launch.rank),
-        WORLD_SIZE=str(launch.size),
-        LOCAL_RANK=str(launch.local_rank),
-        LOCAL_WORLD_SIZE=str(launch.local_size),
-        MASTER_ADDR=launch.address,
-        MASTER_PORT=str(launch.port),
-        TORCHELASTIC_USE_AGENT_STORE=str(launch.store_exists),
-        TORCHELASTIC_RESTART_COUNT=str(launch.attempt),
-    )
 
 
 def gloo_interface() -> str | None:

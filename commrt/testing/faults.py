@@ -38,40 +38,32 @@ drop_at = partial(Fault, "drop")
 """Messages that the rank sends never arrive."""
 
 
-@dataclass(slots=True)
-class _FaultyBind:
-    """Binds groups so that they run with `faults`; in place of a transport's own `bind`."""
-
-    rank: int
-    bind: Callable[[P2PGroup], Exchange]
-    faults: Sequence[Fault]
-    delayed: Tag | None = None
-    """What was delayed last: once per bucket, not once per hop."""
-
-    def __call__(self, group: P2PGroup) -> Exchange:
-        run_all = self.bind(group)
-        to_self = [message for message in group.sends if message.peer == self.rank]
-        run_without_sends = self.bind(replace(group, sends=to_self))
-
-        def run(tag: Tag) -> EndLoan | None:
-            faults = [fault for fault in self.faults if fault.matches(tag)]
-            kinds = {fault.kind for fault in faults}
-            if "fail" in kinds:
-                raise TransportError("an injected failure", tag.place(self.rank, group.hop))
-            if "delay" in kinds and tag != self.delayed:
-                self.delayed = tag
-                time.sleep(sum(fault.seconds for fault in faults))
-            return (run_without_sends if "drop" in kinds else run_all)(tag)
-
-        return run
-
-
 def with_faults(*faults: Fault) -> Callable[[Transport], Transport]:
     """Return the `wrap` argument of ``run_ranks(..., wrap=with_faults(fail_at(rank=1, step=3)))``."""
 
     def wrap(transport: Transport) -> Transport:
         own = [fault for fault in faults if fault.rank in (None, transport.rank)]
-        cast("Any", transport).bind = _FaultyBind(transport.rank, transport.bind, own)
+        cast("Any", transport).bind = partial(_bind, transport.bind, transport.rank, own, set())
         return transport
 
     return wrap
+
+
+def _bind(
+    bind: Callable[[P2PGroup], Exchange], rank: int, faults: Sequence[Fault], delayed: set[Tag], group: P2PGroup
+) -> Exchange:
+    """Bind `group` so that it runs with `faults`; `delayed` has what was: once per bucket, not once per hop."""
+    run_all = bind(group)
+    run_without_sends = bind(replace(group, sends=[message for message in group.sends if message.peer == rank]))
+
+    def run(tag: Tag) -> EndLoan | None:
+        found = [fault for fault in faults if fault.matches(tag)]
+        kinds = {fault.kind for fault in found}
+        if "fail" in kinds:
+            raise TransportError("an injected failure", tag.place(rank, group.hop))
+        if "delay" in kinds and tag not in delayed:
+            delayed.add(tag)
+            time.sleep(sum(fault.seconds for fault in found))
+        return (run_without_sends if "drop" in kinds else run_all)(tag)
+
+    return run

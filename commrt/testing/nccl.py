@@ -29,18 +29,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 __all__ = [
-    "NCCL_BFLOAT16", "NCCL_FLOAT16", "NCCL_FLOAT32", "NCCL_FLOAT64", "NCCL_INT8", "NCCL_INT32", "NCCL_INT64",
-    "NCCL_UINT8", "NcclCommunicator", "NcclError", "available", "get_build_version",
-    "get_unique_id", "get_version", "groupEnd", "groupStart",
+    "NCCL_FLOAT32", "NCCL_INT8", "NcclCommunicator", "NcclError", "available", "get_build_version", "get_unique_id",
+    "get_version", "groupEnd", "groupStart",
 ]  # fmt: skip
 
 available = True
-NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64 = 0, 1, 2, 4
-NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 6, 7, 8, 9
-NBYTES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
+NCCL_INT8, NCCL_FLOAT32 = 0, 7
+NBYTES = {NCCL_INT8: 1, NCCL_FLOAT32: 4}
 UNIQUE_ID_NBYTES = 128
 VERSION = 22809
 
@@ -88,7 +85,17 @@ class RecordedGraph:
 
 
 class _Thread(threading.local):
+    """What a thread has begun."""
+
     graph: RecordedGraph | None = None
+    """The graph that it records to."""
+    depth = 0
+    """Of its open groups."""
+    status = 0
+    """Status of the first call of them that was refused."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
 
 
 _thread = _Thread()
@@ -157,20 +164,6 @@ _changed = threading.Condition()
 _fabrics: dict[bytes, _Fabric] = {}
 
 
-class _Group(threading.local):
-    """The open group of a thread."""
-
-    depth = 0
-    status = 0
-    """Status of the first call that was refused."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-
-_group = _Group()
-
-
 def get_version() -> int:
     """Return the version of the library, as 10,000 * major + 100 * minor + patch."""
     return VERSION
@@ -188,17 +181,17 @@ def get_unique_id() -> bytes:
 
 def groupStart() -> None:  # noqa: N802  # as in CuPy
     """Collect the calls of this thread until the matching `groupEnd`; groups nest."""
-    _group.depth += 1
+    _thread.depth += 1
 
 
 def groupEnd() -> None:  # noqa: N802  # as in CuPy
     """Post the collected calls if this ends the outermost group, and wait until all are done."""
-    if _group.depth == 0:
+    if _thread.depth == 0:
         raise NcclError(INVALID_USAGE)
-    _group.depth -= 1
-    if _group.depth == 0:
-        calls, _group.calls = _group.calls, []
-        status, _group.status = _group.status, 0
+    _thread.depth -= 1
+    if _thread.depth == 0:
+        calls, _thread.calls = _thread.calls, []
+        status, _thread.status = _thread.status, 0
         if status:
             raise NcclError(status)
         _run(calls)
@@ -206,19 +199,20 @@ def groupEnd() -> None:  # noqa: N802  # as in CuPy
 
 def _refused(status: int) -> NcclError:
     """Return the error of a call, which an open group remembers."""
-    _group.status = _group.depth and (_group.status or status)
+    _thread.status = _thread.depth and (_thread.status or status)
     return NcclError(status)
 
 
 def _not_made(status: int) -> NcclError:
-    _group.depth += 1
+    _thread.depth += 1
     return NcclError(status)
 
 
 class NcclCommunicator:
     """One rank of a communicator; the constructor returns when all ranks have joined."""
 
-    _numbers: ClassVar[Iterator[int]] = iter(range(1, 1 << 62))
+    comm = 1
+    """0 once it was aborted."""
 
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:  # noqa: N803
         if not isinstance(commId, bytes):
@@ -229,7 +223,6 @@ class NcclCommunicator:
             raise _not_made(INVALID_ARGUMENT)
         self._rank, self._id, self._users = rank, commId, 0
         self._recorded, self._graphs = [0] * ndev, 0
-        self.comm = next(self._numbers)
         with _changed:
             self._fabric = _fabrics.setdefault(commId, _Fabric(ndev))
             if self._fabric.ranks != ndev or rank in self._fabric.arrived:
@@ -253,8 +246,8 @@ class NcclCommunicator:
         if not 0 <= peer < self._fabric.ranks or dtype not in NBYTES or count < 0 or (count and not address):
             raise _refused(INVALID_ARGUMENT)
         call = _Call(self, is_send, address, count, dtype, peer)
-        if _group.depth:
-            _group.calls.append(call)
+        if _thread.depth:
+            _thread.calls.append(call)
         else:
             _run([call])
 
@@ -281,18 +274,10 @@ class NcclCommunicator:
         """Return this rank."""
         return self._rank
 
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._fabric.ranks
-
-    def device_id(self) -> int:
-        """Return 0, the only device."""
-        return 0
-
 
 def _run(calls: list[_Call]) -> None:
     """Run a whole group now, or in each replay if the thread records."""
-    if (graph := recording()) is None:
+    if (graph := _thread.graph) is None:
         _run_now(calls, {})
     else:
         with _changed, _exclusively({call.communicator for call in calls}):

@@ -1,35 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function once per rank in real processes on this machine, with their store on the loopback."""
+"""Run a function once per rank in real processes on this machine, with their store on the loopback.
+
+`run_processes` is for tests, of which each rank may end in its own way. `run_workers` is for programs that a user waits
+for: workers are forked from this process, which imports and reads once, before it forks, what takes seconds. It must
+not have threads then, and torch must not compute with several: a forked process lacks them and would wait for them
+forever. No worker outlives its parent.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import os
 import secrets
+import signal
 import socket
+import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, TypeVar
 
+from torch.distributed import Store
+
+from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.store.launcher import LOOPBACK
 from commrt.store.rendezvous import hold, listen
 
-__all__ = ["RESTART", "Outcome", "free_port", "run_processes"]
+__all__ = ["RESTART", "Outcome", "free_port", "run_processes", "run_workers"]
 
 IMPORTED = ["torch._dynamo", "torch.distributed", "commrt.training.attach"]
+BAD_INPUT = {kind.__name__: kind for kind in (UsageError, ScheduleError, DisagreementError)}
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end the parent of workers, besides Ctrl-C."""
+SIGNALS = {number.value: number.name for number in signal.Signals}
+"""By number. Real-time signals have no names."""
+CAUSE_S = 0.5
+"""How long to look for a dead worker after another one failed: the death may be the cause."""
+EXIT_S = 5.0
+"""How long a process may take to exit after its last message."""
+PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T")
 Start = Literal["forkserver", "spawn"]
 Body = Callable[..., Any]
 RESTART = "restart"
 OnMessage = Callable[[int, Any, BaseProcess], bool | str | None]
 """Called with (rank, message, process). Returns True if the rank needs not end by itself, `RESTART` to start another
 process in its place."""
-StartRank = Callable[[int], tuple[BaseProcess, Connection]]
 
 
 @dataclass(slots=True)
@@ -66,26 +91,198 @@ def run_processes(
     Processes are forked from one that has imported torch and done nothing else, in 0.1 s each; with `start` "spawn"
     each is new, and imports for itself, in 2 to 3 s.
     """
-    context = _context(start)
-    listener = listen() if holds_store else None
-    port = free_port() if listener is None else int(listener.getsockname()[1])
-    store = listener and hold(listener)
+    crew = _Crew(size, body, args, _context(start), listen() if holds_store else None, 0.9 * limit_s)
+    try:
+        crew.start()
+        crew.listen(limit_s, on_message)
+        for outcome, process in zip(crew.outcomes, crew.processes.values(), strict=True):
+            process.join(EXIT_S if outcome.value is not None or outcome.error else 0.1)
+            outcome.exit_code = process.exitcode
+    finally:
+        crew.close()
+    return crew.outcomes
 
-    def start_rank(rank: int) -> tuple[BaseProcess, Connection]:
-        ours, theirs = context.Pipe(duplex=False)
-        given = _environment(rank, size, port, store is not None), theirs, limit_s, body, args
-        process = context.Process(target=_child, args=given, daemon=True)
+
+def run_workers(workers: int, body: Callable[[], T], may_lose: int = 0, limit_s: float | None = None) -> dict[int, T]:
+    """Call `body` in `workers` forked processes, with torchrun's variables set; return the results by rank.
+
+    Up to `may_lose` workers may be killed; they are missing in the result. Call it from the main thread.
+
+    Raises `CommrtError` for the first failure, of the worker's type if that is invalid input; also if workers still
+    run after `limit_s`. A signal that ends this process raises `KeyboardInterrupt` with that signal.
+    """
+    listener = listen()
+    crew = _Crew(workers, _work, (body, listener, os.getpid()), get_context("fork"), listener, inf)
+    try:
+        with _ending_signals_raise():
+            with _signals_blocked():
+                crew.start()
+            crew.listen(inf if limit_s is None else limit_s, patience_s=lambda: _verdict(crew, may_lose)[1])
+        if error := _verdict(crew, may_lose)[0]:
+            raise error
+        if silent := sorted(rank for rank in crew.running if crew.outcomes[rank].value is None):
+            raise CommrtError(f"workers {silent} still ran after {limit_s:g} s, and were killed")
+    finally:
+        crew.close()
+    return {outcome.rank: outcome.value[1] for outcome in crew.outcomes if outcome.value}
+
+
+class _Crew:
+    """The processes of one run, and how they end. With a `listener`, this process holds their store."""
+
+    def __init__(
+        self, size: int, body: Body, args: Sequence[Any], context: Any, listener: socket.socket | None, dump_s: float
+    ) -> None:
+        self._given, self._context, self._listener = (dump_s, body, args), context, listener
+        self._port = free_port() if listener is None else int(listener.getsockname()[1])
+        self._store: Store | None = None
+        self.outcomes = [Outcome(rank) for rank in range(size)]
+        self.ended: list[Outcome] = []
+        """In the order in which they returned, raised or died."""
+        self.processes: dict[int, BaseProcess] = {}
+        self.running: dict[int, Connection] = {}
+
+    def start(self) -> None:
+        """Start all processes; raises `CommrtError` if there are too many."""
+        size = len(self.outcomes)
+        for rank in range(size):
+            try:
+                self._start(rank)
+            except OSError as error:
+                what = f"worker {rank} of {size} could not be started: {error}"
+                raise CommrtError(f"{what}: ask for fewer, or raise the limit (ulimit)") from error
+        if self._listener is not None:
+            self._store = hold(self._listener)  # starts threads, so it comes after forks; who connects earlier waits
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        environment = _environment(rank, len(self.outcomes), self._port, self._listener is not None)
+        process = self._context.Process(target=_child, args=(environment, theirs, *self._given), daemon=True)
         process.start()
         theirs.close()
-        return process, ours
+        self.processes[rank], self.running[rank] = process, ours
 
-    processes = [start_rank(rank) for rank in range(size)]
-    outcomes = [Outcome(rank) for rank in range(size)]
+    def listen(
+        self, limit_s: float, on_message: OnMessage | None = None, patience_s: Callable[[], float] = lambda: inf
+    ) -> None:
+        """Note what the processes send until all have ended, at most for `limit_s`, and `patience_s` for the next."""
+        deadline = monotonic() + limit_s
+        while self.running and (left_s := min(deadline - monotonic(), patience_s())) > 0:
+            ready = wait(self.running.values(), None if left_s == inf else left_s)
+            if not ready:
+                return
+            for rank in [rank for rank, pipe in self.running.items() if pipe in ready]:
+                self._hear(rank, on_message)
+
+    def _hear(self, rank: int, on_message: OnMessage | None) -> None:
+        outcome, process = self.outcomes[rank], self.processes[rank]
+        try:
+            kind, content, outcome.seconds = self.running[rank].recv()
+        except (EOFError, OSError):
+            self.running.pop(rank).close()
+            process.join(EXIT_S)  # it closed the pipe by ending, which takes a while
+            outcome.exit_code = process.exitcode
+            if outcome.value is None and outcome.error is None:
+                self.ended.append(outcome)
+            return
+        if kind != "message":
+            setattr(outcome, kind, content)
+            self.ended.append(outcome)
+            return
+        outcome.messages.append(content)
+        answer = None if on_message is None else on_message(rank, content, process)
+        if answer == RESTART:
+            process.join(EXIT_S)
+            self._start(rank)
+        elif answer:
+            self.running.pop(rank).close()
+
+    def close(self) -> None:
+        """Kill all processes, stopped ones too, and let go of the store."""
+        for process in self.processes.values():
+            process.kill()
+        for process in self.processes.values():
+            process.join()
+            process.close()
+        for pipe in self.running.values():
+            pipe.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._store = None  # the traceback of an error may keep this object alive
+
+
+def _work(_: object, body: Callable[[], object], listener: socket.socket, parent: int) -> tuple[str, object]:
+    """Run in a worker; return "" and the value of `body`, or the name of its error and the text.
+
+    The parent alone handles Ctrl-C, which reaches all processes of a terminal.
+    """
+    if sys.platform == "linux":  # the kernel kills this process when its parent ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in ENDING:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    listener.close()  # otherwise connections to a dead store would wait for this process
     try:
-        _listen(processes, start_rank, outcomes, monotonic() + limit_s, on_message)
+        return "", body()
+    except Exception as error:  # reported to the parent
+        return type(error).__name__, str(error)
+
+
+def _verdict(crew: _Crew, may_lose: int) -> tuple[CommrtError | None, float]:
+    """Return what went wrong with workers, and for how long to wait for their next message.
+
+    A death comes first: it may have caused the failures.
+    """
+    dead, failed = list[str](), list[tuple[int, str, str]]()
+    for each in crew.ended:
+        code = each.exit_code or 0
+        silence = f"silence: it ended with exit code {code} and sent no result"
+        kind, text = each.value or (each.error or silence).split(": ", 1)
+        if each.value is None and code < 0:
+            dead.append(f"worker {each.rank} was killed by {SIGNALS.get(-code, f'signal {-code}')}")
+        elif kind:
+            failed.append((each.rank, kind, text))
+    deaths = ", ".join(dead)
+    if len(dead) > may_lose:
+        spare = f"can do without {may_lose}" if may_lose else "needs all"
+        needs = f"this run {spare} of its {len(crew.outcomes)} workers"
+        return CommrtError(f"{deaths}: {needs}; if you did not kill it, check whether memory ran out"), 0.0
+    for rank, kind, text in failed[:1]:
+        before = f" (before that, {deaths})" if deaths else ""
+        return BAD_INPUT.get(kind, CommrtError)(f"worker {rank} failed: {kind}: {text}{before}"), CAUSE_S
+    return None, EXIT_S if len(crew.ended) == len(crew.outcomes) else inf
+
+
+@contextmanager
+def _ending_signals_raise() -> Iterator[None]:
+    """Let SIGTERM and the like raise `KeyboardInterrupt`, unless they are ignored (nohup)."""
+    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _interrupt)
+    try:
+        yield
     finally:
-        _end([process for process, _ in processes], outcomes)
-    return outcomes
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number))
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Delay signals until all workers are forked; freeze the heap, so workers do not finalise the parent's objects."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _context(start: Start) -> Any:
@@ -105,14 +302,16 @@ def free_port() -> int:
 
 def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[str, str]:
     """Return this process's present environment, which a forked one does not see, with a launcher's variables."""
-    launcher = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    launcher: dict[str, object] = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    launcher |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
     if store_exists:
         launcher["TORCHELASTIC_USE_AGENT_STORE"] = True
     return dict(os.environ) | {name: str(value) for name, value in launcher.items()}
 
 
-def _child(environment: dict[str, str], pipe: Connection, limit_s: float, body: Body, args: Sequence[Any]) -> None:
-    faulthandler.dump_traceback_later(0.9 * limit_s)  # shows where it hangs, before it is killed
+def _child(environment: dict[str, str], pipe: Connection, dump_s: float, body: Body, args: Sequence[Any]) -> None:
+    if dump_s < inf:
+        faulthandler.dump_traceback_later(dump_s)
     os.environ.clear()
     os.environ.update(environment)
     begin = monotonic()
@@ -124,44 +323,3 @@ def _child(environment: dict[str, str], pipe: Connection, limit_s: float, body: 
         pipe.send(("error", text, monotonic() - begin))
         traceback.print_exc()
         os._exit(1)
-
-
-def _listen(
-    processes: list[tuple[BaseProcess, Connection]],
-    start_rank: StartRank,
-    outcomes: list[Outcome],
-    deadline: float,
-    on_message: OnMessage | None,
-) -> None:
-    unfinished = {rank: pipe for rank, (_, pipe) in enumerate(processes)}
-    while unfinished and (left := deadline - monotonic()) > 0:
-        ready = wait(unfinished.values(), timeout=left)
-        for rank in [rank for rank, pipe in unfinished.items() if pipe in ready]:
-            process, pipe = processes[rank]
-            try:
-                kind, content, seconds = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                del unfinished[rank]
-                process.join(timeout=5.0)  # it closed the pipe by ending, which takes a while
-                continue
-            outcome = outcomes[rank]
-            if kind == "message":
-                outcome.messages.append(content)
-            else:
-                outcome.seconds = seconds
-                setattr(outcome, kind, content)
-            answer = on_message(rank, content, process) if kind == "message" and on_message is not None else None
-            if answer == RESTART:
-                process.join(timeout=5.0)
-                processes[rank] = start_rank(rank)
-                unfinished[rank] = processes[rank][1]
-            elif answer:
-                del unfinished[rank]
-
-
-def _end(processes: Sequence[BaseProcess], outcomes: list[Outcome]) -> None:
-    for process, outcome in zip(processes, outcomes, strict=True):
-        process.join(timeout=5.0 if outcome.value is not None or outcome.error else 0.1)
-        outcome.exit_code = process.exitcode
-        process.kill()
-        process.join()

@@ -15,13 +15,11 @@ from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
 from commrt.store.launcher import LOOPBACK
 from commrt.testing import nccl
-from commrt.testing.peer_memory import HostPeerMemory
 from commrt.transport.local import Fabric
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.peers import beside
 from commrt.transport.protocol import CPU, Transport
 
-__all__ = ["Connect", "local_worlds", "over_nccl", "over_peers", "over_threads", "run_ranks"]
+__all__ = ["Connect", "local_worlds", "over_nccl", "over_threads", "run_ranks"]
 
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
@@ -41,26 +39,11 @@ def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
         return list(pool.map(lambda rank: _nccl(store, rank, range(ranks), timeout_s), range(ranks)))
 
 
-def over_peers(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
-    """Connect the ranks with peers' memory over stand-ins for NCCL and for GPUs' memory; a `Connect`."""
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: _beside_nccl(store, rank, range(ranks), timeout_s), range(ranks)))
-
-
 def _nccl(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> NcclTransport:
     return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, CPU, nccl)
 
 
-def _beside_nccl(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> Transport:
-    rest = _nccl(store, rank, members, timeout_s)
-    made = beside(rest, store, HostPeerMemory(), CPU, "host")
-    return rest if isinstance(made, str) else made
-
-
-RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transport]] = {
-    over_nccl: _nccl,
-    over_peers: _beside_nccl,
-}
+RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transport]] = {over_nccl: _nccl}
 """What connects one rank again."""
 
 

@@ -2,7 +2,7 @@
 """The clock of all deadlines in a process. Tests put one that they move in its place.
 
 A wait asks `now_s` for the time, and `slice_s` how long it may sleep before it asks again. So a test of a deadline
-waits for nothing: see `commrt.testing.moved_clock`. Waits inside torch's stores and Gloo keep the time of the machine.
+waits for nothing (`tests/support/moved_clock.py`). Waits inside torch's stores and Gloo keep the time of the machine.
 """
 
 from __future__ import annotations

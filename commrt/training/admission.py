@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse what cannot be averaged: models and arguments in `attach`, and models that have changed since."""
+"""Refuse what cannot be averaged: models and arguments in `attach`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +21,11 @@ from commrt.runtime.wire import AnyWire, check_wire
 from commrt.training.model_state import Stateful
 
 __all__ = [
-    "EMBEDDINGS",
     "check_attach",
     "check_stateful",
-    "describe_algorithm",
+    "comparable",
     "describe_buffers",
     "describe_optimizers",
-    "have_state",
     "require_read_only_forward",
     "wants_views",
 ]
@@ -39,7 +36,13 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def check_attach(
-    model: object, optimizer: object, algorithm: object, wire: AnyWire | None, cap_mb: object, **flags: object
+    model: object,
+    optimizer: object,
+    algorithm: object,
+    wire: AnyWire | None,
+    cap_mb: object,
+    gradients: object,
+    flags: Mapping[str, object],
 ) -> tuple[list[Named], list[Optimizer], AnyWire | None]:
     """Return the parameters to average, the optimizers and what travels; raises `UsageError` for what cannot work."""
     if not isinstance(model, nn.Module):
@@ -47,10 +50,12 @@ def check_attach(
             f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
         )
     check_algorithm(algorithm)
-    wire = _chosen_wire(algorithm, wire)
+    own: AnyWire | None = getattr(algorithm, "wire", None)  # an algorithm may say what travels
+    if None not in (wire, own) and wire != own:
+        raise UsageError(f"wire={wire} here and wire={own} in {type(algorithm).__name__}: give it once")
+    wire = wire if own is None else own
     check_wire(wire)
-    chosen = {"graphs": flags.get("graphs") is True, "views": flags.pop("gradients", "own") == "views"}
-    chosen["no optimizer"] = optimizer is None
+    chosen = {"graphs": flags["graphs"] is True, "views": gradients == "views", "no optimizer": optimizer is None}
     require_compatible(algorithm, wire, [name for name, is_chosen in chosen.items() if is_chosen])
     if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
         raise UsageError(f"bucket_cap_mb={cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")
@@ -60,14 +65,6 @@ def check_attach(
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     _check_model(model, params)
     return params, _checked_optimizers(optimizer, params), wire
-
-
-def _chosen_wire(algorithm: object, wire: AnyWire | None) -> AnyWire | None:
-    """Return what travels: an algorithm may say so itself."""
-    own: AnyWire | None = getattr(algorithm, "wire", None)
-    if None not in (wire, own) and wire != own:
-        raise UsageError(f"wire={wire} here and wire={own} in {type(algorithm).__name__}: give it once")
-    return wire if own is None else own
 
 
 def wants_views(gradients: object, params: Sequence[Named], wire: AnyWire | None) -> bool:
@@ -187,14 +184,9 @@ def _check_devices(tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise UsageError(f"the model is on {device}: this version moves tensors on CPUs and NVIDIA GPUs only")
 
 
-def describe_algorithm(algorithm: object) -> str:
-    """Return `algorithm` as text that ranks can compare."""
-    return _without_addresses(repr(algorithm))
-
-
-def _without_addresses(text: str) -> str:
-    """Return `text` without the places where this process keeps objects."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+def comparable(value: object) -> str:
+    """Return `value` as text that ranks can compare: without the places where a process keeps objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def describe_buffers(model: nn.Module) -> str:
@@ -204,21 +196,14 @@ def describe_buffers(model: nn.Module) -> str:
 
 def describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:
     """Return all that decides how `optimizers` step, but the values of their state: types, settings, who has state."""
-    names = {id(param): name for name, param in params}
-    return "; ".join(_describe_group(each, group, names) for each in optimizers for group in each.param_groups)
-
-
-def _describe_group(optimizer: Optimizer, group: dict[str, Any], names: dict[int, str]) -> str:
-    members = [names.get(id(param), "-") + "*" * (param in optimizer.state) for param in group["params"]]
-    settings = ", ".join(
-        f"{key}={_without_addresses(str(value.tolist() if isinstance(value, Tensor) else value))}"
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    )
-    return f"{type(optimizer).__name__}({settings}) of {' '.join(members)}, * has state"
-
-
-def have_state(optimizers: Sequence[Optimizer]) -> bool:
-    """Return True if one of `optimizers` has stepped; equal on ranks that agree about `describe_optimizers`."""
-    pairs = ((param, each) for each in optimizers for group in each.param_groups for param in group["params"])
-    return any(param in optimizer.state for param, optimizer in pairs)
+    names, groups = {id(param): name for name, param in params}, []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            members = [names.get(id(param), "-") + "*" * (param in optimizer.state) for param in group["params"]]
+            settings = ", ".join(
+                f"{key}={comparable(value.tolist() if isinstance(value, Tensor) else value)}"
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            )
+            groups.append(f"{type(optimizer).__name__}({settings}) of {' '.join(members)}, * has state")
+    return "; ".join(groups)

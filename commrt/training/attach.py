@@ -1,41 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach a model: the entry point for custom training loops."""
+"""Attach a model: the entry point for custom training loops, and what every way to train does with a request."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
 from commrt.algorithms.torus import Torus2D
-from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.layout import MIB
+from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
+from commrt.buckets.layout import MIB, Named
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.world import World
-from commrt.schedule import SYNCHRONOUS, Algorithm
-from commrt.training.admission import check_attach, check_stateful, require_read_only_forward, wants_views
-from commrt.training.model_state import Stateful
+from commrt.schedule import SYNCHRONOUS, Algorithm, Schedule
+from commrt.training.admission import (
+    check_attach,
+    check_stateful,
+    comparable,
+    describe_buffers,
+    describe_optimizers,
+    require_read_only_forward,
+    wants_views,
+)
+from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, attached
-from commrt.training.request import Request
 
-__all__ = ["attach"]
-
-Optimizers = Optimizer | Sequence[Optimizer] | None
+__all__ = ["Request", "attach"]
 
 
-class Training(Protocol):
-    """A module that trains: what `Algorithm.trained_by` names."""
+class _Described(Protocol):
+    def description(self) -> str: ...
 
-    def attach(self, request: Request) -> Replica:
-        """Return the replica of `request`. Collective."""
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The checked arguments of `attach`."""
+
+    world: World
+    model: nn.Module
+    params: Sequence[Named]
+    optimizers: Sequence[Optimizer]
+    also: Sequence[Stateful]
+    algorithm: Algorithm
+    wire: AnyWire | None
+    cap_nbytes: int
+    kind: type[GradientBucket]
+    broadcast_buffers: bool
+    graphs: bool | None
+
+    def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
+        """Return buckets for `params`, given in ready order."""
+        world, allocate = self.world, self.world.transport.allocate_shared
+        return build_buckets(params, self.wire, self.cap_nbytes, world.attached, allocate, kind=self.kind)
+
+    def require_nobody_lost(self) -> None:
+        """Raise `UsageError` in a world that has lost a rank."""
+        if self.world.lost:
+            raise UsageError(
+                f"{self.world.lost[0]}: only gossip of weights goes on without it where a model is attached anew: "
+                "start again"
+            )
+
+    def claim(self, schedule: Schedule, buckets: Iterable[_Described]) -> dict[str, str]:
+        """Return what must be equal on all ranks and cannot change afterwards."""
+        counts = [(each, [len(group["params"]) for group in each.param_groups]) for each in self.optimizers]
+        return {
+            "algorithm": comparable(repr(self.algorithm)),
+            "schedule": schedule.digest(),
+            "buckets": "; ".join(bucket.description() for bucket in buckets),
+            "buffers": describe_buffers(self.model),
+            "optimizers": ", ".join(f"{type(each).__name__} of {count} parameters" for each, count in counts),
+        }
+
+    def agree(self, claim: dict[str, str]) -> None:
+        """Raise `DisagreementError` unless all ranks come with the same `claim` and the same optimizers."""
+        optimizer = describe_optimizers(self.optimizers, self.params)
+        self.world.agree("attach", model=str(self.world.attached), optimizer=optimizer, **claim)
+
+    def begin(self, replica: Replica) -> Replica:
+        """Give all ranks rank 0's state; detaches the replica if that fails."""
+        try:
+            replica.overwrite_with_first()
+            groups = [(each, group) for each in self.optimizers for group in each.param_groups]
+            if any(param in each.state for each, group in groups for param in group["params"]):  # ranks have agreed so
+                self.world.membership.together(lambda: overwrite_states(self.world, self.optimizers, 0))
+        except BaseException:
+            replica.detach()
+            raise
+        return replica
 
 
 @contextmanager
@@ -53,7 +114,7 @@ def _without_garbage_collection() -> Iterator[None]:
 @_without_garbage_collection()
 def attach(  # noqa: PLR0913  # each has its default
     model: nn.Module,
-    optimizer: Optimizers = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     algorithm: Algorithm = Torus2D(),  # noqa: B008  # a frozen value
     *,
     world: World | None = None,
@@ -95,8 +156,8 @@ def attach(  # noqa: PLR0913  # each has its default
     """
     world = _checked(world)
     check_stateful(also, "attach(also=)")
-    flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs, "gradients": gradients}
-    params, optimizers, wire = check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, **flags)
+    flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs}
+    params, optimizers, wire = check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, gradients, flags)
     if world.size > 1:
         require_read_only_forward(model)
     kind = ViewBucket if wants_views(gradients, params, wire) else GradientBucket
@@ -107,8 +168,9 @@ def attach(  # noqa: PLR0913  # each has its default
         world.connect(device)
     world.attached += 1
     sizes = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs
-    training = cast("Training", import_module(getattr(algorithm, "trained_by", SYNCHRONOUS)))
-    return training.attach(Request(world, model, params, optimizers, also, algorithm, wire, *sizes))
+    request = Request(world, model, params, optimizers, also, algorithm, wire, *sizes)
+    replica: Replica = import_module(getattr(algorithm, "trained_by", SYNCHRONOUS)).attach(request)
+    return replica
 
 
 def _checked(world: World | None) -> World:

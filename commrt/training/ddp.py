@@ -71,10 +71,13 @@ class DDPState:
         if self._params and id(first) not in self._params:
             raise UsageError("two models were given one DDPState: register each with a state of its own")
         self.step += bucket.index() == 0
-        tag = Tag(self.step, f"{bucket.index()} of DDP model {self.number}")
-        row, residual = bucket.buffer(), self._residual(bucket)
         return world.all_reduce(
-            row, algorithm=self.algorithm, wire=self.wire, residual=residual, async_op=True, tag=tag
+            bucket.buffer(),
+            algorithm=self.algorithm,
+            wire=self.wire,
+            residual=self._residual(bucket),
+            async_op=True,
+            tag=Tag(self.step, f"{bucket.index()} of DDP model {self.number}"),
         )
 
     def _residual(self, bucket: GradBucket) -> Tensor | None:
@@ -83,12 +86,10 @@ class DDPState:
         params, owned = bucket.parameters(), self._residuals.get(bucket.index())
         ids = tuple(map(id, params))
         if owned is None or owned[0] != ids:
-            parts = [
-                self._residual_of.get(id(param), param.new_zeros(param.numel(), dtype=torch.float32))
-                for param in params
-            ]
-            owned = self._residuals[bucket.index()] = ids, torch.cat([part.detach() for part in parts])
-            self._residual_of |= zip(ids, torch.split(owned[1], [param.numel() for param in params]), strict=True)
+            zeros = [param.new_zeros(param.numel(), dtype=torch.float32) for param in params]
+            owned = ids, torch.cat([*map(self._residual_of.get, ids, zeros)])
+            self._residuals[bucket.index()] = owned
+            self._residual_of |= zip(ids, torch.split(owned[1], [*map(len, zeros)]), strict=True)
         return owned[1]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -97,31 +98,17 @@ class DDPState:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is saved with DDP's model, without the world, which the loaded state finds anew."""
-        return {
-            **vars(self),
-            "world": None,
-            "step": -1,
-            "number": 0,
-            "_used": None,
-            "_params": frozenset(),
-            "_residuals": {},
-            "_residual_of": {},
-        }
+        return vars(type(self)(self.algorithm, self.wire))
 
     def _open(self, param: Tensor) -> World:
         """Return the world used before; if that is closed and `world` was left out, the one that is open now."""
-        if self._used is None:
-            self._used = self._join(init() if self.world is None else self.world, param)
-        elif self._used.closed and self.world is None and is_open():
-            self._used = self._join(init(), param)
+        if self._used is None or (self._used.closed and self.world is None and is_open()):
+            world = init() if self.world is None else self.world
+            _require_same_ranks(world, owner := _owner(self, param))
+            self._params = frozenset() if owner is None else frozenset(map(id, owner.parameters()))
+            world.attached += 1
+            self._used, self.number, self.step = world, world.attached, -1
         return self._used
-
-    def _join(self, world: World, param: Tensor) -> World:
-        _require_same_ranks(world, owner := _owner(self, param))
-        self._params = frozenset() if owner is None else frozenset(map(id, owner.parameters()))
-        world.attached += 1
-        self.number, self.step = world.attached, -1
-        return world
 
 
 def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, cast
@@ -32,18 +31,15 @@ from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.training.after_step import AfterStepReplica
+from commrt.training.attach import Request
 from commrt.training.hooks import ModuleHook
 from commrt.training.replica import Replica
-from commrt.training.request import Request
-from commrt.training.step_guard import are_stepping
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 __all__ = ["GossipExchange", "GossipReplica", "attach"]
 
-KEPT = 64
-"""Programs that are kept with their bound exchanges, of those used last."""
-STEPS_KEPT = 2
-"""Steps of which the program is known: all buckets of a step have the same one."""
+KEPT = 1024
+"""Programs, and exchanges of messages bound to them, that are kept: those used last."""
 
 
 def attach(request: Request) -> Replica:
@@ -64,10 +60,9 @@ def attach(request: Request) -> Replica:
             "leave wire out"
         )
     request.agree(request.claim(exchange.prove(), buckets))
-    alone = request.is_alone("gossiping models")
     if world.size > 1:
         exchange.share(buckets)
-    return request.begin(GossipReplica(request, exchange, buckets, alone=alone))
+    return request.begin(GossipReplica(request, exchange, buckets))
 
 
 class GossipReplica(AfterStepReplica):
@@ -89,16 +84,14 @@ class GossipReplica(AfterStepReplica):
 
     _reports_all = False
 
-    def __init__(
-        self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket], *, alone: bool
-    ) -> None:
-        super().__init__(request, buckets, alone=alone)
+    def __init__(self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket]) -> None:
+        super().__init__(request, buckets)
         self.buckets = buckets
         """The buckets, in the order in which they are sent."""
         self._exchange, self._staleness = exchange, exchange.staleness
         self._is_alone = request.world.size == 1
         self._hooked: set[int] = set()  # buckets whose modules have called a forward hook since the last step
-        self._live([*self._register_on_modules(), *self._hooks()], request.optimizers)
+        self._live([*self._register_on_modules(), *self._hooks()])
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
@@ -110,16 +103,20 @@ class GossipReplica(AfterStepReplica):
         for bucket in self.buckets:
             for slot in bucket.held:
                 modules.setdefault(id(slot.module), (slot.module, set()))[1].add(bucket.index)
-        before_forward, drain = self._weakly(self._before_forward), ModuleHook(self._weakly(self._drain))
+        before_forward, drain = self._weakly(self._before_forward), self._weakly(self.drain)
+        before_state = ModuleHook(lambda *_: drain())
         for module, indices in modules.values():
             mix = ModuleHook(partial(before_forward, sorted(indices)))
             yield module.register_forward_pre_hook(mix, prepend=True)  # others compute weights: spectral_norm, prune
-            yield module.register_load_state_dict_pre_hook(drain)  # type: ignore[no-untyped-call]
-        yield self.model.register_state_dict_pre_hook(drain)  # type: ignore[no-untyped-call]
+            yield module.register_load_state_dict_pre_hook(before_state)  # type: ignore[no-untyped-call]
+        yield self.model.register_state_dict_pre_hook(before_state)  # type: ignore[no-untyped-call]
 
     def _before_forward(self, indices: Sequence[int], *_: Any) -> None:
         if self._passes > self._step and torch.is_grad_enabled() and self.model.training:
-            self._refuse_moved_weights()
+            if not (self._have_stepped or self._stepping):
+                names = (bucket.written(anyway=True) for bucket in self.buckets if not bucket.in_flight)
+                if name := next(filter(None, names), None):
+                    raise UsageError(self.WRITTEN.format(name=name))
             self._end_steps(self._passes)  # an optimizer has not stepped
         self._hooked.update(indices)
         for index in indices:
@@ -134,8 +131,6 @@ class GossipReplica(AfterStepReplica):
             for bucket in self.buckets:
                 self._exchange.send(bucket, self._step)
                 bucket.note()
-            if self._progress is not None:
-                self._progress.begin(self._step + 1)
             for bucket in self.buckets:
                 if bucket.index not in self._hooked:  # compiled modules call no hooks, for instance
                     self._mix(bucket, self._staleness)
@@ -150,27 +145,17 @@ class GossipReplica(AfterStepReplica):
             self._spans.append(span)
             self._received_from.update(sources)
 
-    def _refuse_moved_weights(self) -> None:
-        """Raise `UsageError` if weights were written after a pass, and no optimizer has stepped."""
-        if not (self._have_stepped or are_stepping(self._optimizers)):
-            names = (bucket.written(anyway=True) for bucket in self.buckets if not bucket.in_flight)
-            if name := next(filter(None, names), None):
-                raise UsageError(self.WRITTEN.format(name=name))
-
     def _on_pass(self) -> None:
         for bucket in self.buckets:
             if not bucket.in_flight:
                 bucket.note(anyway=True)
 
-    def _drain(self, *_: Any) -> None:
+    def drain(self) -> None:
+        """Wait for all exchanges in flight and mix what they brought; not collective."""
         self._end_steps(self._passes)  # an optimizer has not stepped
         for bucket in self.buckets:
             self._mix(bucket, 0)
         self._report(self._step - 1, self._exchange.members)
-
-    def drain(self) -> None:
-        """Wait for all exchanges in flight and mix what they brought; not collective."""
-        self._drain()
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; what is in flight ends first. See `Replica`."""
@@ -195,20 +180,6 @@ class GossipReplica(AfterStepReplica):
         self._exchange.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What this rank exchanges in a step, whichever order of the ranks leads to it."""
-
-    program: Program
-    bound: dict[Message, tuple[Exchange, int, float]] = field(default_factory=dict)
-    """By message its exchange, the bytes that this sends, and the weight of what it receives."""
-    sources: list[int] = field(default_factory=list)
-    """The ranks that it receives from."""
-
-    def __post_init__(self) -> None:
-        self.sources.extend(each.peer for hop in self.program.hops for each in hop.recvs)
-
-
 class GossipExchange:
     """Exchange buckets with partners, in the order of submission.
 
@@ -224,8 +195,7 @@ class GossipExchange:
         self.membership = make_elastic(world)
         """That of the world; it goes on without lost ranks."""
         self._generation = self._shared = -1
-        self._kept, self._plan = lru_cache(KEPT)(_Plan), lru_cache(KEPT)(self._plan_of)
-        self._plan_at = lru_cache(STEPS_KEPT)(self._plan_of_step)
+        self._program, self._bound = lru_cache(KEPT)(self._program_of), lru_cache(KEPT)(self._bind)
 
     def prove(self) -> Schedule:
         """Prove the exchanges of a period, of which all later ones are permutations; return the first.
@@ -278,9 +248,8 @@ class GossipExchange:
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""
-        self._kept.cache_clear()
-        self._plan.cache_clear()
-        self._plan_at.cache_clear()
+        self._program.cache_clear()
+        self._bound.cache_clear()
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
@@ -292,38 +261,32 @@ class GossipExchange:
             if (generation := membership.generation).start <= step:
                 if generation.number != self._generation:
                     self._adopt(generation)
-                plan = self._plan_at(step)
+                order = self._algorithm.order(step, len(self.members))
+                program = self._program(self._rounds[step % len(self._rounds)], order.tobytes())
                 try:
-                    nbytes_sent, share = self._exchange(plan, message, bucket, step)
-                    sources = plan.sources
+                    if program.hops:
+                        nbytes_sent, share = self._exchange(program, message, Tag(step, bucket))
+                    sources = [leg.peer for hop in program.hops for leg in hop.recvs]
                 except LOST as failure:
                     membership.recover(failure)
         return Received(Span(bucket, begin_s, perf_counter(), nbytes_sent), share, sources)
 
-    def _exchange(self, plan: _Plan, message: Message, bucket: int, step: int) -> tuple[int, float]:
+    def _exchange(self, program: Program, message: Message, tag: Tag) -> tuple[int, float]:
         """Return how many bytes this rank sent, and the weight of what it received."""
-        if not plan.program.hops:
-            return 0, 0.0
-        if (bound := plan.bound.get(message)) is None:
-            bound = plan.bound[message] = self._bind(plan.program, message)
-        run, nbytes_sent, share = bound
-        run(Tag(step, bucket))
+        run, nbytes_sent, share = self._bound(program, message)
+        run(tag)
         if message.received.is_cuda:
             self.world.transport.wait()  # before it mixes what may never have come
         self.membership.progress()
         ours, theirs = message.sent[:HEADER_NUMEL], message.received[:HEADER_NUMEL]
         if not torch.equal(ours != 0, theirs != 0):
-            what = f"gossip: bucket {bucket} does not match what the partner sent: {explain_mismatch(ours + theirs)}"
-            raise DisagreementError(what)
+            why = explain_mismatch(ours + theirs)
+            raise DisagreementError(f"gossip: bucket {tag.bucket} does not match what the partner sent: {why}")
         return nbytes_sent, share
 
-    def _plan_of_step(self, step: int) -> _Plan:
-        order = self._algorithm.order(step, len(self.members))
-        return self._plan(self._rounds[step % len(self._rounds)], order.tobytes())
-
-    def _plan_of(self, schedule: Schedule, order: bytes) -> _Plan:
+    def _program_of(self, schedule: Schedule, order: bytes) -> Program:
         members = self._ranks[np.frombuffer(order, np.int64)]
-        return self._kept(permuted_program(schedule, members, self.world.rank, self.world.size))
+        return permuted_program(schedule, members, self.world.rank, self.world.size)
 
     def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
         transport, within = self.world.transport, self._algorithm.within

@@ -10,6 +10,7 @@ Some parts of torch's autograd engine that are used here are not public yet; DDP
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import ref
 
@@ -64,19 +65,15 @@ def on_dense_gradients(
     """
     weakly = ref(owner)
 
-    def callback(name: str) -> Callable[[Tensor], None]:
-        def ready(param: Tensor) -> None:
-            here = weakly()
-            if here is None:
-                raise UsageError(f"{name} outlived the model it was attached with: keep the model or its replica")
-            grad = param.grad
-            if grad is not None and grad.layout is not torch.strided:
-                raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
-            call(here, name)
+    def ready(name: str, param: Tensor) -> None:
+        here, grad = weakly(), param.grad
+        if here is None:
+            raise UsageError(f"{name} outlived the model it was attached with: keep the model or its replica")
+        if grad is not None and grad.layout is not torch.strided:
+            raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
+        call(here, name)
 
-        return ready
-
-    return (on_gradient(param, callback(name)) for name, param in params)
+    return (on_gradient(param, partial(ready, name)) for name, param in params)
 
 
 class ModuleHook:
@@ -90,19 +87,12 @@ class ModuleHook:
         if not torch.compiler.is_compiling():
             self._call(*args)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _made_nothing, ()
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[Callable[..., None]]]:
+        return ModuleHook, (_nothing,)
 
 
 def _nothing(*args: Any) -> None:
     """Do nothing, on a copy of a module."""
-
-
-def _made_nothing() -> Callable[..., None]:
-    return _nothing
 
 
 class _Keeper:
@@ -110,9 +100,6 @@ class _Keeper:
 
     def __init__(self, kept: object) -> None:
         self.kept = kept
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Copy nothing."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

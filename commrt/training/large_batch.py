@@ -8,16 +8,18 @@ rate over batch, so a growing batch can replace a decay of the learning rate.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from math import ceil, inf
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
 from commrt.errors import UsageError
+from commrt.training.replica import Replica
 
 __all__ = ["BatchSizeControl", "Part", "Rate", "lars"]
 
@@ -32,14 +34,6 @@ class Samples(Protocol):
 
     def __iter__(self) -> Iterator[int]: ...
     def __len__(self) -> int: ...
-
-
-class Accumulates(Protocol):
-    """A replica, or a model wrapped in DistributedDataParallel."""
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Only accumulate gradients in this context."""
-        ...
 
 
 class Part(NamedTuple):
@@ -99,12 +93,7 @@ class BatchSizeControl(Sampler[list[int]]):
         return len(self._sampler) // self.batch_in(epoch)
 
     def epochs_after(self, updates: int) -> float:
-        """Return the number of epochs that `updates` are.
-
-        >>> control = BatchSizeControl(range(100), {0: 10, 2: 50})
-        >>> [control.epochs_after(updates) for updates in (5, 20, 21, 26)]
-        [0.5, 2.0, 2.5, 5.0]
-        """
+        """Return the number of epochs that `updates` are: the inverse of `updates_after`."""
         epoch, last = 0, max(self._sizes)
         while (steps := self.steps_in(epoch)) <= updates and steps and epoch < last:
             epoch, updates = epoch + 1, updates - steps
@@ -147,7 +136,7 @@ class BatchSizeControl(Sampler[list[int]]):
         return (self.steps - self._done) * self.parts
 
     @contextmanager
-    def part(self, replica: Accumulates | None = None) -> Iterator[Part]:
+    def part(self, replica: Replica | DistributedDataParallel | None = None) -> Iterator[Part]:
         """Wrap the forward and backward pass of one part; `replica` accumulates until the last part of a batch."""
         is_last = self._given + 1 == self.parts
         with nullcontext() if is_last or replica is None else replica.no_sync():
@@ -155,31 +144,29 @@ class BatchSizeControl(Sampler[list[int]]):
         self._given = 0 if is_last else self._given + 1
         self._done += is_last
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position, between steps; after the last step of an epoch that is the begin of the next one."""
-        ended = self._done == self.steps
-        epoch, done = (self.epoch + 1, 0) if ended else (self.epoch, self._done)
-        return {"epoch": epoch, "done": done, "steps": self.steps_in(epoch)}
+    def state_dict(self) -> dict[str, float]:
+        """Return the position, between steps."""
+        return {"epochs": self.epoch + self._done / max(self.steps, 1)}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go to the position in `state`, before the epoch's loader is asked; nearly there with other rank counts."""
-        _require_counts(state, "a BatchSizeControl", "epoch", "done")
-        self.epoch, self._given = state["epoch"], 0
-        self._done = round(state["done"] * self.steps / state.get("steps", self.steps)) if state["done"] else 0
-        if self._done and self._done >= self.steps:
+        epochs = _epochs_in(state, "a BatchSizeControl")
+        self.epoch, self._given = int(epochs), 0
+        self._done = round((epochs - self.epoch) * self.steps)
+        if self._done and self._done == self.steps:
             self.epoch, self._done = self.epoch + 1, 0
 
 
-def _is_number_of(value: object, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < MOST_COUNT  # type: ignore[operator]
-
-
-def _require_counts(state: object, whose: str, *names: str) -> None:
-    """Raise `UsageError` unless `state` has a count under each of `names`, and a positive one under steps if any."""
-    found = state if isinstance(state, Mapping) else {}
-    counts = [found.get(name) for name in names] + ([found["steps"]] if "steps" in found else [])
-    if not all(_is_number_of(count, int) for count in counts) or found.get("steps") == 0:
+def _epochs_in(state: object, whose: str) -> float:
+    """Return how many epochs of training `state` is after."""
+    epochs = state.get("epochs") if isinstance(state, Mapping) else None
+    if not _is_number(epochs):
         raise UsageError(f"{state!r:.200} is no state of {whose}: pass what its state_dict() returned")
+    return epochs
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_COUNT
 
 
 def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
@@ -250,23 +237,17 @@ class Rate:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the highest rates, and how much of the training is done."""
-        done = self._control.epochs_after(self._updates)
-        return {"highest": self._highest, "updates": self._updates, "epochs": done}
+        return {"highest": self._highest, "epochs": self._control.epochs_after(self._updates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; with another number of ranks, as far in the training after other updates."""
-        _require_counts(state, "a Rate", "updates")
-        highest, done = state.get("highest"), state.get("epochs")
+        epochs, highest = _epochs_in(state, "a Rate"), state.get("highest")
         rates = highest if isinstance(highest, list | tuple) else []
-        if len(rates) != len(self._highest) or not all(_is_number_of(one, (int, float)) for one in rates):
+        if len(rates) != len(self._highest) or not all(map(_is_number, rates)):
             raise UsageError(
                 f"a state of other rates: {state!r:.200}; pass what state_dict() of this optimizer's returned"
             )
-        if done is not None and not (isinstance(done, int | float) and 0 <= done < MOST_COUNT):
-            raise UsageError(f"a state of {done!r:.80} epochs: pass what state_dict() returned")
-        self._highest, self._updates = list(rates), state["updates"]
-        if done is not None and self._control.epochs_after(self._updates) != done:
-            self._updates = self._control.updates_after(done)
+        self._highest, self._updates = [*rates], self._control.updates_after(epochs)
         self._set()
 
 

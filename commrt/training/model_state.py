@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a model's tensors and the state of optimizers into bytes: to send them, and to compare replicas bit by bit."""
+"""The state of models and optimizers: as bytes, to compare replicas bit by bit, and sent from one rank to the others.
+
+Functions with a world are collective, for its members; the source is the lowest of them where none is given.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pickle import PicklingError, UnpicklingError
 from typing import Any, Protocol, cast, runtime_checkable
@@ -13,21 +16,30 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _take_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from commrt.algorithms import halving_doubling
+from commrt.buckets.layout import AVERAGED_BUFFERS, MIB
 from commrt.errors import UsageError
+from commrt.runtime.world import World
 from commrt.store.client import MALFORMED
+from commrt.transport.protocol import Tag
 
 __all__ = [
     "Stateful",
-    "batches",
+    "averaged_tensors",
     "digest",
     "dump",
     "fingerprint",
     "flatten",
+    "gather_integers",
+    "gather_values",
     "load",
+    "mean",
+    "overwrite_model",
+    "overwrite_states",
     "own_residuals",
     "restore",
     "unread_buffers",
@@ -62,30 +74,28 @@ def restore(flat: Tensor, tensors: Sequence[Tensor], unread: frozenset[int] = fr
     """Overwrite those of `tensors` that differ from `flat`, the bytes that `flatten` made of tensors like them.
 
     Autograd then refuses to run a graph backward that saved one of them, as after any write in place. It does not
-    notice writes to tensors whose ids are in `unread`. On a GPU this waits for the other tensors, once if nothing
-    differs.
+    notice writes to tensors whose ids are in `unread`. On a GPU this waits for each of the others.
     """
-    pairs = list(zip(tensors, torch.split(flat, [t.nbytes for t in tensors]), strict=True))
-    read = [pair for pair in pairs if id(pair[0]) not in unread]
-    for tensor, part in pairs:
-        if id(tensor) in unread:
-            tensor.data.copy_(_like(part, tensor))
-    expected = flat if len(read) == len(pairs) else torch.cat([part for _, part in read] or [flat[:0]])
-    if read and not torch.equal(flatten([tensor for tensor, _ in read]), expected):
-        with torch.no_grad():
-            for tensor, part in read:
-                if not torch.equal(flatten([tensor]), part):
-                    tensor.copy_(_like(part, tensor))
-
-
-def _like(part: Tensor, tensor: Tensor) -> Tensor:
-    return part.clone().view(tensor.dtype).view(tensor.shape)
+    for tensor, part in zip(tensors, torch.split(flat, [each.nbytes for each in tensors]), strict=True):
+        if id(tensor) in unread or not torch.equal(flatten([tensor]), part):
+            written = tensor.data if id(tensor) in unread else tensor.detach()
+            written.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def unread_buffers(model: nn.Module) -> frozenset[int]:
     """Return the ids of buffers that a graph saves and does not read: what BatchNorm counts while it trains."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
     return frozenset(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
+
+
+def averaged_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the trainable parameters and `AVERAGED_BUFFERS`, each once: those of which replicas take the mean."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        buffers = module.named_buffers(recurse=False)
+        found += (param for param in module.parameters(recurse=False) if param.requires_grad)
+        found += (each for name, each in buffers if name in AVERAGED_BUFFERS and each.is_floating_point())
+    return [*{id(tensor): tensor for tensor in found}.values()]
 
 
 def dump(owners: Sequence[Stateful]) -> Tensor:
@@ -205,32 +215,79 @@ def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Map
     return cast("Mapping[str, Tensor]", found)
 
 
-def batches(tensors: Sequence[Tensor], nbytes: int) -> Iterator[list[Tensor]]:
-    """Yield `tensors` in order, in lists that end when they reach `nbytes`."""
-    batch: list[Tensor] = []
-    left = nbytes
-    for tensor in tensors:
-        batch.append(tensor)
-        left -= tensor.nbytes
-        if left <= 0:
-            yield batch
-            batch, left = [], nbytes
-    if batch:
-        yield batch
-
-
-def digest(tensors: Sequence[Tensor]) -> str:
-    """Return the SHA-256 over the bytes of `tensors`."""
+def digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 over names and bytes of tensors: equal exactly if these are bitwise equal."""
     seen = hashlib.sha256()
-    for tensor in tensors:
+    for name, tensor in named:
+        seen.update(name.encode())
         seen.update(flatten([tensor]).cpu().numpy().tobytes())
     return seen.hexdigest()
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 over names and bytes of parameters and buffers: equal exactly if these are bitwise equal."""
-    seen = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        seen.update(name.encode())
-        seen.update(flatten([tensor]).cpu().numpy().tobytes())
-    return seen.hexdigest()
+    """Return the `digest` of all parameters and buffers."""
+    return digest((*model.named_parameters(), *model.named_buffers()))
+
+
+def overwrite_model(
+    world: World, model: nn.Module, step: int, source: int | None = None, *, buffers_only: bool = False
+) -> None:
+    """Overwrite parameters and buffers with the source's."""
+    unread, params = unread_buffers(model), [] if buffers_only else [*model.parameters()]
+    for batch in _take_tensors([*params, *model.buffers()], 25 * MIB):  # type: ignore[no-untyped-call]  # torch's own
+        flat = flatten(batch)
+        if not _broadcast(world, flat, step, source):
+            restore(flat, batch, unread)
+
+
+def _broadcast(world: World, flat: Tensor, step: int, source: int | None) -> bool:
+    """Overwrite `flat` with the source's, among those who are members then; return True on the source."""
+
+    def broadcast_now() -> bool:
+        members = sorted(world.members, key=lambda rank: (rank != source, rank))
+        world.broadcast_now(flat, tuple(members), Tag(step, "state"))
+        return members[0] == world.rank
+
+    return world.membership.submit(broadcast_now).result()
+
+
+def overwrite_states(world: World, owners: Sequence[Stateful], step: int, source: int | None = None) -> None:
+    """Overwrite the state of `owners` with the source's.
+
+    Ranks need not have as much state as the source. It loads its own state as well, so that it fails where the others
+    fail.
+    """
+    if not owners or len(world.members) == 1:
+        return
+    is_source = min(world.members, key=lambda rank: (rank != source, rank)) == world.rank
+    flat = dump(owners) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+    nbytes = torch.tensor([flat.numel()], device="cpu")
+    _broadcast(world, nbytes, step, source)
+    flat = flat if is_source else flat.new_empty(int(nbytes))
+    if flat.numel():
+        _broadcast(world, flat, step, source)
+    load(flat, owners)
+
+
+def mean(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
+    """Return the mean of all members' `tensors`, in fp32 (fp64 for fp64), the same bits on all of them."""
+    members = tuple(world.members)
+    wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in wide]) / len(members)
+    schedule = halving_doubling.all_reduce(len(members))
+    world.membership.submit(lambda: world.run_now(schedule, flat, Tag(step, "mean"), members)).result()
+    parts = torch.split(flat, [tensor.numel() for tensor in wide])
+    return [part.view(like.shape) for part, like in zip(parts, wide, strict=True)]
+
+
+def gather_values(world: World, value: float, step: int) -> dict[int, float]:
+    """Return the `value` of each rank that was a member when the values were sent."""
+    own = torch.zeros((2, world.size), dtype=torch.float64, device="cpu")
+    own[0, world.rank], own[1, world.rank] = value, 1
+    values, shares = mean(world, [own], step)[0]
+    return {rank: float(values[rank] / shares[rank]) for rank in range(world.size) if shares[rank] > 0}
+
+
+def gather_integers(world: World, number: int) -> dict[int, int]:
+    """Return the `number` of each rank that was a member when the numbers were sent."""
+    return {rank: round(each) for rank, each in gather_values(world, number, number).items()}

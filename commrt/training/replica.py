@@ -7,29 +7,47 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakSet
+from functools import cache
+from operator import add
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import Named
-from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
 from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
-from commrt.training.broadcast_state import gather_values, mean, overwrite_buffers, overwrite_model
+from commrt.store.client import MALFORMED, parse_int
 from commrt.training.hooks import keep_alive, let_go
-from commrt.training.model_state import Stateful, fingerprint
-from commrt.training.step_guard import ParameterList, are_stepping, before_each_step, wrapped_as
+from commrt.training.model_state import (
+    Stateful,
+    averaged_tensors,
+    fingerprint,
+    flatten,
+    gather_values,
+    mean,
+    overwrite_model,
+    restore,
+    unread_buffers,
+)
+from commrt.training.step_guard import ParameterList, wrapped_as
 
 __all__ = ["Replica", "Stats", "StepReport", "attached", "attached_to"]
 
-MOST_STEPS = 1 << 53
+
+class _Watcher(Protocol):
+    """Looks at each step of the optimizers given to `attach`."""
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None: ...
+
+    def after_step(self, optimizer: Optimizer) -> None: ...
 
 
 class Replica(ABC):
@@ -38,50 +56,67 @@ class Replica(ABC):
     All methods belong to the thread that trains. Every rank must call those marked collective.
     """
 
-    def __init__(self, model: nn.Module, params: Sequence[Named], algorithm: Algorithm, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[Named],
+        optimizers: Sequence[Optimizer],
+        algorithm: Algorithm,
+        world: World,
+    ) -> None:
         self.model = model
         self.last: StepReport | None = None
         """The latest step."""
-        self._params, self._algorithm = params, algorithm
+        self._params, self._optimizers, self._algorithm, self._world = params, optimizers, algorithm, world
         self._parameters, self._averaged = ParameterList(model), {id(param) for _, param in params}
-        self._given: Sequence[Optimizer] = ()
-        self._world = world
+        self._stepping: list[Optimizer] = []  # those of `optimizers` whose steps have begun, the outermost first
         self._stats, self._step = Stats(), 0
         self._is_synchronous = True
         self._handles: list[RemovableHandle] = []
 
-    def _live(self, handles: Sequence[RemovableHandle], optimizers: Sequence[Optimizer]) -> None:
-        """Begin to act on `optimizers` and on what the `handles` stand for; `detach` removes these."""
-        self._given = optimizers
-        self._handles = [*handles, before_each_step(self._check_step)]
-        _replicas.add(self)
+    def _live(self, handles: Iterable[RemovableHandle], watcher: _Watcher | None = None) -> None:
+        """Begin to act on the optimizers and on what the `handles` stand for; `detach` removes these."""
+        self._watcher = watcher
+        self._handles += handles
+        self._handles += (each.register_step_pre_hook(self._before_step) for each in self._optimizers)
+        self._handles += (each.register_step_post_hook(self._after_step) for each in self._optimizers)
+        _watch_strangers()
+        _replicas[id(self)] = self
         keep_alive(self, self._owners())
 
     def _owners(self) -> Iterator[nn.Module]:
         """Yield the modules that hold a parameter of this replica."""
-        ours = {id(param) for _, param in self._params}
         for module in self.model.modules():
-            if any(id(param) in ours for param in module.parameters(recurse=False)):
+            if any(id(param) in self._averaged for param in module.parameters(recurse=False)):
                 yield module
 
-    def _check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step of any optimizer that would let the replicas drift apart."""
-        if optimizer not in self._given:
-            self._check_stranger(optimizer)
-            return
-        if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
-            raise failure
-        self._parameters.require_unchanged()
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in self._averaged and param.grad is not None:
-                    self._require_attached(param)
-        if not are_stepping(self._given):
-            self._refuse_writes()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Refuse a step that would let the replicas drift apart; return its arguments if they become others."""
+        if not torch.compiler.is_compiling():
+            while optimizer in self._stepping:  # an error ended its step, and all that began within it
+                self._stepping.pop()
+            if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
+                raise failure
+            self._parameters.require_unchanged()
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if id(param) not in self._averaged and param.grad is not None:
+                        self._require_attached(param)
+            if not self._stepping:
+                self._refuse_writes()
+            self._stepping.append(optimizer)
+        return None if self._watcher is None else self._watcher.before_step(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Note that `optimizer` has stepped."""
+        if self._watcher is not None:
+            self._watcher.after_step(optimizer)
+        while optimizer in self._stepping:
+            self._stepping.pop()
 
     def _check_stranger(self, optimizer: Optimizer) -> None:
         """Refuse a step of an optimizer that was not given, if it steps this model and passes nothing on."""
-        if are_stepping(self._given):
+        if self._stepping or optimizer in self._optimizers:
             return
         names = self._parameters.names()
         for group in optimizer.param_groups:
@@ -104,14 +139,13 @@ class Replica(ABC):
 
     def _refuse_stranger(self, optimizer: Optimizer, name: str) -> None:
         """Raise `UsageError` unless `optimizer` passes its steps on to one that was given, or none was given."""
-        if not self._given or any(wrapped_as(each, [optimizer]) for each in self._given):
-            return
-        inner = wrapped_as(optimizer, self._given)
-        which = "all optimizers that step the model" if inner is None else f"{inner}, whose step() is called"
-        raise UsageError(
-            f"{type(optimizer).__name__} steps {name}, and was not given to attach(): detach(), and attach() again "
-            f"with {which}"
-        )
+        if self._optimizers and not any(wrapped_as(each, [optimizer]) for each in self._optimizers):
+            inner = wrapped_as(optimizer, self._optimizers)
+            which = "all optimizers that step the model" if inner is None else f"{inner}, whose step() is called"
+            raise UsageError(
+                f"{type(optimizer).__name__} steps {name}, and was not given to attach(): detach(), and attach() again "
+                f"with {which}"
+            )
 
     @property
     def step(self) -> int:
@@ -163,47 +197,51 @@ class Replica(ABC):
         """
         with self._world.collective("consolidate()"):
             self.drain()
-            tensors = [slot.tensor() for slot in exchanged_tensors(self.model)]
+            tensors = averaged_tensors(self.model)
             values = self._world.membership.together(lambda: mean(self._world, tensors, self.step))
-            with torch.no_grad():
-                for tensor, value in zip(tensors, values, strict=True):
-                    tensor.copy_(value)
-            self._world.membership.together(lambda: overwrite_buffers(self._world, self.model, self.step))
+            means = [value.to(tensor.dtype) for tensor, value in zip(tensors, values, strict=True)]
+            restore(flatten(means), tensors, unread_buffers(self.model))
+            self._take_from_first(buffers_only=True)
 
     def disagreement(self) -> float:
         """Return the distance of the farthest replica from the mean, relative to the mean's norm; collective.
 
         Costs two all-reduces. One is of all parameters in fp64, which adds up equal ones without rounding.
         """
-        with self._world.collective("disagreement()"):
+        with self._collective("disagreement()"):
             self.drain()
-            own, count = [param.detach().double() for _, param in self._params], len(self._world.members)
-            parts = [count * tensor for tensor in own]
-            sums = self._world.membership.together(lambda: mean(self._world, parts, self.step))
-            pairs = [(tensor, value / count) for tensor, value in zip(own, sums, strict=True)]
-            distance = sum(((tensor - value).square().sum().item() for tensor, value in pairs), 0.0)
-            norm = sum((value.square().sum().item() for _, value in pairs), 0.0)
-            share = (distance / norm) ** 0.5
+            count = len(self._world.members)
+            own = torch.cat([param.detach().double().reshape(-1) for _, param in self._params])
+            (total,) = self._world.membership.together(lambda: mean(self._world, [count * own], self.step))
+            norm = (total / count).norm().clamp(min=torch.finfo(torch.float64).tiny)  # of zeros too
+            share = float((own - total / count).norm() / norm)
             shares = self._world.membership.together(lambda: gather_values(self._world, share, self.step))
             return float(torch.tensor([*shares.values()], dtype=torch.float64, device="cpu").max())
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; collective, not inside `join`."""
-        with self._world.collective("overwrite_with_first()"):
-            self._world.membership.together(lambda: overwrite_model(self._world, self.model, self.step))
+        with self._collective("overwrite_with_first()"):
+            self._take_from_first()
 
     def sync_buffers(self) -> None:
         """Overwrite this rank's buffers with rank 0's now; collective, not inside `join`."""
-        with self._world.collective("sync_buffers()"):
-            self._world.membership.together(lambda: overwrite_buffers(self._world, self.model, self.step))
+        with self._collective("sync_buffers()"):
+            self._take_from_first(buffers_only=True)
+
+    def _take_from_first(self, *, buffers_only: bool = False) -> None:
+        world = self._world
+        world.membership.together(lambda: overwrite_model(world, self.model, self.step, buffers_only=buffers_only))
 
     def replicas_equal(self) -> bool:
         """Return True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`.
 
         With backup workers, False if a rank has ended before the others did (see `consolidate`).
         """
-        with self._world.collective("replicas_equal()"):
+        with self._collective("replicas_equal()"):
             return self._world.all_equal("replicas", fingerprint(self.model))
+
+    def _collective(self, what: str) -> AbstractContextManager[None]:
+        return self._world.collective(what)
 
     @property
     def lost(self) -> tuple[Loss, ...]:
@@ -234,37 +272,48 @@ class Replica(ABC):
             self._restart_at_step(step)
 
     @staticmethod
-    def _step_in(state: object) -> int:
-        step = state.get("step") if isinstance(state, Mapping) else None
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MOST_STEPS:
-            raise UsageError(f"a state without a step number: {state!r:.200}; pass what state_dict() returned")
-        return step
+    def _step_in(state: Any) -> int:
+        try:
+            return parse_int(state["step"])
+        except MALFORMED:
+            what = f"a state without a step number: {state!r:.200}; pass what state_dict() returned"
+            raise UsageError(what) from None
 
     def detach(self) -> None:
-        """Remove every hook; the model is a plain model again. Not collective."""
+        """Remove every hook; the model is a plain model again. Not collective; safe to call twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         let_go(self._owners())
-        _replicas.discard(self)
-
-    def close(self) -> None:
-        """Detach; the world stays open. Safe to call twice."""
-        self.detach()
+        _replicas.pop(id(self), None)
 
 
-_replicas: WeakSet[Replica] = WeakSet()
+_replicas: WeakValueDictionary[int, Replica] = WeakValueDictionary()
+
+
+@cache
+def _watch_strangers() -> None:
+    """Let replicas look at each step of any optimizer; registers with torch, once in a process."""
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _before_any_step(optimizer: Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for weakly in _replicas.valuerefs():  # a list: other threads attach and detach meanwhile
+            if (replica := weakly()) is not None:
+                replica._check_stranger(optimizer)  # noqa: SLF001  # of this module
 
 
 def attached(params: Iterable[Tensor]) -> list[bool]:
     """Return which of `params` have a replica."""
-    taken = {id(param) for replica in _replicas for _, param in replica._params}  # noqa: SLF001  # of this module
+    replicas = [weakly() for weakly in _replicas.valuerefs()]
+    taken = {id(param) for replica in replicas if replica is not None for _, param in replica._params}  # noqa: SLF001
     return [id(param) in taken for param in params]
 
 
 def attached_to(world: World) -> int:
     """Return how many models are attached to `world`, without those that were dropped."""
-    return count_kept(lambda: sum(replica._world is world for replica in _replicas))  # noqa: SLF001  # of this module
+    return count_kept(lambda: sum(getattr(weakly(), "_world", None) is world for weakly in _replicas.valuerefs()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,15 +356,13 @@ class StepReport:
         return sum(span.nbytes_sent for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(NamedTuple):
     """Totals since `attach`; the fields are those of `StepReport`."""
 
     steps: int = 0
     comm_s: float = 0.0
     exposed_s: float = 0.0
     nbytes_sent: int = 0
-    received_from: frozenset[int] = frozenset()
     counted: int = 0
     """Steps in which this rank's gradient was used."""
     late_s: float = 0.0
@@ -324,22 +371,14 @@ class Stats:
     saved_s: float = 0.0
     samples: int = 0
     """Without the steps in which a member could not say."""
+    received_from: frozenset[int] = frozenset()
 
-    def plus(self, report: StepReport) -> Stats:
+    def plus(self, step: StepReport) -> Stats:
         """Return the totals with one more step."""
-        comm_s, nbytes_sent = self.comm_s, self.nbytes_sent
-        for span in report.spans:
+        comm_s, nbytes_sent = 0.0, 0
+        for span in step.spans:
             comm_s += span.end_s - span.begin_s
             nbytes_sent += span.nbytes_sent
-        return Stats(
-            self.steps + 1,
-            comm_s,
-            self.exposed_s + report.exposed_s,
-            nbytes_sent,
-            self.received_from | report.received_from,
-            self.counted + report.counted,
-            self.late_s + report.late_s,
-            self.dropped + len(report.dropped),
-            self.saved_s + report.saved_s,
-            self.samples + (report.samples or 0),
-        )
+        costs = 1, comm_s, step.exposed_s, nbytes_sent, step.counted, step.late_s
+        backups = len(step.dropped), step.saved_s, step.samples or 0
+        return Stats._make([*map(add, self, costs + backups), self.received_from | step.received_from])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,6 +23,7 @@ from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.membership import LOST
 from commrt.runtime.world import World
+from commrt.store.client import MALFORMED, parse_int
 from commrt.threads.future import Future
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
@@ -72,13 +73,18 @@ class RingShuffle:
     ) -> None:
         self._world = current() if world is None else world
         self._fields, found = _stacked(samples)
-        self._batch_size = _positive(found if batch_size is None else batch_size)
+        self._batch_size = (found if batch_size is None else batch_size) or 0
+        if self._batch_size < 1:
+            raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
         self._seed, self._shuffles = seed, shuffle
-        self.passes = 0
-        """The number of whole passes so far."""
-        self._taken = 0  # batches of the running pass
-        self._used: Tensor | None = None  # the places in the shard of the latest batch, which was not sent yet
-        self._exchange = _RingExchange(self._world, self._fields, self._batch_size)
+        self._batches = 0  # so far, in all passes
+        self._order = lru_cache(2)(self._order_of)
+        self._like = [field[: self._batch_size] for field in self._fields]
+        self._generation = self._world.membership.number
+        self._memory_epoch = -1  # of the memory below, see `Membership.memory_epoch`
+        self._in_flight: tuple[Tensor, Future[int | None]] | None = None
+        self._completed = 0  # batches exchanged since the start
+        self._replaced: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=UNDO_BATCHES)  # which can be taken back
         kinds = ", ".join(f"{field.dtype}{list(field.shape)}" for field in self._fields)
         self._world.agree("RingShuffle", samples=kinds, batch_size=str(self._batch_size))
 
@@ -86,98 +92,37 @@ class RingShuffle:
         """Return the number of batches of a pass."""
         return (len(self._fields[0]) + self._batch_size - 1) // self._batch_size
 
+    @property
+    def passes(self) -> int:
+        """The number of whole passes so far."""
+        return self._batches // len(self)
+
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the remaining batches of the running pass."""
-        order = self._order()
-        while self._taken < len(self):
-            places = order[self._taken * self._batch_size : (self._taken + 1) * self._batch_size]
+        for batch in range(self._batches, (self.passes + 1) * len(self)):
             self.drain()
-            if self._used is not None and len(self._world.members) > 1:
-                self._exchange.send(self._used)
-            if self._taken == 0:
+            if batch > 0 and len(self._world.members) > 1:
+                self._send(self._places(batch - 1))
+            if batch % len(self) == 0:
                 self.drain()  # the last batch of the pass before may bring samples of this one
-            self._taken, self._used = self._taken + 1, places
+            places, self._batches = self._places(batch), batch + 1
             yield tuple(field[places] for field in self._fields)
-        self.passes, self._taken = self.passes + 1, 0
 
-    def _order(self) -> Tensor:
+    def _places(self, batch: int) -> Tensor:
+        """Return the places of a batch in the shard."""
+        passes, number = divmod(batch, len(self))
+        return self._order(passes)[number * self._batch_size :][: self._batch_size]
+
+    def _order_of(self, passes: int) -> Tensor:
         count = len(self._fields[0])
         if not self._shuffles:
             return torch.arange(count, device="cpu")
-        seed = np.random.SeedSequence([self._seed, self._world.rank, self.passes]).generate_state(1, np.uint64)
+        seed = np.random.SeedSequence([self._seed, self._world.rank, passes]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(seed[0] >> 1))
         return torch.randperm(count, generator=generator, device="cpu")
 
     def drain(self) -> None:
-        """Wait for the batch in flight; not collective."""
-        self._exchange.receive()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that a checkpoint needs, the samples included: they have moved since the start."""
-        self.drain()
-        fields = [field.clone() for field in self._fields]
-        used = None if self._used is None else self._used.clone()
-        return {"passes": self.passes, "taken": self._taken, "used": used, "samples": fields}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved, on the same rank; all ranks must load states that were saved together."""
-        self._require_fit(state)
-        self.drain()
-        self.passes, self._taken, self._used = state["passes"], state["taken"], state.get("used")
-        for own, saved in zip(self._fields, state["samples"], strict=True):
-            own.copy_(saved)
-        self._exchange.forget()
-
-    def _require_fit(self, state: object) -> None:
-        found = state if isinstance(state, Mapping) else {}
-        samples, used = found.get("samples"), found.get("used")
-        kinds = [_kind(field) for field in samples] if isinstance(samples, list | tuple) else None
-        if kinds != [_kind(field) for field in self._fields]:
-            raise UsageError("a state of other samples: make the RingShuffle with the shard that it was saved with")
-        counts = [found.get("passes"), found.get("taken")]
-        are_counts = all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts)
-        places = torch.empty(0, dtype=torch.int64) if used is None else used
-        if (
-            not are_counts
-            or found["taken"] > len(self)
-            or _kind(places)[0] != torch.int64
-            or (places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(self._fields[0]))
-            or places.dim() != 1
-        ):
-            raise UsageError("a state that no RingShuffle has saved: pass what state_dict() returned")
-
-
-class _RingExchange:
-    """Send batches of a shard to the next rank, and put those of the rank before into their places.
-
-    After a loss, the first exchange of the new generation is none: the ranks compare how many batches each has
-    exchanged instead, and all go back to the lowest number. So no sample is lost but those of the lost rank.
-    """
-
-    def __init__(self, world: World, fields: Sequence[Tensor], batch_size: int) -> None:
-        self._world, self._fields = world, fields
-        self._like = [field[:batch_size] for field in fields]
-        self._generation = world.membership.number
-        self._memory_epoch = -1  # of the memory below, see `Elastic.memory_epoch`
-        self._in_flight: tuple[Tensor, Future[int | None]] | None = None
-        self._completed = 0  # batches exchanged since the start
-        self._replaced: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=UNDO_BATCHES)
-
-    def send(self, places: Tensor) -> None:
-        """Send the samples at `places` of the shard; no other batch may be in flight.
-
-        A smaller batch repeats its last sample, so that one exchange is bound for all.
-        """
-        places = torch.cat([places, places[-1:].expand(len(self._like[0]) - len(places))])
-        if self._memory_epoch != self._world.membership.memory_epoch:  # a rank of an earlier generation may still read
-            self._memory_epoch = self._world.membership.memory_epoch
-            self._sent, self._received = (FlatBuffer(self._like, self._world.transport.allocate) for _ in range(2))
-            self._bound: Exchange | None = None
-        self._sent.fill([field[places] for field in self._fields])
-        self._in_flight = places, self._world.comm_thread.submit(partial(self._exchange, self._completed))
-
-    def receive(self) -> None:
-        """Wait for the batch in flight, if there is one, and put what has come into the shard."""
+        """Wait for the batch in flight, and put what has come into the shard; not collective."""
         if self._in_flight is None:
             return
         (places, answer), self._in_flight = self._in_flight, None
@@ -198,12 +143,45 @@ class _RingExchange:
         for field, part in zip(self._fields, batch, strict=True):
             field[places] = part
 
-    def forget(self) -> None:
-        """Take no batch back any more: the shard was replaced."""
-        self._replaced.clear()
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a checkpoint needs, the samples included: they have moved since the start."""
+        self.drain()
+        return {"batches": self._batches, "samples": [field.clone() for field in self._fields]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved, on the same rank; all ranks must load states that were saved together."""
+        try:
+            batches, samples = parse_int(state["batches"]), [*state["samples"]]
+            kinds = [(field.dtype, field.shape) for field in samples]
+        except MALFORMED as error:
+            raise UsageError("a state that no RingShuffle has saved: pass what state_dict() returned") from error
+        if kinds != [(field.dtype, field.shape) for field in self._fields]:
+            raise UsageError("a state of other samples: make the RingShuffle with the shard that it was saved with")
+        self.drain()
+        self._batches = batches
+        for own, saved in zip(self._fields, samples, strict=True):
+            own.copy_(saved)
+        self._replaced.clear()  # the shard was replaced
+
+    def _send(self, places: Tensor) -> None:
+        """Send the samples at `places` of the shard; no other batch may be in flight.
+
+        A smaller batch repeats its last sample, so that one exchange is bound for all.
+        """
+        places = torch.cat([places, places[-1:].expand(len(self._like[0]) - len(places))])
+        if self._memory_epoch != self._world.membership.memory_epoch:  # a rank of an earlier generation may still read
+            self._memory_epoch = self._world.membership.memory_epoch
+            self._sent, self._received = (FlatBuffer(self._like, self._world.transport.allocate) for _ in range(2))
+            self._bound: Exchange | None = None
+        self._sent.fill([field[places] for field in self._fields])
+        self._in_flight = places, self._world.comm_thread.submit(partial(self._exchange, self._completed))
 
     def _exchange(self, completed: int) -> int | None:
-        """Return how many batches all ranks have exchanged now, or None if that is unknown; on its own thread."""
+        """Return how many batches all ranks have exchanged now, or None if that is unknown. On its own thread.
+
+        After a loss, the first exchange of the new generation is none: the ranks compare how many batches each has
+        exchanged instead, and all go back to the lowest number. So no sample is lost but those of the lost rank.
+        """
         membership = self._world.membership
         step = membership.next_step  # a batch is sent before the weights of its step
         membership.next_step += 1
@@ -213,7 +191,10 @@ class _RingExchange:
             if membership.number != self._generation:
                 return self._lowest(completed)
             if self._bound is None:
-                self._bound = self._bind()
+                place, members = self._world.members.index(self._world.rank), self._world.members
+                after, before = members[(place + 1) % len(members)], members[place - 1]
+                group = P2PGroup([P2PMessage(after, self._sent.flat)], [P2PMessage(before, self._received.flat)])
+                self._bound = self._world.transport.bind(group)
             self._bound(TAG)
             if membership.is_elastic:
                 self._world.transport.wait()
@@ -230,28 +211,24 @@ class _RingExchange:
         self._generation = self._world.membership.number
         return int(counts[list(members)].min())
 
-    def _bind(self) -> Exchange:
-        members = self._world.members
-        place = members.index(self._world.rank)
-        after, before = members[(place + 1) % len(members)], members[place - 1]
-        group = P2PGroup([P2PMessage(after, self._sent.flat)], [P2PMessage(before, self._received.flat)])
-        return self._world.transport.bind(group)
-
-
-def _kind(field: object) -> tuple[torch.dtype | None, tuple[int, ...]]:
-    return (field.dtype, tuple(field.shape)) if isinstance(field, Tensor) else (None, ())
-
 
 def _stacked(samples: _Indexed | Iterable[Any]) -> tuple[list[Tensor], int | None]:
     """Return the fields [n, ...] of all samples, and the size of a batch if they came in batches."""
+    batch_size = None
     if isinstance(samples, list | tuple) and samples and all(isinstance(part, Tensor) for part in samples):
-        return _checked([part.clone() for part in samples]), None
-    if isinstance(samples, _Indexed) and not hasattr(samples, "batch_size") and len(samples):
-        return _checked(_parts(default_collate([samples[i] for i in range(len(samples))]))), None
-    batches = [_parts(batch) for batch in samples] if isinstance(samples, Iterable) else []
-    if not batches:
-        raise UsageError(f"a {type(samples).__name__} has no samples: pass a dataset, tensors, or a loader of batches")
-    return _checked([torch.cat(parts) for parts in zip(*batches, strict=True)]), len(batches[0][0])
+        fields = [part.clone() for part in samples]
+    elif isinstance(samples, _Indexed) and not hasattr(samples, "batch_size") and len(samples):
+        fields = _parts(default_collate([samples[i] for i in range(len(samples))]))
+    else:
+        batches = [_parts(batch) for batch in samples] if isinstance(samples, Iterable) else []
+        if not batches:
+            kind = type(samples).__name__
+            raise UsageError(f"a {kind} has no samples: pass a dataset, tensors, or a loader of batches")
+        fields, batch_size = [torch.cat(parts) for parts in zip(*batches, strict=True)], len(batches[0][0])
+    lengths = {len(field) for field in fields}
+    if len(lengths) != 1 or not min(lengths):
+        raise UsageError(f"fields of {sorted(lengths)} samples: all need the same number, and at least one")
+    return fields, batch_size
 
 
 def _parts(batch: Any) -> list[Tensor]:
@@ -260,16 +237,3 @@ def _parts(batch: Any) -> list[Tensor]:
         kinds = ", ".join(type(part).__name__ for part in parts)
         raise UsageError(f"samples of {kinds} cannot be sent: make them tensors, numbers, or tuples of these")
     return parts
-
-
-def _checked(fields: list[Tensor]) -> list[Tensor]:
-    lengths = {len(field) for field in fields}
-    if len(lengths) != 1 or not min(lengths):
-        raise UsageError(f"fields of {sorted(lengths)} samples: all need the same number, and at least one")
-    return fields
-
-
-def _positive(batch_size: int | None) -> int:
-    if batch_size is None or batch_size < 1:
-        raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
-    return batch_size

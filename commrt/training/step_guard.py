@@ -6,37 +6,24 @@ Replicas must not drift apart: what an optimizer steps was averaged, and nobody 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from functools import wraps
 from hashlib import blake2b
 from itertools import chain
 from operator import is_
 from struct import pack
-from threading import local
 from typing import Any
-from weakref import WeakMethod
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.layout import WIDTHS
 from commrt.errors import UsageError
 from commrt.training.admission import EMBEDDINGS
 
-__all__ = [
-    "ParameterList",
-    "StepGuard",
-    "are_stepping",
-    "before_each_step",
-    "closure_in",
-    "settings_digest",
-    "wrapped_as",
-]
+__all__ = ["ParameterList", "StepGuard", "closure_in", "settings_digest", "wrapped_as"]
 
 UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
@@ -118,10 +105,7 @@ class StepGuard:
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        params: Sequence[Tensor],
-        take_part: Callable[[], None],
+        self, optimizers: Sequence[Optimizer], params: Sequence[Tensor], take_part: Callable[[], None]
     ) -> None:
         self._optimizers, self._take_part = optimizers, take_part
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
@@ -130,11 +114,6 @@ class StepGuard:
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
         self.steps = 0
         """The sum of all steps, each with the weight of its optimizer: it shows if ranks step different optimizers."""
-
-    def register(self) -> list[RemovableHandle]:
-        """Check before and after each step of the optimizers."""
-        before = [optimizer.register_step_pre_hook(self._before) for optimizer in self._optimizers]
-        return before + [optimizer.register_step_post_hook(self._after) for optimizer in self._optimizers]
 
     def hold_back(self) -> None:
         """Note that a backward pass has added to gradients without averaging them."""
@@ -146,7 +125,7 @@ class StepGuard:
         Both go into the header of the first bucket: ranks that differ are told so at the end of this backward pass.
         """
         self._closed = True
-        return self.steps, settings_digest(self._optimizers, step % (1 << WIDTHS.step))
+        return self.steps, settings_digest(self._optimizers, step)
 
     def open(self) -> None:
         """Allow each optimizer a step: all gradients have been averaged."""
@@ -164,7 +143,8 @@ class StepGuard:
         unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
         return any(_is_filled(param) for each in unused for group in each.param_groups for param in group["params"])
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Refuse a step with other gradients than averaged ones; return its arguments if a closure makes them."""
         if self._closed:
             raise UsageError(MIDWAY)
         if self._are_zeroed():  # since the last backward pass: what is known is about older gradients
@@ -199,7 +179,8 @@ class StepGuard:
         """Return True if no parameter has a gradient but zeros; ranks whose gradients were averaged find the same."""
         return not any(map(_is_filled, self._params))
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that `optimizer` has stepped."""
         self._unused_by.discard(id(optimizer))
         self.steps += self._weights[id(optimizer)]
         if self._held_back:  # a closure was given, and not called
@@ -218,14 +199,14 @@ def closure_in(args: Any, kwargs: Any) -> Callable[..., Any] | None:
     return closure
 
 
-def settings_digest(optimizers: Sequence[Optimizer], salt: int) -> int:
+def settings_digest(optimizers: Sequence[Optimizer], step: int) -> int:
     """Return 8 bits of all numeric settings of `optimizers`, the same in every process.
 
     Ranks compare them in each step, since schedulers change settings. Two different settings have equal bits once in
-    256 times, and other ones for another `salt`: a difference that lasts is found. Numbers on a GPU are left out,
+    256 times, and other ones in another `step`: a difference that lasts is found. Numbers on a GPU are left out,
     because reading them would wait for it. Cost: 8 us for AdamW with one group.
     """
-    numbers: list[float] = []
+    numbers, salt = list[float](), step % (1 << WIDTHS.step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for key in sorted(group):  # loaded ones come in other orders
@@ -245,68 +226,11 @@ def _add_numbers(value: object, numbers: list[float]) -> None:
         numbers.append(float(value))
 
 
-class _Thread(local):
-    """What one thread runs."""
-
-    def __init__(self) -> None:
-        self.running: list[Optimizer] = []
-        """Steps that have begun and not ended, the outermost first."""
-
-
-_thread = _Thread()
-_calls: OrderedDict[int, WeakMethod[Callable[[Optimizer], None]]] = OrderedDict()
-
-
-def before_each_step(call: Callable[[Optimizer], None]) -> RemovableHandle:
-    """Call the method `call` before each step of any optimizer; does not keep its object alive."""
-    _register()
-    handle = RemovableHandle(_calls)
-    number = handle.id
-    _calls[number] = WeakMethod(call, lambda _: _calls.pop(number, None))
-    return handle
-
-
-def are_stepping(optimizers: Sequence[Optimizer]) -> bool:
-    """Return True if this thread is within a step of one of `optimizers`."""
-    return any(map(optimizers.__contains__, _thread.running))
-
-
-@cache
-def _register() -> None:
-    """Register with torch, once in a process."""
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
-
-
-def _before(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    _leave(optimizer)  # an error may have ended its step before
-    for weakly in tuple(dict.values(_calls)):  # unlike OrderedDict's own, at once: other threads attach and detach
-        if (call := weakly()) is not None:
-            call(optimizer)
-    _thread.running.append(optimizer)
-
-
-def _after(optimizer: Optimizer, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _leave(optimizer)
-
-
-def _leave(optimizer: Optimizer) -> None:
-    """Note that a step has ended, and all that began within it."""
-    for place, running in enumerate(_thread.running):
-        if running is optimizer:
-            del _thread.running[place:]
-            return
-
-
 def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:
     """Return the attribute of one of `optimizers` that is `inner` or holds it, as text; None if there is none."""
-    pairs = ((outer, key) for outer in optimizers for key, value in vars(outer).items() if _holds(value, inner))
-    return next((f"{type(outer).__name__}.{key}" for outer, key in pairs), None)
-
-
-def _holds(value: object, inner: Optimizer) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return any(part is inner for part in parts)
+    for outer in optimizers:
+        for key, value in vars(outer).items():
+            parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            if any(part is inner for part in parts):
+                return f"{type(outer).__name__}.{key}"
+    return None

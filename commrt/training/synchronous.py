@@ -10,10 +10,9 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from commrt.buckets.engine import BuildBuckets, Engine, Span
+from commrt.buckets.engine import Engine, Span
 from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.view_bucket import ViewBucket
@@ -22,11 +21,10 @@ from commrt.runtime.recording import within_range
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
 from commrt.training.admission import check_stateful, describe_buffers
-from commrt.training.broadcast_state import overwrite_model, overwrite_states
+from commrt.training.attach import Request
 from commrt.training.hooks import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful, own_residuals, unread_buffers
+from commrt.training.model_state import Stateful, overwrite_model, overwrite_states, own_residuals, unread_buffers
 from commrt.training.replica import Replica, StepReport
-from commrt.training.request import Request
 from commrt.training.step_guard import StepGuard
 
 __all__ = ["SynchronousReplica", "attach"]
@@ -46,10 +44,8 @@ def attach(request: Request) -> Replica:
     engine = Engine(request.world, request.algorithm, buckets, graphs=graphs, unpacks=True)
     claim = request.claim(engine.schedule(0), engine.buckets)
     request.agree({**claim, "broadcast_buffers": str(broadcast_buffers), "graphs": str(graphs)})
-    replica = SynchronousReplica(
-        request.model, request.optimizers, engine, request.build_buckets, broadcast_buffers=broadcast_buffers
-    )
-    return request.begin(replica, lambda: engine.submit_preparation(0).result())
+    engine.submit_preparation(0).result()
+    return request.begin(SynchronousReplica(request, engine, broadcast_buffers=broadcast_buffers))
 
 
 class SynchronousReplica(Replica):
@@ -61,26 +57,17 @@ class SynchronousReplica(Replica):
     After an error in between the step never ends: this rank has sent only a part of what the others wait for.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        engine: Engine,
-        build_buckets: BuildBuckets,
-        *,
-        broadcast_buffers: bool,
-    ) -> None:
+    def __init__(self, request: Request, engine: Engine, *, broadcast_buffers: bool) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(model, named, engine.algorithm, engine.world)
-        self._engine, self._optimizers, self._build_buckets = engine, optimizers, build_buckets
-        params = [param for _, param in named]
-        self._guard = StepGuard(optimizers, params, partial(self._average, LATE))
+        super().__init__(request.model, named, request.optimizers, request.algorithm, request.world)
+        self._engine, self._build_buckets = engine, request.build_buckets
+        self._guard = StepGuard(self._optimizers, [param for _, param in named], partial(self._average, LATE))
         self._alone = self._world.size == 1
         self._moves_in = isinstance(engine.buckets[0], ViewBucket) and not self._alone
         self._joining = False  # ranks may have left, so each step begins with the question who has data
         self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
-        buffers = [*model.buffers()]
+        buffers = [*self.model.buffers()]
         self._broadcasts_buffers = broadcast_buffers and not self._alone
         self._buffer_kinds = [*map(_kind, buffers)]
         carries = self._broadcasts_buffers and buffers
@@ -91,9 +78,7 @@ class SynchronousReplica(Replica):
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
-        self._live(
-            [*on_dense_gradients(self, named, SynchronousReplica._on_gradient), *self._guard.register()], optimizers
-        )
+        self._live(on_dense_gradients(self, named, SynchronousReplica._on_gradient), self._guard)
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:

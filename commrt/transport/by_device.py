@@ -4,37 +4,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
 
 from commrt.errors import Place, TransportClosed, TransportError, UsageError
-from commrt.transport.protocol import (
-    CPU,
-    Exchange,
-    P2PGroup,
-    PlainTransport,
-    QueueingTransport,
-    Transport,
-    Window,
-)
+from commrt.transport.protocol import CPU, Exchange, P2PGroup, Transport, Window
 
 __all__ = ["NullTransport", "TransportByDevice"]
 
 
-class TransportByDevice:
-    """Runs groups on `host`, or on the transport of a GPU for tensors that lie on it; a `Transport`."""
+class TransportByDevice(Transport):
+    """Runs groups on `host`, or on the transport of a GPU for tensors that lie on it.
+
+    `kind` has the names of all; `members`, `one_host` and `can_move_receives` are those of `host`.
+    """
 
     def __init__(self, host: Transport) -> None:
-        self._host = host
-        self._gpus: dict[torch.device, QueueingTransport] = {}
         self.rank, self.ranks = host.rank, len(host.members)
+        self._timeout_s = host.timeout_s
+        self._gpus: dict[torch.device, Transport] = {}
+        self._use(host)
 
-    @property
-    def members(self) -> Sequence[int]:
-        """See `Transport.members`."""
-        return self._host.members
+    def _use(self, host: Transport) -> None:
+        self._host, self.members = host, host.members
+        self.one_host, self.can_move_receives = host.one_host, host.can_move_receives
+        self.kind = " and ".join(transport.kind for transport in self._all())
 
     @property
     def gpus(self) -> Sequence[torch.device]:
@@ -43,14 +39,15 @@ class TransportByDevice:
 
     def replace_host(self, host: Transport) -> None:
         """Use `host` for tensors in host memory from now on, and close its predecessor; bound groups stay bound."""
-        host.timeout_s = self.timeout_s
-        before, self._host = self._host, host
+        host.timeout_s, before = self._timeout_s, self._host
+        self._use(host)
         before.close()
 
-    def add(self, device: torch.device, transport: QueueingTransport) -> None:
+    def add(self, device: torch.device, transport: Transport) -> None:
         """Use `transport` for tensors on `device` from now on, and close its predecessor."""
         before = self._gpus.get(device)
         self._gpus[device] = transport
+        self._use(self._host)
         if before is not None:
             with suppress(TransportError):  # it was raised, or nobody waits for it any more
                 before.close()
@@ -61,37 +58,18 @@ class TransportByDevice:
             if other != device:
                 raise UsageError(f"this rank exchanges on {other} already, and has one GPU: move the model to it")
 
-    def wait(self) -> None:
-        """Wait until all groups queued on GPUs are complete; raises an error that no call has raised yet."""
-        for transport in self._gpus.values():
-            transport.wait()
-
     def reaches(self, device: torch.device) -> bool:
         """Return True if a transport can move tensors on `device`, or none is needed."""
         return device.type != "cuda" or device in self._gpus or self.ranks == 1
 
     @property
-    def kind(self) -> str:
-        """See `Transport.kind`: the names of all media."""
-        return " and ".join(transport.kind for transport in self._all())
-
-    @property
-    def one_host(self) -> bool:
-        """See `Transport.one_host`: of host memory."""
-        return self._host.one_host
-
-    @property
-    def can_move_receives(self) -> bool:
-        """See `Transport.can_move_receives`: that of host memory."""
-        return self._host.can_move_receives
-
-    @property
     def timeout_s(self) -> float:
         """See `Transport.timeout_s`: the same for all transports."""
-        return self._host.timeout_s
+        return self._timeout_s
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
+        self._timeout_s = seconds
         for transport in self._all():
             transport.timeout_s = seconds
 
@@ -123,16 +101,16 @@ class TransportByDevice:
             )
         return self._gpus.get(device, self._host)
 
+    def wait(self) -> None:
+        """See `Transport.wait`."""
+        for transport in self._gpus.values():
+            transport.wait()
+
     def close(self) -> None:
-        """See `Transport.close`: closes all transports, then raises the first error."""
-        errors = []
-        for transport in self._all():
-            try:
-                transport.close()
-            except Exception as error:  # the others must be closed too
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """See `Transport.close`: closes all transports, and raises the error of one."""
+        with ExitStack() as stack:
+            for transport in reversed(self._all()):
+                stack.callback(transport.close)
 
     def abort(self) -> None:
         """See `Transport.abort`."""
@@ -155,20 +133,19 @@ def _device(group: P2PGroup) -> torch.device:
     return devices.pop()
 
 
-class NullTransport(PlainTransport):
-    """A `QueueingTransport` for a rank that the other ranks have not admitted yet: binding raises an error."""
+class NullTransport(Transport):
+    """For a rank that the other ranks have not admitted yet: binding raises an error."""
 
     kind = "nothing yet"
 
     def __init__(self, rank: int, members: Sequence[int], timeout_s: float) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
-        self.before_abort: Callable[[], None] = self.wait
 
     def bind(self, group: P2PGroup) -> Exchange:
         """Raise `TransportClosed`."""
         raise TransportClosed("the other ranks have not admitted this rank yet", Place(self.rank))
 
-    def wait(self) -> None:
-        """Return at once: nothing is queued."""
+    def close(self) -> None:
+        """Do nothing."""
 
-    close = abort = wait
+    abort = close

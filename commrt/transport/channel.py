@@ -45,16 +45,16 @@ from commrt.store.client import parse_list, require
 from commrt.threads.clock import now_s, slice_s
 
 __all__ = [
+    "OFFER",
     "SEGMENT_NBYTES",
     "SMALL_NBYTES",
     "Arena",
     "Channel",
     "Offer",
-    "Post",
+    "Packet",
     "Segment",
     "aligned",
     "connect",
-    "posts",
 ]
 
 RANK = struct.Struct("<I")
@@ -161,25 +161,18 @@ def _address(name: str) -> str:
 
 
 class Offer(NamedTuple):
-    """Bytes in a sender's segment that the receiver may copy."""
+    """What a peer sends: bytes in a segment of its, or a small message itself."""
 
-    number: int
-    """The segment's number."""
-    offset: int
+    call: int
+    """The number of the call that it belongs to."""
     nbytes: int
-    call: int = 0
-    """The number of the call that made it, of an offer that was received."""
+    segment: int = 0
+    offset: int = 0
     message: memoryview | None = None
-    """The bytes, in place of an offer."""
 
 
-Post = tuple[Literal[b"O", b"M"], bytes | memoryview]
-"""A packet without the number of its call: its kind, and its content."""
-
-
-def posts(sends: Sequence[Offer | memoryview]) -> list[Post]:
-    """Return the packets that make offers and send small messages, in the order of `sends`."""
-    return [(b"O", OFFER.pack(*send[:3])) if isinstance(send, Offer) else (b"M", send) for send in sends]
+Packet = tuple[Literal[b"O", b"M"], bytes | memoryview]
+"""An offer or a small message, without the number of its call."""
 
 
 class Channel:
@@ -189,27 +182,28 @@ class Channel:
         end.setblocking(False)
         self._socket = end
         self.fd = end.fileno()
+        self.is_open = True
+        """False once the peer sends no more."""
         self.untaken = 0
         """Number of our offers that the peer has yet to copy."""
         self.offers: deque[Offer] = deque()
-        """The peer's offers that we have yet to copy."""
+        """What the peer sent and we have yet to receive."""
         self.expected_nbytes: int | None = None
         """Size that the peer expects instead of our oldest offer, if it refused that."""
-        self._unsent: deque[tuple[bytes, list[int]]] = deque()  # packets with descriptors, while the socket is full
+        self.unsent: deque[tuple[bytes, list[int]]] = deque()
+        """Packets with descriptors, which wait until the socket can be written to."""
         self._announced: set[int] = set()  # numbers of our segments that the peer maps
         self._mapped: dict[int, mmap.mmap] = {}  # the peer's segments
 
-    @property
-    def full(self) -> bool:
-        """Return True if packets wait until the socket can be written to."""
-        return bool(self._unsent)
-
-    def announce(self, segments: Iterable[Segment]) -> None:
-        """Make sure that the peer maps `segments`."""
+    def post(self, segments: Iterable[Segment], packets: Iterable[Packet], offers: int, call: int) -> None:
+        """Send `packets`, of which so many are `offers` of bytes in `segments`, which the peer comes to map."""
         for segment in segments:
             if segment.number not in self._announced:
                 self._announced.add(segment.number)
                 self._send(NUMBER.pack(b"S", segment.number), [segment.fd])
+        self.untaken += offers
+        for kind, content in packets:
+            self._send(b"".join((CALL.pack(kind, call), content)))
 
     def forget(self, number: int) -> None:
         """Let the peer unmap our freed segment `number`."""
@@ -217,15 +211,9 @@ class Channel:
             self._announced.remove(number)
             self._send(NUMBER.pack(b"F", number))
 
-    def post(self, prepared: Iterable[Post], offers: int, call: int) -> None:
-        """Send small messages, and make so many `offers` from segments that were announced; `prepared` by `posts`."""
-        self.untaken += offers
-        for kind, content in prepared:
-            self._send(b"".join((CALL.pack(kind, call), content)))
-
     def source(self, offer: Offer, dtype: torch.dtype) -> Tensor:
         """Return the offered bytes, in the peer's memory, as a tensor of `dtype` that may be unaligned."""
-        memory = self._mapped[offer.number]
+        memory = self._mapped[offer.segment]
         return torch.frombuffer(memory, dtype=dtype, count=offer.nbytes // dtype.itemsize, offset=offer.offset)
 
     def acknowledge(self, count: int) -> None:
@@ -237,14 +225,14 @@ class Channel:
         self._send(NUMBER.pack(b"R", nbytes))
 
     def _send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
-        self._unsent.append((packet, list(fds)))
-        if len(self._unsent) == 1:
+        self.unsent.append((packet, list(fds)))
+        if len(self.unsent) == 1:
             self.flush()
 
     def flush(self) -> None:
         """Send as many packets as the socket takes."""
-        while self._unsent:
-            packet, fds = self._unsent[0]
+        while self.unsent:
+            packet, fds = self.unsent[0]
             try:
                 if fds:
                     socket.send_fds(self._socket, [packet], fds)
@@ -254,28 +242,27 @@ class Channel:
                 return
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the peer has left; its last packets can still be read, and then the end
-            self._unsent.popleft()
+            self.unsent.popleft()
 
-    def receive(self) -> bool:
-        """Read one packet if there is one; return False if no more will come."""
+    def receive(self) -> None:
+        """Read one packet if there is one."""
         try:
             packet, extra, _, _ = self._socket.recvmsg(PACKET_NBYTES, DESCRIPTOR_NBYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, ConnectionResetError):  # a reset is reported once, before what can still be read
-            return True
-        if packet:
-            self._apply(packet, [fd for _, _, data in extra for fd in array.array("i", data)])
-        return bool(packet)
-
-    def _apply(self, packet: bytes, fds: list[int]) -> None:
-        if packet[:1] == b"O":
-            number, offset, nbytes = OFFER.unpack_from(packet, CALL.size)
-            self.offers.append(Offer(number, offset, nbytes, CALL.unpack_from(packet)[1]))
             return
         if packet[:1] == b"M":
             message = memoryview(packet)[CALL.size :]
-            self.offers.append(Offer(0, 0, len(message), CALL.unpack_from(packet)[1], message))
-            return
-        kind, number = NUMBER.unpack(packet)
+            self.offers.append(Offer(CALL.unpack_from(packet)[1], len(message), message=message))
+        elif packet[:1] == b"O":
+            number, offset, nbytes = OFFER.unpack_from(packet, CALL.size)
+            self.offers.append(Offer(CALL.unpack_from(packet)[1], nbytes, number, offset))
+        elif packet:
+            kind, number = NUMBER.unpack(packet)
+            self._apply(kind, number, [fd for _, _, data in extra for fd in array.array("i", data)])
+        else:
+            self.is_open = False
+
+    def _apply(self, kind: bytes, number: int, fds: Sequence[int]) -> None:
         if kind == b"T":
             self.untaken -= number
         elif kind == b"S":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets between processes, through torch's Gloo backend: the CPU transport between hosts.
+"""Sockets between processes, through torch's Gloo backend: the CPU transport between hosts, alone or with `shared`.
 
 The Gloo backend object is our own, on the given store. ``torch.distributed`` is never initialised, so your own process
 groups are not touched.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.store.client import STORE_ANSWER_S, call_store
@@ -29,25 +29,22 @@ from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.protocol import (
     CPU,
+    EndLoan,
     Exchange,
     P2PGroup,
-    PlainTransport,
     Tag,
+    Transport,
     require_cpu,
     split_self,
 )
+from commrt.transport.shared import SharedTransport
 
-__all__ = ["Finish", "GlooTransport"]
+__all__ = ["GlooTransport", "HierarchicalTransport"]
 
 MEDIUM = "Gloo"
 
-Finish = Callable[[], None]
-"""Waits until the transfers that were started are complete; raises `TransportError`."""
-
-TAGS = 1 << 31
-"""Gloo's tags are 32-bit, and torch passes them as a signed int."""
-UNUSED_TAG = TAGS - 1
-"""A tag that nobody sends with; see `GlooTransport.close`."""
+UNUSED_TAG = (1 << 31) - 1
+"""The largest of Gloo's tags, which torch passes as a signed int: nobody sends with it; see `GlooTransport.close`."""
 POLL = timedelta(milliseconds=1)
 """How long a failed group asks each of its other transfers for its result."""
 
@@ -56,22 +53,17 @@ class _Transfer(NamedTuple):
     """One transfer of a bound group."""
 
     peer: int
-    gloo_rank: int
-    """Index of the peer among the members."""
-    data: list[Tensor]
+    data: Tensor
     is_send: bool
     numbers: count[int]
     """Counts all transfers with this peer in this direction."""
-    nbytes: int
 
-    def start(self, gloo: Any, call: int) -> Work:
-        """Post the transfer. Keeps no reference to `gloo`, whose connections live as long as one."""
-        post: Callable[[list[Tensor], int, int], Work] = gloo.send if self.is_send else gloo.recv
-        tag = (next(self.numbers) * 0x9E3779B1 ^ self.nbytes ^ call) % UNUSED_TAG
-        return post(self.data, self.gloo_rank, tag)
+    def next_tag(self, call: int) -> int:
+        """Return the tag that the next run has at both ends."""
+        return (next(self.numbers) * 0x9E3779B1 ^ self.data.nbytes ^ call) % UNUSED_TAG
 
 
-class GlooTransport(PlainTransport):
+class GlooTransport(Transport):
     """One rank of a group of processes; a `Transport` for CPU tensors.
 
     Connects to all other `members` at construction, through a `store` that nobody used before; raises
@@ -95,26 +87,23 @@ class GlooTransport(PlainTransport):
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._sent = {peer: count() for peer in members}
         self._received = {peer: count() for peer in members}
-        self._lazy = lazy
-        self._gloo: Any = self._connect(store, address, lazy)
-        release_in_forked_child(self)
-
-    def _connect(self, store: Store, address: str | None, lazy: bool) -> Any:
-        place, ranks = self.members.index(self.rank), len(self.members)
-        options: Any = timedelta(seconds=self.timeout_s)  # only without options does torch read GLOO_SOCKET_IFNAME
+        self._lazy, self._gloo = lazy, cast("Any", None)
+        place, ranks = members.index(rank), len(members)
+        options: Any = timedelta(seconds=timeout_s)  # only without options does torch read GLOO_SOCKET_IFNAME
         if address or lazy:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
-            options._timeout = timedelta(seconds=self.timeout_s)  # noqa: SLF001
+            options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
             options._devices = [_device(address, lazy)]  # noqa: SLF001
         try:
-            return call_store(lambda: ProcessGroupGloo(store, place, ranks, options), self.timeout_s + STORE_ANSWER_S)
+            self._gloo = call_store(lambda: ProcessGroupGloo(store, place, ranks, options), timeout_s + STORE_ANSWER_S)
         except (RuntimeError, TransportError) as error:
             raise TransportError(
-                f"not all {ranks} ranks connected within {self.timeout_s:g} s: start all of them, with the same "
+                f"not all {ranks} ranks connected within {timeout_s:g} s: start all of them, with the same "
                 "world size, and look at the output of those that are missing; between hosts, GLOO_SOCKET_IFNAME names "
                 "the network card",
-                Place(self.rank),
+                Place(rank),
             ) from error
+        release_in_forked_child(self)
 
     @property
     def process_group(self) -> ProcessGroupGloo:
@@ -128,11 +117,12 @@ class GlooTransport(PlainTransport):
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
         """Begin one send or receive with Gloo's own tags, not in order with groups; None receives from any rank."""
-        if self._gloo is None:
+        gloo = self._gloo  # of which no reference may stay: connections live as long as one
+        if gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, peer))
         if peer is None:
-            return cast("Work", self._gloo.recv_anysource([data], tag))
-        post = self._gloo.send if is_send else self._gloo.recv
+            return cast("Work", gloo.recv_anysource([data], tag))
+        post = gloo.send if is_send else gloo.recv
         return cast("Work", post([data], self.members.index(peer), tag))
 
     def bind(self, group: P2PGroup) -> Exchange:
@@ -140,33 +130,27 @@ class GlooTransport(PlainTransport):
         start = self.bind_start(group)
         return lambda tag: start(tag)()
 
-    def bind_start(self, group: P2PGroup) -> Callable[[Tag], Finish]:
+    def bind_start(self, group: P2PGroup) -> Callable[[Tag], Callable[[], None]]:
         """Bind `group` so that a run only starts its transfers, and returns the function that waits for them."""
         rest, copies = split_self(group, self.rank, self.members)
+        for message in (*rest.sends, *rest.recvs):
+            require_cpu(message.data.device, MEDIUM)
         if self._gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, hop=rest.hop))
-        transfers = self._transfers(rest)
+        transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data in rest.recvs]
+        transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data in rest.sends]
 
-        def start(tag: Tag) -> Finish:
-            gloo = self._gloo
-            if gloo is None:
-                raise TransportClosed("the transport was closed", tag.place(self.rank, rest.hop))
+        def start(tag: Tag) -> Callable[[], None]:
+            place = tag.place(self.rank, rest.hop)
+            if self._gloo is None:
+                raise TransportClosed("the transport was closed", place)
             for source, target in copies:
                 target.copy_(source)
-            return self._start(gloo, transfers, tag.place(self.rank, rest.hop), tag.call)
+            return self._start(transfers, place, tag.call)
 
         return start
 
-    def _transfers(self, group: P2PGroup) -> list[_Transfer]:
-        transfers = []
-        for is_send, messages, numbers in ((False, group.recvs, self._received), (True, group.sends, self._sent)):
-            for peer, data in messages:
-                require_cpu(data.device, MEDIUM)
-                gloo_rank = self.members.index(peer)
-                transfers.append(_Transfer(peer, gloo_rank, [data], is_send, numbers[peer], data.nbytes))
-        return transfers
-
-    def _start(self, gloo: Any, transfers: list[_Transfer], place: Place, call: int) -> Finish:
+    def _start(self, transfers: list[_Transfer], place: Place, call: int) -> Callable[[], None]:
         works: list[Work] = []
         deadline = now_s() + self.timeout_s
 
@@ -178,7 +162,9 @@ class GlooTransport(PlainTransport):
                 raise self._explained(error, transfers, works, place) from error
 
         try:
-            works.extend(transfer.start(gloo, call) for transfer in transfers)
+            works.extend(
+                self.post(each.data, each.peer, each.next_tag(call), is_send=each.is_send) for each in transfers
+            )
         except RuntimeError as error:
             raise self._explained(error, transfers, works, place) from error
         return finish
@@ -192,7 +178,7 @@ class GlooTransport(PlainTransport):
             failed.append((transfers[len(works)], error))
         broken = [pair for pair in failed if not _is_late(pair[1])]
         transfer, state = (broken or failed or [(transfers[0], error)])[0]
-        place = replace(place, peer=transfer.peer, nbytes=transfer.nbytes)
+        place = replace(place, peer=transfer.peer, nbytes=transfer.data.nbytes)
         if self._gloo is None:
             return TransportClosed("this rank gave the transport up during the transfer", place)
         if not _is_late(state):
@@ -226,6 +212,85 @@ class GlooTransport(PlainTransport):
         """
         gloo, self._gloo = self._gloo, None
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+
+
+class HierarchicalTransport(Transport):
+    """One rank of several on each of several hosts: shared memory within a host, Gloo between hosts.
+
+    Both parts of a group run at the same time: Gloo's own threads serve the sockets, so transfers between hosts start
+    first, and this thread copies within the host meanwhile. Of all `members`, `neighbours` are on this host.
+    """
+
+    kind = "shared and gloo"
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float,
+        address: str | None,
+        neighbours: Sequence[int],
+    ) -> None:
+        self.rank, self.members = rank, members
+        self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
+        try:
+            self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
+        except BaseException:
+            self._remote.close()  # others may be connected already, and wait for this rank
+            raise
+
+    @property
+    def timeout_s(self) -> float:
+        """See `Transport.timeout_s`."""
+        return self._remote.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._local.timeout_s = self._remote.timeout_s = seconds
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+        """See `Transport.allocate`: shared memory, which sockets can read too."""
+        return self._local.allocate(numel, dtype, device)
+
+    def bind(self, group: P2PGroup) -> Exchange:
+        """See `Transport.bind`."""
+        near, far = (
+            replace(
+                group,
+                sends=[m for m in group.sends if (m.peer in self._local.members) == is_near],
+                recvs=[m for m in group.recvs if (m.peer in self._local.members) == is_near],
+            )
+            for is_near in (True, False)
+        )
+        run_local, start_remote = self._local.bind(near), self._remote.bind_start(far)
+
+        def run(tag: Tag) -> EndLoan | None:
+            finish_remote = start_remote(tag)
+            try:
+                return_borrowed = run_local(tag)
+            except BaseException as error:
+                try:
+                    if isinstance(error, DeadlineExceeded):
+                        with suppress(DeadlineExceeded):
+                            finish_remote()  # raises for a lost peer, which may be why the local one is late
+                finally:
+                    self._remote.abort()  # or transfers could still write to memory that the caller frees
+                raise
+            finish_remote()
+            return return_borrowed
+
+        return run
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._local.close()
+        self._remote.close()
+
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        self._local.abort()
+        self._remote.abort()
 
 
 def _device(address: str | None, lazy: bool) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.threads.clock import now_s, slice_s
-from commrt.transport.protocol import Exchange, P2PGroup, PlainTransport, Tag, split_self
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, split_self
 
 __all__ = ["Fabric", "LocalTransport"]
 
@@ -116,7 +116,7 @@ class Fabric:
         return ", ".join(f"{a}->{b}" for a, b in sorted(edges))
 
 
-class LocalTransport(PlainTransport):
+class LocalTransport(Transport):
     """One rank of a `Fabric`; a `Transport`."""
 
     kind = "local"

@@ -14,11 +14,12 @@ import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import sleep
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +34,14 @@ from commrt.threads.streams import DONE, Graph, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
     Binding,
     Communicator,
-    Graphs,
     ShutdownNotices,
     Watchdog,
     create,
     load,
 )
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, PlainTransport, Tag, split_self
+from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
 
-__all__ = ["NcclTransport"]
+__all__ = ["CAPTURE", "NcclTransport", "Pending"]
 
 READ_NOTICES_S = 0.1
 """Age of a pending group from which the store is read for ranks that have left."""
@@ -51,27 +51,18 @@ POLL_S = 0.0005
 """Between two looks at a pending group that is waited for."""
 FREE_S = 10.0
 """Time to free a communicator: other ranks of this host must come, and what is queued must end."""
+HELD_UP = "the stream is held up by something else: is another library's collective waiting on this GPU"
 BUSY_S = 0.2
 """Time that an abort waits for a call in progress: a first exchange may wait inside of it."""
 
 CAPTURE = Tag(-1, "graph")
 """In errors, for a group that is being captured."""
-
-Issue = Callable[[int, int, int, int, int], None]
-
-
-class _Call(NamedTuple):
-    """One NCCL call of a group, without the stream."""
-
-    issue: Issue
-    address: int
-    nbytes: int
-    nccl_rank: int
-    """Index of the peer among the members."""
+Graphs = list["weakref.finalize[[], Any]"]
+"""Functions that free graphs of a communicator. Each is also called when its graph is not used any more."""
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class Pending:
     """A group that has begun and may not be complete."""
 
     group: P2PGroup
@@ -89,7 +80,7 @@ class _Pending:
         return self.end is not None and self.end.query()
 
 
-class NcclTransport(PlainTransport):
+class NcclTransport(Transport):
     """One rank of an NCCL communicator; a `Transport` for tensors on `device`, the thread's current one by default.
 
     Connects to all other `members` through a `store` that only this communicator uses. Raises `DeadlineExceeded` with
@@ -119,17 +110,18 @@ class NcclTransport(PlainTransport):
         self._streams = streams_of(self.device)
         self._notices = ShutdownNotices(store, rank)
         self._on_failure = on_failure
-        self.before_abort: Callable[[], None] = lambda: None
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[Pending] = deque()
         self._counts = dict.fromkeys(members, 0)
-        """Number of groups begun with each peer."""
+        """How often this rank began to exchange with each peer."""
         self._in_use = threading.Lock()
         """Held during calls of the communicator, so that it is not freed meanwhile."""
+        self._failing = threading.Lock()
         self._failure: TransportError | None = None
         self._raised = False  # whether a caller has got the failure
         self._closed = self._capturing = False
         self._communicator = create(store, rank, members, timeout_s, self.device, self._streams, self._nccl)
-        self._graphs = Graphs()
+        self._graphs: Graphs = []
+        """To be freed before the communicator, which waits for them."""
         self._watchdog = Watchdog(self._check, self._streams.use)
         self._abandon = weakref.finalize(self, _abandon, self._watchdog, self._in_use, self._graphs, self._communicator)
         release_in_forked_child(self)
@@ -146,12 +138,12 @@ class NcclTransport(PlainTransport):
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*group.sends, *group.recvs):
             self._require_device(message.data.device)
-        self._require_open(Place(self.rank, hop=group.hop))
+        self._require_open(group.hop)
         calls = [self._call(self._communicator.send, message) for message in rest.sends]
         calls += [self._call(self._communicator.recv, message) for message in rest.recvs]
 
         def run(tag: Tag) -> None:
-            self._require_open(tag.place(self.rank, rest.hop))
+            self._require_open(rest.hop, tag)
             for source, target in copies:
                 target.copy_(source)
             if calls and self._capturing:
@@ -161,8 +153,10 @@ class NcclTransport(PlainTransport):
 
         return run
 
-    def _call(self, issue: Issue, message: P2PMessage) -> _Call:
-        return _Call(issue, message.data.data_ptr(), message.data.nbytes, self.members.index(message.peer))
+    def _call(self, issue: Callable[..., None], message: P2PMessage) -> Callable[[int], None]:
+        """Return an NCCL call of a group, which lacks the stream."""
+        nbytes, nccl_rank = message.data.nbytes, self.members.index(message.peer)
+        return partial(issue, message.data.data_ptr(), nbytes, self._nccl.NCCL_INT8, nccl_rank)
 
     def _queue(self, issue: Callable[[], None], group: P2PGroup, tag: Tag) -> None:
         """Call `issue`, which queues `group`, and let the watchdog enforce the deadline."""
@@ -174,7 +168,7 @@ class NcclTransport(PlainTransport):
             with suppress(IndexError):  # fewer are pending
                 self._wait_for(self._pending[-1 - MAX_PENDING])
             with self._in_use:
-                self._require_open(tag.place(self.rank, group.hop))  # the watchdog may have aborted it
+                self._require_open(group.hop, tag)  # the watchdog may have aborted it
                 issue()
             pending.end = self._streams.record_event()
         except (RuntimeError, KeyError) as error:  # KeyError: CuPy has no name for NCCL's statuses above 6
@@ -182,17 +176,17 @@ class NcclTransport(PlainTransport):
         finally:
             pending.end = pending.end or DONE
 
-    def _begin(self, group: P2PGroup, tag: Tag, counts: dict[int, int]) -> _Pending:
-        pending = _Pending(group, tag, now_s(), self.timeout_s, counts)
+    def _begin(self, group: P2PGroup, tag: Tag, counts: dict[int, int]) -> Pending:
+        pending = Pending(group, tag, now_s(), self.timeout_s, counts)
         self._pending.append(pending)
         return pending
 
-    def _issue(self, calls: Sequence[_Call]) -> None:
+    def _issue(self, calls: Sequence[Callable[[int], None]]) -> None:
         stream = self._streams.current()
         self._nccl.groupStart()
         try:
-            for issue, address, nbytes, nccl_rank in calls:
-                issue(address, nbytes, self._nccl.NCCL_INT8, nccl_rank, stream)
+            for call in calls:
+                call(stream)
         finally:
             self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 
@@ -202,7 +196,7 @@ class NcclTransport(PlainTransport):
         self._capturing = True
         try:
             with self._in_use:
-                self._require_open(Place(self.rank, hop=group.hop))
+                self._require_open(group.hop)
                 graph = self._streams.capture(work)
         except (RuntimeError, KeyError) as error:
             if self._failure is not None or self._closed:
@@ -214,16 +208,22 @@ class NcclTransport(PlainTransport):
 
     def _replay_of(self, graph: Graph, work: Callable[[], None], group: P2PGroup) -> Exchange:
         def replay(tag: Tag, _kept: object = work) -> None:  # with all memory that the graph uses
-            self._require_open(tag.place(self.rank, group.hop))
+            self._require_open(group.hop, tag)
             self._queue(graph.replay, group, tag)
 
-        self._graphs.keep(graph, replay)
+        self._keep(graph, replay)
         return replay
 
-    def _require_open(self, place: Place) -> None:
+    def _keep(self, graph: Graph, replay: Exchange) -> None:
+        """Keep `graph` as long as the function `replay` exists, which replays it."""
+        self._graphs[:] = [each for each in self._graphs if each.alive]
+        self._graphs.append(weakref.finalize(replay, graph.reset))
+
+    def _require_open(self, hop: int, tag: Tag | None = None) -> None:
         if self._failure is not None:
             raise self._raising(self._failure)
         if self._closed:
+            place = tag.place(self.rank, hop) if tag else Place(self.rank, hop=hop)
             raise TransportClosed("the transport was closed", place)
 
     def _require_device(self, device: torch.device) -> None:
@@ -232,7 +232,7 @@ class NcclTransport(PlainTransport):
                 f"this communicator moves tensors on {self.device}, not those on {device}: move them there"
             )
 
-    def _explained(self, error: Exception, pending: _Pending) -> TransportError:
+    def _explained(self, error: Exception, pending: Pending) -> TransportError:
         """Return the reason for an error of NCCL, which only says that a group has ended."""
         place = self._place(pending)
         what = f"NCCL refused the transfers ({error}): run with NCCL_DEBUG=WARN; the ranks may run different programs"
@@ -245,10 +245,11 @@ class NcclTransport(PlainTransport):
         self._raised = True
         return failure
 
-    def _place(self, pending: _Pending) -> Place:
+    def _place(self, pending: Pending) -> Place:
         """Return the place of the first receive, or send: NCCL does not report which peer is late."""
-        first = (*pending.group.recvs, *pending.group.sends)[0]
-        return pending.tag.place(self.rank, pending.group.hop, first.peer, first.data.nbytes)
+        for first in (*pending.group.recvs, *pending.group.sends):
+            return pending.tag.place(self.rank, pending.group.hop, first.peer, first.data.nbytes)
+        return pending.tag.place(self.rank, pending.group.hop)
 
     def _check(self) -> None:
         """Abort the communicator if something has failed or is late; called by the watchdog."""
@@ -268,37 +269,39 @@ class NcclTransport(PlainTransport):
         return self._place(self._pending[0]) if self._pending else Place(self.rank)
 
     def _find_failure(self) -> TransportError | None:
-        """Return why the oldest pending group cannot complete, if that is known; raises NCCL's own errors."""
+        """Return why what is queued cannot complete, if that is known; raises NCCL's own errors."""
         if self._in_use.acquire(blocking=False):  # a call in progress reports its own errors
             try:
                 if self._failure is None and not self._closed:
                     self._communicator.check_async_error()
             finally:
                 self._in_use.release()
-        pending = self._pending[0] if self._pending else None
-        age_s = 0.0 if pending is None else now_s() - pending.begin_s
-        if pending is not None and age_s > pending.timeout_s:
+        if not self._pending:
+            return None
+        pending = self._pending[0]
+        age_s = now_s() - pending.begin_s
+        if age_s > pending.timeout_s:
             what = f"no transfer with ranks {sorted(pending.group.peers)} within {pending.timeout_s:g} s"
             return DeadlineExceeded(f"{what}: slow, stopped, or running another program", self._place(pending))
-        return self._lost_peer(pending) if pending is not None and age_s > READ_NOTICES_S else None
+        return self._lost_peer(pending.counts, pending.tag, pending.group.hop) if age_s > READ_NOTICES_S else None
 
-    def _lost_peer(self, pending: _Pending) -> PeerLost | None:
-        """Return the error for a peer that left without its part in `pending`, which NCCL does not report."""
-        if (peer := self._notices.left_early(pending.counts)) is None:
+    def _lost_peer(self, counts: Mapping[int, int], tag: Tag, hop: int) -> PeerLost | None:
+        """Return the error for a peer that left without its part in what `counts` count: NCCL does not report it."""
+        if (peer := self._notices.left_early(counts)) is None:
             return None
-        place = pending.tag.place(self.rank, pending.group.hop, peer)
-        return PeerLost("the peer left before this transfer: look at its own error", place)
+        what = "the peer left before this transfer: look at its own error"
+        return PeerLost(what, tag.place(self.rank, hop, peer))
 
     def _fail(self, error: TransportError) -> bool:
         """Abort because of `error`; return False if the transport had failed or been closed before."""
-        if self._failure is not None or self._closed:
-            return False
-        self._failure = error
+        with self._failing:
+            if self._failure is not None or self._closed:
+                return False
+            self._failure = error
         self._give_up()
         return True
 
     def _give_up(self) -> None:
-        self.before_abort()
         if self._may_free():
             self._notices.announce(None)
             _abort(self._in_use, self._graphs, self._communicator)
@@ -309,23 +312,22 @@ class NcclTransport(PlainTransport):
         return self._abandon.detach() is not None
 
     def wait(self) -> None:
-        """Wait until all queued groups are complete; raises an error that no call has raised yet."""
-        try:
-            for pending in tuple(self._pending):
-                self._wait_for(pending)
-        except RuntimeError as error:
-            self._fail(TransportError(f"the GPU failed ({error}): look at the output of all ranks", self._oldest()))
+        """See `Transport.wait`."""
+        for pending in tuple(self._pending):
+            self._wait_for(pending)
         if self._failure is not None and not self._raised:
             raise self._raising(self._failure)
 
-    def _wait_for(self, pending: _Pending) -> None:
+    def _wait_for(self, pending: Pending) -> None:
         """Wait until `pending` is complete: the watchdog ends it, unless the stream waits for something else."""
         end_s = pending.begin_s + pending.timeout_s + 2 * FREE_S
-        while not pending.is_over:
-            if now_s() > end_s:
-                what = "the stream is held up by something else: is another library's collective waiting on this GPU"
-                raise DeadlineExceeded(what, self._place(pending))
-            sleep(POLL_S)
+        try:
+            while not pending.is_over:
+                if now_s() > end_s:
+                    raise DeadlineExceeded(HELD_UP, self._place(pending))
+                sleep(POLL_S)
+        except RuntimeError as error:
+            self._fail(TransportError(f"the GPU failed ({error}): look at the output of all ranks", self._oldest()))
 
     def close(self) -> None:
         """Wait until all queued groups are complete, then free the communicator, even after an error."""
@@ -338,7 +340,7 @@ class NcclTransport(PlainTransport):
             if self._may_free():
                 self._notices.announce(self._counts)  # a rank that waits for this one would not free its own
                 with self._in_use, suppress(TimeoutError):  # a rank of this host does not come: a thread waits on
-                    self._graphs.drop_all()
+                    _free(self._graphs)
                     start_call(self._communicator.destroy).result(FREE_S)
 
     def abort(self) -> None:
@@ -364,9 +366,14 @@ def _abandon(
     watchdog.stop()
     if threading.main_thread().is_alive():
         return start_call(lambda: _abort(in_use, graphs, communicator))
-    graphs.drop_all()
+    _free(graphs)
     communicator.abort()
     return None
+
+
+def _free(graphs: Graphs) -> None:
+    for free in graphs:
+        free()
 
 
 def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:
@@ -376,7 +383,7 @@ def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -
     if not idle:
         idle = in_use.acquire(timeout=FREE_S)
     if idle:
-        graphs.drop_all()
+        _free(graphs)
     with suppress(TimeoutError):
         freed.result(FREE_S)
     if idle:

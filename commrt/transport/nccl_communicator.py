@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
-from typing import NamedTuple, Protocol, cast
-from weakref import WeakMethod, finalize
+from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch.distributed import Store
@@ -35,13 +35,11 @@ from commrt.store.client import (
 from commrt.store.launcher import nccl_variable
 from commrt.threads.clock import now_s
 from commrt.threads.future import Future
-from commrt.threads.streams import Graph, Streams
-from commrt.transport.protocol import Exchange
+from commrt.threads.streams import Streams
 
 __all__ = [
     "Binding",
     "Communicator",
-    "Graphs",
     "ShutdownNotices",
     "Watchdog",
     "create",
@@ -58,48 +56,10 @@ READ_INTERVAL_S = 0.5
 """Between two reads of the notices: a GPU that is behind its host is not late, and all ranks read from one store."""
 
 
-class Communicator(Protocol):
-    """CuPy's ``NcclCommunicator``: one rank's end, used by one thread at a time unless a method says otherwise."""
-
-    def send(self, address: int, count: int, datatype: int, peer: int, stream: int, /) -> None:
-        """Queue a send on `stream`."""
-
-    def recv(self, address: int, count: int, datatype: int, peer: int, stream: int, /) -> None:
-        """Queue a receive on `stream`."""
-
-    def check_async_error(self) -> None:
-        """Raise the error of a call that had already returned; callable from any thread."""
-
-    def abort(self) -> None:
-        """End all queued work and free the communicator; callable from any thread. Other ranks are not told."""
-
-    def destroy(self) -> None:
-        """Free the communicator when queued work is complete; waits for the other ranks of this host."""
-
-
-class Binding(Protocol):
-    """The module ``cupy.cuda.nccl``, as far as it is used here. Versions are 10,000 * major + 100 * minor + patch."""
-
-    NCCL_INT8: int
-    available: bool
-
-    def get_build_version(self) -> int:
-        """Return the version of NCCL that CuPy was built with."""
-
-    def get_version(self) -> int:
-        """Return the version of NCCL in this process."""
-
-    def get_unique_id(self) -> bytes:
-        """Return the id of a new communicator, to be made by one rank and given to the others."""
-
-    def groupStart(self) -> None:  # noqa: N802  # as in CuPy
-        """Collect the calls of this thread."""
-
-    def groupEnd(self) -> None:  # noqa: N802  # as in CuPy
-        """Queue the collected calls; waits for peers that are used for the first time."""
-
-    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int, /) -> Communicator:  # noqa: N802, N803  # as in CuPy
-        """Join a communicator; returns when all its ranks have joined."""
+Binding = Any
+"""The module ``cupy.cuda.nccl``, which has no types; `commrt.testing.nccl` has what is used of it."""
+Communicator = Any
+"""Its ``NcclCommunicator``: one rank's end, used by one thread at a time, but for `check_async_error` and `abort`."""
 
 
 def load() -> Binding:
@@ -114,9 +74,8 @@ def load() -> Binding:
         raise UsageError(
             f"GPUs exchange through CuPy, which cannot be imported ({error}): pip install cupy-cuda13x"
         ) from error
-    binding = cast("Binding", nccl)
-    require_usable(binding)
-    return binding
+    require_usable(nccl)
+    return nccl
 
 
 def require_usable(binding: Binding) -> None:
@@ -315,25 +274,3 @@ def _parse_counts(data: bytes) -> Counts:
     if json.loads(data) is None:
         return None
     return {int(peer): parse_int(count) for peer, count in parse_dict(data).items()}
-
-
-class Graphs:
-    """CUDA graphs of one communicator, which must be dropped first: freeing the communicator waits for them."""
-
-    def __init__(self) -> None:
-        self._kept: list[Graph] = []
-
-    def keep(self, graph: Graph, replay: Exchange) -> None:
-        """Keep `graph` as long as the function `replay` exists, which replays it."""
-        self._kept.append(graph)
-        finalize(replay, self._drop, graph)
-
-    def _drop(self, graph: Graph) -> None:
-        with suppress(ValueError):  # all were dropped before
-            self._kept.remove(graph)
-            graph.reset()
-
-    def drop_all(self) -> None:
-        """Drop all graphs; none may be replayed any more."""
-        while self._kept:
-            self._kept.pop().reset()

@@ -12,7 +12,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import finalize
@@ -146,33 +146,6 @@ class _Segment:
     handle: str
 
 
-@dataclass(slots=True, eq=False)
-class _Pool:
-    """The segments of a rank."""
-
-    used: dict[int, _Segment] = field(default_factory=dict)
-    """By address."""
-    free: list[_Segment] = field(default_factory=list)
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Any thread may allocate, or let go of a buffer."""
-    keeps: bool = True
-    """False once a segment that nobody uses any more is not kept for another buffer."""
-
-    def place(self, buffer: Tensor) -> _Place:
-        """Return where `buffer` lies; it may be a part of what was allocated."""
-        for segment in tuple(self.used.values()):
-            if 0 <= (begin := buffer.data_ptr() - segment.address) < segment.nbytes:
-                return _Place(segment.handle, segment.nbytes, begin, buffer.nbytes)
-        raise UsageError("this buffer is in no memory that peers can map: allocate it with allocate_shared()")
-
-    def release(self, segment: _Segment) -> None:
-        """Take back a segment whose last array is gone."""
-        with self.lock:
-            del self.used[segment.address]
-            if self.keeps:
-                self.free.append(segment)
-
-
 class Neighbours:
     """The members of one rank's host that read each other's memory. Collective, through a store of its own.
 
@@ -182,42 +155,39 @@ class Neighbours:
     def __init__(
         self, store: Store, rank: int, members: Sequence[int], timeout_s: float, memory: PeerMemory, host: str
     ) -> None:
-        self._store, self._rank, self._members, self._memory = store, rank, members, memory
-        self._pool = _Pool()
+        self._store, self.rank, self.members, self.memory = store, rank, members, memory
+        self._used: dict[int, _Segment] = {}  # by address
+        self._free: list[_Segment] = []
+        self._lock = threading.RLock()  # any thread may allocate, or let go of a buffer
+        self._keeps = True  # segments that nobody uses any more, for other buffers
         self._opened: dict[str, Any] = {}  # segments of peers, by handle
         self._shares = 0
-        self._page = memory.allocate((len(members) + 1) * WORD_NBYTES)
-        self.ranks: Sequence[int] = ()
-        """The others, in ascending order."""
-        self.refusal = ""
-        self._pages: dict[int, Any] = {}
-        self._connect(host, timeout_s)
-
-    def _connect(self, host: str, timeout_s: float) -> None:
+        self._page, self._pages = memory.allocate((len(members) + 1) * WORD_NBYTES), dict[int, Any]()
         nonce = secrets.randbits(62)
         _nonce_of(self._page).fill_(nonce)
-        self._memory.synchronize()
+        self.memory.synchronize()
         handle, verdict = "", ""
         try:
-            handle = self._memory.handle(self._page).hex()
+            handle = self.memory.handle(self._page).hex()
         except RuntimeError as error:
-            verdict = f"the memory of rank {self._rank} cannot be mapped ({error})"
+            verdict = f"the memory of rank {self.rank} cannot be mapped ({error})"
         own = _Page(host, handle, nonce)
-        pages = self._gather("pages", self._members, own, timeout_s, _parse_page)
-        there = {peer: page for peer, page in pages.items() if page.host == host and peer != self._rank}
+        pages = self._gather("pages", self.members, own, timeout_s, _parse_page)
+        there = {peer: page for peer, page in pages.items() if page.host == host and peer != self.rank}
         try:
             self._pages = {peer: self._opened_page(page) for peer, page in there.items() if page.handle}
         except RuntimeError as error:
-            verdict = f"rank {self._rank} cannot map the memory of another rank ({error})"
-        verdicts = self._gather("verdicts", self._members, verdict, timeout_s, _parse_verdict)
-        self.refusal = next((verdicts[peer] for peer in sorted([*there, self._rank]) if verdicts[peer]), "")
-        self.ranks = sorted(there)
+            verdict = f"rank {self.rank} cannot map the memory of another rank ({error})"
+        verdicts = self._gather("verdicts", self.members, verdict, timeout_s, _parse_verdict)
+        self.refusal = next((verdicts[peer] for peer in sorted([*there, rank]) if verdicts[peer]), "")
+        self.ranks: Sequence[int] = sorted(there)
+        """The others, in ascending order."""
         if self.refusal:
             self.close(timeout_s)
-            self.ranks = []
+            self.ranks = ()
 
     def _opened_page(self, page: _Page) -> Any:
-        opened = self._open(page.handle, (len(self._members) + 1) * WORD_NBYTES)
+        opened = self._open(page.handle, (len(self.members) + 1) * WORD_NBYTES)
         if int(_nonce_of(opened)) != page.nonce:
             raise RuntimeError("its page shows other numbers than it has written")
         return opened
@@ -225,14 +195,14 @@ class Neighbours:
     def _gather(
         self, what: str, members: Sequence[int], record: object, timeout_s: float, read: Callable[[bytes], T]
     ) -> dict[int, T]:
-        return gather(PrefixStore(what, self._store), self._rank, members, record, timeout_s, read)
+        return gather(PrefixStore(what, self._store), self.rank, members, record, timeout_s, read)
 
     def words(self, peer: int) -> Words:
         """Return what this rank and `peer` tell each other."""
-        return Words(self._word(self._pages[peer], self._rank), self._word(self._page, peer))
+        return Words(self._word(self._pages[peer], self.rank), self._word(self._page, peer))
 
     def _word(self, page: Any, rank: int) -> Tensor:
-        begin = self._members.index(rank) * WORD_NBYTES
+        begin = self.members.index(rank) * WORD_NBYTES
         return from_dlpack(page)[begin : begin + 4].view(torch.int32)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -240,31 +210,42 @@ class Neighbours:
 
         Waits for the device, as ``cudaMalloc`` may.
         """
-        with self._pool.lock:
-            return self._allocated(numel, dtype, max(1, numel) * dtype.itemsize)
-
-    def _allocated(self, numel: int, dtype: torch.dtype, nbytes: int) -> Tensor:
-        free = self._pool.free
-        fits = [segment for segment in free if nbytes <= segment.nbytes <= LARGER * nbytes]
-        segment = min(fits, key=lambda segment: segment.nbytes) if fits else self._new_segment(nbytes)
-        if fits:
-            free.remove(segment)
-            self._memory.synchronize()  # peers, or this rank, may still read it
-        self._pool.used[segment.address] = segment
-        array = self._memory.again(segment.memory)
-        finalize(array, self._pool.release, segment)
+        nbytes = max(1, numel) * dtype.itemsize
+        with self._lock:
+            fits = [segment for segment in self._free if nbytes <= segment.nbytes <= LARGER * nbytes]
+            segment = min(fits, key=lambda segment: segment.nbytes) if fits else self._new_segment(nbytes)
+            if fits:
+                self._free.remove(segment)
+                self.memory.synchronize()  # peers, or this rank, may still read it
+            self._used[segment.address] = segment
+        array = self.memory.again(segment.memory)
+        finalize(array, self._release, segment)
         return from_dlpack(array)[:nbytes].view(dtype)[:numel].zero_()
 
     def _new_segment(self, nbytes: int) -> _Segment:
-        memory = self._memory.allocate(nbytes)
+        memory = self.memory.allocate(nbytes)
         address = from_dlpack(memory).data_ptr()
-        return _Segment(memory, address, nbytes, self._memory.handle(memory).hex())
+        return _Segment(memory, address, nbytes, self.memory.handle(memory).hex())
+
+    def _release(self, segment: _Segment) -> None:
+        """Take back a segment whose last array is gone."""
+        with self._lock:
+            del self._used[segment.address]
+            if self._keeps:
+                self._free.append(segment)
+
+    def _place(self, buffer: Tensor) -> _Place:
+        """Return where `buffer` lies; it may be a part of what was allocated."""
+        for segment in tuple(self._used.values()):
+            if 0 <= (begin := buffer.data_ptr() - segment.address) < segment.nbytes:
+                return _Place(segment.handle, segment.nbytes, begin, buffer.nbytes)
+        raise UsageError("this buffer is in no memory that peers can map: allocate it with allocate_shared()")
 
     def share(self, buffers: Sequence[Tensor], timeout_s: float) -> list[dict[int, Tensor]]:
         """Return for each of `buffers` that of each neighbour. Collective; all from `allocate`, in one order."""
         self._shares += 1
-        own = [self._pool.place(buffer) for buffer in buffers]
-        here = sorted([self._rank, *self.ranks])  # a rank that is alone on its host shares nothing
+        own = [self._place(buffer) for buffer in buffers]
+        here = sorted([self.rank, *self.ranks])  # a rank that is alone on its host shares nothing
         shared = self._gather(f"share {self._shares}", here, own, timeout_s, _parse_places)
         for peer in self.ranks:
             if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
@@ -280,7 +261,7 @@ class Neighbours:
 
     def _open(self, handle: str, nbytes: int) -> Any:
         if handle not in self._opened:
-            self._opened[handle] = self._memory.open(bytes.fromhex(handle), nbytes)
+            self._opened[handle] = self.memory.open(bytes.fromhex(handle), nbytes)
         return self._opened[handle]
 
     def close(self, linger_s: float) -> None:
@@ -291,16 +272,16 @@ class Neighbours:
         """
         opened, self._opened, self._pages = self._opened, {}, {}
         for segment in opened.values():
-            self._memory.close(segment)
+            self.memory.close(segment)
         try:
             call_store(lambda: self._wait_until_unmapped(linger_s), linger_s + STORE_ANSWER_S)
         except (RuntimeError, TransportError):  # a peer goes on, or the store is gone
-            _mapped_by_peers.append((self._page, [*self._pool.used.values(), *self._pool.free]))
-        self._pool.keeps = False
-        self._pool.free.clear()
+            _mapped_by_peers.append((self._page, [*self._used.values(), *self._free]))
+        self._keeps = False
+        self._free.clear()
 
     def _wait_until_unmapped(self, limit_s: float) -> None:
-        self._store.set(f"unmapped/{self._rank}", "")
+        self._store.set(f"unmapped/{self.rank}", "")
         if limit_s:
             self._store.wait([f"unmapped/{peer}" for peer in self.ranks], timedelta(seconds=limit_s))
 

@@ -14,9 +14,10 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +31,11 @@ __all__ = [
     "Exchange",
     "P2PGroup",
     "P2PMessage",
-    "PlainTransport",
-    "QueueingTransport",
     "Tag",
     "Transport",
     "Window",
     "point",
     "require_cpu",
-    "require_peers",
     "split_self",
     "zeros",
 ]
@@ -99,41 +97,37 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """(numel, dtype, device) -> zeros [numel]."""
 
 
-class Transport(Protocol):
-    """Runs groups of messages. Every implementation passes `commrt.testing.conformance`."""
+class Transport(ABC):
+    """Runs groups of messages. Every implementation passes `commrt.testing.conformance`.
 
+    What is not abstract here suits ordinary memory, without windows, where nothing is queued or captured.
+    """
+
+    kind: str
+    """Name of the medium, such as ``gloo``."""
+    rank: int
+    """This rank."""
+    members: Sequence[int]
+    """Ranks that this transport connects, in ascending order: some of the world's once one is lost."""
     timeout_s: float
     """Deadline of one group, which then raises `DeadlineExceeded`. May be changed between groups."""
-
-    @property
-    def can_move_receives(self) -> bool:
-        """True if the tensor of a receive may be set (``Tensor.set_``) to other memory of its size between two runs."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the medium, such as ``gloo``."""
-
-    @property
-    def one_host(self) -> bool:
-        """True if it needs all members on one host."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def members(self) -> Sequence[int]:
-        """Ranks that this transport connects, in ascending order: some of the world's once one is lost."""
+    one_host: bool = False
+    """True if it needs all members on one host."""
+    can_move_receives: bool = True
+    """True if the tensor of a receive may be set (``Tensor.set_``) to other memory of its size between two runs."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in the memory that this transport moves fastest; it lives as long as its tensors.
 
         Tensors in any other memory can be sent and received too. Raises `UsageError` for a device out of reach.
         """
+        return zeros(numel, dtype, device)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in memory that `share` can show to peers; may wait for the device."""
+        return self.allocate(numel, dtype, device)
 
+    @abstractmethod
     def bind(self, group: P2PGroup) -> Exchange:
         """Prepare `group` once, to run it many times.
 
@@ -148,19 +142,26 @@ class Transport(Protocol):
         exchanges. Returns None if this transport queues nothing. Raises
         `RuntimeError` if the device refuses.
         """
+        return None
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
         """Return windows of `buffers`, all from `allocate_shared`; none where peers cannot read this rank's memory.
 
         Collective, with buffers of the same sizes on all members.
         """
+        return ()
 
+    def wait(self) -> None:  # noqa: B027  # most queue nothing
+        """Wait until all queued groups are complete; raises an error that no call has raised yet."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release everything; later groups raise `TransportClosed`. Safe to call twice.
 
         What was sent arrives. Peers that still wait for this rank fail as soon as the medium reports its end.
         """
 
+    @abstractmethod
     def abort(self) -> None:
         """Fail the group that runs on another thread with `TransportClosed`; callable from any thread.
 
@@ -173,46 +174,13 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-class PlainTransport:
-    """What most transports have in common: ordinary memory, no windows, and nothing that could be captured."""
-
-    one_host = False
-    can_move_receives = True
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate`: ordinary memory."""
-        return zeros(numel, dtype, device)
-
-    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate_shared`: no other memory."""
-        return self.allocate(numel, dtype, device)
-
-    def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
-        """See `Transport.capture`: nothing is queued."""
-        return None
-
-    def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """See `Transport.share`: peers cannot read this memory."""
-        return ()
-
-
-class QueueingTransport(Transport, Protocol):
-    """A transport whose groups return when they are queued on a device, before they are complete."""
-
-    before_abort: Callable[[], None]
-    """Called before queued groups are given up, after which the stream goes on without what they were to bring."""
-
-    def wait(self) -> None:
-        """Wait until all queued groups are complete; raises an error that no call has raised yet."""
-
-
 class Window(NamedTuple):
     """A buffer of this rank that peers read where it lies, and the same buffer of each of them."""
 
     peers: Mapping[int, Tensor]
     """By rank, its buffer, of the dtype of this rank's; for ranks of this host. Never write to it."""
     bind: Callable[..., Exchange]
-    """Prepares a meeting once, to run it many times; see `commrt.transport.peers.PeersTransport.bind_meeting`."""
+    """`commrt.transport.peers.PeersTransport.bind_meeting`."""
 
 
 def point(target: Tensor, memory: Tensor) -> None:
@@ -226,20 +194,16 @@ def require_cpu(device: torch.device, medium: str) -> None:
         raise UsageError(f"{medium} moves CPU tensors, not those on {device}: move them to the CPU")
 
 
-def require_peers(group: P2PGroup, members: Sequence[int]) -> None:
-    """Raise `UsageError` if `group` names a rank outside `members`."""
-    if strangers := sorted(peer for peer in group.peers if peer not in members):  # of a range at once
-        whole = list(members) == list(range(len(members)))
-        known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
-        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}")
-
-
 def split_self(group: P2PGroup, rank: int, members: Sequence[int]) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:
     """Return `group` without messages from `rank` to itself, and those as (source, target) pairs to copy.
 
-    Drops empty messages, since both ends know that they are empty.
+    Drops empty messages, since both ends know that they are empty. Raises `UsageError` for a rank outside `members`,
+    and for a message to itself without its other end.
     """
-    require_peers(group, members)
+    if strangers := sorted(peer for peer in group.peers if peer not in members):
+        whole = list(members) == list(range(len(members)))
+        known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
+        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}")
     own_sends, own_recvs = ([m.data for m in side if m.peer == rank] for side in (group.sends, group.recvs))
     if [len(data) for data in own_sends] != [len(data) for data in own_recvs]:
         raise UsageError(

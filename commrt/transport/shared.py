@@ -10,8 +10,8 @@ ends. Small messages travel on the sockets themselves, and are complete when the
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from operator import methodcaller
@@ -33,15 +33,15 @@ from commrt.errors import (
 from commrt.store.client import MALFORMED, STORE_ANSWER_S, call_store
 from commrt.threads.clock import now_s, slice_s
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.transport.channel import SMALL_NBYTES, Arena, Channel, Offer, Post, Segment, aligned, connect, posts
+from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, Segment, aligned, connect
 from commrt.transport.protocol import (
     CPU,
     EndLoan,
     Exchange,
     P2PGroup,
     P2PMessage,
-    PlainTransport,
     Tag,
+    Transport,
     point,
     require_cpu,
     split_self,
@@ -52,18 +52,22 @@ __all__ = ["SharedTransport"]
 MEDIUM = "shared memory"
 
 
+Where = Callable[..., Place]
+"""(peer, nbytes) -> the place of a transfer of a group."""
+
+
 @dataclass(slots=True, eq=False)
 class _PeerExchange:
     """All messages of a bound group with one peer, in the order agreed with it."""
 
     peer: int
     channel: Channel
-    sends: Sequence[Offer]
-    """What the peer must copy; without small messages."""
-    posts: Sequence[Post]
-    """Packets that make the offers of `sends`, and send small messages, in the order agreed with the peer."""
+    packets: Sequence[Packet]
+    """Offers and small messages."""
+    offered: Sequence[int]
+    """[offers] the bytes of each."""
     segments: frozenset[Segment]
-    """Segments that hold `sends`."""
+    """Segments that hold them."""
     targets: Sequence[Tensor]
     """Memory of the receives."""
     originals: Sequence[Tensor] | None
@@ -77,43 +81,54 @@ class _PeerExchange:
     borrowed: int = 0
     """Number of receives that are."""
 
-    @property
-    def finished(self) -> bool:
-        """Return True if all sends and receives are complete; during a borrowing, if all receives can be read."""
-        sent = self.lent or not (self.channel.untaken or self.channel.full)
-        return sent and self.received == len(self.targets)
-
     def begin(self, call: int) -> None:
         """Make all offers, and send all small messages."""
         self.received, self.call, self.lent = 0, call, self.originals is not None
-        self.channel.announce(self.segments)
-        self.channel.post(self.posts, len(self.sends), call)
+        self.channel.post(self.segments, self.packets, len(self.offered), call)
 
-    def progress(self) -> bool:
-        """Read a packet and receive all that can be received now; return False if the peer will send no more."""
-        self.channel.flush()
-        is_open = self.channel.receive()
-        copied, offers = 0, self.channel.offers
+    def progress(self, where: Where) -> bool:
+        """Read a packet and receive all that can be received now; return True if all sends and receives are complete.
+
+        During a loan the receives suffice. Raises `CallMismatch` and `SizeMismatch`.
+        """
+        channel, offers, copied = self.channel, self.channel.offers, 0
+        if channel.unsent:
+            channel.flush()
+        channel.receive()
         while offers and self.received < len(self.targets):
-            target = self.targets[self.received]
-            if offers[0].call != self.call:
+            offer, target = offers[0], self.targets[self.received]
+            if (offer.call, offer.nbytes) != (self.call, target.nbytes):
                 break
-            if offers[0].nbytes != target.nbytes:
-                self.channel.refuse(target.nbytes)
-                break
-            offer = offers.popleft()
-            self.received += 1
             if offer.message is not None:
-                _bytes_of(target)[:] = offer.message
+                target.view(torch.uint8).numpy().data[:] = offer.message
             elif self.lent:
-                point(target, self.channel.source(offer, target.dtype))
+                point(target, channel.source(offer, target.dtype))
                 self.borrowed += 1
             else:
-                target.copy_(self.channel.source(offer, target.dtype))
+                target.copy_(channel.source(offer, target.dtype))
                 copied += 1
+            self.received += 1
+            offers.popleft()
         if copied:
-            self.channel.acknowledge(copied)
-        return is_open
+            channel.acknowledge(copied)
+        is_received = self.received == len(self.targets)
+        if (offers and not is_received) or channel.expected_nbytes is not None:
+            raise self._mismatch(where)
+        return is_received and (self.lent or not (channel.untaken or channel.unsent))
+
+    def _mismatch(self, where: Where) -> TransportError:
+        """Return how the two ends differ; tell the peer."""
+        place, expected = self.place(where), self.channel.expected_nbytes
+        if expected is not None:
+            own = [*self._untaken, "other"][0]
+            what = f"this rank sends {own} bytes and the peer expects {expected}"
+        elif self.channel.offers[0].call != self.call:
+            what = "the peer makes another call: make the same calls in the same order on every rank"
+            return CallMismatch(what, place)
+        else:
+            self.channel.refuse(self.targets[self.received].nbytes)
+            what = f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects {place.nbytes}"
+        return SizeMismatch(f"{what}: the ranks run different programs", place)
 
     def return_borrowed(self) -> None:
         """Tell the peer that its memory was read, and let go of it."""
@@ -123,40 +138,17 @@ class _PeerExchange:
             self.channel.acknowledge(self.borrowed)
         self.lent, self.borrowed = False, 0
 
-    @property
-    def is_of_another_call(self) -> bool:
-        """Return True if the peer's next offer belongs to another call than this group."""
-        waits = self.received < len(self.targets)
-        return waits and bool(self.channel.offers) and self.channel.offers[0].call != self.call
-
-    @property
-    def mismatch(self) -> str | None:
-        """Return how the sizes of the two ends differ, or None if they agree so far."""
-        if self.channel.expected_nbytes is not None:
-            expected = self.channel.expected_nbytes
-            own = f"{self._untaken[0].nbytes}" if self._untaken else "other"
-            return f"this rank sends {own} bytes and the peer expects {expected}"
-        if self.channel.offers and self.received < len(self.targets):
-            return f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects {self.nbytes}"
-        return None
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the first transfer that is not complete."""
-        sizes = [target.nbytes for target in self.targets[self.received :]]
-        sizes += [offer.nbytes for offer in self._untaken]
-        return sizes[0] if sizes else 0
-
-    def place(self, where: Place) -> Place:
+    def place(self, where: Where) -> Place:
         """Return the place of the first transfer that is not complete, in a group at `where`."""
-        return replace(where, peer=self.peer, nbytes=self.nbytes)
+        sizes = [target.nbytes for target in self.targets[self.received :]]
+        return where(self.peer, [*sizes, *self._untaken, 0][0])
 
     @property
-    def _untaken(self) -> Sequence[Offer]:
-        return self.sends[len(self.sends) - self.channel.untaken :]
+    def _untaken(self) -> Sequence[int]:
+        return self.offered[len(self.offered) - self.channel.untaken :]
 
 
-class SharedTransport(PlainTransport):
+class SharedTransport(Transport):
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
     Connects to all other `members` at construction, through a `store` that nobody else uses; raises
@@ -194,12 +186,13 @@ class SharedTransport(PlainTransport):
     def bind(self, group: P2PGroup) -> Exchange:
         """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.members)
-        self._require_open(Place(self.rank, hop=rest.hop))
+        self._require_open(partial(Place, self.rank, hop=rest.hop))
         memory, staged = self._stage(rest.sends)
-        exchanges, copies = list(self._exchanges(rest, memory)), [*copies, *staged]
+        copies += staged
+        exchanges = {each.channel.fd: each for each in self._exchanges(rest, memory)}
 
         def run(tag: Tag) -> EndLoan | None:
-            where = tag.place(self.rank, rest.hop)
+            where = partial(tag.place, self.rank, rest.hop)
             self._require_open(where)
             for source, target in copies:
                 target.copy_(source)
@@ -215,8 +208,8 @@ class SharedTransport(PlainTransport):
 
         All groups share one staging buffer: they run one at a time, and end when every offer was copied.
         """
-        large = [m for m in sends if m.data.nbytes > SMALL_NBYTES]
-        outside = {id(m.data): m.data for m in large if self._arena.find(m.data) is None}
+        large = [m.data for m in sends if m.data.nbytes > SMALL_NBYTES]
+        outside = {id(data): data for data in large if self._arena.find(data) is None}
         need = sum(aligned(data.nbytes) for data in outside.values())
         if need > len(self._staging):
             self._staging = self._arena.allocate(max(need, 2 * len(self._staging)), torch.uint8)
@@ -229,46 +222,49 @@ class SharedTransport(PlainTransport):
 
     def _exchanges(self, group: P2PGroup, memory: Sequence[Tensor]) -> Iterator[_PeerExchange]:
         for peer in dict.fromkeys(m.peer for m in (*group.sends, *group.recvs)):
-            mine = [data for data, m in zip(memory, group.sends, strict=True) if m.peer == peer]
-            large = [(data, self._arena.find(data)) for data in mine if data.nbytes > SMALL_NBYTES]
-            found = [(place, data.nbytes) for data, place in large if place is not None]
-            offers = [Offer(segment.number, offset, nbytes) for (segment, offset), nbytes in found]
-            segments = frozenset(segment for (segment, _), _ in found)
-            in_order = iter(offers)
-            sends = [next(in_order) if data.nbytes > SMALL_NBYTES else _bytes_of(data) for data in mine]
+            packets, offered, segments = list[Packet](), list[int](), set[Segment]()
+            for data in (data for data, m in zip(memory, group.sends, strict=True) if m.peer == peer):
+                place = self._arena.find(data) if data.nbytes > SMALL_NBYTES else None
+                if place is None:
+                    packets.append((b"M", _on_cpu(data).view(torch.uint8).numpy().data))
+                else:
+                    packets.append((b"O", OFFER.pack(place[0].number, place[1], data.nbytes)))
+                    offered.append(data.nbytes)
+                    segments.add(place[0])
             targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
             originals = [target.detach() for target in targets] if group.reads else None
-            yield _PeerExchange(peer, self._channels[peer], offers, posts(sends), segments, targets, originals)
+            yield _PeerExchange(peer, self._channels[peer], packets, offered, frozenset(segments), targets, originals)
 
-    def _require_open(self, place: Place) -> None:
+    def _require_open(self, where: Where) -> None:
         if self._closed:
-            raise TransportClosed("the transport was closed", place)
+            raise TransportClosed("the transport was closed", where())
         if self._failure is not None:
-            raise TransportClosed("an earlier exchange failed; start a new world", place) from self._failure
+            raise TransportClosed("an earlier exchange failed; start a new world", where()) from self._failure
 
-    def _run(self, exchanges: Sequence[_PeerExchange], where: Place, begin: Callable[[_PeerExchange], None]) -> None:
-        """Call `begin` with each of `exchanges`, and return when all are finished."""
+    def _run(
+        self, exchanges: Mapping[int, _PeerExchange], where: Where, begin: Callable[[_PeerExchange], None]
+    ) -> None:
+        """Call `begin` with each of `exchanges`, by descriptor, and return when all are complete."""
         try:
             while self._arena.freed:
                 number = self._arena.freed.popleft()
                 for channel in self._channels.values():
                     channel.forget(number)
-            for exchange in exchanges:
+            for exchange in exchanges.values():
                 begin(exchange)
             self._complete(exchanges, where)
         except TransportError as failure:
             self._failure = failure
             raise
 
-    def _complete(self, exchanges: Sequence[_PeerExchange], where: Place) -> None:
-        """Serve each peer that has sent something, until all of `exchanges` are finished."""
+    def _complete(self, exchanges: Mapping[int, _PeerExchange], where: Where) -> None:
+        """Serve each peer that has sent something, until all of `exchanges` are complete."""
         deadline = now_s() + self.timeout_s
-        waiting = {exchange.channel.fd: exchange for exchange in exchanges}
+        waiting = dict(exchanges)
         ready = list(waiting)  # packets may be here already, and reading costs no more than polling
         while True:
             for fd in ready:
-                self._progress(waiting[fd], where)
-                if waiting[fd].finished:
+                if self._progress(waiting[fd], where):
                     del waiting[fd]
             if not waiting:
                 return
@@ -278,25 +274,23 @@ class SharedTransport(PlainTransport):
                 what = f"no answer from ranks {[exchange.peer for exchange in late]} within {self.timeout_s:g} s"
                 raise DeadlineExceeded(f"{what}: slow, stopped, or running another program", late[0].place(where))
 
-    def _progress(self, exchange: _PeerExchange, where: Place) -> None:
+    def _progress(self, exchange: _PeerExchange, where: Where) -> bool:
+        """Return True if `exchange` is complete."""
         try:
-            is_open = exchange.progress()
+            if exchange.progress(where):
+                return True  # though the peer may be gone: its last small messages were here
         except OSError as error:
-            self._require_open(exchange.place(where))
+            self._require_open(partial(exchange.place, where))
             what = f"the peer's memory cannot be used here ({error}): is there a limit on open files or on memory"
             raise TransportError(what, exchange.place(where)) from error
         except MALFORMED as error:
             what = "the peer sent a malformed packet: start all ranks with the same version of commrt"
             raise TransportError(what, exchange.place(where)) from error
-        if exchange.is_of_another_call:
-            what = "the peer makes another call: make the same calls in the same order on every rank"
-            raise CallMismatch(what, exchange.place(where))
-        if mismatch := exchange.mismatch:
-            raise SizeMismatch(f"{mismatch}: the ranks run different programs", exchange.place(where))
-        if not is_open and not exchange.finished:  # its last small messages may have been here already
-            self._require_open(exchange.place(where))
+        if not exchange.channel.is_open:
+            self._require_open(partial(exchange.place, where))
             what = "the peer is gone: its process ended or gave up; look at its own output"
             raise PeerLost(what, exchange.place(where))
+        return False
 
     def close(self) -> None:
         """End all connections; peers that wait for this rank raise `PeerLost` at once. Allocated memory stays."""
@@ -322,7 +316,7 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
     """Wait for at most `left_s` seconds, and return the descriptors that became ready."""
     poller = select.poll()
     for exchange in waiting:
-        writable = select.POLLOUT if exchange.channel.full else 0
+        writable = select.POLLOUT if exchange.channel.unsent else 0
         poller.register(exchange.channel.fd, select.POLLIN | writable)
     return [fd for fd, _ in poller.poll(ceil(slice_s(left_s) * 1000))] if left_s > 0 else []
 
@@ -330,11 +324,6 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
 def _close(channels: Iterable[Channel]) -> None:
     for channel in channels:
         channel.close()
-
-
-def _bytes_of(data: Tensor) -> memoryview:
-    """Return the memory of `data`."""
-    return _on_cpu(data).view(torch.uint8).numpy().data
 
 
 def _on_cpu(data: Tensor) -> Tensor:

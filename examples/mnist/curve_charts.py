@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from commrt.tools.pictures.charts import new_figure
+from commrt.tools.pictures.drawing import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

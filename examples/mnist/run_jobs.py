@@ -24,8 +24,8 @@ from training_curve import require_curve
 import commrt
 from commrt.errors import CommrtError
 from commrt.store.launcher import chosen_transport, launched
-from commrt.testing.workers import run_workers
-from commrt.tools.commands.json_output import json_of
+from commrt.testing.processes import run_workers
+from commrt.tools.commands.options import json_of
 
 __all__ = ["Progress", "TrainRank", "default_algorithm", "run"]
 

@@ -6,19 +6,22 @@ The traces follow the schema of MLCommons Chakra, as JSON: DIR/ALGORITHM.RANK.et
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from chakra_traces import traces  # of this folder
 
 from commrt.algorithms.catalogue import ALGORITHMS
+from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.options import CLUSTER, ShapeOptions, below, spread
 from commrt.tools.commands.verify import choose
-from commrt.tools.pictures.files import prepare_folder, write
+from commrt.tools.pictures.files import write
 
 __all__ = ["app"]
 
@@ -45,12 +48,26 @@ def export(
     described.require_capacity(ranks)
     chosen = choose(algorithm, shape, described)
     found = traces(chosen.schedule(0, ranks), round(nbytes), described)
-    folder = prepare_folder("--out", out, "traces")
+    folder = made(out)
     files = [folder / f"{algorithm}.{rank}.et.json" for rank in range(ranks)]
     for file, trace in zip(files, found, strict=True):
         write("--out", str(file), partial(file.write_text, trace.text(), encoding="utf-8"))
     last = "" if ranks == 1 else f" to {files[-1].name}"
     print(f"{ranks:,} trace{'s' * (ranks != 1)} of {round(nbytes):,} bytes: {files[0]}{last}")
+
+
+def made(out: str) -> Path:
+    """Make the folder `out`; raise `UsageError` if no files can be written in it."""
+    if not out:
+        raise UsageError('--out "": the name of the folder is empty: give one, such as --out traces')
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out {out}: nothing can be written there: {error}; give another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--out {out} cannot be written by this user: give another folder")
+    return folder
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import GRADIENT_NBYTES, ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, StepOptions, Wire, compute_of, workload_of
+from commrt.tools.commands.options import CLUSTER, StepOptions, Wire, compute_of, json_of, workload_of
 from commrt.tools.planning.planner import CAPS_MB, Plan, short_name, step_plans
 from commrt.tools.planning.workload import Workload
 

@@ -23,8 +23,7 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CLUSTER, Wire
+from commrt.tools.commands.options import CLUSTER, Wire, json_of
 
 __all__ = ["app"]
 

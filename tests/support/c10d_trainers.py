@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from commrt.c10d.process_group import create
+from commrt.c10d.process_group import CommrtProcessGroup
 from commrt.store.launcher import LOOPBACK
 
 EPOCHS = 3
@@ -205,7 +205,7 @@ def process_group_of_torchft():
     class ProcessGroupCommrt(ProcessGroupWrapper):
         def _create_pg(self, store, rank, world_size):
             found = {"group_rank": rank, "group_size": world_size, "global_ranks_in_group": []}
-            return create(SimpleNamespace(store=store, timeout=self._timeout, group_id="torchft", **found))
+            return CommrtProcessGroup(SimpleNamespace(store=store, timeout=self._timeout, group_id="torchft", **found))
 
         def getBackendName(self):  # noqa: N802
             return self._pg.name()

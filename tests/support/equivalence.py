@@ -85,5 +85,5 @@ def attached(scenario, world, algorithm, wire, kind):
     call = torch.compile(model, backend=scenario.backend) if scenario.backend else model
     params = train(scenario, call, model, optimizer, (world.rank, world.size), replica.no_sync)
     equal = replica.replicas_equal()
-    replica.close()
+    replica.detach()
     return params, equal

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.elastic.liveness import Listener
+from commrt.elastic.generations import Listener
 from commrt.training.model_state import fingerprint
 
 STRIKE = 5

@@ -7,20 +7,41 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
-from torch.distributed import HashStore
+from peer_memory import HostPeerMemory
+from torch.distributed import HashStore, PrefixStore
 
 from commrt.program import member_program
 from commrt.runtime.executor import bind
 from commrt.runtime.reading import bind_reading
-from commrt.testing.peer_memory import HostPeerMemory
-from commrt.testing.ranks import over_nccl
-from commrt.transport.peers import beside
+from commrt.testing import nccl, ranks
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.neighbours import Neighbours
+from commrt.transport.peers import PeersTransport
 from commrt.transport.protocol import CPU, Tag
 
 NOW = Tag(7, 3)
 TIMEOUT_S = 20.0
 ODD = 1003
 """No multiple of anything that chunks are cut at."""
+
+
+def connect_one(store, rank, members, timeout_s, memory=None, host="host"):
+    """A rank's transport, as `commrt.transport.peers.connect` makes it."""
+    memory = memory or HostPeerMemory()
+    neighbours = Neighbours(PrefixStore("peers", store), rank, members, timeout_s, memory, host)
+    own = PrefixStore("nccl", store)
+    if neighbours.ranks:
+        return PeersTransport(neighbours, own, timeout_s, CPU, nccl)
+    return NcclTransport(own, rank, members, timeout_s, CPU, nccl)
+
+
+def over_peers(store, size, timeout_s):
+    """Connect ranks of one host with peers' memory; a `commrt.testing.ranks.Connect`."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: connect_one(store, rank, range(size), timeout_s), range(size)))
+
+
+ranks.RECONNECTING[over_peers] = connect_one
 
 
 class Group:
@@ -30,13 +51,9 @@ class Group:
         self.size, self.store = len(hosts), HashStore()
         self.pool = ThreadPoolExecutor(self.size)
         self.memories = [HostPeerMemory() for _ in hosts]
-        self.rest = over_nccl(self.store, self.size, TIMEOUT_S)
-        self.transports = self.on_all(lambda rank: self.connected(rank, hosts[rank]))
-
-    def connected(self, rank, host):
-        rest = self.rest[rank]
-        made = beside(rest, self.store, self.memories[rank], CPU, host)
-        return rest if isinstance(made, str) else made
+        self.transports = self.on_all(
+            lambda rank: connect_one(self.store, rank, range(self.size), TIMEOUT_S, self.memories[rank], hosts[rank])
+        )
 
     def on_all(self, work):
         return list(self.pool.map(work, range(self.size)))

@@ -14,10 +14,8 @@ from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageEr
 from commrt.tools.commands import draw, plan, simulate, verify
 from commrt.tools.commands.doctor import doctor
 from commrt.tools.commands.options import spread
-from commrt.tools.commands.plan_collective import collective
 from commrt.tools.commands.probe import probe
 from commrt.tools.commands.simulate_backups import backups
-from commrt.tools.commands.simulate_local import local
 
 __all__ = ["app", "in_one_line", "main"]
 
@@ -58,12 +56,12 @@ _group(
     "simulate",
     "Estimate an exchange or a training step on a cluster.\n\n"
     "You do not need the cluster: its links are described in a file.",
-    {"exchange": simulate.exchange, "step": simulate.step, "local": local, "backups": backups},
+    {"exchange": simulate.exchange, "step": simulate.step, "local": simulate.local, "backups": backups},
 )
 _group(
     "plan",
     "Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.",
-    {"exchange": plan.exchange, "step": plan.step, "backups": plan.backups, "collective": collective},
+    {"exchange": plan.exchange, "step": plan.step, "backups": plan.backups, "collective": plan.collective},
 )
 _group(
     "draw",

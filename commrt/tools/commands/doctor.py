@@ -18,8 +18,7 @@ from rich.table import Table
 
 from commrt.errors import UsageError
 from commrt.store.launcher import default_timeout_s, launched
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import Json
+from commrt.tools.commands.options import Json, json_of
 from commrt.tools.measuring.doctor_environment import (
     Finding,
     guarded,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take, and groups of options that a command gets as one object."""
+"""Options that several commands take, groups of options that a command gets as one object, and JSON as it prints it."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -22,11 +23,11 @@ from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 __all__ = [
-    "BATCH", "CLUSTER", "AlgorithmName", "BackupOptions", "Batch", "BothWays", "BucketCapMb", "ClusterName",
-    "CollectiveOptions", "ComputeMs", "Delay", "ExchangeOptions", "Fragments", "Grid", "JitterOptions", "Json",
-    "LocalOptions", "Model", "Nbytes", "Out", "Period", "PlanOptions", "Ranks", "RingCount", "ShapeOptions",
-    "StepOptions", "TopologyName", "Wire", "WireDtype", "Within", "below", "compute_of", "leave_out", "local_option",
-    "spread", "workload_of",
+    "BATCH", "CLUSTER", "AlgorithmName", "BackupOptions", "Batch", "BucketCapMb", "ClusterName", "CollectiveOptions",
+    "ComputeMs", "Delay", "ExchangeOptions", "Fragments", "JitterOptions", "Json",
+    "LocalOptions", "Model", "Nbytes", "Out", "Period", "PlanOptions", "Ranks", "ShapeOptions",
+    "StepOptions", "Wire", "WireDtype", "below", "compute_of", "json_of", "leave_out", "local_option", "spread",
+    "workload_of",
 ]  # fmt: skip
 
 BATCH, CLUSTER = 32, "abci"
@@ -91,22 +92,6 @@ ComputeMs = Annotated[
 WIRE_HELP = "The dtype that gradients travel in, or codes of few bits, which need direct: int8, int4, int2, float8."
 WireDtype = Annotated[Wire, option(help=WIRE_HELP)]
 BucketCapMb = Annotated[float, option(min=0.001, callback=below(1e9), help="Size of a gradient bucket, in MiB.")]
-
-Grid = Annotated[str | None, shape_option(help="For torus2d: ranks in a row x ranks in a column, such as 4x3.")]
-BothWays = Annotated[bool, shape_option("--both-ways", help="For torus2d: half row-first, half column-first.")]
-TopologyName = Annotated[str | None, shape_option(help="For gossip: dissemination or hypercube.")]
-Within = Annotated[
-    int | None,
-    shape_option(
-        help="For gossip and direct: ranks in a row, such as those of a node. For rings, double_tree: ranks of a node."
-    ),
-]
-RingCount = Annotated[
-    int | None,
-    shape_option(
-        "--rings", min=1, show_default="one per network card", help="For rings: how many, one per network card."
-    ),
-]
 
 MOST_STEPS = 1_000_000
 Period = Annotated[
@@ -181,11 +166,24 @@ class JitterOptions(NamedTuple):
 class ShapeOptions(NamedTuple):
     """The shape of an algorithm; None if an option was not given."""
 
-    grid: Grid = None
-    both_ways: BothWays = False
-    topology: TopologyName = None
-    within: Within = None
-    rings: RingCount = None
+    grid: Annotated[str | None, shape_option(help="For torus2d: ranks in a row x ranks in a column, such as 4x3.")] = (
+        None
+    )
+    both_ways: Annotated[bool, shape_option("--both-ways", help="For torus2d: half row-first, half column-first.")] = (
+        False
+    )
+    topology: Annotated[str | None, shape_option(help="For gossip: dissemination or hypercube.")] = None
+    within: Annotated[
+        int | None,
+        shape_option(
+            help="For gossip and direct: ranks in a row, such as those of a node. For rings, double_tree: ranks of a "
+            "node."
+        ),
+    ] = None
+    rings: Annotated[
+        int | None,
+        shape_option(min=1, show_default="one per network card", help="For rings: how many, one per network card."),
+    ] = None
 
     def given(self) -> dict[str, object]:
         """Return the options by name; None for one that was not given."""
@@ -325,3 +323,12 @@ def leave_out(why: str, options: Mapping[str, object]) -> None:
     """Raise `UsageError` for the first option that was given: it would be ignored."""
     if given := [name for name, value in options.items() if value is not None]:
         raise UsageError(f"{why}: leave {given[0]} out")
+
+
+def json_of(facts: object) -> str:
+    """Return `facts` as JSON; numbers that are not finite become null.
+
+    >>> json_of({"loss": float("nan"), "steps": [1, 2.5]})
+    '{"loss": null, "steps": [1, 2.5]}'
+    """
+    return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan exchange``, ``step`` and ``backups``: what to use, and why. Needs no torch.
+"""``commrt plan exchange``, ``step``, ``backups`` and ``collective``: what to use, and why. Needs no torch.
 
 Backups are planned for late ranks that finish their gradients before they go on, as measured (docs/evidence.md).
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from math import ceil
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,27 +21,31 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.ring import Ring, Rings
 from commrt.errors import UsageError
+from commrt.pricing import selection
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, Pricing, all_reduce_bound_s, require_carried
+from commrt.pricing.selection import Choice, choices, size_class, slice_nbytes, slots_of
 from commrt.proof.replay import prove
-from commrt.proof.spec import all_reduce
-from commrt.tools.commands.json_output import json_of
+from commrt.proof.spec import all_reduce, collective_of
 from commrt.tools.commands.options import (
     BackupOptions,
+    ClusterName,
     ExchangeOptions,
     Json,
     PlanOptions,
     Ranks,
+    below,
     compute_of,
+    json_of,
     workload_of,
 )
 from commrt.tools.commands.simulate import quantizer_sentence
 from commrt.tools.commands.simulate_backups import estimate_backups
-from commrt.tools.planning.local_steps import LocalSteps, hiding_period
 from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
+from commrt.tools.planning.timeline import LocalSteps, hiding_period
 
-__all__ = ["backups", "exchange", "gains", "step"]
+__all__ = ["backups", "collective", "exchange", "step"]
 
 SHOWN = 8
 MIN_WIDTH = 124
@@ -64,6 +69,13 @@ COLUMNS: dict[str, Callable[[Plan], str | None]] = {
     "latencies": lambda plan: f"{1e3 * plan.latency_s:.2f}",
     "steps": lambda plan: f"{plan.steps:,}",
 }
+MOST_RANKS = 4096
+ONE_HOST = "host"
+"""The cluster that the backend takes if COMMRT_CLUSTER is not set, on one host."""
+DEVICE = "cpu"
+"""Whose slices are priced: a cluster does not say whether its ranks have GPUs."""
+UNKNOWN = {"barrier", "all_to_all"}
+"""Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes of all."""
 
 
 def exchange(options: ExchangeOptions, as_json: Json = False) -> None:
@@ -172,15 +184,15 @@ def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
         what = f"no other schedule carries {best.wire}" if best.wire in QUANTIZERS else "nothing else was found"
         return f"{best.name}: {what} for {cluster.name}"
     other = next((plan for plan in others if isinstance(plan.algorithm, Ring | Rings)), others[0])
-    sides = gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
+    sides = _gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
     hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
     return f"{best.name} against {other.name}, all at once: {sides}{hidden}"
 
 
-def gains(seconds: float, latency_s: float, digits: int) -> str:
+def _gains(seconds: float, latency_s: float, digits: int) -> str:
     """Return in words what is saved of a time, and which part of it is latencies.
 
-    >>> gains(0.003, 0.004, digits=0)
+    >>> _gains(0.003, 0.004, digits=0)
     '4 ms less for latencies and 1 ms more for bytes'
     """
     less_ms = {"latencies": 1e3 * latency_s, "bytes": 1e3 * (seconds - latency_s)}
@@ -209,7 +221,7 @@ def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
     steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
     if steps is None or steps.hiding_delay is None:
         return None
-    wire = "" if (travels := _python_wire(best.wire)) is None else f", wire={travels}"
+    wire = f", wire={PYTHON_WIRES[best.wire]}" if best.wire in PYTHON_WIRES else ""
     given = f"period={steps.period}, delay={steps.hiding_delay}, inner={python_call(best.name)}{wire}"
     return {
         "python": f"commrt.local_sgd.LocalSGD({given})",
@@ -217,11 +229,6 @@ def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
         "delay": steps.hiding_delay,
         "step_seconds": steps.step_s(steps.hiding_delay),
     }
-
-
-def _python_wire(name: str | None) -> str | None:
-    """Return a wire as Python code; None for that of the weights."""
-    return PYTHON_WIRES.get(name or "")
 
 
 def _local_sentence(local: Mapping[str, Any]) -> str:
@@ -262,3 +269,86 @@ def _waitings(backups: str, options: BackupOptions) -> tuple[int, list[BackupCos
     slower = step_time_s(found.times_s, needed) / float(np.median(found.times_s))
     columns = (column.tolist() for column in (found.ranks - needed, slower, updates))
     return found.ranks, [BackupCost(*row) for row in zip(*columns, strict=True)]
+
+
+def collective(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A collective of torch.distributed: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, "
+            "reduce, gather, scatter or barrier."
+        ),
+    ],
+    nbytes: Annotated[
+        float | None,
+        typer.Option(
+            min=0, callback=below(1e18), help="Bytes of the tensor that holds all ranks' pieces; not for barrier."
+        ),
+    ] = None,
+    ranks: Ranks = 4,
+    cluster: ClusterName = ONE_HOST,
+    as_json: Json = False,
+) -> None:
+    """Say which schedule the torch.distributed backend takes for a collective, and why."""
+    if nbytes is None and name != "barrier":
+        raise UsageError("say how much is exchanged: --nbytes, of the tensor that holds all ranks' pieces")
+    if ranks > MOST_RANKS:
+        raise UsageError(f"--ranks {ranks}: a collective is planned up to {MOST_RANKS:,} ranks, in some seconds")
+    chosen = Cluster.named(cluster)
+    pieces = 1 if slots_of(name, ranks) == 1 else ranks
+    piece_nbytes = 0 if name in UNKNOWN else ceil((nbytes or 0.0) / pieces)
+    slices = max(1, ceil(piece_nbytes / slice_nbytes(name, ranks, DEVICE)))
+    priced_nbytes = size_class(min(piece_nbytes, slice_nbytes(name, ranks, DEVICE)))
+    found = choices(chosen, name, range(ranks), priced_nbytes)
+    best = found[0]
+    if ranks <= selection.PROVEN_RANKS:
+        prove(best.schedule, collective_of(name, ranks, best.schedule.chunks, 0))
+    if as_json:
+        record = {
+            "cluster": chosen.name,
+            "collective": name,
+            "ranks": ranks,
+            "nbytes": nbytes,
+            "priced_nbytes": priced_nbytes,
+            "slices": slices,
+            "best": best.name,
+            "reason": _choice_reason(found),
+        }
+        titles = ("schedule", "seconds", "latency_seconds", "steps")
+        rows = [(each.name, each.seconds, each.latency_s, each.steps) for each in found]
+        print(json_of(record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]}))
+        return
+    _show_choices(f"{name} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}", found)
+    print(_priced(name, priced_nbytes, slices))
+    print(_choice_reason(found))
+    print(f"force one: COMMRT_SCHEDULES={name}={found[-1].name}")
+    print(f"{chosen.name}: {' '.join(chosen.about.split())}")
+
+
+def _priced(collective: str, priced_nbytes: int, slices: int) -> str:
+    """Return for what the times stand."""
+    if collective in UNKNOWN:
+        return "priced for empty pieces, as a rank does not know the sizes of all"
+    if slices == 1:
+        return f"priced for pieces of {priced_nbytes:,} bytes, as all sizes down to half of that"
+    return f"priced for one of {slices:,} slices, as pieces of {priced_nbytes:,} bytes; on GPUs slices are larger"
+
+
+def _show_choices(title: str, found: Sequence[Choice]) -> None:
+    table = Table(title=title)
+    for name in ("schedule", "ms", "latencies", "steps"):
+        table.add_column(name, justify="left" if name == "schedule" else "right")
+    for choice in found:
+        cells = choice.name, f"{1e3 * choice.seconds:.3f}", f"{1e3 * choice.latency_s:.3f}", f"{choice.steps:,}"
+        table.add_row(*cells, style="bold" if choice is found[0] else None)
+    Console().print(table)
+
+
+def _choice_reason(found: Sequence[Choice]) -> str:
+    """Return how the best schedule compares with the second best."""
+    best, *others = found
+    if not others:
+        return f"{best.name}: the only schedule for so many ranks"
+    other = others[0]
+    sides = _gains(other.seconds - best.seconds, other.latency_s - best.latency_s, digits=3)
+    return f"{best.name} against {other.name}: {sides}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt simulate exchange`` and ``step``: the price of an exchange, and of a training step. Needs no torch."""
+"""``commrt simulate exchange``, ``step`` and ``local``: what an exchange and a training step take. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import (
@@ -27,28 +28,36 @@ from commrt.pricing.price import (
     wire_nbytes,
 )
 from commrt.schedule import Algorithm
-from commrt.tools.commands.json_output import json_of
 from commrt.tools.commands.options import (
     AlgorithmName,
     ExchangeOptions,
     JitterOptions,
     Json,
+    LocalOptions,
     ShapeOptions,
     StepOptions,
     compute_of,
+    json_of,
     workload_of,
 )
 from commrt.tools.commands.verify import choose
 from commrt.tools.planning.stragglers import Jitter
-from commrt.tools.planning.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
+from commrt.tools.planning.timeline import (
+    LocalSteps,
+    blocking_step,
+    gossip_efficiency,
+    mean_efficiency,
+    overlapped_step,
+)
 from commrt.tools.planning.workload import FORWARD, Workload
 
-__all__ = ["ExchangeEstimate", "StepEstimate", "exchange", "quantizer_sentence", "step", "step_table", "times"]
+__all__ = ["ExchangeEstimate", "StepEstimate", "exchange", "local", "quantizer_sentence", "step", "step_table", "times"]
 
 OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
 """Commands for algorithms whose steps are no exchange of gradients by all ranks."""
 MOST_JITTER_TIMES = 10_000_000
 """The most ranks x steps that are simulated one by one."""
+NOT_HIDDEN = "none within the period"
 
 
 @dataclass(frozen=True)
@@ -247,3 +256,67 @@ def step_table(title: str, heading: str, rows: Mapping[str, Mapping[str, Any]], 
         cells = (f"{1e3 * row[key]:.2f}" for key in ("step_seconds", "exposed_seconds"))
         table.add_row(name, *cells, f"{row['efficiency']:.1%}", style="bold" if name == asked else None)
     return table
+
+
+def local(options: StepOptions, local: LocalOptions, as_json: Json = False) -> None:
+    """Estimate steps of local SGD, by how late averages may be."""
+    algorithm = local.algorithm(options.wire)
+    found = StepEstimate.of(algorithm.inner, options, Cluster.named(options.cluster))
+    exchange = found.exchange
+    steps = LocalSteps.priced(exchange.pricing, exchange.nbytes, found.compute_s, algorithm.period, algorithm.fragments)
+    record = _local_record(algorithm, found, steps)
+    if as_json:
+        print(json_of(record))
+    else:
+        _show_local(record, exchange, algorithm)
+
+
+def _local_record(algorithm: LocalSGD, step: StepEstimate, steps: LocalSteps) -> dict[str, Any]:
+    """Return the estimate for JSON."""
+    exchange, compute_s = step.exchange, step.compute_s
+    synchronous_s = overlapped_step(exchange.pricing, step.buckets, compute_s).seconds
+    return {
+        "algorithm": str(algorithm),
+        "ranks": exchange.ranks,
+        "cluster": exchange.cluster.name,
+        "model": step.workload.name,
+        "wire": exchange.wire,
+        "nbytes": exchange.nbytes,
+        "seconds": steps.exchange_s,
+        "compute_seconds": compute_s,
+        "period": algorithm.period,
+        "delay": algorithm.delay,
+        "fragments": algorithm.fragments,
+        "synchronous": times(synchronous_s, compute_s),
+        "delays": [{"delay": delay} | times(steps.step_s(delay), compute_s) for delay in delays_to_try(algorithm)],
+        "hiding_delay": steps.hiding_delay,
+    }
+
+
+def delays_to_try(algorithm: LocalSGD) -> list[int]:
+    """Return 0, the powers of two below the period, the period, and the delay of `algorithm`, in order.
+
+    >>> delays_to_try(LocalSGD(period=10, delay=3))
+    [0, 1, 2, 3, 4, 8, 10]
+    """
+    powers = [2**i for i in range((algorithm.period - 1).bit_length())]
+    return sorted({0, *powers, algorithm.period, algorithm.delay})
+
+
+def _show_local(record: dict[str, Any], exchange: ExchangeEstimate, algorithm: LocalSGD) -> None:
+    cluster, size = exchange.cluster, f"{record['nbytes'] / 1e6:,.1f} MB"
+    parts = f", in {record['fragments']:,} fragments" * (record["fragments"] > 1)
+    place = f"{record['ranks']:,} ranks of {cluster.name}"
+    print(f"{algorithm.inner} on {place}: {size} in {1e3 * record['seconds']:.3f} ms once per period{parts}")
+    if exchange.pricing.quantizer is not None:
+        coding_s = 2 * algorithm.fragments * exchange.pricing.code_s(exchange.nbytes / algorithm.fragments)
+        print(quantizer_sentence(coding_s, cluster))
+    title = (
+        f"{record['model']}, {record['wire']} wire, {1e3 * record['compute_seconds']:.2f} ms to compute, "
+        f"period {record['period']:,}"
+    )
+    rows = {"synchronous": record["synchronous"], **{str(each["delay"]): each for each in record["delays"]}}
+    Console().print(step_table(title, "delay", rows, str(record["delay"])))
+    hiding = record["hiding_delay"]
+    print(f"smallest delay that hides the exchange: {NOT_HIDDEN if hiding is None else hiding}")
+    print(f"{cluster.name}: {' '.join(cluster.about.split())}")

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.errors import UsageError
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import BackupOptions, Json
+from commrt.tools.commands.options import BackupOptions, Json, json_of
 from commrt.tools.pictures.traces import read_times
 from commrt.tools.planning.stragglers import (
     Exponential,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any, cast
 
@@ -19,13 +19,13 @@ from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
+from commrt.pricing.selection import require_candidate
 from commrt.proof import replay
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import Algorithm, Schedule
-from commrt.tools.commands.json_output import json_of
-from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, leave_out
+from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, json_of, leave_out
 
 __all__ = ["choose", "verify"]
 
@@ -141,7 +141,7 @@ def _verify_collective(
         raise UsageError(f"{collective} has no root: leave --root out")
     schedules = candidates(collective, ranks, root or 0)
     if name is not None:
-        schedules = _only(name, schedules, f"{collective} on {ranks} ranks")
+        schedules = {name: require_candidate(collective, name, ranks, root or 0)}
     proofs = {
         each: replay.verify(schedule, collective_of(collective, ranks, schedule.chunks, root or 0))
         for each, schedule in schedules.items()
@@ -154,12 +154,6 @@ def _verify_collective(
         print(*schedules.values(), sep="\n")
     print(*map(_sentence, proofs.values()), sep="\n")
     return ok
-
-
-def _only(name: str, schedules: Mapping[str, Schedule], what: str) -> dict[str, Schedule]:
-    if name not in schedules:
-        raise UsageError(f"no schedule for {what} is called {name!r}: choose one of {', '.join(schedules)}")
-    return {name: schedules[name]}
 
 
 def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:

@@ -26,7 +26,7 @@ from commrt.runtime.init import init
 from commrt.schedule import Schedule
 from commrt.store.launcher import Launch, chosen_transport
 from commrt.store.rendezvous import host_identity
-from commrt.testing.workers import run_workers
+from commrt.testing.processes import run_workers
 from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
 
 __all__ = ["Exchanged", "examine", "exchange", "files", "gpus", "measure", "nccl", "needed_files", "processors"]

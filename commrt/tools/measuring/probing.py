@@ -34,7 +34,7 @@ from commrt.schedule import COPY, Schedule, Step
 from commrt.store.agreement import gather
 from commrt.store.launcher import Launch
 from commrt.store.rendezvous import host_identity
-from commrt.testing.workers import run_workers
+from commrt.testing.processes import run_workers
 from commrt.transport.protocol import Tag
 
 __all__ = ["Line", "Rings", "all_gather", "fit_line", "probe", "probed", "ranks_per_host", "ring_shift"]

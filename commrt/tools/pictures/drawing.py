@@ -14,12 +14,11 @@ import numpy as np
 from commrt.errors import UsageError
 from commrt.pricing.price import Phase
 from commrt.schedule import ADD, COPY, Combine, Schedule, Step
-from commrt.tools.pictures.charts import label_ranks, new_figure
 from commrt.tools.pictures.traces import WARMUP_STEPS, TimelineSpan
 from commrt.tools.planning.timeline import StepTime
 from commrt.tools.planning.workload import FORWARD
 
-__all__ = ["draw_recorded_step", "draw_scaling", "draw_schedule", "draw_simulated_step"]
+__all__ = ["draw_recorded_step", "draw_scaling", "draw_schedule", "draw_simulated_step", "label_ranks", "new_figure"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +28,28 @@ if TYPE_CHECKING:
 MAX_RANKS, MAX_STEPS = 64, 130
 SIZE_LIMIT = f"a picture can show {MAX_RANKS} ranks and {MAX_STEPS} steps"
 COMBINE_NAMES = {ADD: "add", COPY: "copy"}
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return an empty figure of this size in inches; raise `UsageError` without matplotlib."""
+    try:
+        from matplotlib.figure import Figure as New  # noqa: PLC0415  # heavy, and an extra
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib: pip install 'commrt[draw]'") from error
+    figure = New(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def label_ranks(axes: Axes, title: str, ranks: Sequence[int], what: str) -> None:
+    """Let `axes` show `what` against numbers of ranks, with a legend."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(what)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.set_title(title, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_schedule(schedule: Schedule) -> Figure:

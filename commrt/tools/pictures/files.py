@@ -13,20 +13,15 @@ from commrt.errors import CommrtError, UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "prepare_folder",
-    "require_picture",
-    "require_writable",
-    "save_picture",
-    "write",
-]
+__all__ = ["require_picture", "require_writable", "save_picture", "write"]
 
 PICTURE_FORMATS = (".svg", ".png", ".pdf")
 
 
 def require_writable(option: str, path: str, example: str) -> None:
     """Raise `UsageError` if no file can be written at `path`, the value of `option`; `example` is a file name."""
-    _require_name(option, path, "file", example)
+    if not path:
+        raise UsageError(f'{option} "": the name of the file is empty: give one, such as {option} {example}')
     file = Path(path)
     try:
         folder, exists, is_folder = file.resolve().parent, file.exists(), file.is_dir()
@@ -40,12 +35,6 @@ def require_writable(option: str, path: str, example: str) -> None:
         raise UsageError(f"{option} {path} cannot be written by this user: give another file")
 
 
-def _require_name(option: str, path: str, what: str, example: str) -> None:
-    """Raise `UsageError` if `path`, the name of a file or folder, is empty."""
-    if not path:
-        raise UsageError(f'{option} "": the name of the {what} is empty: give one, such as {option} {example}')
-
-
 def write(option: str, path: str, save: Callable[[], object]) -> None:
     """Call `save`, which writes `path`; raise `CommrtError` if the disk refuses."""
     try:
@@ -56,8 +45,7 @@ def write(option: str, path: str, save: Callable[[], object]) -> None:
 
 def require_picture(out: str) -> None:
     """Raise `UsageError` unless a picture can be written to `out`."""
-    _require_name("--out", out, "file", "picture.svg")
-    if Path(out).suffix not in PICTURE_FORMATS:
+    if out and Path(out).suffix not in PICTURE_FORMATS:
         raise UsageError(f"--out {out}: give a file that ends in {', '.join(PICTURE_FORMATS)}")
     require_writable("--out", out, "picture.svg")
 
@@ -65,16 +53,3 @@ def require_picture(out: str) -> None:
 def save_picture(figure: Figure, out: str) -> None:
     """Write `figure` to `out`; raise `CommrtError` if the disk refuses."""
     write("--out", out, lambda: figure.savefig(out, dpi=150))
-
-
-def prepare_folder(option: str, folder: str, example: str) -> Path:
-    """Make `folder`, the value of `option`, and return it; raise `UsageError` if no files can be written in it."""
-    _require_name(option, folder, "folder", example)
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{option} {folder}: nothing can be written there: {error}; give another folder") from error
-    if not os.access(path, os.W_OK):
-        raise UsageError(f"{option} {folder} cannot be written by this user: give another folder")
-    return path

@@ -41,7 +41,7 @@ class Layer(NamedTuple):
         shape = [each for each in (self.inputs, self.outputs) if each is not None]
         counts = all(type(each) is int and 0 <= each <= MOST_NUMEL for each in (self.numel, *shape))
         counts &= len(shape) != 1 and 0 not in shape
-        return counts and _is_number(self.work) and 0 <= self.work <= MOST_WORK
+        return counts and type(self.work) in {int, float} and 0 <= self.work <= MOST_WORK
 
     def facts(self) -> dict[str, float]:
         """Return what is known, by name."""
@@ -233,10 +233,6 @@ class Workload:
 NAME = r"[\w .,:+/()-]{1,100}"
 """What tables, pictures and messages can show as it is."""
 FORMAT = '{"name": "mine", "layers": [{"numel": 1000, "work": 1000.0}]}'
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
-from commrt.testing.nccl import recording
+from commrt.testing.nccl import ask
 from commrt.threads.clock import now_s
 from commrt.transport.neighbours import PeerMemory
 
@@ -87,14 +87,7 @@ class HostPeerMemory(PeerMemory):
 
     def meet(self, plan: MeetingPlan) -> Callable[[], None]:
         """See `PeerMemory.meet`; a thread that records a graph meets in each replay."""
-
-        def meet() -> None:
-            if (graph := recording()) is None:
-                run(plan)
-            else:
-                graph.note(lambda: run(plan))
-
-        return meet
+        return lambda: ask(lambda: run(plan))
 
     def synchronize(self) -> None:
         """Return at once: nothing is queued."""
