@@ -109,6 +109,7 @@ def test_bad_input_ends_with_code_2_and_no_traceback_and_no_json(line):
     assert err.strip()
 
 
+@pytest.mark.slow
 def test_python_m_commrt_and_the_command_are_one_and_the_same():
     for start in [COMMAND], [sys.executable, "-m", "commrt"]:
         version, good, bad = (

@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import cpu_limit
+import pytest
 from cpu_limit import AgainAlone, CpuLimit
 
 pytest_plugins = ["pytester"]
@@ -104,6 +105,7 @@ TWICE = """\
 """
 
 
+@pytest.mark.slow
 def test_what_took_much_beside_others_fails_only_if_it_does_so_alone(pytester):
     pytester.makeconftest(CONFTEST.format(support=str(Path(cpu_limit.__file__).parent)))
     for another, status in (("", 0), ("\n    def test_always(): burn()", 1)):

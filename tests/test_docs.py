@@ -18,7 +18,7 @@ from documentation import PAGES, ROOT, Block, blocks, is_like, ranks, run_comman
 import commrt
 from commrt.testing.processes import run_processes
 
-FIRST = {"README.md", "docs/index.md", "docs/concepts.md", "docs/integrations.md"}
+FIRST = {"README.md", "docs/index.md", "docs/concepts.md"}
 """Pages that run in `make test`: those that newcomers read. All run in `make docs` and `make test-slow`."""
 
 
@@ -46,9 +46,7 @@ def run(page):
 
 
 @pytest.mark.docs
-@pytest.mark.cpu_limit(
-    15, reason="imports of Accelerate, transformers and Lightning by two ranks; trainings of workers"
-)
+@pytest.mark.cpu_limit(15, reason="trainings of workers")
 @pytest.mark.parametrize("page", [executed(page) for page in PAGES if any(each.is_executed for each in blocks(page))])
 def test_every_block_of_a_page_runs_and_prints_what_the_page_shows(page):
     printed, before = run(page), None

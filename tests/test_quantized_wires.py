@@ -269,6 +269,7 @@ def test_hosts_sum_among_themselves_first(x, y):
     assert alike(run_ranks(x * y, partial(trained, wire=Int4(), steps=4, algorithm=Direct(within=x))))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_hook_of_ddp_keeps_replicas_equal_and_still_owes_after_ddp_has_made_other_buckets():
     first, second = (
