@@ -4,14 +4,23 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.algorithms import direct
+from commrt.algorithms.double_tree import DoubleTree
+from commrt.algorithms.ring import Ring
+from commrt.program import member_program
+from commrt.runtime.executor import bind
+from commrt.testing import nccl
 from commrt.testing.nccl_plans import Call, Rules, cut, find_cycle
+from commrt.testing.ranks import over_nccl, run_ranks
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 VERSIONS = (22707, 22809, 22902, 22907, 23007)
 LARGE = 1 << 26
@@ -102,3 +111,42 @@ def test_a_group_that_fits_one_kernel_is_not_cut():
 def test_a_call_without_its_other_end_is_refused():
     with pytest.raises(ValueError, match="rank 0 sends 1 times to rank 1, which receives 0 times"):
         find_cycle([[Call(1, True, 8)], []], Rules())
+
+
+def test_messages_of_a_pair_travel_in_as_many_rounds_alike_on_both_ends():
+    tensors = [torch.full((1,), float(number)) for number in range(5)]
+    there = P2PGroup([P2PMessage(1, tensors[0]), P2PMessage(2, tensors[1]), P2PMessage(1, tensors[2])], [], hop=7)
+    here = P2PGroup([], [P2PMessage(0, tensors[3]), P2PMessage(0, tensors[4])], hop=7)
+    assert [[each.peer for each in some.sends] for some in there.rounds] == [[1, 2], [1]]
+    assert [[each.data for each in some.recvs] for some in here.rounds] == [[tensors[3]], [tensors[4]]]
+    assert {some.hop for some in there.rounds} == {7}
+    assert P2PGroup([], []).rounds == []
+
+
+@pytest.mark.parametrize(("algorithm", "groups"), [(Ring(), [1]), (DoubleTree(), [1, 2])])
+def test_a_hop_is_one_group_of_nccl_unless_a_pair_has_several_messages(algorithm, groups, monkeypatch):
+    begun = Counter()
+    end = nccl.groupEnd
+
+    def counted():
+        begun[threading.get_ident()] += 1
+        end()
+
+    monkeypatch.setattr(nccl, "groupEnd", counted)
+    schedule = algorithm.schedule(0, 2)
+
+    def run(world):
+        row = torch.full((schedule.chunks * 16,), world.rank + 1.0)
+        program = bind(member_program(schedule, (0, 1), world.rank, 2), row, world.transport)
+        counts = []
+        for hop in program.hops:
+            before = begun[threading.get_ident()]
+            hop.exchange(Tag(0, 0))
+            counts.append(begun[threading.get_ident()] - before)
+            for combine in hop.combinations:
+                combine()
+        return sorted(set(counts)), row
+
+    for found, row in run_ranks(2, run, connect=over_nccl):
+        assert found == groups
+        assert (row == 3).all()
