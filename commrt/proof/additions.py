@@ -17,7 +17,7 @@ from itertools import groupby
 
 import numpy as np
 
-from commrt.errors import ScheduleError
+from commrt.errors import UsageError
 from commrt.proof.symbols import select
 from commrt.schedule import COPY, MIX, IntArray, Schedule
 
@@ -54,7 +54,7 @@ class Additions:
 
 
 def order_of_additions(schedule: Schedule) -> Additions:
-    """Return the order in which `schedule` adds up each element; raises `ScheduleError` for one that mixes.
+    """Return the order in which `schedule` adds up each element; raises `UsageError` for one that mixes.
 
     It looks at the cells (rank, chunk) that end with the most contributions, of which a correct all-reduce has all, and
     a reduction to one root those of the root. Cost: O(chunks carried), 2 s for a ring of 1,024 ranks.
@@ -82,7 +82,7 @@ def _replayed(schedule: Schedule, trees: _Trees, lo: int, hi: int) -> IntArray:
     held = np.repeat(np.arange(schedule.ranks), hi - lo)
     for step in schedule.checked_steps():
         if (step.combine == int(MIX)).any():
-            raise ScheduleError(f"{schedule.name} mixes, so what ranks end with is no sum: give a schedule that adds")
+            raise UsageError(f"{schedule.name} mixes, so what ranks end with is no sum: give a schedule that adds")
         cells = select(step, lo, hi)
         incoming, copies = held[cells.src], cells.combine == int(COPY)
         summands = np.stack([cells.dst, step.lo[cells.row], step.hi[cells.row], cells.src // (hi - lo), incoming])
