@@ -152,6 +152,19 @@ def test_a_replay_that_waits_in_vain_says_which_step_it_was(graphs_of_kernels):
             transport.wait()
 
 
+def test_a_neighbour_that_gives_up_is_seen_while_a_graph_waits_for_a_far_rank_too(graphs_of_kernels):
+    with connected("aab") as group:
+        buffers, transport = group.buffers(ODD), group.transports[0]
+        bound = group.bound(direct.all_reduce(3), buffers, 0)
+        replay = transport.capture(lambda: bound.run(NOW), bound.group)
+        assert bound.group.peers == {2}
+        future = group.pool.submit(replay, NOW)
+        wait_until(lambda: transport._notices._next_read_s)  # what comes now is in no read but a later one
+        group.transports[1].abort()
+        error = future.exception(60)
+    assert (type(error), error.place.peer) == (PeerLost, 1)
+
+
 UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
