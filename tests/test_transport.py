@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peer_group import over_peers
 from torch.distributed import HashStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
@@ -71,6 +72,10 @@ def nccl(ranks, timeout_s):
     return over_nccl(HashStore(), ranks, timeout_s)
 
 
+def peers(ranks, timeout_s):
+    return over_peers(HashStore(), ranks, timeout_s)
+
+
 def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
@@ -85,7 +90,9 @@ def said(check, make):
 
 
 @pytest.mark.parametrize(
-    "make", [local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, harmless], ids=lambda make: make.__name__
+    "make",
+    [local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, peers, harmless],
+    ids=lambda make: make.__name__,
 )
 def test_conforms(make):
     assert {conformance.name(check): error for check in conformance.CHECKS if (error := said(check, make))} == {}
