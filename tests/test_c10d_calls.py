@@ -198,6 +198,14 @@ REFUSED = [
     (lambda ask: ask.all_to_all_single(torch.zeros(3), torch.zeros(3), [], []), "3 rows do not divide into 2"),
     (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 2], []), r"\[1, 2\].*sum up to 2 rows"),
     (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [2, 0], []), "4 bytes of its own.* 8"),
+    (
+        lambda ask: ask.all_to_all_single(torch.zeros(1).expand(4), torch.zeros(4), [], []),
+        r"float32\[4\] on cpu has elements that share one place",
+    ),
+    (
+        lambda ask: ask.all_to_all_single(torch.zeros(1).expand(2), torch.zeros(2), [], []),
+        r"float32\[2\] on cpu has elements that share one place",
+    ),
     (lambda ask: ask.whole("broadcast", torch.zeros(2).to_sparse()), "only all_reduce takes sparse"),
 ]
 

@@ -104,6 +104,7 @@ class CheckedCalls:
     ) -> Call:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
         _require_alike([output, tensor])
+        _require_places(memory_of(output))  # of the whole, which the caller knows
         call = self.all_to_all(self._split(output, output_sizes), self._split(tensor, input_sizes))
         call.result = [output]
         return call
@@ -233,10 +234,15 @@ def _row(tensor: Tensor, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
     row = as_is.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
     row = row if row.dtype is dtype else row.view(dtype)
     if copies is not None and row.data_ptr() != plain.data_ptr():
-        if is_expanded(plain):
-            raise UsageError(f"{_text(plain)} has elements that share one place, so no result fits it: use its clone()")
+        _require_places(plain)
         copies.append((plain, row))
     return row
+
+
+def _require_places(result: Tensor) -> None:
+    """Raise `UsageError` unless each element of `result` has a place of its own."""
+    if is_expanded(result):
+        raise UsageError(f"{_text(result)} has elements that share one place, so no result fits it: use its clone()")
 
 
 def _text(tensor: Tensor) -> str:
