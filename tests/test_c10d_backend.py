@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import DistBackendError
+from torch.distributed import DistBackendError, HashStore
 
-from commrt.c10d import group_work
+from commrt.c10d import group, group_work
 from commrt.c10d.backend import CommrtBackend
+from commrt.errors import TransportError
 from commrt.threads.future import Future
 
 
@@ -49,6 +50,23 @@ def test_torch_begins_sends_and_receives_one_by_one(backend):
 def test_a_receive_from_any_rank_is_refused_with_what_to_do(backend):
     with pytest.raises(DistBackendError, match="not possible with this version of torch: name src"):
         backend.recv_anysource([], 0)
+
+
+def test_a_group_that_cannot_open_its_sockets_raises_torchs_error(monkeypatch):
+    def fail(*_, **__):
+        raise TransportError("not all ranks connected")
+
+    monkeypatch.setattr(group, "GlooTransport", fail)
+    options = SimpleNamespace(
+        group_rank=0,
+        group_size=1,
+        timeout=timedelta(seconds=9),
+        global_ranks_in_group=[],
+        store=HashStore(),
+        group_id="test",
+    )
+    with pytest.raises(DistBackendError, match="not all ranks connected"):
+        group.ProcessGroupWorld(options)
 
 
 def test_a_work_is_kept_alive_until_somebody_has_waited_for_it(monkeypatch):
