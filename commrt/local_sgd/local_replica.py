@@ -60,7 +60,7 @@ class LocalReplica(AfterStepReplica):
         self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
-        self._live(self._hooks())
+        self._live(self._hooks(), self._before_step, self._after_step)
 
     def _on_pass(self) -> None:
         step = self._passes

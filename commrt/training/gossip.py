@@ -91,7 +91,7 @@ class GossipReplica(AfterStepReplica):
         self._exchange, self._staleness = exchange, exchange.staleness
         self._is_alone = request.world.size == 1
         self._hooked: set[int] = set()  # buckets whose modules have called a forward hook since the last step
-        self._live([*self._register_on_modules(), *self._hooks()])
+        self._live([*self._register_on_modules(), *self._hooks()], self._before_step, self._after_step)
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
