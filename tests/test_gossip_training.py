@@ -33,6 +33,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.errors import DisagreementError, UsageError
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
+from commrt.training.gossip import GossipExchange
 
 
 @for_each(("ranks", "staleness"), [(2, 0), (2, 1), (3, 0), (4, 1), (5, 0), (7, 1)])
@@ -50,6 +51,29 @@ def test_one_rank_trains_as_if_alone():
         local_step(model, optimizer, step, 0)
     assert same(found, params(model))
     assert replica.step == STEPS
+
+
+def test_a_message_is_bound_once_for_what_a_rank_exchanges_however_many_buckets_there_are(monkeypatch):
+    bound, bind = [], GossipExchange._bind
+    monkeypatch.setattr(
+        GossipExchange,
+        "_bind",
+        lambda self, program, message: bound.append((self, program, message)) or bind(self, program, message),
+    )
+
+    def body(world):
+        model = nn.ParameterList(torch.zeros(1) for _ in range(520))
+        optimizer = optimizer_of(model)
+        replica = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-6)
+        for _ in range(5):
+            torch.cat([*model]).sum().backward()
+            optimizer.step()
+        replica.drain()
+        return len(replica.buckets)
+
+    assert run_ranks(3, body) == [520] * 3
+    assert len({program for _, program, _ in bound}) > 3  # some rank has exchanged in two ways
+    assert len(bound) == len(set(bound))
 
 
 @for_each("staleness", [0, 1])
