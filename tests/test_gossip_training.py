@@ -30,7 +30,9 @@ from torch import nn
 
 import commrt
 from commrt.algorithms.gossip import Gossip
+from commrt.buckets.weight_bucket import Message
 from commrt.errors import DisagreementError, UsageError
+from commrt.kernels.layout import HEADER_NUMEL
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
 from commrt.training.gossip import GossipExchange
@@ -54,26 +56,28 @@ def test_one_rank_trains_as_if_alone():
 
 
 def test_a_message_is_bound_once_for_what_a_rank_exchanges_however_many_buckets_there_are(monkeypatch):
-    bound, bind = [], GossipExchange._bind
-    monkeypatch.setattr(
-        GossipExchange,
-        "_bind",
-        lambda self, program, message: bound.append((self, program, message)) or bind(self, program, message),
-    )
+    bound = []
+
+    def bind(exchange, program, message):
+        bound.append((exchange, program, message))
+        return nothing, 0, 0.5
+
+    monkeypatch.setattr(GossipExchange, "_bind", bind)
 
     def body(world):
-        model = nn.ParameterList(torch.zeros(1) for _ in range(520))
-        optimizer = optimizer_of(model)
-        replica = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-6)
-        for _ in range(5):
-            torch.cat([*model]).sum().backward()
-            optimizer.step()
-        replica.drain()
-        return len(replica.buckets)
+        exchange, row = GossipExchange(world, Gossip(), 0), torch.zeros(HEADER_NUMEL)
+        exchange.prove()
+        messages = [Message(row, row, None) for _ in range(600)]
+        for step in range(6):
+            for number, message in enumerate(messages):
+                exchange._carry(message, number, step)
 
-    assert run_ranks(3, body) == [520] * 3
-    assert len({program for _, program, _ in bound}) > 3  # some rank has exchanged in two ways
-    assert len(bound) == len(set(bound))
+    run_ranks(3, body)
+    assert len(bound) == len(set(bound)) == 3 * 2 * 600  # each rank exchanges in two ways
+
+
+def nothing(_):
+    pass
 
 
 @for_each("staleness", [0, 1])
