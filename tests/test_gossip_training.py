@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import threading
 from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from gossip_models import (
     PATIENT_S,
     STEPS,
@@ -33,6 +34,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.buckets.weight_bucket import Message
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.layout import HEADER_NUMEL
+from commrt.local_sgd import LocalSGD
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
 from commrt.training.gossip import GossipExchange
@@ -261,3 +263,14 @@ def test_the_report_says_what_a_step_cost():
         assert [span.bucket for span in last.spans][-buckets:] == [*range(buckets)]
         assert stats.nbytes_sent > 0
         assert last.exposed_s >= 0
+
+
+@for_each("algorithm", [Gossip(), LocalSGD(1)])
+@on_ranks(2)
+def test_totals_are_a_dataclass_that_can_be_written_as_one(world, algorithm):
+    _, replica = trained(world, algorithm)
+    totals = dataclasses.asdict(replica.stats())
+    assert [*totals][:5] == ["steps", "comm_s", "exposed_s", "nbytes_sent", "received_from"]
+    assert (totals["steps"], totals["counted"]) == (STEPS, STEPS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        replica.stats().steps = 0

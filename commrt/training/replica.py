@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -354,13 +353,15 @@ class StepReport:
         return sum(span.nbytes_sent for span in self.spans)
 
 
-class Stats(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stats:
     """Totals since `attach`; the fields are those of `StepReport`."""
 
     steps: int = 0
     comm_s: float = 0.0
     exposed_s: float = 0.0
     nbytes_sent: int = 0
+    received_from: frozenset[int] = frozenset()
     counted: int = 0
     """Steps in which this rank's gradient was used."""
     late_s: float = 0.0
@@ -369,7 +370,6 @@ class Stats(NamedTuple):
     saved_s: float = 0.0
     samples: int = 0
     """Without the steps in which a member could not say."""
-    received_from: frozenset[int] = frozenset()
 
     def plus(self, step: StepReport) -> Stats:
         """Return the totals with one more step."""
@@ -377,6 +377,15 @@ class Stats(NamedTuple):
         for span in step.spans:
             comm_s += span.end_s - span.begin_s
             nbytes_sent += span.nbytes_sent
-        costs = 1, comm_s, step.exposed_s, nbytes_sent, step.counted, step.late_s
-        backups = len(step.dropped), step.saved_s, step.samples or 0
-        return Stats._make([*map(add, self, costs + backups), self.received_from | step.received_from])
+        return Stats(
+            self.steps + 1,
+            self.comm_s + comm_s,
+            self.exposed_s + step.exposed_s,
+            self.nbytes_sent + nbytes_sent,
+            self.received_from | step.received_from,
+            self.counted + step.counted,
+            self.late_s + step.late_s,
+            self.dropped + len(step.dropped),
+            self.saved_s + step.saved_s,
+            self.samples + (step.samples or 0),
+        )
