@@ -102,7 +102,7 @@ class BackupWorkersReplica(Replica):
             self._before_collective, self._state.shut, self._end, self._catch_up.close, self._final_calls.make
         )
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
-        self._live([*self._on_model(), *gradients], self._guard)
+        self._live([*self._on_model(), *gradients], self._guard.before_step, self._guard.after_step)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
