@@ -32,6 +32,7 @@ from torch.distributed import HashStore
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
+from commrt.backup_workers.backup_replica import BackupWorkersReplica
 from commrt.backup_workers.catch_up import CatchUp
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
@@ -386,3 +387,22 @@ def test_a_source_and_who_asks_it_wait_by_the_timeout_that_holds_now(timeout_s):
     catch_up.close()
     ready_s = {2.0: 0.5, 60.0: 3.0}[timeout_s]
     assert (asked, waits_s) == ([ready_s], [ready_s / 3])
+
+
+@for_each(
+    ("members", "asked"),
+    [
+        ((0, 1, 2, 3), {4: [0, 1, 2, 3], 5: [1, 2, 3, 0]}),
+        ((1, 2, 4, 5), {0: [1, 2, 4, 5], 3: [2, 4, 5, 1]}),
+        ((2, 5), {0: [2, 5], 1: [5, 2], 3: [2, 5], 4: [5, 2]}),
+        ((), {0: [1, 2, 3, 4, 5], 2: [3, 4, 5, 0, 1], 5: [0, 1, 2, 3, 4]}),
+        ((2,), {2: [3, 4, 5, 0, 1]}),  # a process of this rank before this one
+    ],
+)
+def test_ranks_that_are_late_together_ask_different_sources_first(members, asked):
+    def sources(rank):
+        replica = SimpleNamespace(_world=SimpleNamespace(rank=rank, size=6))
+        BackupWorkersReplica._require(replica, 1, members)
+        return replica._sources
+
+    assert {rank: sources(rank) for rank in asked} == asked
