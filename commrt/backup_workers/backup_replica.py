@@ -370,6 +370,10 @@ def _check_for_backups(request: Request) -> None:
     load(dump(owners), owners)  # raises for a state that other ranks could not load
     if request.world.config is not None:  # this rank takes another's place, with the first model, or is refused
         return
+    if request.world.reconnect_options is None:
+        raise UsageError(
+            "BackupWorkers needs ranks that can connect again: use commrt.init(), or run_ranks() without connect="
+        )
     own = f"more on rank {request.world.rank}" if attached_to(request.world) else "0"
     if not request.world.all_equal("other models", own) or own != "0":
         raise UsageError(
