@@ -10,7 +10,7 @@ this raises `RuntimeError` where Numba may write no cache: compiling takes 6 sec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit, uint32, uint64
@@ -46,34 +46,19 @@ EXPONENTS = np.int32(120 << 23)
 """What exponents of fp32 count more than those of e4m3."""
 
 
-class Kind(NamedTuple):
-    """A `Quantizer` as Numba takes it."""
-
-    block: int
-    bits: int
-    largest: np.float32
-    is_float: bool
-    is_stochastic: bool
-
-    @classmethod
-    def of(cls, quantizer: Quantizer) -> Kind:
-        """Return what Numba needs of `quantizer`."""
-        largest, is_stochastic = np.float32(quantizer.largest), quantizer.rounding == STOCHASTIC
-        return cls(quantizer.block, quantizer.bits, largest, quantizer.is_float, is_stochastic)
-
-
 def quantize_call(
     values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None
 ) -> Callable[[int], None]:
-    """Return a function of a key that codes `values`; see `quantize.encode`."""
-    tiles, x, kind = _tiles(codes, quantizer), values.numpy(), Kind.of(quantizer)
+    """Return a function of a key that codes `values`; see `quantize.quantize`."""
+    tiles, x, is_stochastic = _tiles(codes, quantizer), values.numpy(), quantizer.rounding == STOCHASTIC
     left = np.empty(0, np.float32) if residual is None else residual.numpy()
+    kind = quantizer.block, quantizer.bits, np.float32(quantizer.largest), quantizer.is_float, is_stochastic
     _encode(x[:0], left[:0], tiles[:0], np.uint64(0), kind)  # compiles it, before anybody waits for this rank
     return lambda key: _encode(x, left, tiles, np.uint64(key), kind)
 
 
 def dequantize_call(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Callable[[], None]:
-    """Return a function that dequantizes to `values`; see `quantize.decode`."""
+    """Return a function that dequantizes to `values`; see `quantize.dequantize`."""
     return _sum_call([codes], values, quantizer, is_added=False)
 
 
@@ -85,8 +70,8 @@ def add_quantized_call(values: Tensor, received: Sequence[Tensor], quantizer: Qu
 def _sum_call(
     received: Sequence[Tensor], values: Tensor, quantizer: Quantizer, *, is_added: bool
 ) -> Callable[[], None]:
-    out, kind = values.numpy(), Kind.of(quantizer)
-    _sum(out[:0], _tiles(received[0], quantizer)[:0], kind, is_added)
+    out, kind = values.numpy(), (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
+    _sum(out[:0], _tiles(received[0], quantizer)[:0], *kind)
     at_once = PIECE_NUMEL // quantizer.tile_numel
 
     def run() -> None:
@@ -94,7 +79,7 @@ def _sum_call(
         for first in range(0, len(rows[0]), at_once):
             piece = out[first * quantizer.tile_numel : (first + at_once) * quantizer.tile_numel]
             for tiles in rows:
-                _sum(piece, tiles[first : first + at_once], kind, is_added)
+                _sum(piece, tiles[first : first + at_once], *kind)
 
     return run
 
@@ -104,22 +89,29 @@ def _tiles(codes: Tensor, quantizer: Quantizer) -> Array:
 
 
 @compiled
-def _encode(values: Array, residual: Array, tiles: Array, key: Array, kind: Kind) -> None:
-    numel, block = TILE_BLOCKS * kind.block, kind.block
+def _encode(values: Array, residual: Array, tiles: Array, key: Array, kind: tuple[Any, ...]) -> None:
+    block, bits, largest, is_float, is_stochastic = kind  # a named tuple, and functions of it, take Numba more time
+    numel = TILE_BLOCKS * block
     x, y, numbers = np.zeros(numel, np.float32), np.empty(numel, np.float32), np.empty(numel, np.float32)
     q, most, steps = np.empty(numel, np.uint8), np.empty(TILE_BLOCKS, np.int32), np.empty(TILE_BLOCKS, np.float32)
     for tile in range(len(tiles)):
         given, left = values[tile * numel : (tile + 1) * numel], residual[tile * numel : (tile + 1) * numel]
         _load(x, given, left)
-        _set_scales(tiles[tile], x, kind, most, steps)
-        if kind.is_stochastic:
+        _set_scales(tiles[tile], x, block, largest, most, steps)
+        if is_stochastic:
             _uniform(numbers, key, tile)
         for each in range(TILE_BLOCKS):
             part = slice(each * block, (each + 1) * block)
-            _round_block(x[part], numbers[part], steps[each], kind, q[part], y[part])
+            inverse = _inverse(steps[each])
+            if is_float:
+                _round_floats(x[part], inverse, q[part], y[part])
+            elif is_stochastic:
+                _round_at_random(x[part], inverse, numbers[part], largest, q[part], y[part])
+            else:
+                _round(x[part], inverse, q[part], y[part])
             if most[each] >= HUGE_BITS:
-                q[part] = np.uint8(0x38) if kind.is_float else np.uint8(1)  # 1 times a scale that is not finite
-        _pack(tiles[tile], q, kind.bits)
+                q[part] = np.uint8(0x38) if is_float else np.uint8(1)  # 1 times a scale that is not finite
+        _pack(tiles[tile], q, bits)
         for each in range(TILE_BLOCKS if len(left) else 0):
             part = slice(each * block, (each + 1) * block)
             if most[each] >= HUGE_BITS:
@@ -138,24 +130,18 @@ def _load(x: Array, values: Array, residual: Array) -> None:
 
 
 @compiled
-def _round_block(x: Array, numbers: Array, step: Array, kind: Kind, q: Array, y: Array) -> None:
+def _inverse(step: Array) -> Array:
     inverse = np.float32(1) / step
-    inverse = inverse if np.isfinite(inverse) and np.isfinite(step) else np.float32(0)
-    if kind.is_float:
-        _round_floats(x, inverse, q, y)
-    elif kind.is_stochastic:
-        _round_at_random(x, inverse, numbers, kind.largest, q, y)
-    else:
-        _round(x, inverse, q, y)
+    return inverse if np.isfinite(inverse) and np.isfinite(step) else np.float32(0)
 
 
 @compiled
-def _set_scales(tile: Array, x: Array, kind: Kind, most: Array, steps: Array) -> None:
+def _set_scales(tile: Array, x: Array, block: int, largest: Array, most: Array, steps: Array) -> None:
     """Write the scales of a tile, rounded up, and keep them in `steps`, and each block's largest value in `most`."""
     magnitudes = x.view(np.int32)
     for each in range(TILE_BLOCKS):
-        most[each] = _largest(magnitudes[each * kind.block : (each + 1) * kind.block])
-    share = np.float32(1.0 / kind.largest)
+        most[each] = _largest(magnitudes[each * block : (each + 1) * block])
+    share = np.float32(1.0 / largest)
     scales, kept = tile[:SCALES_NBYTES].view(np.uint16), steps.view(np.int32)
     for each in range(TILE_BLOCKS):
         steps[each] = most.view(np.float32)[each] * share
@@ -222,27 +208,25 @@ def _subtract(residual: Array, x: Array, y: Array, step: Array) -> None:
 
 
 @compiled
-def _sum(values: Array, tiles: Array, kind: Kind, is_added: bool) -> None:
+def _sum(values: Array, tiles: Array, block: int, bits: int, is_float: bool, is_added: bool) -> None:
     """Write what `tiles` stand for to `values`, or add it."""
-    numel, block = TILE_BLOCKS * kind.block, kind.block
-    q, y = np.empty(numel, np.uint8), np.empty(numel, np.float32)
-    steps, bits = np.empty(TILE_BLOCKS, np.float32), np.empty(TILE_BLOCKS, np.uint32)
-    share = np.float32(2.0 ** (kind.bits - 8))  # exact: codes are in the highest bits
+    numel = TILE_BLOCKS * block
+    q, y, steps = np.empty(numel, np.uint8), np.empty(numel, np.float32), np.empty(TILE_BLOCKS, np.float32)
+    share = np.float32(2.0 ** (bits - 8))  # exact: codes are in the highest bits
     for tile in range(len(tiles)):
-        out = values[tile * numel : (tile + 1) * numel]
-        bits[:] = tiles[tile][:SCALES_NBYTES].view(np.uint16)
-        steps[:] = (bits << np.uint32(16)).view(np.float32) * share
-        _unpack(tiles[tile], q, kind.bits)
-        if kind.is_float:
+        out, scales = values[tile * numel : (tile + 1) * numel], tiles[tile][:SCALES_NBYTES].view(np.uint16)
+        _unpack(tiles[tile], q, bits)
+        if is_float:
             _floats(q, y)
         else:
             _integers(q.view(np.int8), y)
         for each in range(TILE_BLOCKS):
             part = slice(each * block, (each + 1) * block)
+            steps.view(np.uint32)[each] = np.uint32(scales[each]) << np.uint32(16)
             if is_added:
-                _add_scaled(out[part], y[part], steps[each])
+                _add_scaled(out[part], y[part], steps[each] * share)
             else:
-                _scale(out[part], y[part], steps[each])
+                _scale(out[part], y[part], steps[each] * share)
 
 
 @compiled

@@ -98,53 +98,66 @@ def quantize(values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tens
     not finite, or of 2 ** 126 or more, becomes one of infinities or NaNs, and leaves no residual. `key` selects the
     random numbers.
     """
-    for first, part, tiles in _pieces(codes, quantizer):
+    for first, part, tiles, y in _pieces(codes, quantizer):
         left = None if residual is None else residual[part].add_(values[part])
         given = values[part] if left is None else left
         missing = -len(given) % quantizer.tile_numel
-        x = (torch.nn.functional.pad(given, (0, missing)) if missing else given).view(-1, quantizer.block)
-        bits = _scale_bits(x, quantizer)
+        x = (torch.nn.functional.pad(given, (0, missing)) if missing else given).view_as(y)
+        bits, infinite = _scale_bits(x, quantizer)
         tiles[:, :SCALES_NBYTES].view(torch.int16).copy_(bits.view(-1, TILE_BLOCKS))
         steps = _steps(tiles)
-        y = x * steps.reciprocal().nan_to_num_(0.0, 0.0)
+        torch.mul(x, steps.reciprocal().nan_to_num_(0.0, 0.0), out=y)
         if quantizer.rounding == STOCHASTIC:
             y.add_(uniform(key, first, len(tiles), quantizer).view(y.shape).to(y.device)).floor_()
             y.clamp_(-quantizer.most, quantizer.most)
         elif not quantizer.is_float:
             y.round_()
-        infinite = bits >= INFINITY_BITS >> 16
-        if is_any := bool(infinite.any()):
+        if infinite is not None:
             y[infinite] = 1.0  # 1 times a scale that is not finite is not finite
         _pack(y.view(len(tiles), -1), tiles, quantizer)
         if left is not None:
-            torch.sub(x, _unpacked(tiles, quantizer).view_as(x).mul_(steps), out=y)
-            if is_any:
+            _unpack(tiles, y, quantizer)
+            torch.sub(x, y.mul_(steps), out=y)
+            if infinite is not None:
                 y[infinite] = 0.0
             left.copy_(y.view(-1)[: len(left)])
 
 
 def dequantize(codes: Tensor, values: Tensor, quantizer: Quantizer) -> None:
     """Write what `codes` stand for to `values`; shapes as for `quantize`."""
-    for _, part, tiles in _pieces(codes, quantizer):
-        values[part].copy_(_dequantized(tiles, quantizer)[: len(values[part])])
+    for _, part, tiles, y in _pieces(codes, quantizer):
+        out = values[part]
+        whole = out.view_as(y) if len(out) == y.numel() else y
+        _unpack(tiles, whole, quantizer)
+        whole.mul_(_steps(tiles))
+        if whole is y:
+            out.copy_(y.view(-1)[: len(out)])
 
 
 def add_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> None:
     """Compute ``values += dequantized(received[0]) + ...`` from left to right; shapes as for `quantize`."""
-    for rows in zip(*(_pieces(codes, quantizer) for codes in received), strict=True):
-        for _, part, tiles in rows:
-            values[part].add_(_dequantized(tiles, quantizer)[: len(values[part])])  # exact products: rounded once
+    rows = [codes.view(-1, quantizer.tile_nbytes) for codes in received]
+    for first, part, piece, y in _pieces(received[0], quantizer):
+        for tiles in (row[first : first + len(piece)] for row in rows):
+            _unpack(tiles, y, quantizer)
+            out, steps = values[part], _steps(tiles)  # exact products: rounded once
+            if len(out) == y.numel():
+                out.view_as(y).addcmul_(y, steps)
+            else:
+                out.add_(y.mul_(steps).view(-1)[: len(out)])
 
 
-def _pieces(codes: Tensor, quantizer: Quantizer) -> Iterator[tuple[int, slice, Tensor]]:
-    """Yield some tiles at a time: the number of the first, their values, and they as uint8 [tiles, tile_nbytes]."""
+def _pieces(codes: Tensor, quantizer: Quantizer) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+    """Yield some tiles at a time: the number of the first, their values, and they as uint8 [tiles, tile_nbytes].
+
+    The last one is memory for their codes, fp32 [blocks, block], which all pieces share: new memory costs page faults.
+    """
     tiles, most = codes.view(-1, quantizer.tile_nbytes), PIECE_NUMEL // quantizer.tile_numel
+    memory = torch.empty(min(most, len(tiles)) * TILE_BLOCKS, quantizer.block, device=codes.device)
     for first in range(0, len(tiles), most):
-        yield first, slice(first * quantizer.tile_numel, (first + most) * quantizer.tile_numel), tiles[first:][:most]
-
-
-def _dequantized(tiles: Tensor, quantizer: Quantizer) -> Tensor:
-    return _unpacked(tiles, quantizer).view(-1, quantizer.block).mul_(_steps(tiles)).view(-1)
+        piece = tiles[first : first + most]
+        part = slice(first * quantizer.tile_numel, (first + most) * quantizer.tile_numel)
+        yield first, part, piece, memory[: len(piece) * TILE_BLOCKS]
 
 
 def _steps(tiles: Tensor) -> Tensor:
@@ -152,12 +165,22 @@ def _steps(tiles: Tensor) -> Tensor:
     return tiles[:, :SCALES_NBYTES].view(torch.bfloat16).float().view(-1, 1)
 
 
-def _scale_bits(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """Return the scales of blocks `x`, rounded up so that no code is too large: int32 [blocks], of which 16 travel."""
+def _scale_bits(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
+    """Return the scales of blocks `x`, rounded up so that no code is too large: int32 [blocks], of which 16 travel.
+
+    Return also which blocks are not finite, or None if all are.
+    """
     largest = torch.maximum(x.amax(dim=1), x.amin(dim=1).neg_()).abs_().view(torch.int32)  # NaN is above infinity
+    least, most = (int(bits) for bits in torch.aminmax(largest))
     bits = (largest.view(torch.float32) * (1.0 / quantizer.largest)).view(torch.int32).add_(0xFFFF)
-    bits.bitwise_right_shift_(16).masked_fill_(largest < LEAST_BITS, 0)
-    return bits.masked_fill_(largest >= HUGE_BITS, INFINITY_BITS >> 16).masked_fill_(largest > INFINITY_BITS, NAN_SCALE)
+    bits.bitwise_right_shift_(16)
+    if least < LEAST_BITS:
+        bits.masked_fill_(largest < LEAST_BITS, 0)
+    if most < HUGE_BITS:
+        return bits, None
+    infinite = largest >= HUGE_BITS
+    bits.masked_fill_(infinite, INFINITY_BITS >> 16).masked_fill_(largest > INFINITY_BITS, NAN_SCALE)
+    return bits, infinite
 
 
 def _pack(y: Tensor, tiles: Tensor, quantizer: Quantizer) -> None:
@@ -178,28 +201,34 @@ def _pack(y: Tensor, tiles: Tensor, quantizer: Quantizer) -> None:
         begin += plane.shape[1]
 
 
-def _unpacked(tiles: Tensor, quantizer: Quantizer) -> Tensor:
-    """Return the codes of `tiles`, fp32 [tiles, tile_numel]."""
-    if (
-        quantizer.is_float
-    ):  # as fp16, whose exponent counts 8 more; no code is NaN: what is not finite is so by its scale
-        halves = (tiles[:, SCALES_NBYTES:].view(torch.int8).to(torch.int16) << 7).bitwise_and_(0xBF80 - (1 << 16))
-        return halves.view(torch.float16).float().mul_(256.0)
-    if quantizer.bits == 8:
-        return tiles[:, SCALES_NBYTES:].view(torch.int8).float()
-    codes, begin, low = (
-        torch.zeros(len(tiles), quantizer.tile_numel, dtype=torch.uint8, device=tiles.device),
-        SCALES_NBYTES,
-        8,
-    )
+def _unpack(tiles: Tensor, y: Tensor, quantizer: Quantizer) -> None:
+    """Write the codes of `tiles` to `y`, fp32 [blocks, block]."""
+    rows, packed = y.view(len(tiles), -1), tiles[:, SCALES_NBYTES:].view(torch.int8)
+    if quantizer.is_float:
+        # In the order of fp16, whose exponent counts 8 more. No code is NaN: what is not finite is so by its scale.
+        halves = (packed.to(torch.int16) << 7).bitwise_and_(0xBF80 - (1 << 16))
+        rows.copy_(halves.view(torch.float16)).mul_(256.0)
+    elif quantizer.bits == 8:
+        rows.copy_(packed)
+    else:
+        rows.copy_(_unpack_planes(packed, quantizer))
+
+
+def _unpack_planes(packed: Tensor, quantizer: Quantizer) -> Tensor:
+    """Return codes, int8 [tiles, tile_numel]; shifts to the right keep the sign."""
+    codes, begin = packed.new_empty(len(packed), quantizer.tile_numel), 0
     for width in quantizer.planes:
-        low -= width
         parts = codes.view(len(codes), 8 // width, -1)
-        plane = tiles[:, begin:][:, : parts.shape[2]]
+        plane = packed[:, begin:][:, : parts.shape[2]]
         for number in range(8 // width):
-            parts[:, number] |= ((plane >> (width * number)) & ((1 << width) - 1)) << low
+            if begin == 0:
+                torch.bitwise_right_shift(plane << (8 - width * (number + 1)), 8 - width, out=parts[:, number])
+            else:
+                parts[:, number].bitwise_left_shift_(width).bitwise_or_(
+                    (plane >> (width * number)) & ((1 << width) - 1)
+                )
         begin += parts.shape[2]
-    return (codes.view(torch.int8) >> (8 - quantizer.bits)).float()  # shifts to the right keep the sign
+    return codes
 
 
 def key_of(seed: int, step: int, bucket: int, rank: int) -> int:

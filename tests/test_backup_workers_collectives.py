@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from copy import deepcopy
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ from late_ranks import (
 
 import commrt
 from commrt.elastic.elastic_membership import make_elastic
-from commrt.errors import DeadlineExceeded, Place, QuorumLost
+from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 from commrt.training.model_state import gather_integers
 
@@ -267,3 +268,36 @@ def test_gathered_integers_are_of_the_members_at_the_time_of_the_call():
     world = World()
     vars(world).update(size=4, rank=0, run_now=run_now, membership=elastic)
     assert gather_integers(world, 12) == {0: 12, 1: 5, 2: 7}
+
+
+@for_each("is_broken", [False, True])
+def test_a_refusal_after_a_collective_inside_another_is_passed_on(is_broken):
+    def body(world):
+        trainee(world, commrt.BackupWorkers(1))
+        membership, failures = world.membership, [PeerLost("a cut wire", Place(0))] * (is_broken and world.rank == 0)
+
+        def fail_once():
+            if failures:
+                raise failures.pop()
+
+        with membership.collective("the outer one"):
+            membership.together(int)
+            with membership.collective("the inner one"):
+                membership.together(fail_once)
+            assert membership.number >= is_broken  # rank 1 may have refused already
+            if world.rank == 1:
+                raise UsageError("not this one")
+            return membership.together(int)
+
+    def told(world):
+        begin_s = monotonic()
+        try:
+            body(world)
+        except CommrtError as error:
+            return type(error), str(error), monotonic() - begin_s
+        return None
+
+    ends = run_ranks(3, told, timeout_s=LIMIT_S)
+    assert [kind for kind, _, _ in ends] == [DisagreementError, UsageError, DisagreementError]
+    assert all("rank 1 refused: not this one" in said for kind, said, _ in ends if kind is DisagreementError)
+    assert all(waited_s < LIMIT_S / 2 for *_, waited_s in ends)

@@ -19,7 +19,7 @@ import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.backup_workers import quorum
 from commrt.errors import UsageError
-from commrt.testing.ranks import run_ranks
+from commrt.testing.ranks import over_threads, run_ranks
 
 
 @pytest.mark.slow
@@ -247,6 +247,14 @@ def test_backup_workers_that_cannot_work_are_refused(make, what):
 def test_without_an_optimizer_there_is_nothing_to_catch_up_with():
     with pytest.raises(UsageError, match="needs the optimizers"):
         run_ranks(3, lambda world: commrt.attach(deepcopy(MODEL), None, commrt.BackupWorkers(1), world=world))
+
+
+def test_a_world_whose_ranks_cannot_connect_again_is_refused():
+    def connect(store, ranks, timeout_s):
+        return over_threads(store, ranks, timeout_s)
+
+    with pytest.raises(UsageError, match=r"needs ranks that can connect again: use commrt.init\(\)"):
+        run_ranks(3, lambda world: trainee(world, commrt.BackupWorkers(1)), connect=connect)
 
 
 @for_each("first", [commrt.BackupWorkers(1), commrt.Ring(), commrt.Gossip()])

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import DistBackendError
+from torch.distributed import DistBackendError, HashStore, ReduceOp
 
-from commrt.c10d import group_work
+from commrt.c10d import group, group_work
 from commrt.c10d.backend import CommrtBackend
+from commrt.c10d.checked_calls import CheckedCalls
+from commrt.errors import TransportError
 from commrt.threads.future import Future
 
 
@@ -27,6 +29,8 @@ def backend(asked):
         set_timeout=lambda timeout_s: asked.append(("timeout_s", timeout_s)),
         close=lambda: asked.append("close"),
         abort=lambda: asked.append("abort"),
+        requests=CheckedCalls(0, 2),
+        device_messages=SimpleNamespace(waiting=[]),
     )
     return backend
 
@@ -49,6 +53,41 @@ def test_torch_begins_sends_and_receives_one_by_one(backend):
 def test_a_receive_from_any_rank_is_refused_with_what_to_do(backend):
     with pytest.raises(DistBackendError, match="not possible with this version of torch: name src"):
         backend.recv_anysource([], 0)
+
+
+def test_a_group_that_cannot_open_its_sockets_raises_torchs_error(monkeypatch):
+    def fail(*_, **__):
+        raise TransportError("not all ranks connected")
+
+    monkeypatch.setattr(group, "GlooTransport", fail)
+    options = SimpleNamespace(
+        group_rank=0,
+        group_size=1,
+        timeout=timedelta(seconds=9),
+        global_ranks_in_group=[],
+        store=HashStore(),
+        group_id="test",
+    )
+    with pytest.raises(DistBackendError, match="not all ranks connected"):
+        group.ProcessGroupWorld(options)
+
+
+OF_OTHER_OVERLOADS = {
+    "an operation": lambda backend, one: backend.allreduce([one], ReduceOp.MAX),
+    "an operation of sparse tensors": lambda backend, one: backend.allreduce([one.to_sparse()], ReduceOp.MAX),
+    "an operation of pieces": lambda backend, one: backend.reduce_scatter(one, [one, one], ReduceOp.MAX),
+    "a root": lambda backend, one: backend.broadcast(one, 1),
+    "a root of pieces": lambda backend, one: backend.gather([one, one], one, 1),
+    "a timeout": lambda backend, one: backend.allreduce(one, timedelta(seconds=9)),
+    "a timeout of pieces": lambda backend, one: backend.allgather([one, one], one, timedelta(seconds=9)),
+    "a timeout alone": lambda backend, one: backend.barrier(timedelta(seconds=9)),
+}
+
+
+@pytest.mark.parametrize("call", OF_OTHER_OVERLOADS.values(), ids=OF_OTHER_OVERLOADS)
+def test_what_stands_in_place_of_options_is_refused(backend, call):
+    with pytest.raises(DistBackendError, match=r"has no \w+: pass an options object"):
+        call(backend, torch.ones(2))
 
 
 def test_a_work_is_kept_alive_until_somebody_has_waited_for_it(monkeypatch):

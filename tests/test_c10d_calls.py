@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp, ReduceOptions, _make_nccl_premul_sum
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
-from commrt.c10d import call_engine
+from commrt.c10d import call_engine, group_work
 from commrt.c10d.call_engine import CallEngine
 from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.messages import DeviceMessages
-from commrt.errors import UsageError
+from commrt.errors import TransportClosed, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection
 from commrt.runtime.world import World
@@ -197,6 +198,14 @@ REFUSED = [
     (lambda ask: ask.all_to_all_single(torch.zeros(3), torch.zeros(3), [], []), "3 rows do not divide into 2"),
     (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 2], []), r"\[1, 2\].*sum up to 2 rows"),
     (lambda ask: ask.all_to_all_single(torch.zeros(2), torch.zeros(2), [2, 0], []), "4 bytes of its own.* 8"),
+    (
+        lambda ask: ask.all_to_all_single(torch.zeros(1).expand(4), torch.zeros(4), [], []),
+        r"float32\[4\] on cpu has elements that share one place",
+    ),
+    (
+        lambda ask: ask.all_to_all_single(torch.zeros(1).expand(2), torch.zeros(2), [], []),
+        r"float32\[2\] on cpu has elements that share one place",
+    ),
     (lambda ask: ask.whole("broadcast", torch.zeros(2).to_sparse()), "only all_reduce takes sparse"),
 ]
 
@@ -257,6 +266,38 @@ def test_a_batch_leaves_when_a_collective_begins_and_the_next_message_is_in_anot
         return *arrived, target.tolist()
 
     assert run_ranks(2, body, connect=over_nccl) == [([True, True], [1.0] * 3, [0.0] * 3)] * 2
+
+
+def test_every_question_about_a_batch_that_cannot_leave_has_the_same_answer(stand_in, monkeypatch):
+    monkeypatch.setattr(group_work, "_newest", deque(maxlen=32))  # as with torch 2.8
+
+    def body(world):
+        messages = DeviceMessages(world)
+        works = [messages.post(torch.zeros(3), 1 - world.rank, is_send=True) for _ in range(2)]
+        world.comm_thread.close()
+        for work in [*works, *works]:
+            with pytest.raises(TransportClosed, match="closed"):
+                work.wait()
+        assert [work.is_completed() for work in works] == [True] * 2
+        assert {type(work.exception()) for work in works} == {type(works[0].exception())}
+
+    run_ranks(2, body, connect=over_nccl)
+
+
+def test_a_batch_that_a_signal_handler_cannot_send_leaves_later(stand_in):
+    def body(world):
+        messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
+        works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
+
+        def handler():
+            with pytest.raises(UsageError, match="a signal handler"):
+                works[0].wait()
+
+        world.comm_thread.run(handler).result()
+        works[1].wait()
+        return target.tolist()
+
+    assert run_ranks(2, body, connect=over_nccl) == [[1.0] * 3] * 2
 
 
 def test_a_gpu_cannot_receive_from_any_rank():

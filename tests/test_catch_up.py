@@ -28,9 +28,11 @@ from late_ranks import (
     weights,
 )
 from torch import nn
+from torch.distributed import HashStore
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
+from commrt.backup_workers.backup_replica import BackupWorkersReplica
 from commrt.backup_workers.catch_up import CatchUp
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
@@ -366,3 +368,41 @@ def test_a_late_rank_whose_sources_are_no_members_is_told_that_they_are_gone():
     catch_up.close()
     with pytest.raises(QuorumLost, match=r"only ranks \[0, 1\] had the weights of step 3, and they are gone"):
         catch_up.fetch(3, [0, 1])
+
+
+@for_each("timeout_s", [2.0, 60.0])
+def test_a_source_and_who_asks_it_wait_by_the_timeout_that_holds_now(timeout_s):
+    world = SimpleNamespace(rank=1, timeout_s=8.0, config=None)
+    asked, waits_s = [], []
+    state = SimpleNamespace(give=lambda _, limit_s: waits_s.append(limit_s) or iter(()))
+    elastic = SimpleNamespace(host="127.0.0.1", generation=Generation(0, {0: 0, 1: 0}))
+    catch_up = CatchUp(world, elastic, HashStore(), state)
+    catch_up.open()
+    world.timeout_s = timeout_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("commrt.backup_workers.catch_up.request_state", lambda *what: asked.append(what[2]) or b"")
+        patch.setattr("commrt.backup_workers.catch_up.unpack", lambda packed: packed)
+        assert catch_up.fetch(0, [1]) == b""
+    list(catch_up._server._give(0))
+    catch_up.close()
+    ready_s = {2.0: 0.5, 60.0: 3.0}[timeout_s]
+    assert (asked, waits_s) == ([ready_s], [ready_s / 3])
+
+
+@for_each(
+    ("members", "asked"),
+    [
+        ((0, 1, 2, 3), {4: [0, 1, 2, 3], 5: [1, 2, 3, 0]}),
+        ((1, 2, 4, 5), {0: [1, 2, 4, 5], 3: [2, 4, 5, 1]}),
+        ((2, 5), {0: [2, 5], 1: [5, 2], 3: [2, 5], 4: [5, 2]}),
+        ((), {0: [1, 2, 3, 4, 5], 2: [3, 4, 5, 0, 1], 5: [0, 1, 2, 3, 4]}),
+        ((2,), {2: [3, 4, 5, 0, 1]}),  # a process of this rank before this one
+    ],
+)
+def test_ranks_that_are_late_together_ask_different_sources_first(members, asked):
+    def sources(rank):
+        replica = SimpleNamespace(_world=SimpleNamespace(rank=rank, size=6))
+        BackupWorkersReplica._require(replica, 1, members)
+        return replica._sources
+
+    assert {rank: sources(rank) for rank in asked} == asked

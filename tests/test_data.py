@@ -115,6 +115,37 @@ def resumed(world, ring):
     return again
 
 
+def test_a_pass_is_whole_once_its_last_batch_was_used():
+    def body(world):
+        ring = ring_of(world)
+        return [ring.passes for _ in range(2) for _ in ring], ring.passes
+
+    assert run_ranks(2, body) == [([0, 0, 0, 1, 1, 1], 2)] * 2
+
+
+@for_each("at", [0, 1, 3, 4])
+def test_a_loop_goes_on_where_the_state_was_saved_that_is_loaded_in_it(at):
+    def body(world):
+        ring, seen, state = ring_of(world), [], None
+        while ring.passes < 3:
+            for _, numbers in ring:
+                seen.append(numbers.tolist())
+                if len(seen) == at + 1:
+                    state = ring.state_dict()
+                if len(seen) == 5:
+                    ring.load_state_dict(state)
+        return seen[: at + 1] + seen[5:], seen[:5]
+
+    def unbroken(world):
+        ring = ring_of(world)
+        return [numbers.tolist() for _ in range(3) for _, numbers in ring]
+
+    wanted = run_ranks(3, unbroken)
+    for (seen, before), all_batches in zip(run_ranks(3, body), wanted, strict=True):
+        assert before == all_batches[:5]
+        assert seen == all_batches
+
+
 class Squares(Dataset):
     """Items of a tensor and a number."""
 

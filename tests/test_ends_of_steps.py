@@ -389,6 +389,25 @@ def test_an_optimizer_may_pass_its_steps_on_to_several(algorithm, give_inner):
     assert trained(2, algorithm, prepare, passes=8) == [(8, True, True)] * 2
 
 
+def steps_another_before(model):
+    given, another = sgd(model), sgd(model)
+    given.register_step_pre_hook(lambda *_: another.step() and None)
+    return given, nothing, lambda _: given.step()
+
+
+def steps_another_after(model):
+    given, another = sgd(model), sgd(model)
+    return given, lambda: given.register_step_post_hook(lambda *_: another.step()), lambda _: given.step()
+
+
+@for_each(
+    ("algorithm", "prepare"),
+    [*product(WAYS, [steps_another_before]), *product([LocalSGD(4), Torus2D()], [steps_another_after])],
+)
+def test_a_hook_of_a_given_optimizer_may_step_another(algorithm, prepare):
+    assert trained(2, algorithm, prepare, passes=8) == [(8, True, True)] * 2
+
+
 def test_a_step_that_an_error_ended_is_not_under_way_after_the_next_one():
     class Failing(torch.optim.SGD):
         fails = True

@@ -74,7 +74,8 @@ def test_a_replica_takes_a_state_or_refuses_it_and_goes_on(replica, state):
 SHUFFLES = st.fixed_dictionaries(
     {},
     optional={
-        "batches": st.integers(0, 20) | VALUES,
+        "passes": st.integers(0, 20) | VALUES,
+        "taken": st.integers(0, 5) | VALUES,
         "samples": VALUES | st.just([torch.zeros(8, 2)]) | st.just([torch.zeros(8)]) | st.just((torch.zeros(8, 2),)),
     },
 )
@@ -82,10 +83,11 @@ SHUFFLES = st.fixed_dictionaries(
 
 @cases(100)
 @given(SHUFFLES | VALUES)
-@example({"batches": 0})
-@example({"batches": 0, "samples": [torch.zeros(8, 2)]})
-@example({"batches": "0", "samples": [torch.zeros(8, 2)]})
-@example({"batches": 0, "samples": [None]})
+@example({"passes": 0, "taken": 0})
+@example({"passes": 0, "taken": 0, "samples": [torch.zeros(8, 2)]})
+@example({"passes": "0", "taken": 0, "samples": [torch.zeros(8, 2)]})
+@example({"passes": 0, "taken": 5, "samples": [torch.zeros(8, 2)]})
+@example({"passes": 0, "taken": 0, "samples": [None]})
 def test_a_ring_shuffle_takes_a_state_or_refuses_it_and_goes_on(state):
     (world,) = local_worlds(1)
     with world:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import threading
 from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from gossip_models import (
     PATIENT_S,
     STEPS,
@@ -30,9 +31,13 @@ from torch import nn
 
 import commrt
 from commrt.algorithms.gossip import Gossip
+from commrt.buckets.weight_bucket import Message
 from commrt.errors import DisagreementError, UsageError
+from commrt.kernels.layout import HEADER_NUMEL
+from commrt.local_sgd import LocalSGD
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
+from commrt.training.gossip import GossipExchange
 
 
 @for_each(("ranks", "staleness"), [(2, 0), (2, 1), (3, 0), (4, 1), (5, 0), (7, 1)])
@@ -50,6 +55,31 @@ def test_one_rank_trains_as_if_alone():
         local_step(model, optimizer, step, 0)
     assert same(found, params(model))
     assert replica.step == STEPS
+
+
+def test_a_message_is_bound_once_for_what_a_rank_exchanges_however_many_buckets_there_are(monkeypatch):
+    bound = []
+
+    def bind(exchange, program, message):
+        bound.append((exchange, program, message))
+        return nothing, 0, 0.5
+
+    monkeypatch.setattr(GossipExchange, "_bind", bind)
+
+    def body(world):
+        exchange, row = GossipExchange(world, Gossip(), 0), torch.zeros(HEADER_NUMEL)
+        exchange.prove()
+        messages = [Message(row, row, None) for _ in range(600)]
+        for step in range(6):
+            for number, message in enumerate(messages):
+                exchange._carry(message, number, step)
+
+    run_ranks(3, body)
+    assert len(bound) == len(set(bound)) == 3 * 2 * 600  # each rank exchanges in two ways
+
+
+def nothing(_):
+    pass
 
 
 @for_each("staleness", [0, 1])
@@ -233,3 +263,14 @@ def test_the_report_says_what_a_step_cost():
         assert [span.bucket for span in last.spans][-buckets:] == [*range(buckets)]
         assert stats.nbytes_sent > 0
         assert last.exposed_s >= 0
+
+
+@for_each("algorithm", [Gossip(), LocalSGD(1)])
+@on_ranks(2)
+def test_totals_are_a_dataclass_that_can_be_written_as_one(world, algorithm):
+    _, replica = trained(world, algorithm)
+    totals = dataclasses.asdict(replica.stats())
+    assert [*totals][:5] == ["steps", "comm_s", "exposed_s", "nbytes_sent", "received_from"]
+    assert (totals["steps"], totals["counted"]) == (STEPS, STEPS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        replica.stats().steps = 0

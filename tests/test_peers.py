@@ -152,6 +152,74 @@ def test_a_replay_that_waits_in_vain_says_which_step_it_was(graphs_of_kernels):
             transport.wait()
 
 
+def test_a_neighbour_that_gives_up_is_seen_while_a_graph_waits_for_a_far_rank_too(graphs_of_kernels):
+    with connected("aab") as group:
+        buffers, transport = group.buffers(ODD), group.transports[0]
+        bound = group.bound(direct.all_reduce(3), buffers, 0)
+        replay = transport.capture(lambda: bound.run(NOW), bound.group)
+        assert bound.group.peers == {2}
+        future = group.pool.submit(replay, NOW)
+        wait_until(lambda: transport._notices._next_read_s)  # what comes now is in no read but a later one
+        group.transports[1].abort()
+        error = future.exception(60)
+    assert (type(error), error.place.peer) == (PeerLost, 1)
+
+
+class SlowGraph:
+    """A graph whose replay waits for room in the launch queue, and is the longer for it."""
+
+    def __init__(self):
+        self.replays, self.began, self.was_reset = [], Event(), Event()
+
+    def replay(self):
+        self.began.set()
+        self.replays.append("reset meanwhile" if self.was_reset.wait(0.5) else "as captured")
+
+    def reset(self):
+        self.was_reset.set()
+
+
+@pytest.fixture
+def slow_graph(monkeypatch):
+    """The graph that any transport captures."""
+    graph = SlowGraph()
+    monkeypatch.setattr(nccl_module, "streams_of", lambda device: Capturing(graph))
+    return graph
+
+
+class Capturing(Streams):
+    def __init__(self, graph):
+        self._graph = graph
+
+    def capture(self, work):
+        return self._graph
+
+
+READS = P2PGroup([], [], reads=True)
+
+
+def test_a_graph_of_meetings_is_not_freed_while_it_is_replayed(slow_graph):
+    with connected("aa") as group:
+        transport = group.transports[0]
+        replay = transport.capture(int, READS)
+        future = group.pool.submit(replay, NOW)
+        assert slow_graph.began.wait(60)
+        transport._words[FAILED] = 1  # the watchdog sees it
+        future.result(60)
+        assert slow_graph.was_reset.wait(60)
+    assert slow_graph.replays == ["as captured"]
+
+
+def test_a_graph_of_meetings_is_not_replayed_after_it_was_freed(slow_graph, monkeypatch):
+    with connected("aa") as group:
+        transport = group.transports[0]
+        replay = transport.capture(int, READS)
+        monkeypatch.setattr(transport, "_note", lambda *_: transport.abort())  # as another thread does, right after it
+        with pytest.raises(TransportClosed):
+            replay(NOW)
+    assert slow_graph.replays == []
+
+
 UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
 
 

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from interpreter import complaint, interpret, interpreted_gpu, watched
 from quantize_bugs import BUGS
 from quantizers import KINDS, QUANTIZERS, same
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import commrt
 from commrt.kernels import quantize
 from commrt.kernels.device import quantize as device
 from commrt.kernels.device import variants
 from commrt.kernels.device.quantize import add_quantized_kernel, dequantize_kernel, quantize_kernel
+from commrt.kernels.quantize import PIECE_NUMEL
 from commrt.quantizer import BITS, NEAREST, STOCHASTIC, TILE_BLOCKS, Float8, Int2, Int4, Int8, Quantizer
 from commrt.testing.ranks import run_ranks
 
@@ -401,7 +403,8 @@ def unpacked(bits):
     wire = torch.zeros(quantizer.nbytes(1024), dtype=torch.uint8)
     tiles = wire.view(-1, quantizer.tile_nbytes)
     quantize._pack(q.view(len(tiles), -1), tiles, quantizer)
-    return q, quantize._unpacked(tiles, quantizer).flatten()
+    quantize._unpack(tiles, back := torch.empty_like(q), quantizer)
+    return q, back
 
 
 def test_what_is_packed_is_unpacked():
@@ -419,3 +422,34 @@ def spoils_its_block_only(quantizer, value):
 def test_a_block_that_is_not_finite_spoils_no_other_and_leaves_no_residual():
     rows = product((Int8(64), Int2(64), Float8(64, feedback=True)), (float("inf"), float("nan"), 3e38))
     require(spoils_its_block_only, rows)
+
+
+class LargeResults(TorchDispatchMode):
+    """Keeps the memory of all floats that fill a piece."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32 and result.numel() == PIECE_NUMEL:
+            memory = result.untyped_storage()
+            self.kept[memory.data_ptr()] = memory
+        return result
+
+
+@pytest.mark.parametrize("quantizer", [Int8(), Int4(), Float8()])
+def test_all_pieces_of_a_call_share_the_memory_of_their_codes(quantizer):
+    x, codes = torch.ones(4 * PIECE_NUMEL), torch.empty(quantizer.nbytes(4 * PIECE_NUMEL), dtype=torch.uint8)
+    calls = {
+        "quantize": lambda: quantize.quantize(x, codes, quantizer, x.clone()),
+        "dequantize": lambda: quantize.dequantize(codes, x, quantizer),
+        "add": lambda: quantize.add_quantized(x, [codes, codes], quantizer),
+    }
+    used = {}
+    for name, call in calls.items():
+        with LargeResults() as results:
+            call()
+        used[name] = len(results.kept.keys() - {x.data_ptr()})
+    assert used == {"quantize": 2, "dequantize": 1, "add": 1}  # with the residual

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from moved_clock import moved_clock
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore
 
 from commrt.backup_workers import quorum
 from commrt.backup_workers.quorum import DONE, FAILED, Announcement, QuorumVote, StepOutcome, quorum_key, set_once
@@ -20,6 +20,7 @@ from commrt.store.client import start_call
 
 LONG_S, PATIENT_S = 20.0, 10.0
 OUTCOME = quorum_key(0, 0, "outcome")
+WRITTEN = ["announced", "outcome", "outcome/decided"]
 
 
 def members(ranks, store):
@@ -160,3 +161,29 @@ def test_a_rank_that_comes_to_a_deleted_step_is_told_at_once(alone):
     for number in range(16):
         step(alone, number)
     assert step(alone, 0) == StepOutcome(0)
+
+
+def test_old_steps_are_deleted_from_a_store_that_says_of_every_key_that_it_was_there(tmp_path):
+    store = FileStore(str(tmp_path / "store"), 1)
+    assert store.delete_key("never written")
+    for attempt in range(2):
+        store.set(quorum_key(0, attempt, "announced"), "")
+        set_once(store, quorum_key(0, attempt, "outcome"), FAILED)
+    left = Countdown(store, deletions=99)
+    quorum._delete_steps(left, 1)
+    assert not any(store.check([quorum_key(0, attempt, what)]) for attempt in range(2) for what in WRITTEN)
+
+
+class Countdown:
+    """A store that fails after so many deletions, instead of filling the disk."""
+
+    def __init__(self, store, deletions):
+        self._store, self._left = store, deletions
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def delete_key(self, key):
+        self._left -= 1
+        assert self._left, "the deletion does not end"
+        return self._store.delete_key(key)

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peer_group import over_peers
 from torch.distributed import HashStore
 
-from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
 from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS
@@ -71,6 +72,10 @@ def nccl(ranks, timeout_s):
     return over_nccl(HashStore(), ranks, timeout_s)
 
 
+def peers(ranks, timeout_s):
+    return over_peers(HashStore(), ranks, timeout_s)
+
+
 def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
@@ -85,7 +90,9 @@ def said(check, make):
 
 
 @pytest.mark.parametrize(
-    "make", [local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, harmless], ids=lambda make: make.__name__
+    "make",
+    [local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, peers, harmless],
+    ids=lambda make: make.__name__,
 )
 def test_conforms(make):
     assert {conformance.name(check): error for check in conformance.CHECKS if (error := said(check, make))} == {}
@@ -216,6 +223,21 @@ def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     assert monotonic() - begin < FREE_S / 2
     while any(each.comm for each in communicators):  # until the test's own timeout
         gc.collect()
+
+
+def test_an_abort_amid_the_start_of_a_transfer_is_an_error_with_its_whole_place(monkeypatch):
+    transport, other = gloo(2, 10.0)
+
+    def post_too_late(*given, **how):
+        transport.abort()
+        return GlooTransport.post(transport, *given, **how)
+
+    monkeypatch.setattr(transport, "post", post_too_late)
+    exchange = transport.bind(P2PGroup([P2PMessage(1, torch.zeros(4))], [], hop=5))
+    with pytest.raises(TransportClosed) as raised:
+        exchange(Tag(2, 3))
+    assert raised.value.place == Place(rank=0, peer=1, step=2, bucket=3, hop=5, nbytes=16)
+    other.close()
 
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_rank])

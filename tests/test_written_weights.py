@@ -108,6 +108,26 @@ def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_
     assert same(params(loop.model), written)
 
 
+@for_each("algorithm", [Gossip(staleness=1), LocalSGD(4, delay=2), LocalSGD(4, outer=Nesterov())])
+def test_a_hook_of_the_optimizer_may_write_weights_before_its_step(algorithm):
+    @torch.no_grad()
+    def decay(optimizer, *_):
+        for param in optimizer.param_groups[0]["params"]:
+            param.mul_(0.99)
+
+    def body(world):
+        model = model_of()
+        optimizer = optimizer_of(model, lr=0.01)
+        optimizer.register_step_pre_hook(decay)
+        replica = commrt.attach(model, optimizer, algorithm, world=world)
+        for step in range(9):
+            local_step(model, optimizer, step, world.rank)
+        replica.drain()
+        return replica.step
+
+    assert run_ranks(2, body) == [9, 9]
+
+
 @for_each("algorithm", [Gossip(), LocalSGD(4, 2)])
 def test_one_value_of_a_large_parameter_cannot_be_written_while_it_is_under_way(algorithm):
     def body(world):

@@ -102,7 +102,7 @@ class BackupWorkersReplica(Replica):
             self._before_collective, self._state.shut, self._end, self._catch_up.close, self._final_calls.make
         )
         gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
-        self._live([*self._on_model(), *gradients], self._guard)
+        self._live([*self._on_model(), *gradients], self._guard.before_step, self._guard.after_step)
 
     def _on_model(self) -> Iterator[RemovableHandle]:
         weakly = ref(self)
@@ -213,11 +213,15 @@ class BackupWorkersReplica(Replica):
                 _log.warning(ENDED, self._world.rank, self.last.step, self._world.membership.needed)
 
     def _require(self, version: int, sources: Collection[int] = ()) -> None:
-        """Note that this rank needs `version`, of one of `sources`, by default of any; the next rank is asked first."""
-        rank, size = self._world.rank, self._world.size
-        others = (*range(rank + 1, size), *range(rank))  # not a process of this rank before this one
-        self._phase, self._wanted = Phase.LATE, version
-        self._sources = [each for each in others if each in sources] or [*others]
+        """Note that this rank needs `version`, of one of `sources`, by default of any.
+
+        Ranks that are late together ask different sources first: the k-th late rank begins with the k-th source.
+        """
+        rank = self._world.rank
+        others = [each for each in range(self._world.size) if each != rank]  # not a process of this rank before this
+        found = [each for each in others if each in sources] or others
+        turn = len({*range(rank)}.difference(sources)) % len(found)
+        self._phase, self._wanted, self._sources = Phase.LATE, version, [*found[turn:], *found[:turn]]
 
     def average(self) -> None:
         """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
@@ -366,6 +370,10 @@ def _check_for_backups(request: Request) -> None:
     load(dump(owners), owners)  # raises for a state that other ranks could not load
     if request.world.config is not None:  # this rank takes another's place, with the first model, or is refused
         return
+    if request.world.reconnect_options is None:
+        raise UsageError(
+            "BackupWorkers needs ranks that can connect again: use commrt.init(), or run_ranks() without connect="
+        )
     own = f"more on rank {request.world.rank}" if attached_to(request.world) else "0"
     if not request.world.all_equal("other models", own) or own != "0":
         raise UsageError(

@@ -347,7 +347,7 @@ class SkippingGuard(StepGuard):
             for param in params:
                 param.grad = None
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """See `StepGuard.after_step`; does not count a step that changed nothing."""
         self.fresh.discard(id(optimizer))
         if self._hidden is None:

@@ -239,9 +239,10 @@ class CatchUp:
     def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
         self._world, self._membership = world, membership
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
-        self._ready_s = min(READY_S, world.timeout_s * READY_SHARE)
-        limit_s = self._ready_s * STEP_SHARE
-        self._server = StateServer(membership.host or gethostname(), lambda version: state.give(version, limit_s))
+        self._state, self._server = state, StateServer(membership.host or gethostname(), self._give)
+
+    def _give(self, version: int) -> Generator[bytes]:
+        return self._state.give(version, min(READY_S, self._world.timeout_s * READY_SHARE) * STEP_SHARE)
 
     def close(self) -> None:
         """Answer no more questions."""
@@ -256,21 +257,22 @@ class CatchUp:
 
         Raises `QuorumLost` if all sources are gone, `DeadlineExceeded` if none has the state in time.
         """
-        limit = Deadline(self._world.timeout_s, self._ready_s + self._world.timeout_s / 2)
+        ready_s = min(READY_S, self._world.timeout_s * READY_SHARE)
+        limit = Deadline(self._world.timeout_s, ready_s + self._world.timeout_s / 2)
         while True:
             is_late, members = limit.left_s <= 0, self._membership.generation.members
             for rank in sources:
-                if rank in members and (answer := self._ask_source(rank, version)) is not None:
+                if rank in members and (answer := self._ask_source(rank, version, ready_s)) is not None:
                     return answer
             self._require_sources(version, sources, is_late=is_late)
             Event().wait(AGAIN_S)
 
-    def _ask_source(self, rank: int, version: int) -> StateTransfer | None:
+    def _ask_source(self, rank: int, version: int, ready_s: float) -> StateTransfer | None:
         """Return the state, or None if the rank does not have it; one that has it may take long to copy it."""
         if not (found := self._store.read(key := f"service/{rank}")):
             return None
         address = parse(key, found, bytes.decode)
-        packed = request_state(address, version, self._ready_s, self._world.timeout_s / 2)
+        packed = request_state(address, version, ready_s, self._world.timeout_s / 2)
         return None if packed is None else unpack(packed)
 
     def _require_sources(self, version: int, sources: Sequence[int], *, is_late: bool) -> None:

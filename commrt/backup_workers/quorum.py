@@ -335,7 +335,8 @@ def _delete_steps(store: Store, oldest: int) -> None:
     store.set(OLDEST_STEP, str(oldest))
     for step in range(max(oldest - DELETED_STEPS, 0), oldest):
         attempt = 0
-        while store.delete_key(quorum_key(step, attempt, "announced")):
+        while store.check([key := quorum_key(step, attempt, "announced")]):  # `FileStore.delete_key` is always True
+            store.delete_key(key)
             delete_once(store, quorum_key(step, attempt, "members"))
             delete_once(store, quorum_key(step, attempt, "outcome"))
             attempt += 1

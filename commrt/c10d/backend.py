@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.call_engine import Call
-from commrt.c10d.checked_calls import memory_of
+from commrt.c10d.checked_calls import memory_of, option
 from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
@@ -237,9 +237,10 @@ class Methods:
         """Begin `calls`; they run in order, so the work is that of the last one."""
         if not calls:
             raise UsageError("no tensors were given: give at least one")
+        timeout_s = seconds_of(option(opts, "timeout", None))
         if self.group.device_messages.waiting:
             self.group.device_messages.flush()
-        waits, timeout_s = not getattr(opts, "asyncOp", True), seconds_of(getattr(opts, "timeout", None))
+        waits = not getattr(opts, "asyncOp", True)  # which not all versions of torch have
         result = list[Tensor]()
         for call in calls:
             future = self.group.engine.begin(call, timeout_s, waits=waits)
@@ -294,7 +295,7 @@ def _sparse_all_reduce(tensor: Tensor, opts: Any, ranks: int, all_gather: Callab
 
     Cost: three all-gathers, of the counts, then of as many indices and values as the fullest rank has.
     """
-    if (op := getattr(opts, "reduceOp", dist.ReduceOp.SUM)) != dist.ReduceOp.SUM:
+    if (op := option(opts, "reduceOp", dist.ReduceOp.SUM)) != dist.ReduceOp.SUM:
         raise UsageError(f"{op} of sparse tensors: only their SUM can be formed; pass dense copies")
 
     def gathered(rows: Tensor, count: int) -> list[Tensor]:

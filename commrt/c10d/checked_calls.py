@@ -20,7 +20,7 @@ from commrt.kernels.dispatch import OPERATIONS
 from commrt.pricing.selection import WIRE_NBYTES, slots_of
 from commrt.runtime.collectives import is_expanded
 
-__all__ = ["CheckedCalls", "memory_of"]
+__all__ = ["CheckedCalls", "memory_of", "option"]
 
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members
 NAMES = {
@@ -44,7 +44,7 @@ Pieces = Sequence[Tensor] | Tensor
 class CheckedCalls:
     """Makes the calls of one rank of a group. All methods raise `UsageError` for what cannot work.
 
-    `opts` are torch's, such as ``AllreduceOptions``. What they lack, or None, stands for a sum, or for root 0.
+    `opts` are torch's, such as ``AllreduceOptions``; None stands for a sum, or for root 0.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -53,7 +53,7 @@ class CheckedCalls:
 
     def whole(self, collective: str, tensor: Tensor, opts: Any = None) -> Call:
         """Combine or copy `tensor`, as large on all ranks, in place: an all_reduce, a reduce or a broadcast."""
-        both, is_root = [tensor], self.rank == getattr(opts, "rootRank", 0)
+        both, is_root = [tensor], self.rank == _root(collective, opts)
         put = both if is_root or collective != "broadcast" else []
         takes = {"broadcast": not is_root, "reduce": is_root}.get(collective, True)
         return self._call(collective, tensor, put, both if takes else [], opts)
@@ -64,7 +64,7 @@ class CheckedCalls:
         `pieces` are outputs where `own` is an input, and inputs elsewhere. Those of a rooted collective are the root's.
         """
         gathers = collective.endswith("gather")
-        if collective in ROOTED and self.rank != getattr(opts, "rootRank", 0):
+        if collective in ROOTED and self.rank != _root(collective, opts):
             pieces = []
         else:
             pieces = self._one_each(pieces, own, f"{'outputs' if gathers else 'inputs'} of {collective}")
@@ -104,6 +104,7 @@ class CheckedCalls:
     ) -> Call:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
         _require_alike([output, tensor])
+        _require_places(memory_of(output))  # of the whole, which the caller knows
         call = self.all_to_all(self._split(output, output_sizes), self._split(tensor, input_sizes))
         call.result = [output]
         return call
@@ -121,14 +122,14 @@ class CheckedCalls:
     def _call(self, collective: str, like: Tensor, put: Sequence[Tensor], taken: Sequence[Tensor], opts: Any) -> Call:
         """Return a call whose pieces are as large as `like`."""
         _require_alike([like, *put, *taken])
-        op: Any = getattr(opts, "reduceOp", ReduceOp.SUM) if collective in COMBINING else None
+        op: Any = option(opts, "reduceOp", ReduceOp.SUM) if collective in COMBINING else None
         wire_dtype = torch.uint8 if op is None else like.dtype
         copies: list[tuple[Tensor, Tensor]] = []
         outputs = [*map(_row, taken, repeat(wire_dtype), repeat(copies))]
         inputs = outputs if taken is put else [*map(_row, put, repeat(wire_dtype))]
         first = inputs[0].numel() if inputs else 0, outputs[0].numel() if outputs else 0
         rows = (len(inputs), first[0]), (len(outputs), first[1])
-        how, root = getattr(op, "op", op), getattr(opts, "rootRank", 0)
+        how, root = getattr(op, "op", op), _root(collective, opts)
         kind = self._kind(collective, like.numel(), like.dtype, like.device, how, root, rows)
         factor = op.factor if kind.is_scaled else None
         if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
@@ -178,6 +179,24 @@ class CheckedCalls:
             if tensor.numel() != like.numel():
                 raise UsageError(f"{what} of {_text(tensor)} beside {_text(like)}: all must have as many elements")
         return pieces
+
+
+def option(opts: Any, name: str, default: Any) -> Any:
+    """Return the option `name` of `opts`, `default` if they are None; raise `UsageError` if they are something else."""
+    if opts is None:
+        return default
+    try:
+        return getattr(opts, name)
+    except AttributeError:
+        raise UsageError(
+            f"{opts!r} has no {name}: pass an options object, such as torch.distributed.ReduceOptions(), and set the "
+            f"{name} of that"
+        ) from None
+
+
+def _root(collective: str, opts: Any) -> int:
+    root: int = option(opts, "rootRank", 0) if collective in ROOTED else 0
+    return root
 
 
 def _operation(kind: Any, dtype: torch.dtype) -> str:
@@ -233,10 +252,15 @@ def _row(tensor: Tensor, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
     row = as_is.contiguous().as_strided((plain.numel(),), (1,))  # a view would keep the stride of a single element
     row = row if row.dtype is dtype else row.view(dtype)
     if copies is not None and row.data_ptr() != plain.data_ptr():
-        if is_expanded(plain):
-            raise UsageError(f"{_text(plain)} has elements that share one place, so no result fits it: use its clone()")
+        _require_places(plain)
         copies.append((plain, row))
     return row
+
+
+def _require_places(result: Tensor) -> None:
+    """Raise `UsageError` unless each element of `result` has a place of its own."""
+    if is_expanded(result):
+        raise UsageError(f"{_text(result)} has elements that share one place, so no result fits it: use its clone()")
 
 
 def _text(tensor: Tensor) -> str:

@@ -73,7 +73,11 @@ class ProcessGroupWorld:
         Each `name` can be opened once. Gloo takes `timeout_s` to connect, and to exchange where nothing else is said.
         """
         store, world = PrefixStore(name, self.store), self.world
-        return GlooTransport(store, world.rank, range(world.size), timeout_s, self._host, lazy=True)
+        try:
+            return GlooTransport(store, world.rank, range(world.size), timeout_s, self._host, lazy=True)
+        except CommrtError as error:
+            as_dist_error(error)
+            raise
 
     def close(self) -> None:
         """Finish what was started, then close all connections. Safe to call twice."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commrt.c10d.group_work import NO_TIMEOUT, GroupWork, as_dist_error, seconds_of
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.runtime.world import World
 from commrt.threads.future import Future
 from commrt.transport.gloo import GlooTransport
@@ -115,9 +115,13 @@ class DeviceMessages:
         """Let the batch leave, if there is one."""
         if self.waiting:
             group, works = P2PGroup(self._sends, self._recvs), self.waiting
-            self._sends, self._recvs, self.waiting = [], [], []
             tag = Tag(0, "send and receive")
-            future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))
+            try:
+                future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))
+            except TransportClosed as error:
+                future = Future()
+                future.set_exception(error)  # which each wait raises
+            self._sends, self._recvs, self.waiting = [], [], []
             for work in works:
                 work.future = future
 

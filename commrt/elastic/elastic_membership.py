@@ -309,8 +309,8 @@ class ElasticMembership(Membership):
         if not self.is_elastic:
             yield
             return
+        step, outer = max(self.next_step, self.submitted_steps), self._part
         try:
-            step = max(self.next_step, self.submitted_steps)
             self._part = self.barrier.arrive(what, step, partial(self._run, self._follow), self.require_open)
             yield
         except REFUSALS as error:
@@ -319,7 +319,7 @@ class ElasticMembership(Membership):
             self.barrier.leave()
             raise
         finally:
-            self._part = None
+            self._part = None if outer is None else self._part  # the outer one goes on in the generation of this one
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
             self.barrier.leave()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from commrt.algorithms.local import LocalSGD, Mix
@@ -60,7 +61,7 @@ class LocalReplica(AfterStepReplica):
         self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
-        self._live(self._hooks())
+        self._live(self._hooks(), self._before_step, self._after_step)
 
     def _on_pass(self) -> None:
         step = self._passes
@@ -126,7 +127,7 @@ class LocalReplica(AfterStepReplica):
         """Add what exchanges between steps have cost to the totals."""
         before = self._stats
         self._report(self._step, self._exchange.engine.members)
-        self._stats = self._stats._replace(steps=before.steps, counted=before.counted)
+        self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
 
     def consolidate(self) -> None:
         """End the period, and set the weights to the anchor, bitwise equal on all ranks; collective.

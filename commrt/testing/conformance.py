@@ -340,7 +340,7 @@ def calls_that_differ_never_pass_for_success(make: Make) -> None:
 
     transports = make(2, SHORT_S)
     is_told = _on_all(transports, body)[1]
-    _require(is_told or transports[1].kind == "nccl", "one call was taken for another")  # which has no room
+    _require(is_told or "nccl" in transports[1].kind, "one call was taken for another")  # which has no room
 
 
 CHECKS: tuple[Check, ...] = tuple(

@@ -83,7 +83,7 @@ class AfterStepReplica(Replica):
         """End the steps of the first `until` passes."""
         if until <= self._step:
             return
-        if not self._stepping:  # else `_before_step` has looked
+        if not self._stepping:  # else `_check_step` has looked
             self._parameters.require_unchanged()
             self._refuse_writes()
         if not self._optimizers:
@@ -153,17 +153,15 @@ class AfterStepReplica(Replica):
                 )
             self._on_pass()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        super()._before_step(optimizer, args, kwargs)
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._end_steps(self._stepped.get(id(optimizer), 0))
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         for part in self._parts:
             part.note()
         self._stepped[id(optimizer)] = self._used_passes = self._passes
         if len(self._stepped) == len(self._optimizers) and min(self._stepped.values()) > self._step:
             self._end_steps(self._passes)
-        super()._after_step(optimizer, args, kwargs)
 
     @property
     def _have_stepped(self) -> bool:

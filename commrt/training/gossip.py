@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -39,7 +39,9 @@ from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 __all__ = ["GossipExchange", "GossipReplica", "attach"]
 
 KEPT = 1024
-"""Programs, and exchanges of messages bound to them, that are kept: those used last."""
+"""Orders of the ranks whose programs are kept: those used last."""
+PROGRAMS_BOUND = 64
+"""Programs that all messages stay bound to: those used last."""
 
 
 def attach(request: Request) -> Replica:
@@ -91,7 +93,7 @@ class GossipReplica(AfterStepReplica):
         self._exchange, self._staleness = exchange, exchange.staleness
         self._is_alone = request.world.size == 1
         self._hooked: set[int] = set()  # buckets whose modules have called a forward hook since the last step
-        self._live([*self._register_on_modules(), *self._hooks()])
+        self._live([*self._register_on_modules(), *self._hooks()], self._before_step, self._after_step)
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
@@ -195,7 +197,8 @@ class GossipExchange:
         self.membership = make_elastic(world)
         """That of the world; it goes on without lost ranks."""
         self._generation = self._shared = -1
-        self._program, self._bound = lru_cache(KEPT)(self._program_of), lru_cache(KEPT)(self._bind)
+        self._program = lru_cache(KEPT)(self._program_of)
+        self._bound = lru_cache(PROGRAMS_BOUND)(lambda program: cache(partial(self._bind, program)))
 
     def prove(self) -> Schedule:
         """Prove the exchanges of a period, of which all later ones are permutations; return the first.
@@ -273,7 +276,7 @@ class GossipExchange:
 
     def _exchange(self, program: Program, message: Message, tag: Tag) -> tuple[int, float]:
         """Return how many bytes this rank sent, and the weight of what it received."""
-        run, nbytes_sent, share = self._bound(program, message)
+        run, nbytes_sent, share = self._bound(program)(message)
         run(tag)
         if message.received.is_cuda:
             self.world.transport.wait()  # before it mixes what may never have come

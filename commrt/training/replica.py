@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
@@ -42,14 +41,6 @@ from commrt.training.step_guard import ParameterList, wrapped_as
 __all__ = ["Replica", "Stats", "StepReport", "attached", "attached_to"]
 
 
-class _Watcher(Protocol):
-    """Looks at each step of the optimizers given to `attach`."""
-
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None: ...
-
-    def after_step(self, optimizer: Optimizer) -> None: ...
-
-
 class Replica(ABC):
     """One rank's attached model; made by `attach`.
 
@@ -74,13 +65,14 @@ class Replica(ABC):
         self._is_synchronous = True
         self._handles: list[RemovableHandle] = []
 
-    def _live(self, handles: Iterable[RemovableHandle], watcher: _Watcher | None = None) -> None:
+    def _live(
+        self, handles: Iterable[RemovableHandle], before_step: Callable[..., Any], after_step: Callable[..., None]
+    ) -> None:
         """Begin to act on the optimizers and on what the `handles` stand for; `detach` removes these."""
-        self._watcher = watcher
         self._handles += handles
-        self._handles += (each.register_step_pre_hook(self._before_step) for each in self._optimizers)
-        self._handles += (each.register_step_post_hook(self._after_step) for each in self._optimizers)
-        _watch_strangers()
+        self._handles += (each.register_step_pre_hook(before_step) for each in self._optimizers)
+        self._handles += (each.register_step_post_hook(after_step) for each in self._optimizers)
+        _watch_steps()
         _replicas[id(self)] = self
         keep_alive(self, self._owners())
 
@@ -90,33 +82,27 @@ class Replica(ABC):
             if any(id(param) in self._averaged for param in module.parameters(recurse=False)):
                 yield module
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Refuse a step that would let the replicas drift apart; return its arguments if they become others."""
-        if not torch.compiler.is_compiling():
-            while optimizer in self._stepping:  # an error ended its step, and all that began within it
-                self._stepping.pop()
-            if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
-                raise failure
-            self._parameters.require_unchanged()
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if id(param) not in self._averaged and param.grad is not None:
-                        self._require_attached(param)
-            if not self._stepping:
-                self._refuse_writes()
-            self._stepping.append(optimizer)
-        return None if self._watcher is None else self._watcher.before_step(optimizer, args, kwargs)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note that `optimizer` has stepped."""
-        if self._watcher is not None:
-            self._watcher.after_step(optimizer)
-        while optimizer in self._stepping:
+    def _check_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step of any optimizer that would let the replicas drift apart; note that a given one steps."""
+        if optimizer not in self._optimizers:
+            self._check_stranger(optimizer)
+            return
+        while optimizer in self._stepping:  # an error ended its step, and all that began within it
             self._stepping.pop()
+        if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
+            raise failure
+        self._parameters.require_unchanged()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in self._averaged and param.grad is not None:
+                    self._require_attached(param)
+        if not self._stepping:
+            self._refuse_writes()
+        self._stepping.append(optimizer)
 
     def _check_stranger(self, optimizer: Optimizer) -> None:
         """Refuse a step of an optimizer that was not given, if it steps this model and passes nothing on."""
-        if self._stepping or optimizer in self._optimizers:
+        if self._stepping:
             return
         names = self._parameters.names()
         for group in optimizer.param_groups:
@@ -292,16 +278,27 @@ _replicas: WeakValueDictionary[int, Replica] = WeakValueDictionary()
 
 
 @cache
-def _watch_strangers() -> None:
-    """Let replicas look at each step of any optimizer; registers with torch, once in a process."""
+def _watch_steps() -> None:
+    """Let replicas look at each step of any optimizer; registers with torch, once in a process.
+
+    torch calls such hooks before and after all that are registered with an optimizer, which may write weights too.
+    """
     register_optimizer_step_pre_hook(_before_any_step)
+    register_optimizer_step_post_hook(_after_any_step)
 
 
 def _before_any_step(optimizer: Optimizer, *_: Any) -> None:
     if not torch.compiler.is_compiling():
         for weakly in _replicas.valuerefs():  # a list: other threads attach and detach meanwhile
             if (replica := weakly()) is not None:
-                replica._check_stranger(optimizer)  # noqa: SLF001  # of this module
+                replica._check_step(optimizer)  # noqa: SLF001  # of this module
+
+
+def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for weakly in _replicas.valuerefs():
+            while (replica := weakly()) is not None and optimizer in replica._stepping:  # noqa: SLF001
+                replica._stepping.pop()  # noqa: SLF001
 
 
 def attached(params: Iterable[Tensor]) -> list[bool]:
@@ -356,13 +353,15 @@ class StepReport:
         return sum(span.nbytes_sent for span in self.spans)
 
 
-class Stats(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stats:
     """Totals since `attach`; the fields are those of `StepReport`."""
 
     steps: int = 0
     comm_s: float = 0.0
     exposed_s: float = 0.0
     nbytes_sent: int = 0
+    received_from: frozenset[int] = frozenset()
     counted: int = 0
     """Steps in which this rank's gradient was used."""
     late_s: float = 0.0
@@ -371,7 +370,6 @@ class Stats(NamedTuple):
     saved_s: float = 0.0
     samples: int = 0
     """Without the steps in which a member could not say."""
-    received_from: frozenset[int] = frozenset()
 
     def plus(self, step: StepReport) -> Stats:
         """Return the totals with one more step."""
@@ -379,6 +377,15 @@ class Stats(NamedTuple):
         for span in step.spans:
             comm_s += span.end_s - span.begin_s
             nbytes_sent += span.nbytes_sent
-        costs = 1, comm_s, step.exposed_s, nbytes_sent, step.counted, step.late_s
-        backups = len(step.dropped), step.saved_s, step.samples or 0
-        return Stats._make([*map(add, self, costs + backups), self.received_from | step.received_from])
+        return Stats(
+            self.steps + 1,
+            self.comm_s + comm_s,
+            self.exposed_s + step.exposed_s,
+            self.nbytes_sent + nbytes_sent,
+            self.received_from | step.received_from,
+            self.counted + step.counted,
+            self.late_s + step.late_s,
+            self.dropped + len(step.dropped),
+            self.saved_s + step.saved_s,
+            self.samples + (step.samples or 0),
+        )

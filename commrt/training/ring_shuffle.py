@@ -23,7 +23,7 @@ from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.membership import LOST
 from commrt.runtime.world import World
-from commrt.store.client import MALFORMED, parse_int
+from commrt.store.client import MALFORMED, parse_int, require
 from commrt.threads.future import Future
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
@@ -77,7 +77,9 @@ class RingShuffle:
         if self._batch_size < 1:
             raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
         self._seed, self._shuffles = seed, shuffle
-        self._batches = 0  # so far, in all passes
+        self.passes = 0
+        """The number of whole passes so far."""
+        self._taken = 0  # batches of the running pass
         self._order = lru_cache(2)(self._order_of)
         self._like = [field[: self._batch_size] for field in self._fields]
         self._generation = self._world.membership.number
@@ -92,21 +94,18 @@ class RingShuffle:
         """Return the number of batches of a pass."""
         return (len(self._fields[0]) + self._batch_size - 1) // self._batch_size
 
-    @property
-    def passes(self) -> int:
-        """The number of whole passes so far."""
-        return self._batches // len(self)
-
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         """Yield the remaining batches of the running pass."""
-        for batch in range(self._batches, (self.passes + 1) * len(self)):
+        while self._taken < len(self):  # a state may be loaded between two batches
+            batch = self.passes * len(self) + self._taken
             self.drain()
             if batch > 0 and len(self._world.members) > 1:
                 self._send(self._places(batch - 1))
-            if batch % len(self) == 0:
+            if self._taken == 0:
                 self.drain()  # the last batch of the pass before may bring samples of this one
-            places, self._batches = self._places(batch), batch + 1
+            places, self._taken = self._places(batch), self._taken + 1
             yield tuple(field[places] for field in self._fields)
+        self.passes, self._taken = self.passes + 1, 0
 
     def _places(self, batch: int) -> Tensor:
         """Return the places of a batch in the shard."""
@@ -146,19 +145,20 @@ class RingShuffle:
     def state_dict(self) -> dict[str, Any]:
         """Return all that a checkpoint needs, the samples included: they have moved since the start."""
         self.drain()
-        return {"batches": self._batches, "samples": [field.clone() for field in self._fields]}
+        return {"passes": self.passes, "taken": self._taken, "samples": [field.clone() for field in self._fields]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was saved, on the same rank; all ranks must load states that were saved together."""
         try:
-            batches, samples = parse_int(state["batches"]), [*state["samples"]]
+            passes, taken, samples = parse_int(state["passes"]), parse_int(state["taken"]), [*state["samples"]]
+            require(taken <= len(self))
             kinds = [(field.dtype, field.shape) for field in samples]
         except MALFORMED as error:
             raise UsageError("a state that no RingShuffle has saved: pass what state_dict() returned") from error
         if kinds != [(field.dtype, field.shape) for field in self._fields]:
             raise UsageError("a state of other samples: make the RingShuffle with the shard that it was saved with")
         self.drain()
-        self._batches = batches
+        self.passes, self._taken = passes, taken
         for own, saved in zip(self._fields, samples, strict=True):
             own.copy_(saved)
         self._replaced.clear()  # the shard was replaced

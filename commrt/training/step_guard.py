@@ -179,7 +179,7 @@ class StepGuard:
         """Return True if no parameter has a gradient but zeros; ranks whose gradients were averaged find the same."""
         return not any(map(_is_filled, self._params))
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Note that `optimizer` has stepped."""
         self._unused_by.discard(id(optimizer))
         self.steps += self._weights[id(optimizer)]

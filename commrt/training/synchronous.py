@@ -78,7 +78,8 @@ class SynchronousReplica(Replica):
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
-        self._live(on_dense_gradients(self, named, SynchronousReplica._on_gradient), self._guard)
+        gradients = on_dense_gradients(self, named, SynchronousReplica._on_gradient)
+        self._live(gradients, self._guard.before_step, self._guard.after_step)
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:

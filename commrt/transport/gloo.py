@@ -165,12 +165,12 @@ class GlooTransport(Transport):
             works.extend(
                 self.post(each.data, each.peer, each.next_tag(call), is_send=each.is_send) for each in transfers
             )
-        except RuntimeError as error:
+        except (RuntimeError, TransportClosed) as error:
             raise self._explained(error, transfers, works, place) from error
         return finish
 
     def _explained(
-        self, error: RuntimeError, transfers: list[_Transfer], works: list[Work], place: Place
+        self, error: Exception, transfers: list[_Transfer], works: list[Work], place: Place
     ) -> TransportError:
         """Return the error that names the peer: of a broken connection if there is one, otherwise of a late rank."""
         failed = [(each, state) for each, work in zip(transfers, works, strict=False) if (state := _state(work))]
@@ -303,7 +303,7 @@ def _device(address: str | None, lazy: bool) -> Any:
     return ProcessGroupGloo.create_default_device(**how)
 
 
-def _state(work: Work) -> RuntimeError | None:
+def _state(work: Work) -> Exception | None:
     """Return the error of a transfer, or None if it is complete."""
     try:
         work.wait(POLL)
@@ -312,6 +312,6 @@ def _state(work: Work) -> RuntimeError | None:
     return None
 
 
-def _is_late(error: RuntimeError) -> bool:
+def _is_late(error: Exception) -> bool:
     """Return True for a timeout, also in the words of the transfers that Gloo ends after the first one."""
     return "Timed out" in str(error) or "Application timeout" in str(error)

@@ -236,6 +236,8 @@ class ShutdownNotices:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = clone_connection(store), rank
         self._known: dict[int, Counts] = {}
+        self._asked: set[int] = set()
+        """Peers that were asked about since the last read began: the next one covers them all."""
         self._question: Future[dict[int, Counts]] | None = None
         self._next_read_s = 0.0
 
@@ -255,10 +257,12 @@ class ShutdownNotices:
         return next(early, None)
 
     def _known_of(self, peers: Collection[int]) -> dict[int, Counts]:
+        self._asked.update(peers)
         if self._question is None:
             if now_s() >= self._next_read_s:
                 self._next_read_s = now_s() + READ_INTERVAL_S
-                self._question = start_call(lambda: self._read(peers))
+                asked, self._asked = self._asked, set()
+                self._question = start_call(lambda: self._read(asked))
         elif self._question.done():
             with suppress(RuntimeError, *MALFORMED):  # a malformed notice is none
                 self._known |= self._question.result()

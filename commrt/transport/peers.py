@@ -148,7 +148,9 @@ class PeersTransport(NcclTransport):
         def replay(tag: Tag, _kept: object = work) -> None:
             self._note(captured, tag, group.hop)
             if group.reads:
-                graph.replay()
+                with self._in_use:
+                    self._require_open(group.hop, tag)  # the watchdog may have freed it
+                    graph.replay()
             else:
                 self._queue(graph.replay, group, tag)
 
