@@ -5,13 +5,12 @@ Floats do not add up to the same bits in every order. If all elements are added 
 depend on the size of its tensor, on its place there, or on where buckets are cut.
 
 Two summands may change places: ``a + b`` and ``b + a`` have the same bits. So an order is a tree. Its leaves are the
-ranks' contributions, and a node is one call of a kernel, which adds the first two of its parts and then the others one
-by one, and rounds once, at its end.
+ranks' contributions, and a node is one call of a kernel, which adds to a rank's own value what others sent it, one by
+one in the order of senders, and rounds once, at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -89,7 +88,7 @@ def _replayed(schedule: Schedule, trees: _Trees, lo: int, hi: int) -> IntArray:
         summands = summands[:, ~copies]
         held[cells.dst[copies]] = incoming[copies]
         for (cell, *_), call in groupby(summands[:, np.lexsort(summands[3::-1])].T.tolist(), key=lambda one: one[:3]):
-            held[cell] = trees.sum_of([(cell // (hi - lo), int(held[cell])), *((one[3], one[4]) for one in call)])
+            held[cell] = trees.sum_of(int(held[cell]), *(tree for *_, tree in call))
     return held.reshape(schedule.ranks, hi - lo)
 
 
@@ -102,10 +101,9 @@ class _Trees:
         self._counts = [1] * ranks
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def sum_of(self, summands: Iterable[tuple[int, int]]) -> int:
-        """Return the tree of a call that adds (rank, tree) in the order of ranks."""
-        one, other, *rest = (tree for _, tree in sorted(summands))
-        parts = (min(one, other), max(one, other), *rest)
+    def sum_of(self, own: int, other: int, *rest: int) -> int:
+        """Return the tree of a call that adds what senders sent to a rank's own value, in the order of senders."""
+        parts = (min(own, other), max(own, other), *rest)
         if parts not in self._numbers:
             self._numbers[parts] = len(self._parts)
             self._parts.append(parts)
