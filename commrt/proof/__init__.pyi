@@ -1,3 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
+from commrt.proof.additions import order_of_additions as order_of_additions
 from commrt.proof.replay import prove as prove
 from commrt.proof.replay import verify as verify

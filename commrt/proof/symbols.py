@@ -36,6 +36,8 @@ class Cells:
     dst: IntArray
     combine: IntArray
     weight: NDArray[np.float64]
+    row: IntArray
+    """The transfer of the step that moves the cell."""
 
 
 def select(step: Step, lo: int, hi: int) -> Cells:
@@ -49,7 +51,7 @@ def select(step: Step, lo: int, hi: int) -> Cells:
     begins = np.repeat(np.cumsum(length) - length, length)
     chunk = first[row] - lo + np.arange(len(row)) - begins
     src, dst = (ranks[row] * (hi - lo) + chunk for ranks in (step.src, step.dst))
-    return Cells(src, dst, step.combine[row], step.weight[row])
+    return Cells(src, dst, step.combine[row], step.weight[row], row)
 
 
 def _waves(dst: IntArray) -> list[IntArray]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """NCCL's sends and receives between GPUs: the GPU transport.
 
-Running a bound group issues one NCCL group on the calling thread's current stream. It returns when the group is queued;
-later work on that stream sees what arrived. Bytes travel as NCCL_INT8, so every dtype works.
+Running a bound group issues NCCL's on the calling thread's current stream, and returns when they are queued; later work
+on that stream sees what arrived. Bytes travel as NCCL_INT8, so every dtype works. It is one NCCL group, unless a rank
+sends a peer several messages: NCCL cuts a large group into kernels, at another place on each rank, and then kernels may
+wait for each other for ever. If a group has one message for each peer at most, no cut can do that (docs/nccl.md).
 
 NCCL has no deadlines, and no rank learns from it that another has given up (NVIDIA/nccl#279). A watchdog thread
 enforces the deadlines, reads from the store which ranks have left, and aborts the communicator to end what waits in it.
@@ -139,17 +141,20 @@ class NcclTransport(Transport):
         for message in (*group.sends, *group.recvs):
             self._require_device(message.data.device)
         self._require_open(group.hop)
-        calls = [self._call(self._communicator.send, message) for message in rest.sends]
-        calls += [self._call(self._communicator.recv, message) for message in rest.recvs]
+        send, recv = self._communicator.send, self._communicator.recv
+        rounds = [
+            [*(self._call(send, each) for each in some.sends), *(self._call(recv, each) for each in some.recvs)]
+            for some in rest.rounds
+        ]
 
         def run(tag: Tag) -> None:
             self._require_open(rest.hop, tag)
             for source, target in copies:
                 target.copy_(source)
-            if calls and self._capturing:
-                self._issue(calls)
-            elif calls:
-                self._queue(lambda: self._issue(calls), rest, tag)
+            if rounds and self._capturing:
+                self._issue(rounds)
+            elif rounds:
+                self._queue(lambda: self._issue(rounds), rest, tag)
 
         return run
 
@@ -181,14 +186,15 @@ class NcclTransport(Transport):
         self._pending.append(pending)
         return pending
 
-    def _issue(self, calls: Sequence[Callable[[int], None]]) -> None:
+    def _issue(self, rounds: Sequence[Sequence[Callable[[int], None]]]) -> None:
         stream = self._streams.current()
-        self._nccl.groupStart()
-        try:
-            for call in calls:
-                call(stream)
-        finally:
-            self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
+        for calls in rounds:
+            self._nccl.groupStart()
+            try:
+                for call in calls:
+                    call(stream)
+            finally:
+                self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """See `Transport.capture`: one CUDA graph. The watchdog treats it as one group with all peers."""

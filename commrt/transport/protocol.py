@@ -15,8 +15,10 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -81,6 +83,26 @@ class P2PGroup:
     def peers(self) -> set[int]:
         """Ranks that this group sends to or receives from."""
         return {message.peer for message in (*self.sends, *self.recvs)}
+
+    @property
+    def rounds(self) -> list[P2PGroup]:
+        """The same messages in groups that have at most one to each peer, and one from each.
+
+        The k-th message of a pair of ranks is in the k-th group of both.
+        """
+        sends, recvs = _in_turns(self.sends), _in_turns(self.recvs)
+        pairs = zip_longest(sends, recvs, fillvalue=())
+        return [replace(self, sends=some, recvs=others) for some, others in pairs]
+
+
+def _in_turns(messages: Iterable[P2PMessage]) -> list[list[P2PMessage]]:
+    turns: list[list[P2PMessage]] = []
+    had: Counter[int] = Counter()  # messages of each peer
+    for message in messages:
+        turns += [[]] if had[message.peer] == len(turns) else []
+        turns[had[message.peer]].append(message)
+        had[message.peer] += 1
+    return turns
 
 
 EndLoan = Callable[[], None]

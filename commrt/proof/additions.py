@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order a schedule adds up the contributions of an element.
+
+Floats do not add up to the same bits in every order. If all elements are added in one order, an element's sum does not
+depend on the size of its tensor, on its place there, or on where buckets are cut.
+
+Two summands may change places: ``a + b`` and ``b + a`` have the same bits. So an order is a tree. Its leaves are the
+ranks' contributions, and a node is one call of a kernel, which adds to a rank's own value what others sent it, one by
+one in the order of senders, and rounds once, at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from commrt.errors import UsageError
+from commrt.proof.symbols import select
+from commrt.schedule import COPY, MIX, IntArray, Schedule
+
+__all__ = ["Additions", "order_of_additions"]
+
+BLOCK_CELLS = 1 << 24
+"""Chunks are replayed in blocks of so many cells (rank, chunk)."""
+SHOWN = 200
+"""Characters of an order, after which the rest is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """The orders in which a schedule adds, as far as its result has them."""
+
+    schedule: str
+    orders: tuple[str, ...]
+    """The different ones, at most two: such as ``((0 + 1) + 2)``, by the ranks whose contributions are added."""
+    chunks: tuple[int, ...]
+    """The first chunk that is added in each."""
+
+    @property
+    def is_one(self) -> bool:
+        """True if all elements are added in one order."""
+        return len(self.orders) <= 1
+
+    def __str__(self) -> str:
+        if not self.orders:
+            return "adds nothing"
+        if self.is_one:
+            return f"one order for all elements: {self.orders[0]}"
+        pairs = zip(self.chunks, self.orders, strict=True)
+        return "several orders: " + ", and ".join(f"chunk {chunk} as {order}" for chunk, order in pairs)
+
+
+def order_of_additions(schedule: Schedule) -> Additions:
+    """Return the order in which `schedule` adds up each element; raises `UsageError` for one that mixes.
+
+    It looks at the cells (rank, chunk) that end with the most contributions, of which a correct all-reduce has all, and
+    a reduction to one root those of the root. Cost: O(chunks carried), 2 s for a ring of 1,024 ranks.
+
+    >>> from commrt.algorithms import halving_doubling, ring
+    >>> print(order_of_additions(halving_doubling.all_reduce(4)))
+    one order for all elements: ((0 + 1) + (2 + 3))
+    >>> print(order_of_additions(ring.all_reduce(3)))
+    several orders: chunk 0 as (0 + (1 + 2)), and chunk 1 as (1 + (0 + 2))
+    """
+    trees, block = _Trees(schedule.ranks), max(1, BLOCK_CELLS // schedule.ranks)
+    first: dict[int, int] = {}  # chunk of each tree that a cell ends with
+    for lo in range(0, schedule.chunks, block):
+        held = _replayed(schedule, trees, lo, min(lo + block, schedule.chunks))
+        ends, places = np.unique(held.T, return_index=True)
+        for tree, place in zip(ends.tolist(), places.tolist(), strict=True):
+            first.setdefault(tree, lo + place // schedule.ranks)
+    most = max(map(trees.count, first))
+    kept = [tree for tree in first if trees.count(tree) == most > 1][:2]
+    return Additions(schedule.name, tuple(map(trees.text, kept)), tuple(first[tree] for tree in kept))
+
+
+def _replayed(schedule: Schedule, trees: _Trees, lo: int, hi: int) -> IntArray:
+    """Return the tree that each cell of chunks [lo, hi) ends with, [ranks, hi - lo]."""
+    held = np.repeat(np.arange(schedule.ranks), hi - lo)
+    for step in schedule.checked_steps():
+        if (step.combine == int(MIX)).any():
+            raise UsageError(f"{schedule.name} mixes, so what ranks end with is no sum: give a schedule that adds")
+        cells = select(step, lo, hi)
+        incoming, copies = held[cells.src], cells.combine == int(COPY)
+        summands = np.stack([cells.dst, step.lo[cells.row], step.hi[cells.row], cells.src // (hi - lo), incoming])
+        summands = summands[:, ~copies]
+        held[cells.dst[copies]] = incoming[copies]
+        for (cell, *_), call in groupby(summands[:, np.lexsort(summands[3::-1])].T.tolist(), key=lambda one: one[:3]):
+            held[cell] = trees.sum_of(int(held[cell]), *(tree for *_, tree in call))
+    return held.reshape(schedule.ranks, hi - lo)
+
+
+class _Trees:
+    """The trees of a replay, by number: those below `ranks` are leaves."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._parts: list[tuple[int, ...]] = [()] * ranks
+        self._counts = [1] * ranks
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def sum_of(self, own: int, other: int, *rest: int) -> int:
+        """Return the tree of a call that adds what senders sent to a rank's own value, in the order of senders."""
+        parts = (min(own, other), max(own, other), *rest)
+        if parts not in self._numbers:
+            self._numbers[parts] = len(self._parts)
+            self._parts.append(parts)
+            self._counts.append(sum(self._counts[part] for part in parts))
+        return self._numbers[parts]
+
+    def count(self, tree: int) -> int:
+        """Return the number of contributions that `tree` adds."""
+        return self._counts[tree]
+
+    def text(self, tree: int) -> str:
+        """Return `tree` as text, at most `SHOWN` characters of it."""
+        pieces: list[str] = []
+        pending: list[int | str] = [tree]
+        while pending and sum(map(len, pieces)) < SHOWN:
+            each = pending.pop()
+            if isinstance(each, str) or each < self._ranks:
+                pieces.append(str(each))
+            else:
+                first, *rest = self._parts[each]
+                pending.append(")")
+                for part in reversed(rest):
+                    pending += [part, " + "]
+                pending += [first, "("]
+        return "".join(pieces) + (" ..." if pending else "")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order schedules add: one order for all elements, or several, and then two chunks that differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
+from commrt.errors import UsageError
+from commrt.proof import order_of_additions
+from commrt.schedule import ADD, COPY, MIX, Schedule, Step
+
+RANKS = (*range(1, 34), 64)
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+ONE_ORDER = {
+    ("reduce", "tree"): RANKS,
+    ("reduce", "direct"): RANKS,
+    ("reduce", "chain"): RANKS,
+    ("reduce", "scatter_gather"): (1, 2),
+    ("reduce_scatter", "ring"): (1, 2),
+    ("reduce_scatter", "halving"): RANKS,
+    ("reduce_scatter", "bruck"): POWERS,
+    ("reduce_scatter", "direct"): (1, 2),
+    ("all_reduce", "ring"): (1, 2),
+    ("all_reduce", "halving_doubling"): POWERS,
+    ("all_reduce", "torus2d"): (1, 2, 4),
+    ("all_reduce", "doubling"): RANKS,
+    ("all_reduce", "double_tree"): (1, 2),
+    ("all_reduce", "direct"): (1, 2),
+}
+"""For how many ranks a schedule adds all elements in one order."""
+
+
+@pytest.mark.parametrize("name", ONE_ORDER, ids=" ".join)
+def test_a_schedule_adds_in_one_order_for_these_counts_of_ranks(name):
+    collective, schedule = name
+    found = {ranks: candidates(collective, ranks).get(schedule) for ranks in RANKS}
+    offered = {ranks: each for ranks, each in found.items() if each is not None}
+    assert {ranks for ranks, each in offered.items() if order_of_additions(each).is_one} == {
+        *ONE_ORDER[name]
+    } & offered.keys()
+
+
+def test_the_table_has_every_schedule_that_adds():
+    adding = {
+        (collective, name)
+        for collective in COLLECTIVES
+        for name, schedule in candidates(collective, 4).items()
+        if any((step.combine == int(ADD)).any() for step in schedule.steps())
+    }
+    assert adding == ONE_ORDER.keys()
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "all_gather", "all_to_all", "gather", "scatter"])
+def test_what_only_copies_adds_nothing(collective):
+    for schedule in candidates(collective, 6).values():
+        assert str(order_of_additions(schedule)) == "adds nothing"
+
+
+def result_of(schedule, values):
+    """What ranks hold in the end, [ranks, chunks] fp32, adding to one's own value in the order of senders."""
+    held = np.repeat(values[:, None], schedule.chunks, 1)
+    for step in schedule.steps():
+        before = held.copy()
+        for at in np.lexsort((step.src, step.dst)):
+            cells = slice(step.lo[at], step.hi[at])
+            sent = before[step.src[at], cells]
+            held[step.dst[at], cells] = sent if step.combine[at] == int(COPY) else held[step.dst[at], cells] + sent
+    return held
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [3, 4, 5, 8])
+def test_elements_with_equal_contributions_end_with_equal_bits_exactly_where_there_is_one_order(name, ranks):
+    schedule = by_name(name).schedule(0, ranks)
+    draws = np.random.default_rng(0).standard_normal((200, ranks)).astype(np.float32)
+    ends = [result_of(schedule, values) for values in draws]
+    assert all((end == end[:1, :1]).all() for end in ends) == order_of_additions(schedule).is_one
+
+
+@given(st.integers(2, 7), st.data())
+def test_the_two_chunks_that_are_named_do_differ(ranks, data):
+    name = data.draw(st.sampled_from(sorted(ALGORITHMS)))
+    schedule = by_name(name).schedule(0, ranks)
+    found = order_of_additions(schedule)
+    if not found.is_one:
+        draws = np.random.default_rng(1).standard_normal((400, ranks)).astype(np.float32)
+        one, other = found.chunks
+        assert any((end[0, one] != end[0, other]).any() for end in (result_of(schedule, each) for each in draws))
+
+
+def test_an_order_is_shown_as_sums_in_brackets():
+    chain = Schedule("chain", 3, 1, lambda: iter([Step.of([2], [1], 0, 1, ADD), Step.of([1], [0], 0, 1, ADD)]))
+    assert str(order_of_additions(chain)) == "one order for all elements: (0 + (1 + 2))"
+    at_once = Schedule("at once", 3, 1, lambda: iter([Step.of([1, 2], [0, 0], 0, 1, ADD)]))
+    assert str(order_of_additions(at_once)) == "one order for all elements: (0 + 1 + 2)"
+
+
+def test_a_schedule_that_mixes_has_no_sum():
+    half = Schedule("half", 2, 1, lambda: iter([Step.of([0, 1], [1, 0], 0, 1, MIX, 0.5)]))
+    with pytest.raises(UsageError, match="half mixes, so what ranks end with is no sum"):
+        order_of_additions(half)
