@@ -22,33 +22,45 @@ SHORT_S = 0.2
 PATIENT_S = 1.5
 """As long as a mutant that hangs is waited for."""
 
-ISSUED = """        self._nccl.groupStart()
-        try:
-            for call in calls:
-                call(stream)
-        finally:
-            self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
+ISSUED = """            self._nccl.groupStart()
+            try:
+                for call in calls:
+                    call(stream)
+            finally:
+                self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 """
+ROUNDS = """*(self._call(send, each) for each in some.sends), *(self._call(recv, each) for each in some.recvs)]
+            for some in rest.rounds
+"""
+TWO_ORDERS = "for some, other in zip(rest.rounds, rest.rounds[::-1], strict=True)"
 ABOVE_6 = "CuPy has no name for NCCL's statuses above 6\n            "
-EACH = "        for call in calls:\n"
+EACH = "            for call in calls:\n"
 CALL = "call(stream)\n"
 
 MUTANTS = {
-    "no group": (nccl, ISSUED, f"{EACH}            {CALL}"),
+    "no group": (nccl, ISSUED, f"{EACH}                {CALL}"),
     "a group per call": (
         nccl,
         ISSUED,
-        f"{EACH}            self._nccl.groupStart()\n            {CALL}            self._nccl.groupEnd()\n",
+        f"{EACH}                self._nccl.groupStart()\n                {CALL}                self._nccl.groupEnd()\n",
     ),
-    "a group that is never ended": (nccl, "            self._nccl.groupEnd()  #", "            pass  #"),
-    "sends in another order": (nccl, "for message in rest.sends", "for message in reversed(rest.sends)"),
-    "receives in another order": (nccl, "for message in rest.recvs", "for message in reversed(rest.recvs)"),
-    "a send forgotten": (nccl, "for message in rest.sends", "for message in rest.sends[:-1]"),
-    "a receive forgotten": (nccl, "for message in rest.recvs", "for message in rest.recvs[1:]"),
+    "a group that is never ended": (nccl, "                self._nccl.groupEnd()  #", "                pass  #"),
+    "sends in another order": (
+        nccl,
+        ROUNDS,
+        ROUNDS.replace("some.sends", "other.sends").replace("for some in rest.rounds", TWO_ORDERS),
+    ),
+    "receives in another order": (
+        nccl,
+        ROUNDS,
+        ROUNDS.replace("some.recvs", "other.recvs").replace("for some in rest.rounds", TWO_ORDERS),
+    ),
+    "a send forgotten": (nccl, "for each in some.sends", "for each in some.sends[:-1]"),
+    "a receive forgotten": (nccl, "for each in some.recvs", "for each in some.recvs[1:]"),
     "the last byte forgotten": (nccl, "= message.data.nbytes, self", "= message.data.nbytes - 1, self"),
     "elements for bytes": (nccl, "= message.data.nbytes, self", "= message.data.numel(), self"),
     "the beginning of the storage": (nccl, "message.data.data_ptr()", "message.data.untyped_storage().data_ptr()"),
-    "sends for receives": (nccl, "_call(self._communicator.recv", "_call(self._communicator.send"),
+    "sends for receives": (nccl, "_call(recv", "_call(send"),
     "peers mixed up": (nccl, ".index(message.peer)", ".index(max(message.peer - 1, 0))"),
     "empty transfers sent": (nccl, "= split_self(group, self.rank, self.members)", "= group, []"),
     "copies to self forgotten": (nccl, "target.copy_(source)", "pass"),
