@@ -54,6 +54,20 @@ def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():
         assert epochs == step
 
 
+def test_a_second_close_asks_nobody_whether_the_others_have_closed():
+    def body(world):
+        model = torch.nn.Linear(3, 2)
+        replica = commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
+        world.holds_store = world.rank == 0
+        world.close()
+        asked = []
+        world.membership.on_store.ranks_alive = lambda: asked.append(replica) or ()
+        world.close()
+        return asked
+
+    assert run_ranks(3, body) == [[], [], []]
+
+
 @on_ranks(2)
 def test_a_world_can_be_closed_after_a_backward_pass_that_did_not_end(world):
     model = deepcopy(MODEL)

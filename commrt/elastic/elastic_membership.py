@@ -394,6 +394,6 @@ class ElasticMembership(Membership):
 
     def wait_for_all_closed(self) -> None:
         """Stay until all others have ended the membership too."""
-        if self.on_store.has_begun:
+        if self.on_store.has_begun and self.reconnect_options is not None:  # else this was done before
             with suppress(CommrtError, RuntimeError):
                 self.on_store.stay_while(self.on_store.ranks_alive)
