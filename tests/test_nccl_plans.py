@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.algorithms import direct
+from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.ring import Ring
 from commrt.program import member_program
@@ -111,6 +112,22 @@ def test_a_group_that_fits_one_kernel_is_not_cut():
 def test_a_call_without_its_other_end_is_refused():
     with pytest.raises(ValueError, match="rank 0 sends 1 times to rank 1, which receives 0 times"):
         find_cycle([[Call(1, True, 8)], []], Rules())
+
+
+def test_only_these_schedules_have_two_messages_of_a_pair_in_a_step():
+    schedules = {
+        (name, ranks): schedule
+        for collective in COLLECTIVES
+        for ranks in (2, 3, 5, 8, 12)
+        for name, schedule in candidates(collective, ranks).items()
+    } | {(name, ranks): by_name(name).schedule(0, ranks) for name in ALGORITHMS for ranks in (2, 3, 5, 8, 12)}
+    most = Counter()
+    for (name, _), schedule in schedules.items():
+        for step in schedule.steps():
+            pairs = Counter(zip(step.src.tolist(), step.dst.tolist(), strict=True))
+            most[name] = max(most[name], *pairs.values(), 0)
+    assert {name for name, count in most.items() if count > 1} == {"bruck", "dissemination", "double_tree", "rings"}
+    assert max(most.values()) == 2
 
 
 def test_messages_of_a_pair_travel_in_as_many_rounds_alike_on_both_ends():
