@@ -102,17 +102,17 @@ class Noted:
 def run_noted(schedule: Schedule, rank: int, streams: TwoStreams, numel: int = 4096) -> BoundProgram:
     """Run a rank's program on `streams`, and return it."""
 
-    def combination(out: Tensor, *received: Tensor) -> Callable[[], None]:
+    def combination(out: Tensor, *operands: Tensor) -> Callable[[], None]:
         def combine() -> None:
             streams.touch(out, writes=True)
-            for part in received:
+            for part in operands:
                 streams.touch(part, writes=False)
             streams.step()
 
         return combine
 
     with (
-        patch.object(executor, "adding", lambda out, received: combination(out, *received)),
+        patch.object(executor, "adding", lambda out, summands: combination(out, *summands)),
         patch.object(executor, "mixing", lambda out, received, _: combination(out, received)),
     ):
         bound = bind(program(schedule, rank), torch.zeros(numel), Noted(streams), streams=streams)

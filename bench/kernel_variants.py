@@ -244,7 +244,7 @@ def reduce(numel: int, ranks: int, dtype: torch.dtype) -> Task:
     nbytes = numel * dtype.itemsize
     count = _copies_of(nbytes * (1 + ranks))
     sets = [torch.randn(1 + ranks, numel, device=DEVICE).to(dtype) for _ in range(count)]
-    adders = [dispatch.adding(one[0], list(one[1:])) for one in sets]
+    adders = [dispatch.adding(one[0], list(one)) for one in sets]
 
     def chained(one: Tensor) -> None:
         for part in one[1:]:

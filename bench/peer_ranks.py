@@ -198,10 +198,10 @@ def kernels(_: Tell, numel: int, repeats: int) -> dict[str, list[float]]:
                 "copy of own memory": (copying(*here), 2 * size),
                 "copy from a peer": (copying(here[0], theirs[0]), 2 * size),
                 f"add {len(theirs)} of own memory": (
-                    adding(here[0], [here[1]] * len(theirs)),
+                    adding(here[0], [here[0], *([here[1]] * len(theirs))]),
                     (2 + len(theirs)) * size,
                 ),
-                f"add {len(theirs)} from peers": (adding(here[0], theirs), (2 + len(theirs)) * size),
+                f"add {len(theirs)} from peers": (adding(here[0], [here[0], *theirs]), (2 + len(theirs)) * size),
             }
             work |= _unpacking(own, theirs[0])
             for turn in range(world.size):

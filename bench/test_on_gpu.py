@@ -111,7 +111,7 @@ def test_what_arrives_is_added_from_left_to_right_and_rounded_once(dtype: torch.
         for part in scratch:
             want = want + part[:count].float()
         away = there(own)
-        dispatch.adding(away, [part[:count] for part in scratch.to(DEVICE)])()
+        dispatch.adding(away, [away, *(part[:count] for part in scratch.to(DEVICE))])()
         assert same(away, want.to(dtype))
 
 

@@ -23,6 +23,10 @@ NO_ALL_REDUCE = (
     "HalvingDoubling() here, and attach() for gossip, backup workers and local SGD"
 )
 NO_VIEWS = 'gradients="views" with {kind}, where gradients do not travel as they are: leave it out'
+ONE_ALL_REDUCE = (
+    "same_bits=True with {kind}, where not every gradient of every rank is added in each step: use Direct(), or leave "
+    "same_bits out"
+)
 
 REFUSED = {
     ("all-reduce", "gossip"): NO_ALL_REDUCE,
@@ -46,6 +50,13 @@ REFUSED = {
     ("views", "gossip of weights"): NO_VIEWS,
     ("views", "backup workers"): NO_VIEWS,
     ("views", "local SGD"): NO_VIEWS,
+    ("same bits", "gossip"): ONE_ALL_REDUCE,
+    ("same bits", "backup workers"): ONE_ALL_REDUCE,
+    ("same bits", "local SGD"): ONE_ALL_REDUCE,
+    ("same bits", "quantized wire"): (
+        "same_bits=True with a wire of {wire}, which rounds a value by the block that it lies in: leave wire out, or "
+        "use torch.bfloat16"
+    ),
     ("wire", "local SGD by gossip"): (
         "wire={wire} with LocalSGD(inner=Gossip()): weights travel there, and would be rounded"
     ),

@@ -57,7 +57,8 @@ class Combine(IntEnum):
 COPY = Combine.COPY
 """Overwrite the receiver's own value."""
 ADD = Combine.ADD
-"""Add to the receiver's own value; several additions to one chunk in one step happen in order of sender."""
+"""Add to the receiver's own value. What one range of chunks receives in a step is added in order of ranks, the
+receiver's own value in its place, and rounded once; ranges that overlap are added one after the other, by (lo, hi)."""
 MIX = Combine.MIX
 """Move the receiver's own value towards the received one: ``own += weight * (received - own)``."""
 

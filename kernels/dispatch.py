@@ -97,22 +97,22 @@ def suit_kernels(*buffers: Tensor) -> bool:
     return all(is_on_gpu(buffer) and buffer.data_ptr() % WIDEST_NBYTES == 0 for buffer in buffers)
 
 
-def adding(out: Tensor, received: Sequence[Tensor]) -> Combination:
-    """Return a function that computes ``out += received[0] + ...``."""
+def adding(out: Tensor, summands: Sequence[Tensor]) -> Combination:
+    """Return a function that computes ``out = summands[0] + summands[1] + ...``, of which `out` is one."""
     if suits_kernels(out):
-        return cast("Combination", on_gpu("add")(out, received))
-    return partial(reduce_into, out, received)
+        return cast("Combination", on_gpu("add")(out, summands))
+    return partial(reduce_into, out, summands)
 
 
 def combining(operation: str) -> Callable[[Tensor, Sequence[Tensor]], Combination]:
-    """Return what makes the functions that compute ``out = out operation received[0] ...``; see `OPERATIONS`.
+    """Return what makes the functions that do an operation from left to right, as `adding` does; see `OPERATIONS`.
 
     The sum is that of `adding`. The others are done in plain torch, on GPUs too.
     """
     if operation == "sum":
         return adding
     function = OPERATIONS[operation]
-    return lambda out, received: partial(combine_into, function, out, received)
+    return lambda out, operands: partial(combine_into, function, out, operands)
 
 
 def copying(out: Tensor, source: Tensor) -> Combination:

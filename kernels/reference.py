@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -57,29 +58,27 @@ def unpack(sources: Sequence[Tensor], targets: Sequence[Tensor | None]) -> None:
         torch._foreach_copy_(present, values)
 
 
-def reduce_into(out: Tensor, received: Sequence[Tensor]) -> None:
-    """Compute ``out = cast(out + received[0] + received[1] + ...)``, from left to right, rounded once.
+def reduce_into(out: Tensor, summands: Sequence[Tensor]) -> None:
+    """Compute ``out = cast(summands[0] + summands[1] + ...)``, from left to right, rounded once; `out` is one of them.
 
     Floats are added in fp32; fp64, integers and complex numbers in their own dtype. All tensors have the same dtype and
-    shape, and share no memory.
+    shape; different ones share no memory.
     """
-    if len(received) == 1:
-        out.add_(received[0])  # torch adds two 16-bit floats in fp32 and rounds once
+    if len(summands) == 2:
+        torch.add(*summands, out=out)  # torch adds two 16-bit floats in fp32 and rounds once
         return
     wide = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
-    for piece, *parts in in_pieces([out, *received]):
-        total = piece.to(wide)
-        for part in parts:
+    for target, first, second, *others, last in in_pieces([out, *summands]):
+        total = first.to(wide) + second
+        for part in others:
             total.add_(part)
-        if total is not piece:
-            piece.copy_(total)
+        torch.add(total, last, out=target)
 
 
-def combine_into(function: Callable[..., Tensor], out: Tensor, received: Sequence[Tensor]) -> None:
-    """Compute ``out = function(function(out, received[0]), received[1]) ...`` for a `function` that takes ``out=``."""
-    for own, *others in in_pieces([out, *received]):
-        for other in others:
-            function(own, other, out=own)
+def combine_into(function: Callable[..., Tensor], out: Tensor, operands: Sequence[Tensor]) -> None:
+    """Compute ``out = function(function(operands[0], operands[1]), ...)``; `out` is one of them."""
+    for target, *parts in in_pieces([out, *operands]):
+        target.copy_(reduce(function, parts))
 
 
 def mix(tensors: Sequence[Tensor | None], received: Sequence[Tensor], sent: Sequence[Tensor], weight: float) -> None:

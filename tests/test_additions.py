@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.errors import UsageError
+from commrt.program import program
 from commrt.proof import order_of_additions
+from commrt.runtime.executor import combinations_of
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step
 
 RANKS = (*range(1, 34), 64)
@@ -23,13 +26,13 @@ ONE_ORDER = {
     ("reduce_scatter", "ring"): (1, 2),
     ("reduce_scatter", "halving"): RANKS,
     ("reduce_scatter", "bruck"): POWERS,
-    ("reduce_scatter", "direct"): (1, 2),
+    ("reduce_scatter", "direct"): RANKS,
     ("all_reduce", "ring"): (1, 2),
     ("all_reduce", "halving_doubling"): POWERS,
     ("all_reduce", "torus2d"): (1, 2, 4),
     ("all_reduce", "doubling"): RANKS,
     ("all_reduce", "double_tree"): (1, 2),
-    ("all_reduce", "direct"): (1, 2),
+    ("all_reduce", "direct"): RANKS,
 }
 """For how many ranks a schedule adds all elements in one order."""
 
@@ -61,14 +64,19 @@ def test_what_only_copies_adds_nothing(collective):
 
 
 def result_of(schedule, values):
-    """What ranks hold in the end, [ranks, chunks] fp32, adding to one's own value in the order of senders."""
+    """What ranks hold in the end, [ranks, chunks] fp32, as the programs of all ranks add."""
     held = np.repeat(values[:, None], schedule.chunks, 1)
-    for step in schedule.steps():
-        before = held.copy()
-        for at in np.lexsort((step.src, step.dst)):
-            cells = slice(step.lo[at], step.hi[at])
-            sent = before[step.src[at], cells]
-            held[step.dst[at], cells] = sent if step.combine[at] == int(COPY) else held[step.dst[at], cells] + sent
+    programs = [program(schedule, rank) for rank in range(schedule.ranks)]
+    for hops in zip(*(each.hops for each in programs), strict=True):
+        before = torch.from_numpy(held.copy())
+        for rank, hop in enumerate(hops):
+            own = torch.from_numpy(held[rank])
+            places = [before[each.peer, each.lo : each.hi] for each in hop.recvs]
+            for each, place in zip(hop.recvs, places, strict=True):
+                if each.combine == COPY:
+                    own[each.lo : each.hi] = place
+            for combine in combinations_of(hop, rank, places, lambda each, own=own: own[each.lo : each.hi]):
+                combine()
     return held
 
 

@@ -93,7 +93,7 @@ def launch_everything(dtype, wire_dtype, skew):
     rows = torch.zeros(8, 16, dtype=dtype)
     dispatch.mixing(rows[0], rows[1], 0.5)
     for received in range(1, 8):
-        dispatch.adding(rows[0], [*rows[1 : received + 1]])
+        dispatch.adding(rows[0], [*rows[: received + 1]])
 
 
 def launch_a_meeting(peers):

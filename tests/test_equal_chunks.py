@@ -153,7 +153,7 @@ def test_on_a_gpu_a_chunk_between_two_aligned_addresses_is_added_by_plain_torch(
     own = room[numel : 2 * numel]
     assert dispatch.suits_kernels(own) == (numel == 16)
     if numel == 5:
-        dispatch.adding(own, [received[:numel]])()
+        dispatch.adding(own, [own, received[:numel]])()
         dispatch.mixing(own, received[:numel], 0.5)()
         assert own.tolist() == [1.5] * numel
         assert room.sum() == 64 + numel / 2

@@ -36,7 +36,7 @@ def test_an_all_reduce_sums_buffers_of_any_length(name, ranks, numel):
     assert all(torch.equal(buffer, expected) for buffer in run_ranks(ranks, body))
 
 
-def test_additions_to_overlapping_ranges_happen_in_order_of_sender():
+def test_additions_to_overlapping_ranges_happen_range_by_range():
     step = Step.of([1, 2, 3], 0, [0, 1, 0], [2, 3, 2], ADD)
     schedule = Schedule("overlapping", 4, 3, lambda: iter([step]))
 
@@ -46,7 +46,7 @@ def test_additions_to_overlapping_ranges_happen_in_order_of_sender():
         return buffer
 
     chunk = run_ranks(4, body)[0][8:16]
-    in_order = torch.tensor(0.0) + 1e8 + 1.0 - 1e8
+    in_order = (torch.tensor(0.0) + 1e8 - 1e8) + 1.0
     assert torch.equal(chunk, in_order.expand(8))
 
 

@@ -245,7 +245,7 @@ def summed_alike(dtype, ranks, seed, count):
     want, in_order = own.clone(), own.float()
     for number in range(ranks):
         in_order = in_order + pieces[number, :count].float()
-    reduce_into(want, list(pieces[:, :count]))
+    reduce_into(want, [want, *pieces[:, :count]])
     reduce(own, pieces)
     return all_equal("reduce", [own], [want]) and torch.equal(own, in_order.to(dtype))
 

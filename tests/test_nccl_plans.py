@@ -16,9 +16,13 @@ from commrt.algorithms import direct
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.ring import Ring
+from commrt.c10d.messages import DeviceMessages
+from commrt.errors import DeadlineExceeded
 from commrt.program import member_program
 from commrt.runtime.executor import bind
+from commrt.runtime.world import World
 from commrt.testing import nccl
+from commrt.testing.nccl_cut import cutting
 from commrt.testing.nccl_plans import Call, Rules, cut, find_cycle
 from commrt.testing.ranks import over_nccl, run_ranks
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
@@ -167,3 +171,95 @@ def test_a_hop_is_one_group_of_nccl_unless_a_pair_has_several_messages(algorithm
     for found, row in run_ranks(2, run, connect=over_nccl):
         assert found == groups
         assert (row == 3).all()
+
+
+SMALL = Rules(22809, channels=4, channels_per_peer=1, arguments_nbytes=48)
+"""A kernel takes three batches."""
+
+
+def small_messages(seed):
+    draw = random.Random(seed)
+    pairs = ((draw.randrange(5), draw.randrange(5)) for _ in range(80))
+    return [(one, other, 4) for one, other in pairs if one != other]
+
+
+def exchanged(messages, timeout_s):
+    """Let 5 ranks exchange `messages` in one hop, of which the k-th carries k; return what came, by its number."""
+
+    def body(world):
+        ours = [(number, one, other) for number, (one, other, _) in enumerate(messages) if world.rank in (one, other)]
+        sends = [P2PMessage(other, torch.tensor([float(number)])) for number, one, other in ours if one == world.rank]
+        places = {number: torch.zeros(1) for number, _, other in ours if other == world.rank}
+        recvs = [P2PMessage(messages[number][0], place) for number, place in places.items()]
+        world.comm_thread.run(lambda: world.transport.bind(P2PGroup(sends, recvs))(Tag(0, 0))).result()
+        return places
+
+    found = run_ranks(5, body, timeout_s, connect=over_nccl)
+    return {number: place.item() for places in found for number, place in places.items()}
+
+
+HANGING = [seed for seed in range(8) if find_cycle(group_of(small_messages(seed), 5), SMALL)]
+
+
+@pytest.mark.parametrize("seed", HANGING[:2])
+def test_what_hangs_in_the_model_hangs_in_the_stand_in_unless_it_travels_in_rounds(seed, monkeypatch):
+    messages = small_messages(seed)
+    with cutting(SMALL):
+        assert exchanged(messages, 20.0) == {number: number for number in range(len(messages))}
+        monkeypatch.setattr(P2PGroup, "rounds", property(lambda group: [group]))
+        with pytest.raises(DeadlineExceeded):
+            exchanged(messages, 1.0)
+
+
+def test_what_does_not_hang_in_the_model_ends_in_the_stand_in(monkeypatch):
+    ending = [
+        seed for seed in range(20) if seed not in HANGING and not find_cycle(group_of(small_messages(seed), 5), SMALL)
+    ]
+    monkeypatch.setattr(P2PGroup, "rounds", property(lambda group: [group]))
+    with cutting(SMALL):
+        for messages in map(small_messages, ending[:3]):
+            assert exchanged(messages, 20.0) == {number: number for number in range(len(messages))}
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 8])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_schedule_ends_where_kernels_take_three_batches(collective, ranks):
+    def body(world):
+        for schedule in candidates(collective, ranks).values():
+            world.run(schedule, torch.ones(2 * schedule.chunks))
+
+    with cutting(SMALL):
+        run_ranks(ranks, body, connect=over_nccl)
+
+
+def test_an_all_to_all_of_uneven_pieces_ends_where_kernels_take_three_batches():
+    sizes = {(one, other): (7 * one + 3 * other) % 5 for one in range(8) for other in range(8)}  # some are empty
+
+    def body(world):
+        rank = world.rank
+        sends = [P2PMessage(to, torch.full((sizes[rank, to],), float(rank))) for to in range(8) if to != rank]
+        recvs = [P2PMessage(source, torch.zeros(sizes[source, rank])) for source in range(8) if source != rank]
+        world.comm_thread.run(lambda: world.transport.bind(P2PGroup(sends, recvs))(Tag(0, 0))).result()
+        return all((message.data == message.peer).all() for message in recvs)
+
+    with cutting(SMALL):
+        assert all(run_ranks(8, body, connect=over_nccl))
+
+
+def test_a_batch_of_torch_distributed_ends_where_kernels_take_three_batches(monkeypatch):
+    monkeypatch.setattr(World, "connect", lambda world, device: None)
+    messages = small_messages(HANGING[0])
+
+    def body(world):
+        batch, places = DeviceMessages(world), {}
+        for number, (one, other, _) in enumerate(messages):
+            if one == world.rank:
+                batch.post(torch.tensor([float(number)]), other, is_send=True)
+            if other == world.rank:
+                places[number] = torch.zeros(1)
+                work = batch.post(places[number], one, is_send=False)
+        work.wait()
+        return all(place.item() == number for number, place in places.items())
+
+    with cutting(SMALL):
+        assert all(run_ranks(5, body, connect=over_nccl))

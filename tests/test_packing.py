@@ -174,11 +174,12 @@ def test_a_buffer_that_begins_at_an_odd_place_is_refused_by_the_kernels():
     row = torch.zeros(200)[1:]
     tensors = values([5], torch.float32)
     layout = layout_of([5])
+    out = torch.zeros(16)
     with interpreted_gpu():
         packing = dispatch.packing(torch.zeros(layout.numel), layout, tensors)
         for call in (
             lambda: dispatch.packing(row[: layout.numel], layout, tensors),
-            lambda: dispatch.adding(torch.zeros(16), [row[:16]]),
+            lambda: dispatch.adding(out, [out, row[:16]]),
             lambda: dispatch.mixing(torch.zeros(16), row[:16], 0.5),
             lambda: packing.mix(tensors, row, row, 0.5),
         ):
@@ -201,16 +202,18 @@ def test_backends_mix_tensors_alike_with_what_was_received(counts, dtypes):
     assert all(map(torch.equal, *results))
 
 
-def test_what_arrives_is_added_in_one_pass_and_rounded_once(backend):
+def test_summands_are_added_from_left_to_right_wherever_the_own_one_is_and_rounded_once(backend):
     for dtype, ranks, count in pairwise(GPU_DTYPES, (1, 3, 9), (100, 9001)):
-        own = values([count], dtype)[0]
-        scratch = torch.randn(ranks, count + 15).to(dtype)[:, : count + -count % 16].contiguous()
-        received = [row[:count] for row in scratch]
-        want = own.float()
-        for part in received:
-            want = want + part.float()
-        dispatch.adding(own, received)()
-        assert torch.equal(own, want.to(dtype)), (dtype, ranks, count)
+        for place in {0, 1, ranks}:
+            scratch = torch.randn(ranks + 1, count + 15).to(dtype)[:, : count + -count % 16].contiguous()
+            summands = [row[:count] for row in scratch]
+            want = summands[0].float()
+            for part in summands[1:]:
+                want = want + part.float()
+            own, others = summands[place], [row.clone() for row in summands]
+            dispatch.adding(own, summands)()
+            assert torch.equal(own, want.to(dtype)), (dtype, ranks, count, place)
+            assert all(map(torch.equal, summands[:place], others)), "what was received is only read"
 
 
 def test_what_arrives_is_mixed_in_fp32(backend):
@@ -224,7 +227,7 @@ def test_what_arrives_is_mixed_in_fp32(backend):
 def test_integers_are_added_by_torch_wherever_they_are_and_keep_all_bits(backend):
     for dtype, received in product((torch.int32, torch.int64), (1, 2)):
         own = torch.arange(5, dtype=dtype) + 2**24
-        dispatch.adding(own, [own.clone() for _ in range(received)])()
+        dispatch.adding(own, [*(own.clone() for _ in range(received)), own])()
         assert own.tolist() == [(number + 2**24) * (1 + received) for number in range(5)], (dtype, received)
 
 
@@ -237,7 +240,7 @@ def test_the_kernels_refuse_a_dtype_that_they_do_not_offer_before_anything_is_ma
 def test_received_buffers_may_lie_anywhere():
     out, scratch = torch.zeros(16), torch.arange(64.0)
     with interpreted_gpu():
-        dispatch.adding(out, [scratch[0:16], scratch[16:32], scratch[40:56]])()
+        dispatch.adding(out, [out, scratch[0:16], scratch[16:32], scratch[40:56]])()
     assert out.tolist() == [3.0 * i + 56 for i in range(16)]
 
 

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from commrt import proof
 from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named
 from commrt.buckets.step_graph import StepGraphs
 from commrt.errors import TransportClosed, UsageError
 from commrt.program import Program, member_program
-from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import BoundProgram, RunnableProgram, bind, scratch_numel
 from commrt.runtime.prepared import Claim, Members, Prepared
@@ -66,7 +66,7 @@ class Engine:
 
     Methods called ``submit_...`` return at once, and those called ``..._now`` run on the communication thread; the
     others are for the thread that trains, with nothing in flight. What a schedule *object* does among some members is
-    proven, compared with the other ranks and bound once, and then only run.
+    proven (with `same_bits`, to add in one order), compared with the other ranks and bound once, and then only run.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Engine:
         *,
         graphs: bool = False,
         unpacks: bool = False,
+        same_bits: bool = False,
         ranks: int | None = None,
     ) -> None:
         """With `unpacks`, averages end in the gradients, and ranks compare new schedules; else callers see to both."""
@@ -84,7 +85,7 @@ class Engine:
         self.members = tuple(range(world.size))
         """The ranks that take part in the step; inside ``join()`` those that still have data."""
         self._usual_ranks = world.size if ranks is None else ranks  # in a step without late or lost ranks
-        self._uses_graphs, self._unpacks = graphs, unpacks
+        self._uses_graphs, self._unpacks, self._same_bits = graphs, unpacks, same_bits
         self.use_algorithm(algorithm)
         self._prepared = Prepared(
             world, self._bind, prove=self._prove, claim=self._claim, compare=self._compare, kept=KEPT
@@ -111,7 +112,9 @@ class Engine:
         return schedule
 
     def _prove(self, schedule: Schedule) -> None:
-        prove(schedule, promise(self.algorithm, schedule))
+        proof.prove(schedule, promise(self.algorithm, schedule))
+        if self._same_bits:
+            proof.require_one_order(schedule)
         if self.buckets and (wire := self.buckets[0].quantized) is not None:
             carrier_of(wire).require_short_sums(schedule, wire)
 
@@ -154,14 +157,11 @@ class Engine:
         """Let go of all memory, behind what is in flight; nothing more can be carried."""
         with suppress(TransportClosed):  # it was closed by another thread meanwhile
             if not self.world.closed:
-                self.world.comm_thread.run(self._let_go).add_done_callback(self._let_go_if_refused)
+                self.world.comm_thread.run(lambda: None).add_done_callback(
+                    lambda _: self._let_go()
+                )  # if it failed, too
                 return
         self._let_go()
-
-    def _let_go_if_refused(self, done: Future[None]) -> None:
-        """Let go where a failure of what was in flight has ended all tasks."""
-        if done.exception() is not None:
-            self._let_go()
 
     def _let_go(self) -> None:
         self.replace_buckets(())

@@ -24,7 +24,7 @@ from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
 from commrt.store.agreement import gather
 from commrt.store.client import STORE_ANSWER_S, call_store
-from commrt.store.launcher import LOOPBACK, chosen_cluster, chosen_schedules
+from commrt.store.launcher import LOOPBACK, chosen_cluster, chosen_schedules, wants_same_bits
 from commrt.store.rendezvous import host_identity
 from commrt.threads.comm_thread import EXIT_S
 from commrt.transport.gloo import GlooTransport
@@ -108,7 +108,7 @@ def _unused(store: Store, rank: int, size: int) -> Store:
 def _connect(
     store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int]
 ) -> tuple[Transport, Selection]:
-    given, forced = chosen_cluster(), parse_forced(chosen_schedules())
+    given, forced = chosen_cluster(), parse_forced(chosen_schedules(), same_bits=wants_same_bits())
     cluster = Cluster.named(given or ONE_HOST)
     if size == 1:
         return Fabric(1).transport(0), Selection(cluster, [0], forced)

@@ -110,6 +110,8 @@ class Cluster:
     """Samples (images, say) per second and GPU at full speed, by model."""
     message_us: float = 0.0
     """What a step takes a rank for each further message, if it sends and receives more than one each."""
+    group_us: float = 0.0
+    """What a step takes for each further NCCL group, if a rank has several messages for another one in it."""
     code_gbytes_per_s: float | None = None
     """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes no time."""
     kernel_efficiency: Mapping[int, float] = field(default_factory=dict)
@@ -126,7 +128,7 @@ class Cluster:
         names = ("reduce_gbytes_per_s", "pack_gbytes_per_s", "code_gbytes_per_s")
         rates = {name: getattr(self, name) for name in names}
         _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds, **rates)
-        _require_numbers(self.name, message_us=self.message_us)
+        _require_numbers(self.name, message_us=self.message_us, group_us=self.group_us)
         object.__setattr__(self, "kernel_efficiency", _shares_by_samples(self.name, self.kernel_efficiency))
 
     @classmethod

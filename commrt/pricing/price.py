@@ -2,7 +2,8 @@
 """The price of a schedule on a cluster: when each rank is done, given which links its messages share.
 
 A transfer begins when both of its ranks have finished the step before. It takes the latency of its path and the time of
-the busiest rank's further messages, then as long as the busiest link of the path needs for all bytes of the same step.
+the busiest rank's further messages, and of further NCCL groups. Then it takes as long as the busiest link of the path
+needs for all bytes of the same step.
 A rank has finished a step when all that it sends and receives in it has arrived, and all that is to be added has been
 added.
 
@@ -196,6 +197,8 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     src, dst, chunks = step.src, step.dst, (step.hi - step.lo).astype(np.float64)
     near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
     latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
+    if cluster.group_us:
+        latency_us = latency_us + cluster.group_us * (_nccl_groups(step, ranks) - 1)
     added = np.bincount(dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0.0), ranks).astype(np.float64)
     adds = bool(added.any())
     moves = src != dst
@@ -215,6 +218,12 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
         is_one_each=bool(sent.max() <= 1 and received.max() <= 1),
         even=(float(latency_s[0]), float(s_per_byte[0] + adding_s_per_byte[0])) if is_even else None,
     )
+
+
+def _nccl_groups(step: Step, ranks: int) -> int:
+    """Return the most messages from one rank to another, at least 1: a group of NCCL has one for each pair."""
+    moved = step.canonical()
+    return int(np.unique(moved.src * ranks + moved.dst, return_counts=True)[1].max(initial=1))
 
 
 def _messages_us(src: IntArray, dst: IntArray, cluster: Cluster, ranks: int) -> float:

@@ -29,6 +29,7 @@ __all__ = [
 WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 """What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each way."""
 ALIGNMENT_NBYTES = 256
+SUMS = ("all_reduce", "reduce", "reduce_scatter")
 PROVEN_RANKS = 256
 """A proof takes time and memory as ranks to the third, or to the fourth for all_to_all: a second here."""
 
@@ -133,11 +134,16 @@ def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> 
     return offered[name]
 
 
-def parse_forced(text: str) -> dict[str, str]:
+def parse_forced(text: str, *, same_bits: bool = False) -> dict[str, str]:
     """Return the schedules that a text such as "all_reduce=ring,broadcast=tree" names; raises `UsageError`.
+
+    With `same_bits` every sum is direct: of all that add all elements in one order, only this one is offered for every
+    collective and adds alike in each, in order of ranks.
 
     >>> parse_forced("all_reduce=ring, broadcast=tree")
     {'all_reduce': 'ring', 'broadcast': 'tree'}
+    >>> parse_forced("broadcast=tree", same_bits=True)
+    {'broadcast': 'tree', 'all_reduce': 'direct', 'reduce': 'direct', 'reduce_scatter': 'direct'}
     """
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     forced = {collective.strip(): name.strip() for collective, _, name in pairs}
@@ -147,5 +153,10 @@ def parse_forced(text: str) -> dict[str, str]:
             raise UsageError(
                 f"{collective}={name} in {text!r:.200} is not known: write collective=schedule, with one of "
                 f"{', '.join(offered)}"
+            )
+    for collective in SUMS if same_bits else ():
+        if forced.setdefault(collective, "direct") != "direct":
+            raise UsageError(
+                f"COMMRT_SAME_BITS with {collective}={forced[collective]}: sums are direct then; unset one of them"
             )
     return forced

@@ -5,12 +5,14 @@ Floats do not add up to the same bits in every order. If all elements are added 
 depend on the size of its tensor, on its place there, or on where buckets are cut.
 
 Two summands may change places: ``a + b`` and ``b + a`` have the same bits. So an order is a tree. Its leaves are the
-ranks' contributions, and a node is one call of a kernel, which adds to a rank's own value what others sent it, one by
-one in the order of senders, and rounds once, at its end.
+ranks' contributions, and a node is one call of a kernel, which adds a rank's own value and what others sent it for one
+range of chunks, in order of ranks, and rounds once, at its end.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,7 +22,7 @@ from commrt.errors import UsageError
 from commrt.proof.symbols import select
 from commrt.schedule import COPY, MIX, IntArray, Schedule
 
-__all__ = ["Additions", "order_of_additions"]
+__all__ = ["Additions", "order_of_additions", "require_one_order"]
 
 BLOCK_CELLS = 1 << 24
 """Chunks are replayed in blocks of so many cells (rank, chunk)."""
@@ -76,6 +78,16 @@ def order_of_additions(schedule: Schedule) -> Additions:
     return Additions(schedule.name, tuple(map(trees.text, kept)), tuple(first[tree] for tree in kept))
 
 
+def require_one_order(schedule: Schedule) -> None:
+    """Raise `UsageError` unless `schedule` adds all elements in one order."""
+    found = order_of_additions(schedule)
+    if not found.is_one:
+        raise UsageError(
+            f"same_bits with {schedule.name}, which adds in {found}: use commrt.Direct(), or HalvingDoubling() on 2, "
+            "4, 8, ... ranks"
+        )
+
+
 def _replayed(schedule: Schedule, trees: _Trees, lo: int, hi: int) -> IntArray:
     """Return the tree that each cell of chunks [lo, hi) ends with, [ranks, hi - lo]."""
     held = np.repeat(np.arange(schedule.ranks), hi - lo)
@@ -88,7 +100,9 @@ def _replayed(schedule: Schedule, trees: _Trees, lo: int, hi: int) -> IntArray:
         summands = summands[:, ~copies]
         held[cells.dst[copies]] = incoming[copies]
         for (cell, *_), call in groupby(summands[:, np.lexsort(summands[3::-1])].T.tolist(), key=lambda one: one[:3]):
-            held[cell] = trees.sum_of(int(held[cell]), *(tree for *_, tree in call))
+            parts = [(sender, tree) for *_, sender, tree in call]
+            insort(parts, (cell // (hi - lo), int(held[cell])))
+            held[cell] = trees.sum_of([tree for _, tree in parts])
     return held.reshape(schedule.ranks, hi - lo)
 
 
@@ -101,9 +115,9 @@ class _Trees:
         self._counts = [1] * ranks
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def sum_of(self, own: int, other: int, *rest: int) -> int:
-        """Return the tree of a call that adds what senders sent to a rank's own value, in the order of senders."""
-        parts = (min(own, other), max(own, other), *rest)
+    def sum_of(self, summands: Sequence[int]) -> int:
+        """Return the tree of a call that adds `summands` in this order."""
+        parts = (*sorted(summands[:2]), *summands[2:])
         if parts not in self._numbers:
             self._numbers[parts] = len(self._parts)
             self._parts.append(parts)

@@ -44,9 +44,11 @@ class Traffic:
     """Bytes sent by the busiest rank, in units of the buffer."""
     max_peers: int
     """Most peers that any rank exchanges with in one step."""
+    groups: int
+    """NCCL groups: a step is as many as the messages of a pair of ranks in it, as a group has one for each pair."""
 
 
-NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0)
+NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0, 0)
 """Of a schedule that is malformed, or has another shape than its collective."""
 
 
@@ -169,7 +171,7 @@ def traffic(schedule: Schedule) -> Traffic:
 def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]:
     """Return in one pass the traffic of `schedule`, whether it mixes, and what is wrong with its first bad transfer."""
     ranks, sent, peers, mixes = schedule.ranks, np.zeros(schedule.ranks, dtype=np.int64), 0, False
-    count = transfers = 0
+    count = transfers = groups = 0
     for number, step in enumerate(schedule.checked_steps()):
         for transfer, what in malformed(step, ranks, schedule.chunks):
             return NO_TRAFFIC, mixes, CounterExample(f"the transfer {transfer.text()} {what}", number)
@@ -179,7 +181,8 @@ def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]
         np.add.at(sent, moved.src, moved.hi - moved.lo)
         pairs = np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src))
         peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
-    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers), mixes, None
+        groups += int(np.unique(pairs[: len(moved)], return_counts=True)[1].max(initial=0))
+    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers, groups), mixes, None
 
 
 def _replay(schedule: Schedule, collective: Collective, state: Masks | Weights, lo: int) -> CounterExample | None:

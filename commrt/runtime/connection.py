@@ -135,7 +135,7 @@ def _require_same_start(starts: Mapping[int, _Start]) -> None:
         peer: {
             "world size": str(start.size),
             "COMMRT_TRANSPORT": start.transport or "not set",
-            "COMMRT_CLUSTER or COMMRT_SCHEDULES": start.choice,
+            "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS": start.choice,
         }
         for peer, start in starts.items()
     }

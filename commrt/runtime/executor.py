@@ -42,7 +42,7 @@ __all__ = [
 
 Combination = Callable[[], object]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
-"""(own, received) -> a function that combines both into `own` each time it is called."""
+"""(own, summands) -> a function that combines all from left to right into `own`, one of them, at each call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def bind(
     half, other_half = _halves(program, bounds, waits)
     if scratch is None:
         scratch = torch.empty(half + other_half, dtype=buffer.dtype, device=buffer.device)
-    binder = _Binder(buffer, scratch, bounds, transport, half, add or adding)
+    binder = _Binder(program.rank, buffer, scratch, bounds, transport, half, add or adding)
     final = final_receives(program.hops, program.chunks)
     hops = tuple(
         binder.hop(number, hop, waits, final[number]) for number, hop in enumerate(program.hops) if not hop.idle
@@ -196,6 +196,7 @@ def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _Binder:
+    rank: int
     buffer: Tensor
     scratch: Tensor
     bounds: Sequence[int]
@@ -217,7 +218,7 @@ class _Binder:
         ends = zip(hop.recvs, places, final, strict=True)
         self.landings.extend(Landing(place, self.bounds[t.lo], self.bounds[t.hi]) for t, place, ok in ends if ok)
         exchange = self.transport.bind(P2PGroup(sends, recvs, number, only_reads(hop)))
-        combinations = tuple(combinations_of(hop, places, self._own, self.add))
+        combinations = tuple(combinations_of(hop, self.rank, places, self._own, self.add))
         return BoundHop(exchange, combinations, number, waits.after[number], facts_of(number, sends, recvs))
 
     def _own(self, transfer: Transfer) -> Tensor:
@@ -234,22 +235,28 @@ class _Binder:
 
 
 def combinations_of(
-    hop: Hop, places: Sequence[Tensor], own_of: Callable[[Transfer], Tensor], add: Adding = adding
+    hop: Hop, rank: int, places: Sequence[Tensor], own_of: Callable[[Transfer], Tensor], add: Adding = adding
 ) -> Iterator[Combination]:
-    """Yield what combines the receives of `hop`, which lie at `places`, with ``own_of(receive)``, by sender.
+    """Yield what combines the receives of `hop`, which lie at `places`, with ``own_of(receive)``, range by range.
 
-    One kernel adds what consecutive senders send for one range.
+    One kernel adds all that comes for one range, in order of ranks: `rank`'s own value is added in its place.
     """
     pending = [(each, place) for each, place in zip(hop.recvs, places, strict=True) if each.combine != COPY]
-    for (_, _, combine), run in groupby(pending, lambda pair: (pair[0].lo, pair[0].hi, pair[0].combine)):
+    pending.sort(key=lambda pair: _range_of(pair[0]))  # which leaves senders in order
+    for (_, _, combine), run in groupby(pending, lambda pair: _range_of(pair[0])):
         legs, received = zip(*run, strict=True)
         own = own_of(legs[0])
         if not own.numel():
             continue
         if combine == ADD:
-            yield add(own, received)
+            before = sum(leg.peer < rank for leg in legs)
+            yield add(own, (*received[:before], own, *received[before:]))
         else:
             yield from (mixing(own, place, leg.weight) for leg, place in zip(legs, received, strict=True))
+
+
+def _range_of(transfer: Transfer) -> tuple[int, int, int]:
+    return transfer.lo, transfer.hi, transfer.combine
 
 
 def only_reads(hop: Hop) -> bool:

@@ -300,7 +300,7 @@ def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
         own, received = torch.zeros(2, 1, dtype=dtype, device="cpu")
         own.copy_(received)
         if ADD in combines:
-            reduce_into(own, [received])
+            reduce_into(own, [own, received])
         if MIX in combines:
             mix_into(own, received, 0.5)
     except RuntimeError as error:

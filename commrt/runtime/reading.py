@@ -93,6 +93,7 @@ class _Reader:
         scratch: Callable[[int], Tensor],
     ) -> None:
         self._buffer, self._window, self._transport = buffer, window, transport
+        self._rank = program.rank
         self._bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE) if bounds is None else bounds
         self._copied = buffer.numel() if copied is None else copied
         self._latest = max((number for number, hop in enumerate(program.hops) if not hop.idle), default=-1)
@@ -204,4 +205,4 @@ class _Reader:
                 copies.append(copying(own[:here], place[:here]))
             if here < own.numel():
                 self.elsewhere.append((place[here:], begin + here, begin + own.numel()))
-        return (*copies, *combinations_of(hop, places, self._own))
+        return (*copies, *combinations_of(hop, self._rank, places, self._own))

@@ -35,6 +35,7 @@ __all__ = [
     "nccl_variable",
     "require_deadlines",
     "wants_nvtx",
+    "wants_same_bits",
 ]
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -45,7 +46,14 @@ TRANSPORTS = {"shared": "commrt.transport.shared:SharedTransport", "gloo": "comm
 """Transports for host memory by name: the class of each, which is imported when ranks connect."""
 GPU_TRANSPORTS = {"peers": "commrt.transport.peers:connect", "nccl": "commrt.transport.nccl:NcclTransport"}
 """Transports for GPUs by name: what connects a rank. The first one is taken where COMMRT_TRANSPORT names none."""
-VARIABLES = ("COMMRT_CLUSTER", "COMMRT_NVTX", "COMMRT_SCHEDULES", "COMMRT_TIMEOUT_S", "COMMRT_TRANSPORT")
+VARIABLES = (
+    "COMMRT_CLUSTER",
+    "COMMRT_NVTX",
+    "COMMRT_SAME_BITS",
+    "COMMRT_SCHEDULES",
+    "COMMRT_TIMEOUT_S",
+    "COMMRT_TRANSPORT",
+)
 """All that are commrt's own."""
 
 
@@ -117,6 +125,11 @@ def gloo_interface() -> str | None:
 def wants_nvtx() -> bool:
     """COMMRT_NVTX=1: ranges for Nsight."""
     return os.environ.get("COMMRT_NVTX", "0") not in {"", "0"}
+
+
+def wants_same_bits() -> bool:
+    """COMMRT_SAME_BITS=1: the backend adds in order of ranks, whatever that costs."""
+    return os.environ.get("COMMRT_SAME_BITS", "0") not in {"", "0"}
 
 
 def nccl_variable(name: str) -> str | None:

@@ -55,7 +55,12 @@ def check_attach(
         raise UsageError(f"wire={wire} here and wire={own} in {type(algorithm).__name__}: give it once")
     wire = wire if own is None else own
     check_wire(wire)
-    chosen = {"graphs": flags["graphs"] is True, "views": gradients == "views", "no optimizer": optimizer is None}
+    chosen = {
+        "graphs": flags["graphs"] is True,
+        "views": gradients == "views",
+        "no optimizer": optimizer is None,
+        "same bits": flags["same_bits"] is True,
+    }
     require_compatible(algorithm, wire, [name for name, is_chosen in chosen.items() if is_chosen])
     if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
         raise UsageError(f"bucket_cap_mb={cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")

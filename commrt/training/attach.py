@@ -56,6 +56,7 @@ class Request:
     kind: type[GradientBucket]
     broadcast_buffers: bool
     graphs: bool | None
+    same_bits: bool
 
     def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
         """Return buckets for `params`, given in ready order."""
@@ -123,6 +124,7 @@ def attach(  # noqa: PLR0913  # each has its default
     gradients: Literal["own", "views"] = "own",
     broadcast_buffers: bool = True,
     graphs: bool | None = None,
+    same_bits: bool = False,
     also: Sequence[Stateful] = (),
 ) -> Replica:
     """Make `model` one replica of a world: from now on ``backward()`` averages its gradients over all ranks.
@@ -148,6 +150,8 @@ def attach(  # noqa: PLR0913  # each has its default
     - `graphs`: after two steps with a schedule, a GPU captures what it does for a bucket, and replays it by one launch
       (docs/nccl.md). `Replica.why_not_graphs` says where it does not. False turns it off; True refuses what graphs
       cannot do.
+    - `same_bits`: refuse an algorithm unless it adds all elements in one order, as `Direct` does. An average then has
+      the same bits however gradients are cut into buckets (docs/same_bits.md).
     - `also`: with `BackupWorkers` a late rank takes the state of another. Name here what goes along with the
       optimizers, such as learning rate schedulers, a ``GradScaler``, an average of the weights.
 
@@ -156,7 +160,7 @@ def attach(  # noqa: PLR0913  # each has its default
     """
     world = _checked(world)
     check_stateful(also, "attach(also=)")
-    flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs}
+    flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs, "same_bits": same_bits}
     params, optimizers, wire = check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, gradients, flags)
     if world.size > 1:
         require_read_only_forward(model)
@@ -167,8 +171,8 @@ def attach(  # noqa: PLR0913  # each has its default
     if (device := params[0][1].device).type == "cuda":
         world.connect(device)
     world.attached += 1
-    sizes = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs
-    request = Request(world, model, params, optimizers, also, algorithm, wire, *sizes)
+    chosen = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs, same_bits
+    request = Request(world, model, params, optimizers, also, algorithm, wire, *chosen)
     replica: Replica = import_module(getattr(algorithm, "trained_by", SYNCHRONOUS)).attach(request)
     return replica
 

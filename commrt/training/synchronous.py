@@ -41,9 +41,17 @@ def attach(request: Request) -> Replica:
     on_gpu = request.params[0][1].device.type == "cuda"
     graphs = (on_gpu if request.graphs is None else request.graphs) and not is_quantized(request.wire)
     buckets = request.build_buckets(request.params[::-1])
-    engine = Engine(request.world, request.algorithm, buckets, graphs=graphs, unpacks=True)
+    flags = {"graphs": graphs, "unpacks": True, "same_bits": request.same_bits}
+    engine = Engine(request.world, request.algorithm, buckets, **flags)
     claim = request.claim(engine.schedule(0), engine.buckets)
-    request.agree({**claim, "broadcast_buffers": str(broadcast_buffers), "graphs": str(graphs)})
+    request.agree(
+        {
+            **claim,
+            "broadcast_buffers": str(broadcast_buffers),
+            "graphs": str(graphs),
+            "same_bits": str(request.same_bits),
+        }
+    )
     engine.submit_preparation(0).result()
     return request.begin(SynchronousReplica(request, engine, broadcast_buffers=broadcast_buffers))
 

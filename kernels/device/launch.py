@@ -104,17 +104,18 @@ def require_aligned(*buffers: Tensor) -> None:
             )
 
 
-def add_launch(out: Tensor, received: Sequence[Tensor]) -> Bound:
-    """Return a launch that computes ``out = cast(out + received[0] + ...)``; a peer's memory may be received too.
+def add_launch(out: Tensor, summands: Sequence[Tensor]) -> Bound:
+    """Return a launch that computes ``out = cast(summands[0] + ...)``; `out` is one of them, and others may be peers'.
 
-    Up to 8 received buffers need at most 64 registers, 16 need 57.
+    Up to 9 summands need at most 64 registers, 17 need 57.
     """
-    require_aligned(out, *received)
-    sizes = sizes_for(arch_of(out.device), inputs=1 + len(received))
-    launch = launch_of(variants.reduce(out.dtype, len(received), sizes), out.device)
-    addresses = torch.tensor([part.data_ptr() for part in received], device=out.device)
-    arguments = (out.data_ptr(), addresses.data_ptr(), out.data_ptr(), out.numel())
-    return Bound(launch, -(-out.numel() // sizes.tile), arguments, (out, addresses, *received))
+    require_aligned(*summands)
+    first, *others = summands
+    sizes = sizes_for(arch_of(out.device), inputs=len(summands))
+    launch = launch_of(variants.reduce(out.dtype, len(others), sizes), out.device)
+    addresses = torch.tensor([part.data_ptr() for part in others], device=out.device)
+    arguments = (first.data_ptr(), addresses.data_ptr(), out.data_ptr(), out.numel())
+    return Bound(launch, -(-out.numel() // sizes.tile), arguments, (addresses, *summands))
 
 
 def spacing(received: Sequence[Tensor]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce: add received buffers to what is there."""
+"""Reduce: add buffers up."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from commrt.kernels.device.tiles import lanes, pointer, whole_of
 
 
 @triton.jit
-def _sum(own, received, first, offset, mask, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """``own + received[0] + ...`` at `offset`, from left to right in fp32."""
-    total = tl.load(own + offset, mask=mask, other=0.0).to(tl.float32)
+def _sum(head, rest, first, offset, mask, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """``head + rest[0] + ...`` at `offset`, from left to right in fp32."""
+    total = tl.load(head + offset, mask=mask, other=0.0).to(tl.float32)
     for number in tl.static_range(COUNT):
-        theirs = pointer(tl.load(received + number), first, DTYPE, 16)
+        theirs = pointer(tl.load(rest + number), first, DTYPE, 16)
         total += tl.load(theirs + offset, mask=mask, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
 def reduce_kernel(
-    own, received, out, count, COUNT: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr
+    head, rest, out, count, COUNT: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr
 ):
-    """A tile of ``out = cast(own + received[0] + ...)``; `received` [COUNT] are addresses, multiples of 16."""
+    """A tile of ``out = cast(head + rest[0] + ...)``; `rest` [COUNT] are addresses, multiples of 16.
+
+    `out` may be one of the summands.
+    """
     first = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(count - first, TILE).to(tl.int32)
-    own += first
+    head += first
     out += first
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
     inside = element < whole
-    total = _sum(own, received, first, element, inside, COUNT, DTYPE)
+    total = _sum(head, rest, first, element, inside, COUNT, DTYPE)
     tl.store(out + element, total.to(out.dtype.element_ty), mask=inside)
     if whole < count:
         left = whole + tl.arange(0, 8)
-        tail = _sum(own, received, first, left, left < count, COUNT, DTYPE)
+        tail = _sum(head, rest, first, left, left < count, COUNT, DTYPE)
         tl.store(out + left, tail.to(out.dtype.element_ty), mask=left < count)

@@ -112,9 +112,9 @@ def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes) -> Vari
 
 
 def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
-    """Return the variant that adds `count` received buffers of `dtype` to the own one."""
+    """Return the variant that adds up one buffer of `dtype` and `count` others."""
     kind = POINTERS[dtype]
-    types = {"own": kind, "received": "*i64", "out": kind, "count": "i64"}
+    types = {"head": kind, "rest": "*i64", "out": kind, "count": "i64"}
     constants = {"COUNT": count, "DTYPE": DTYPES[dtype], "VECTOR": vector(dtype), "TILE": sizes.tile}
     return _variant(reduce_kernel, types, constants, sizes.warps)
 

@@ -62,7 +62,7 @@ def main() -> None:
         note("unpack", 14, [*columns, wire.data_ptr(), HEADER, packing._mark, 0, 0])
         own, received = torch.zeros(4096), torch.zeros(3, 4096)
         count.value = 4
-        add = dispatch.adding(own, list(received))
+        add = dispatch.adding(own, [own, *received])
         add()
         note("add", 1, [own.data_ptr(), add.arguments[1], own.data_ptr(), 4096])
     sys.stdout.write(json.dumps(report))

@@ -20,11 +20,12 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import require_candidate
-from commrt.proof import replay
+from commrt.proof import order_of_additions, replay
+from commrt.proof.additions import Additions
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import MIX, Algorithm, Schedule
 from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, json_of, leave_out
 
 __all__ = ["choose", "verify"]
@@ -32,6 +33,8 @@ __all__ = ["choose", "verify"]
 PERIODS = 2
 """Periods of gossip that are verified: before and after the partners change."""
 MOST_STEPS_TO_MEET = 100_000
+MOST_RANKS_IN_ORDER = 256
+"""Up to so many, it takes under a second to find in which order a schedule adds."""
 WITHIN = Gossip | Direct | Rings | DoubleTree
 
 
@@ -123,11 +126,11 @@ def _verify_algorithm(algorithm: Algorithm, ranks: int, show: bool, as_json: boo
     worst = next((proof for proof in proofs if not proof.ok), proofs[0])
     mixed = _mixing(algorithm, schedules[: steps // PERIODS]) if isinstance(algorithm, Gossip) else {}
     if as_json:
-        print(json_of({"algorithm": repr(algorithm)} | _record(worst) | mixed))
+        print(json_of({"algorithm": repr(algorithm)} | _record(worst, schedules[proofs.index(worst)]) | mixed))
         return worst.ok
     if show:
         print(*schedules, sep="\n")
-    print(_sentence(worst))
+    print(_report(worst, schedules[proofs.index(worst)]))
     if isinstance(algorithm, Gossip) and worst.ok:
         print(_mixing_sentence(mixed, algorithm.within))
     return worst.ok
@@ -148,11 +151,12 @@ def _verify_collective(
     }
     ok = all(proof.ok for proof in proofs.values())
     if as_json:
-        print(json_of({"ok": ok, "schedules": {each: _record(proof) for each, proof in proofs.items()}}))
+        records = {each: _record(proof, schedules[each]) for each, proof in proofs.items()}
+        print(json_of({"ok": ok, "schedules": records}))
         return ok
     if show:
         print(*schedules.values(), sep="\n")
-    print(*map(_sentence, proofs.values()), sep="\n")
+    print(*map(_report, proofs.values(), schedules.values()), sep="\n")
     return ok
 
 
@@ -183,7 +187,15 @@ def _mixing_sentence(mixed: dict[str, Any], within: int) -> str:
     )
 
 
-def _record(proof: Proof) -> dict[str, object]:
+def _additions(schedule: Schedule) -> Additions | None:
+    """Return in which order `schedule` adds; None if it mixes, and for so many ranks that it takes too long."""
+    if schedule.ranks > MOST_RANKS_IN_ORDER or any((step.combine == MIX).any() for step in schedule.steps()):
+        return None
+    return order_of_additions(schedule)
+
+
+def _record(proof: Proof, schedule: Schedule) -> dict[str, object]:
+    added = _additions(schedule) if proof.ok else None
     return {
         "ok": proof.ok,
         "schedule": proof.schedule,
@@ -194,13 +206,24 @@ def _record(proof: Proof) -> dict[str, object]:
         "transfers": proof.traffic.transfers,
         "bytes_per_rank": float(proof.traffic.bytes_per_rank),
         "max_peers": proof.traffic.max_peers,
+        "nccl_groups": proof.traffic.groups,
+        "orders_of_addition": None if added is None else added.orders,
         "counterexample": None if proof.ok else str(proof.counterexample),
     }
 
 
-def _sentence(proof: Proof) -> str:
+def _report(proof: Proof, schedule: Schedule) -> str:
+    """Return what was found, in a few lines."""
     if not proof.ok:
         return f"{proof.schedule} is not a correct {proof.collective}: {proof.counterexample}"
+    cost, added = proof.traffic, _additions(schedule)
+    groups = f"{cost.groups} group{'s' * (cost.groups != 1)}"
+    lines = [_sentence(proof), f"  over NCCL {groups}, each with at most one message from a rank to another"]
+    lines += [f"  adds in {added}"] if added is not None and added.orders else []
+    return "\n".join(lines)
+
+
+def _sentence(proof: Proof) -> str:
     cost = proof.traffic
     return (
         f"{proof.schedule} on {proof.ranks} ranks is a correct {proof.collective}: {cost.steps} steps, "

@@ -224,7 +224,7 @@ def _device(world: World) -> torch.device:
 
 def _add_s_per_byte(device: torch.device) -> float:
     own, received = (torch.zeros(TIMED_NUMEL, device=device) for _ in range(2))
-    return _typical_s(adding(own, [received]), own) / received.nbytes
+    return _typical_s(adding(own, [own, received]), own) / received.nbytes
 
 
 def _code_s_per_byte(device: torch.device) -> float:

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums in one order: the same contributions give the same bits, wherever they lie and however they are cut."""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commrt
+from commrt import c10d
+from commrt.algorithms.catalogue import candidates
+from commrt.local_sgd import LocalSGD
+from commrt.pricing.selection import parse_forced
+from commrt.proof import order_of_additions
+from commrt.quantization import Int8
+from commrt.testing.ranks import over_nccl, run_ranks
+
+SAMPLES = 64
+"""Elements whose contributions are put into every tensor: enough for one sum in two orders to differ."""
+LARGEST = 10**6
+
+
+def contributions(ranks, dtype):
+    """[ranks, SAMPLES]"""
+    return torch.randn(ranks, SAMPLES, generator=torch.Generator().manual_seed(ranks)).to(dtype)
+
+
+def sums_of(schedule, numel, begin, dtype, connect=None):
+    """What rank 0 has for the samples after `schedule`, if they lie in a tensor of `numel` elements from `begin` on."""
+    given = contributions(schedule.ranks, dtype)
+
+    def body(world):
+        buffer = torch.full((numel,), float(world.rank), dtype=dtype)
+        buffer[begin : begin + SAMPLES] = given[world.rank]
+        world.run(schedule, buffer)
+        return buffer[begin : begin + SAMPLES].clone()
+
+    return run_ranks(schedule.ranks, body, connect=connect)[0]
+
+
+def of_one_order():
+    found = (each for ranks in (2, 3, 4, 5, 8) for each in candidates("all_reduce", ranks).values())
+    return [each for each in found if order_of_additions(each).is_one]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(of_one_order()), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.data())
+def test_a_sum_does_not_depend_on_the_size_of_its_tensor_or_on_its_place_there(schedule, dtype, data):
+    numel = data.draw(st.one_of(st.integers(SAMPLES, 2000), st.integers(SAMPLES, LARGEST)))
+    begin = data.draw(st.integers(0, numel - SAMPLES))
+    alone = sums_of(schedule, SAMPLES, 0, dtype)
+    assert torch.equal(sums_of(schedule, numel, begin, dtype), alone)
+    one_by_one = torch.cat([one_sum(schedule, number, dtype) for number in range(0, SAMPLES, 16)])
+    assert torch.equal(one_by_one, alone[::16])
+
+
+def one_sum(schedule, number, dtype):
+    """The sum of one sample that is alone in its tensor."""
+    return run_ranks(schedule.ranks, lambda world: summed(world, schedule, number, dtype))[0]
+
+
+def summed(world, schedule, number, dtype):
+    buffer = contributions(schedule.ranks, dtype)[world.rank, number : number + 1].clone()
+    world.run(schedule, buffer)
+    return buffer
+
+
+@pytest.mark.parametrize("name", ["ring", "torus2d", "halving_doubling", "double_tree"])
+def test_sums_of_several_orders_depend_on_their_place(name):
+    schedule = candidates("all_reduce", 6)[name]
+    assert not order_of_additions(schedule).is_one
+    found = {tuple(sums_of(schedule, 8192, begin, torch.float32).tolist()) for begin in range(0, 8128, 512)}
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
+def test_a_direct_sum_is_that_of_a_loop_over_the_ranks_rounded_once(collective, dtype):
+    schedule = candidates(collective, 5)["direct"]
+    given = contributions(5, dtype)
+
+    def body(world):
+        buffer = given[world.rank].repeat(schedule.chunks)
+        world.run(schedule, buffer)
+        return buffer[:SAMPLES]
+
+    assert torch.equal(run_ranks(5, body)[0], reduce(torch.add, given.float()).to(dtype))
+
+
+@pytest.mark.parametrize("connect", [None, over_nccl], ids=["threads", "stand-in for NCCL"])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_an_average_has_the_same_bits_in_buckets_of_any_size(ranks, wire, connect):
+    shapes = [(50, 30), (7,), (1,), (3, 5, 11), (2000,), (1,)]
+
+    def averages(world, cap_mb, gradients="own"):
+        model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        replica = commrt.attach(
+            model, None, commrt.Direct(), world=world, wire=wire, bucket_cap_mb=cap_mb, gradients=gradients,
+            same_bits=True,
+        )  # fmt: skip
+        sum(
+            (param * gradient).sum() for param, gradient in zip(model, gradients_of(world.rank), strict=True)
+        ).backward()
+        replica.detach()
+        return torch.cat([param.grad.flatten() for param in model])
+
+    def gradients_of(rank):
+        source = torch.Generator().manual_seed(rank)
+        return [torch.randn(shape, generator=source) for shape in shapes]
+
+    def body(world):
+        ways = [partial(averages, world, cap_mb) for cap_mb in (1e-5, 0.003, 0.01, 25.0)]
+        if wire is None:
+            ways.append(partial(averages, world, 0.003, "views"))
+        return [way() for way in ways]
+
+    travels = wire or torch.float32
+    given = [torch.cat([part.flatten() for part in gradients_of(rank)]) for rank in range(ranks)]
+    expected = reduce(
+        torch.add, [(each / ranks if ranks == 4 else each * (1 / ranks)).to(travels).float() for each in given]
+    )
+    for found in run_ranks(ranks, body, connect=connect):
+        assert all(torch.equal(each, expected.to(travels).float()) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "why"),
+    [
+        (commrt.Torus2D(), {}, "same_bits with torus 3x2, which adds in several orders: chunk 0 as"),
+        (commrt.HalvingDoubling(), {}, "several orders"),
+        (commrt.Gossip(), {}, "same_bits=True with Gossip, where not every gradient"),
+        (commrt.BackupWorkers(1), {}, "same_bits=True with BackupWorkers"),
+        (LocalSGD(), {}, "same_bits=True with LocalSGD"),
+        (commrt.Direct(), {"wire": Int8()}, "which rounds a value by the block that it lies in"),
+        (commrt.Direct(), {"same_bits": 1}, "same_bits=1: give True or False"),
+    ],
+    ids=str,
+)
+def test_what_would_not_give_the_same_bits_is_refused(algorithm, options, why):
+    def body(world):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        commrt.attach(model, optimizer, algorithm, world=world, **({"same_bits": True} | options))
+
+    with pytest.raises(commrt.UsageError, match=why):
+        run_ranks(6, body)
+
+
+def test_ranks_that_differ_in_same_bits_are_refused():
+    def body(world):
+        commrt.attach(nn.Linear(3, 2), None, commrt.Direct(), world=world, same_bits=world.rank == 0)
+
+    with pytest.raises(commrt.DisagreementError, match="same_bits"):
+        run_ranks(2, body)
+
+
+def trained_in_buckets(tell, cap_mb, steps):
+    """The parameters of a DDP model of 30 MB after `steps`."""
+    dist.init_process_group(c10d.NAME)
+    torch.manual_seed(0)
+    wide = nn.Sequential(*(each for _ in range(7) for each in (nn.Linear(1024, 1024), nn.ReLU())), nn.Linear(1024, 4))
+    model = DistributedDataParallel(wide, bucket_cap_mb=cap_mb)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    source = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 1024, generator=source)).square().sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return [param.detach().numpy().tobytes() for param in wide.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("variable", "value", "same"), [("COMMRT_SAME_BITS", "1", True), ("COMMRT_SCHEDULES", "all_reduce=ring", False)]
+)
+def test_a_ddp_model_has_the_same_bits_after_fifty_steps_with_buckets_of_any_size(variable, value, same, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with Pool(3) as pool:
+        found = [pool.values(trained_in_buckets, cap_mb, 50, limit_s=200)[0] for cap_mb in (1, 5, 25)]
+    assert (found[0] == found[1] == found[2]) == same
+
+
+def test_a_schedule_that_is_asked_for_beside_the_same_bits_is_refused():
+    with pytest.raises(commrt.UsageError, match="COMMRT_SAME_BITS with all_reduce=ring: sums are direct then"):
+        parse_forced("broadcast=tree,all_reduce=ring", same_bits=True)
