@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commrt.algorithms import Direct, DoubleTree
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.errors import UsageError
 from commrt.program import program
@@ -45,6 +46,15 @@ def test_a_schedule_adds_in_one_order_for_these_counts_of_ranks(name):
     assert {ranks for ranks, each in offered.items() if order_of_additions(each).is_one} == {
         *ONE_ORDER[name]
     } & offered.keys()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"),
+    [(Direct(within=2), (2, 4, 6, 8)), (Direct(within=4), (4, 8, 12)), (DoubleTree(within=2), (2, 4))],
+    ids=str,
+)
+def test_sums_within_hosts_first_have_one_order_too(algorithm, ranks):
+    assert all(order_of_additions(algorithm.schedule(0, each)).is_one for each in ranks)
 
 
 def test_the_table_has_every_schedule_that_adds():

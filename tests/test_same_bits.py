@@ -21,6 +21,7 @@ from commrt.local_sgd import LocalSGD
 from commrt.pricing.selection import parse_forced
 from commrt.proof import order_of_additions
 from commrt.quantization import Int8
+from commrt.runtime import executor
 from commrt.testing.ranks import over_nccl, run_ranks
 
 SAMPLES = 64
@@ -77,6 +78,13 @@ def summed(world, schedule, number, dtype):
 def test_sums_of_several_orders_depend_on_their_place(name):
     schedule = candidates("all_reduce", 6)[name]
     assert not order_of_additions(schedule).is_one
+    found = {tuple(sums_of(schedule, 8192, begin, torch.float32).tolist()) for begin in range(0, 8128, 512)}
+    assert len(found) > 1
+
+
+def test_the_check_notices_an_order_that_depends_on_the_rank_that_adds(monkeypatch):
+    schedule, whole = candidates("all_reduce", 5)["direct"], executor.combinations_of
+    monkeypatch.setattr(executor, "combinations_of", lambda hop, _, *rest: whole(hop, -1, *rest))  # its own value first
     found = {tuple(sums_of(schedule, 8192, begin, torch.float32).tolist()) for begin in range(0, 8128, 512)}
     assert len(found) > 1
 

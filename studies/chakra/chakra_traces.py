@@ -3,7 +3,7 @@
 
 A rank's sends and receives of a step depend on all that the rank did in the last step in which it was not idle.
 Compute nodes add, or mix, what was received. They follow all sends and receives of the step, one after the other, in
-order of sender. So transfers begin when `commrt.pricing.price` lets them begin.
+order of ranks. So transfers begin when `commrt.pricing.price` lets them begin.
 
 Of two nodes of a step, the send has the lower number. A simulator that runs one transfer of a rank at a time, in order,
 then does not wait for a message that is still to be sent.
