@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rank_pool import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transports import gloo, local, nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
 import commrt
 from commrt import c10d
@@ -22,11 +23,15 @@ from commrt.pricing.selection import parse_forced
 from commrt.proof import order_of_additions
 from commrt.quantization import Int8
 from commrt.runtime import executor
-from commrt.testing.ranks import over_nccl, run_ranks
+from commrt.testing.ranks import run_ranks
 
 SAMPLES = 64
 """Elements whose contributions are put into every tensor: enough for one sum in two orders to differ."""
 LARGEST = 10**6
+
+
+TRANSPORTS = (local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, peers)
+"""The last one reads what peers send in their memory."""
 
 
 def contributions(ranks, dtype):
@@ -103,7 +108,7 @@ def test_a_direct_sum_is_that_of_a_loop_over_the_ranks_rounded_once(collective, 
     assert torch.equal(run_ranks(5, body)[0], reduce(torch.add, given.float()).to(dtype))
 
 
-@pytest.mark.parametrize("connect", [None, over_nccl], ids=["threads", "stand-in for NCCL"])
+@pytest.mark.parametrize("connect", TRANSPORTS, ids=lambda connect: connect.__name__)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_an_average_has_the_same_bits_in_buckets_of_any_size(ranks, wire, connect):
@@ -136,7 +141,7 @@ def test_an_average_has_the_same_bits_in_buckets_of_any_size(ranks, wire, connec
     expected = reduce(
         torch.add, [(each / ranks if ranks == 4 else each * (1 / ranks)).to(travels).float() for each in given]
     )
-    for found in run_ranks(ranks, body, connect=connect):
+    for found in run_ranks(ranks, body, connect=lambda _, ranks, timeout_s: connect(ranks, timeout_s)):
         assert all(torch.equal(each, expected.to(travels).float()) for each in found)
 
 

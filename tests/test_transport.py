@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peer_group import over_peers
 from torch.distributed import HashStore
+from transports import gloo, local, nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
@@ -22,58 +22,11 @@ from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS
 from commrt.testing import conformance
 from commrt.testing import nccl as stand_in
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
-from commrt.testing.ranks import over_nccl, over_threads
-from commrt.transport.gloo import GlooTransport, HierarchicalTransport
+from commrt.testing.ranks import over_nccl
+from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import FREE_S, NcclTransport
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag, Transport
 from commrt.transport.shared import SharedTransport
-
-
-def local(ranks, timeout_s):
-    return over_threads(HashStore(), ranks, timeout_s)
-
-
-def gloo(ranks, timeout_s):
-    store = HashStore()
-    with ThreadPoolExecutor(ranks) as pool:
-        futures = [
-            pool.submit(GlooTransport, store, rank, range(ranks), timeout_s, "127.0.0.1") for rank in range(ranks)
-        ]
-        return [future.result() for future in futures]
-
-
-def shared(ranks, timeout_s):
-    store = HashStore()
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: SharedTransport(store, rank, range(ranks), timeout_s), range(ranks)))
-
-
-def hierarchical(hosts, timeout_s):
-    """The transports of ranks, where rank r is on host ``hosts[r]``."""
-    store = HashStore()
-
-    def one(rank):
-        neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-        return HierarchicalTransport(store, rank, range(len(hosts)), timeout_s, LOOPBACK, neighbours)
-
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        return list(pool.map(one, range(len(hosts))))
-
-
-def pairs_on_a_host(ranks, timeout_s):
-    return hierarchical([rank // 2 for rank in range(ranks)], timeout_s)
-
-
-def two_hosts_in_turn(ranks, timeout_s):
-    return hierarchical([rank % 2 for rank in range(ranks)], timeout_s)
-
-
-def nccl(ranks, timeout_s):
-    return over_nccl(HashStore(), ranks, timeout_s)
-
-
-def peers(ranks, timeout_s):
-    return over_peers(HashStore(), ranks, timeout_s)
 
 
 def harmless(ranks, timeout_s):
@@ -216,7 +169,7 @@ def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     transports = over_nccl(HashStore(), 2, 10.0)
     communicators = [transport._communicator for transport in transports]
     begin = monotonic()
-    with stand_in._changed:  # an abort needs this lock
+    with stand_in.changed:  # an abort needs this lock
         del transports
         gc.collect()
         assert all(each.comm for each in communicators)

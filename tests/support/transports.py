@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connect ranks that are threads of this process, by each transport."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from peer_group import over_peers
+from torch.distributed import HashStore
+
+from commrt.store.launcher import LOOPBACK
+from commrt.testing.ranks import over_nccl, over_threads
+from commrt.transport.gloo import GlooTransport, HierarchicalTransport
+from commrt.transport.shared import SharedTransport
+
+
+def local(ranks, timeout_s):
+    return over_threads(HashStore(), ranks, timeout_s)
+
+
+def gloo(ranks, timeout_s):
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [
+            pool.submit(GlooTransport, store, rank, range(ranks), timeout_s, "127.0.0.1") for rank in range(ranks)
+        ]
+        return [future.result() for future in futures]
+
+
+def shared(ranks, timeout_s):
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: SharedTransport(store, rank, range(ranks), timeout_s), range(ranks)))
+
+
+def hierarchical(hosts, timeout_s):
+    """The transports of ranks, where rank r is on host ``hosts[r]``."""
+    store = HashStore()
+
+    def one(rank):
+        neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+        return HierarchicalTransport(store, rank, range(len(hosts)), timeout_s, LOOPBACK, neighbours)
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(one, range(len(hosts))))
+
+
+def pairs_on_a_host(ranks, timeout_s):
+    return hierarchical([rank // 2 for rank in range(ranks)], timeout_s)
+
+
+def two_hosts_in_turn(ranks, timeout_s):
+    return hierarchical([rank % 2 for rank in range(ranks)], timeout_s)
+
+
+def nccl(ranks, timeout_s):
+    return over_nccl(HashStore(), ranks, timeout_s)
+
+
+def peers(ranks, timeout_s):
+    return over_peers(HashStore(), ranks, timeout_s)
