@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.algorithms import direct
+from commrt.algorithms import direct, halving_doubling
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.ring import Ring
@@ -75,6 +75,24 @@ def test_a_root_of_300_ranks_is_cut_alone_and_ends(version, from_root):
     groups = group_of(messages, 300)
     assert [len(cut(rank, 300, groups[rank], Rules(version))) for rank in (0, 1)] == [6 if version > 22707 else 1, 1]
     assert find_cycle(groups, Rules(version)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_uneven_pieces_of_128_ranks_are_cut_and_end(version):
+    draw = random.Random(0)
+    pairs = ((one, other) for one in range(128) for other in range(128) if one != other)
+    groups = group_of([(*pair, draw.choice((8, LARGE, 8 * LARGE))) for pair in pairs], 128)
+    assert len(cut(0, 128, groups[0], Rules(version))) > 1
+    assert find_cycle(groups, Rules(version)) is None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("ranks", [33, 65, 127])
+def test_folds_of_odd_counts_of_ranks_end(version, ranks):
+    for step in halving_doubling.all_reduce(ranks).steps():
+        messages = [(one, other, LARGE) for one, other in zip(step.src.tolist(), step.dst.tolist(), strict=True)]
+        assert find_cycle(group_of(messages, ranks), Rules(version)) is None
 
 
 @given(
