@@ -29,7 +29,7 @@ from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
 from commrt.proof import spec
 from commrt.proof.mixing import mixing, steps_to_meet_all
-from commrt.proof.replay import Proof, verify
+from commrt.proof.replay import Proof, traffic, verify
 from commrt.schedule import Schedule
 
 __all__ = ["FEW", "SWEEPS", "main", "wrong"]
@@ -38,6 +38,8 @@ FEW = [*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64]
 """Rank counts of the fast tests."""
 ALL = [*range(1, 65), 97, 128]
 MOST_TO_MEET = 100_000
+TWO_GROUPS = ("bruck", "dissemination", "double_tree")
+"""Schedules in which a rank sends another one two messages in one step."""
 
 Check = tuple[str, str | None]
 """What was checked, and what is wrong with it, or None."""
@@ -177,6 +179,15 @@ def overlapping(ranks: int) -> Iterator[Check]:
                 yield f"bytes of {schedule.name}, rank {rank} of {ranks}", f"{found[:3]}" if found else None
 
 
+def nccl_groups(ranks: int) -> Iterator[Check]:
+    """Count the NCCL groups of each schedule: one for each step, and up to two for those that are known."""
+    for collective in COLLECTIVES.keys() - ({"all_to_all"} if ranks > 128 else set()):  # it has ranks^2 chunks
+        for name, schedule in candidates(collective, ranks).items():
+            found = traffic(schedule)
+            most = 2 if name in TWO_GROUPS else 1
+            yield f"{collective} {name}", None if found.groups <= most * found.steps else f"takes {found.groups} groups"
+
+
 SWEEPS: dict[str, Sweep] = {
     **{name: Sweep(range(1, 65), partial(of_collective, name)) for name in COLLECTIVES},
     "all_reduce": Sweep([*ALL, 256], partial(of_collective, "all_reduce")),
@@ -190,6 +201,7 @@ SWEEPS: dict[str, Sweep] = {
     "pieces of three chunks": Sweep(range(1, 34), in_parts),
     "trees, every root": Sweep(range(1, 18), every_root),
     "gossip": Sweep([*range(1, 65), 128], gossip),
+    "NCCL groups": Sweep([*range(1, 65), 100, 128, 300, 1024], nccl_groups),
     "combining beside exchanges": Sweep(range(2, 9), overlapping),
 }
 """All that is proven, by name."""
