@@ -38,7 +38,12 @@ QUANTIZERS = {"direct int8": commrt.quantization.Int8(), "direct int4": commrt.q
 TOLERANCE = {FP32: 1e-6, BF16: 1e-2, QUANTIZERS["direct int8"]: 1e-2, QUANTIZERS["direct int4"]: 0.2}
 """Largest relative L2 error against the average in fp64."""
 
-ALGORITHMS = {"torus2d": commrt.Torus2D(), "ring": commrt.Ring(), "halving_doubling": commrt.HalvingDoubling()}
+ALGORITHMS: dict[str, commrt.Algorithm] = {
+    "torus2d": commrt.Torus2D(),
+    "ring": commrt.Ring(),
+    "halving_doubling": commrt.HalvingDoubling(),
+    "direct": commrt.Direct(),
+}
 WAYS = {name: (algorithm, "shared") for name, algorithm in ALGORITHMS.items()}
 WAYS["ring over gloo"] = ALGORITHMS["ring"], "gloo"
 """commrt's variants: algorithm and transport."""
