@@ -26,7 +26,7 @@ ROOMS = {
     "local SGD": ("commrt/local_sgd/*.py",),
     "quantization": ("commrt/quantization/*.py", "commrt/quantizer.py"),
     "c10d": ("commrt/c10d/*.py",),
-    "kernel definitions": ("kernels/reference.py", "kernels/layout.py", "kernels/tables.py", "kernels/dispatch.py"),
+    "kernel definitions": ("kernels/plain_torch.py", "kernels/layout.py", "kernels/tables.py", "kernels/dispatch.py"),
 }
 
 OTHER_OPERATOR: dict[type, type] = {

@@ -106,7 +106,7 @@ class Packer:
         for answer in filter(None, self._answers):
             answer.result()
         for bucket in self._buckets:
-            bucket.assign_gradients()
+            bucket.assign_missing()
         self._answers.clear()
         self._order.arm()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.layout import HEADER_NUMEL, Layout, refuse_count
-from commrt.kernels.reference import mix, pack, pack_at_once, unpack
+from commrt.kernels.plain_torch import mix, pack, pack_at_once, unpack
 
 __all__ = ["NO_PARTS", "Packing", "Parts", "Repeatable", "TorchPacking", "bits", "views_of"]
 

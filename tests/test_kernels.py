@@ -26,7 +26,7 @@ from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.device.variants import Sizes
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import bits
-from commrt.kernels.reference import mix, mix_into, pack, reduce_into, unpack
+from commrt.kernels.plain_torch import mix, mix_into, pack, reduce_into, unpack
 from commrt.kernels.tables import Tables
 
 TILE = 1024

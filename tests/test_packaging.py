@@ -71,7 +71,7 @@ def package_files():
 def test_the_wheel_is_the_package_and_nothing_else(dist):
     files = set(contents(dist.wheel))
     assert {name for name in files if ".dist-info/" not in name} == package_files()
-    assert {"commrt/kernels/reference.py", "commrt/algorithms/torus.py", "commrt/py.typed"} <= files
+    assert {"commrt/kernels/plain_torch.py", "commrt/algorithms/torus.py", "commrt/py.typed"} <= files
     clusters = {path.name for path in (ROOT / "commrt" / "pricing" / "clusters").glob("*.toml")}
     assert clusters
     assert {f"commrt/pricing/clusters/{name}" for name in clusters} <= files
@@ -128,7 +128,7 @@ def environment(dist, tmp_path_factory):
 
 @pytest.mark.slow
 def test_beside_packages_called_kernels_and_algorithms_each_finds_its_own(environment):
-    own = ["commrt/__init__.py", "commrt/kernels/reference.py", "commrt/algorithms/torus.py"]
+    own = ["commrt/__init__.py", "commrt/kernels/plain_torch.py", "commrt/algorithms/torus.py"]
     modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in own]
     call = (
         "import json, kernels, algorithms; from importlib.util import find_spec; "

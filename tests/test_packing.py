@@ -273,7 +273,7 @@ def test_a_gradient_that_was_made_on_the_lane_s_stream_is_not_freed_under_the_re
     layout.flags(bucket.wire).fill_(1)  # another rank had it
     bucket.unpack()
     bucket._made = {0: bucket._made[0].as_subclass(OnGpu)}
-    bucket.assign_gradients()
+    bucket.assign_missing()
     assert param.grad.used_on == ("the reader's on cpu",)
 
 

@@ -22,7 +22,7 @@ from peer_memory import HostPeerMemory, meeting
 from torch.distributed import HashStore
 
 from commrt.kernels.meeting import ABORT
-from commrt.kernels.reference import mix_into
+from commrt.kernels.plain_torch import mix_into
 from commrt.program import chunk_bounds, program
 from commrt.runtime.reading import bind_reading
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step

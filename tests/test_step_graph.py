@@ -422,7 +422,7 @@ def step_of(bucket, step_graphs, programs, step, scale=1.0):
     if not done:
         bucket.pack(scale)
         bucket.unpack()
-    bucket.assign_gradients()
+    bucket.assign_missing()
     if step_graphs.is_due:
         step_graphs.capture(agree)
     return done

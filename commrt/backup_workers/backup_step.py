@@ -196,7 +196,7 @@ class BackupStep:
         self._pass, step = None, self.version
         if outcome.counts:
             for bucket in self._engine.buckets:
-                bucket.assign_gradients()
+                bucket.assign_missing()
             if self._flat_buffer is not None:
                 self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
             self.version += 1

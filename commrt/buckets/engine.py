@@ -210,7 +210,7 @@ class Engine:
             self._connect_peers(schedule, players, step)
 
     def _share(self) -> None:
-        """Let peers read the buckets, in place of messages, where they can and all take part in every step."""
+        """Let GPUs of this host read the buckets, in place of messages, if all ranks take part in every step."""
         takes_all = self._usual_ranks == self.world.size
         wires = [bucket.wire for bucket in self.buckets if bucket.quantized is None and takes_all]
         if windows := self.world.transport.share(wires):

@@ -93,7 +93,7 @@ class OverlapCheck:
 class GradientBucket:
     """Parameters whose gradients travel together in the buffer `wire`.
 
-    In each step the thread that trains calls `take` and at the end `assign_gradients`. In between the communication
+    In each step the thread that trains calls `take` and at the end `assign_missing`. In between the communication
     thread calls `pack` and `unpack`, or a device graph does their work between `prepare_replay` and `finish_replay`.
     Nobody else may touch the gradients meanwhile: all of these raise `UsageError` if somebody did.
     """
@@ -216,7 +216,7 @@ class GradientBucket:
             self._refuse_sum()
         self._writes += 1
 
-    def assign_gradients(self) -> None:
+    def assign_missing(self) -> None:
         """Give parameters the gradients that only other ranks had; `unpack` has written the others in place."""
         self._require_unchanged()
         for (name, param), grad in zip(self.params, self._grads, strict=True):
@@ -297,15 +297,15 @@ class ReadyOrder:
     ['a.weight', 'b.bias', 'b.weight']
     """
 
-    def __init__(self, members: Sequence[Sequence[str]]) -> None:
-        self._members = [frozenset(names) for names in members]
-        self.bucket_of = {name: bucket for bucket, names in enumerate(members) for name in names}
+    def __init__(self, names: Sequence[Sequence[str]]) -> None:
+        self._names = [frozenset(some) for some in names]
+        self.bucket_of = {name: bucket for bucket, some in enumerate(names) for name in some}
         """Number of each gradient's bucket."""
         self.arm()
 
     def arm(self) -> None:
         """Begin a backward pass: no gradient is ready."""
-        self._missing = [*map(set, self._members)]
+        self._missing = [*map(set, self._names)]
         self._next = 0
         self.seen: list[str] = []
         """Gradients in the order in which they became ready in this pass."""

@@ -260,7 +260,7 @@ def _range_of(transfer: Transfer) -> tuple[int, int, int]:
 
 
 def only_reads(hop: Hop) -> bool:
-    """Return True if a rank may combine what it receives before the hop has ended: no peer reads what that changes."""
+    """Return True if no peer reads what combining changes: then senders may lend their memory until the hop ends."""
     apart = all(sent.hi <= own.lo or own.hi <= sent.lo for sent in hop.sends for own in hop.combined)
     return apart and len(hop.combined) == len(hop.recvs)
 

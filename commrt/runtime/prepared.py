@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commrt.errors import UsageError
 from commrt.kernels.layout import GRANULE
-from commrt.kernels.reference import mix_into, reduce_into
+from commrt.kernels.plain_torch import mix_into, reduce_into
 from commrt.program import chunk_bounds, member_program
 from commrt.proof.replay import ends_alike
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's program on a window: it reads what peers of its host send where it lies, and meets them before and after.
 
-No transfer needs a receive buffer, and a sum of many peers is one pass over their memory. What ranks of other hosts
-send is received as in `commrt.runtime.executor`, within the same hop, and the sums have the same bits.
+For `PeersTransport`, on GPUs. No transfer needs a receive buffer, and a sum of peers is one pass over their memory.
+What ranks of other hosts send is received as in `commrt.runtime.executor`, within the same hop. Sums have equal bits.
 """
 
 from __future__ import annotations

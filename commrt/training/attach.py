@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -173,8 +173,8 @@ def attach(  # noqa: PLR0913  # each has its default
     world.attached += 1
     chosen = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs, same_bits
     request = Request(world, model, params, optimizers, also, algorithm, wire, *chosen)
-    replica: Replica = import_module(getattr(algorithm, "trained_by", SYNCHRONOUS)).attach(request)
-    return replica
+    trained_by = getattr(algorithm, "trained_by", SYNCHRONOUS)  # an all-reduce says nothing
+    return cast("Replica", import_module(trained_by).attach(request))
 
 
 def _checked(world: World | None) -> World:

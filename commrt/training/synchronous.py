@@ -145,7 +145,7 @@ class SynchronousReplica(Replica):
             self._in_flight.append(self._engine.submit(bucket, self._step))
 
     def _finish(self) -> None:
-        """Send what is left, wait for all, and give the averages to the parameters."""
+        """Send what is left, and wait until all averages are in ``param.grad``."""
         begin_s = perf_counter()
         self._submit(self._order.rest())
         buffers = (
@@ -157,7 +157,7 @@ class SynchronousReplica(Replica):
             spans = tuple(map(Future.result, self._in_flight))
         if not self._alone:
             for bucket in self._engine.buckets:
-                bucket.assign_gradients()
+                bucket.assign_missing()
         if self._flat_buffers is not None:
             self._flat_buffers.empty(buffers, unread_buffers(self.model))
         self.last = StepReport(self._step, self._engine.members, perf_counter() - begin_s, spans)

@@ -242,16 +242,16 @@ class SharedTransport(Transport):
             raise TransportClosed("an earlier exchange failed; start a new world", where()) from self._failure
 
     def _run(
-        self, exchanges: Mapping[int, _PeerExchange], where: Where, begin: Callable[[_PeerExchange], None]
+        self, exchanges: Mapping[int, _PeerExchange], where: Where, start: Callable[[_PeerExchange], None]
     ) -> None:
-        """Call `begin` with each of `exchanges`, by descriptor, and return when all are complete."""
+        """Call `start` with each of `exchanges`, by descriptor, and return when all are complete."""
         try:
             while self._arena.freed:
                 number = self._arena.freed.popleft()
                 for channel in self._channels.values():
                     channel.forget(number)
             for exchange in exchanges.values():
-                begin(exchange)
+                start(exchange)
             self._complete(exchanges, where)
         except TransportError as failure:
             self._failure = failure
