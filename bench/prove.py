@@ -15,6 +15,7 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 from closed_forms import is_power, ring_bytes, wrong_cost
 from combining_races import TwoStreams, races, run_noted
 
@@ -27,10 +28,11 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
+from commrt.program import MOST_MESSAGES, nccl_groups
 from commrt.proof import spec
 from commrt.proof.mixing import mixing, steps_to_meet_all
-from commrt.proof.replay import Proof, traffic, verify
-from commrt.schedule import Schedule
+from commrt.proof.replay import Proof, verify
+from commrt.schedule import Schedule, Step
 
 __all__ = ["FEW", "SWEEPS", "main", "wrong"]
 
@@ -38,8 +40,6 @@ FEW = [*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64]
 """Rank counts of the fast tests."""
 ALL = [*range(1, 65), 97, 128]
 MOST_TO_MEET = 100_000
-TWO_GROUPS = ("bruck", "dissemination", "double_tree")
-"""Schedules in which a rank sends another one two messages in one step."""
 
 Check = tuple[str, str | None]
 """What was checked, and what is wrong with it, or None."""
@@ -179,13 +179,27 @@ def overlapping(ranks: int) -> Iterator[Check]:
                 yield f"bytes of {schedule.name}, rank {rank} of {ranks}", f"{found[:3]}" if found else None
 
 
-def nccl_groups(ranks: int) -> Iterator[Check]:
-    """Count the NCCL groups of each schedule: one for each step, and up to two for those that are known."""
+def groups_of_nccl(ranks: int) -> Iterator[Check]:
+    """Check that no rank has more messages in an NCCL group than one kernel takes; a distance counts once."""
     for collective in COLLECTIVES.keys() - ({"all_to_all"} if ranks > 128 else set()):  # it has ranks^2 chunks
         for name, schedule in candidates(collective, ranks).items():
-            found = traffic(schedule)
-            most = 2 if name in TWO_GROUPS else 1
-            yield f"{collective} {name}", None if found.groups <= most * found.steps else f"takes {found.groups} groups"
+            most = max((most_messages(step.canonical(), ranks) for step in schedule.steps()), default=0)
+            yield f"{collective} {name}", None if most <= MOST_MESSAGES else f"has {most} messages in a group"
+
+
+def most_messages(step: Step, ranks: int) -> int:
+    """Return the most messages of a rank in a group, or its distances if there are fewer."""
+    groups = nccl_groups(step, ranks)
+    group, distance = np.zeros(len(step), int) if groups is None else groups, (step.dst - step.src) % ranks
+    ends = np.concatenate((step.src, step.dst)) * (group.max(initial=0) + 1) + np.tile(group, 2)
+    works = np.unique(np.stack((ends, np.tile(distance, 2))), axis=1)[0] if is_uniform(step, ranks) else ends
+    return int(np.unique(works, return_counts=True)[1].max(initial=0))
+
+
+def is_uniform(step: Step, ranks: int) -> bool:
+    """Return True if all ranks send and receive over the same distances, over each once."""
+    pairs = (step.dst - step.src) % ranks
+    return all(counts == ranks for counts in np.unique(pairs, return_counts=True)[1])
 
 
 SWEEPS: dict[str, Sweep] = {
@@ -201,7 +215,7 @@ SWEEPS: dict[str, Sweep] = {
     "pieces of three chunks": Sweep(range(1, 34), in_parts),
     "trees, every root": Sweep(range(1, 18), every_root),
     "gossip": Sweep([*range(1, 65), 128], gossip),
-    "NCCL groups": Sweep([*range(1, 65), 100, 128, 300, 1024], nccl_groups),
+    "NCCL groups": Sweep([*range(1, 65), 100, 128, 300, 1024], groups_of_nccl),
     "combining beside exchanges": Sweep(range(2, 9), overlapping),
 }
 """All that is proven, by name."""

@@ -8,16 +8,18 @@ training step.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from commrt.schedule import COPY, Combine, IntArray, Schedule, Step, require_valid
 
 __all__ = [
+    "MOST_MESSAGES",
     "Dependencies",
     "Hop",
     "Meeting",
@@ -29,10 +31,13 @@ __all__ = [
     "final_receives",
     "meetings",
     "member_program",
+    "nccl_groups",
     "permuted_program",
     "program",
 ]
 
+MOST_MESSAGES = 7
+"""Of a rank in a hop that NCCL never cuts: a kernel takes 254 batches, of which 32 stay free, a message up to 32."""
 PROGRAMS_KEPT = 64
 """Programs that `member_program` remembers, by schedule and rank of the schedule; schedules of `permuted_program`."""
 
@@ -46,6 +51,8 @@ class Transfer:
     hi: int
     combine: Combine = COPY
     weight: float = 0.0
+    group: int | None = None
+    """Which of the hop's NCCL groups carries it, see `nccl_groups`; None if there is only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +99,29 @@ def program(schedule: Schedule, rank: int) -> Program:
     hops = []
     for step in schedule.checked_steps():
         canonical = require_valid(step, schedule).canonical()
-        sends, recvs = canonical.rows(canonical.src == rank), canonical.rows(canonical.dst == rank)
-        hops.append(Hop(_transfers(sends, sends.dst), _transfers(recvs, recvs.src)))
+        groups, sent, received = nccl_groups(canonical, schedule.ranks), canonical.src == rank, canonical.dst == rank
+        sends = _transfers(canonical, canonical.dst, sent, groups)
+        hops.append(Hop(sends, _transfers(canonical, canonical.src, received, groups)))
     return Program(rank, schedule.ranks, schedule.chunks, tuple(hops))
 
 
-def _transfers(step: Step, peers: IntArray, rows: slice = slice(None)) -> tuple[Transfer, ...]:
+def nccl_groups(step: Step, ranks: int) -> IntArray | None:
+    """Return [transfers] in which of its NCCL groups a canonical step sends each; None if it needs only one."""
+    if np.bincount(np.concatenate((step.src, step.dst)), minlength=1).max() <= MOST_MESSAGES:
+        return None
+    from commrt.nccl_groups import assigned  # noqa: PLC0415  # few hops need it
+
+    return assigned(step, ranks, MOST_MESSAGES)
+
+
+def _transfers(
+    step: Step, peers: IntArray, rows: slice | NDArray[np.bool_], groups: IntArray | None = None
+) -> tuple[Transfer, ...]:
     """Return `rows` of `step`, of which `peers` are the other ends, sorted by (peer, lo)."""
-    columns = (peers, step.lo[rows], step.hi[rows], step.combine[rows], step.weight[rows])
-    found = sorted(zip(*map(np.ndarray.tolist, columns), strict=True), key=_PEER_AND_LO)
-    return tuple([Transfer(peer, lo, hi, _COMBINES[combine], weight) for peer, lo, hi, combine, weight in found])
+    columns = [each[rows].tolist() for each in (peers, step.lo, step.hi, step.combine, step.weight)]
+    columns += [] if groups is None else [groups[rows].tolist()]
+    found = sorted(zip(*columns, strict=True), key=_PEER_AND_LO)
+    return tuple([Transfer(peer, lo, hi, _COMBINES[combine], *rest) for peer, lo, hi, combine, *rest in found])
 
 
 _PEER_AND_LO, _COMBINES = itemgetter(0, 1), [*Combine]
@@ -110,8 +130,8 @@ _PEER_AND_LO, _COMBINES = itemgetter(0, 1), [*Combine]
 def member_program(schedule: Schedule, members: Sequence[int], rank: int, ranks: int) -> Program:
     """Return the program of `rank` where ``members[i]``, of a world of `ranks`, runs rank i of `schedule`.
 
-    The result equals that of ``schedule.over(members, ranks)``. Repeated calls, with any members, cost only
-    O(transfers of this rank), because a quorum gives a rank another place in the same schedule from step to step.
+    The result equals that of ``schedule.over(members, ranks)``, but for NCCL groups. Repeated calls, with any members,
+    cost only O(transfers of this rank): a quorum gives a rank another place in a schedule from step to step.
 
     >>> from commrt.algorithms.ring import all_reduce
     >>> ring = all_reduce(3)
@@ -120,7 +140,7 @@ def member_program(schedule: Schedule, members: Sequence[int], rank: int, ranks:
     """
 
     def renamed(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
-        found = (Transfer(members[each.peer], each.lo, each.hi, each.combine, each.weight) for each in transfers)
+        found = (replace(each, peer=members[each.peer]) for each in transfers)
         return tuple(sorted(found, key=lambda each: (each.peer, each.lo)))
 
     kept = _program_kept(schedule, members.index(rank))
@@ -145,8 +165,8 @@ def permuted_program(schedule: Schedule, members: IntArray, rank: int, ranks: in
     for by_src, by_dst in _ends_kept(schedule):
         sent = slice(*by_src.src.searchsorted((place, place + 1)).tolist())
         received = slice(*by_dst.dst.searchsorted((place, place + 1)).tolist())
-        sends = _transfers(by_src, members[by_src.dst[sent]], sent)
-        hops.append(Hop(sends, _transfers(by_dst, members[by_dst.src[received]], received)))
+        sends = _transfers(by_src, members[by_src.dst], sent)
+        hops.append(Hop(sends, _transfers(by_dst, members[by_dst.src], received)))
     return Program(rank, ranks, schedule.chunks, tuple(hops))
 
 

@@ -67,18 +67,30 @@ def reduce_into(out: Tensor, summands: Sequence[Tensor]) -> None:
     if len(summands) == 2:
         torch.add(*summands, out=out)  # torch adds two 16-bit floats in fp32 and rounds once
         return
-    wide = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
-    for target, first, second, *others, last in in_pieces([out, *summands]):
-        total = first.to(wide) + second
-        for part in others:
-            total.add_(part)
-        torch.add(total, last, out=target)
+    add = _add_in_fp32 if out.is_floating_point() and out.dtype.itemsize < torch.float32.itemsize else _add
+    for target, *parts in in_pieces([out, *summands]):
+        add(target, *parts)
+
+
+def _add(target: Tensor, first: Tensor, second: Tensor, *others: Tensor) -> None:
+    is_read_first = target.data_ptr() in {first.data_ptr(), second.data_ptr()}
+    total = torch.add(first, second, out=target if is_read_first else None)
+    for part in others[:-1]:
+        total.add_(part)
+    torch.add(total, others[-1], out=target)
+
+
+def _add_in_fp32(target: Tensor, first: Tensor, *others: Tensor) -> None:
+    total = first.float()
+    for part in others:
+        total.add_(part)
+    target.copy_(total)
 
 
 def combine_into(function: Callable[..., Tensor], out: Tensor, operands: Sequence[Tensor]) -> None:
     """Compute ``out = function(function(operands[0], operands[1]), ...)``; `out` is one of them."""
-    for target, *parts in in_pieces([out, *operands]):
-        target.copy_(reduce(function, parts))
+    for target, first, *others, last in in_pieces([out, *operands]):
+        function(reduce(function, others, first), last, out=target)
 
 
 def mix(tensors: Sequence[Tensor | None], received: Sequence[Tensor], sent: Sequence[Tensor], weight: float) -> None:

@@ -110,6 +110,13 @@ def test_the_two_chunks_that_are_named_do_differ(ranks, data):
         assert any((end[0, one] != end[0, other]).any() for end in (result_of(schedule, each) for each in draws))
 
 
+def test_ranges_that_one_message_carries_are_added_as_one():
+    """Rank 0 receives chunks 0 and 1 of rank 1 as one range, after chunk 0 of rank 2 alone."""
+    step = Step.of([1, 1, 2], 0, [0, 1, 0], [1, 2, 1], ADD)
+    schedule = Schedule("merged", 3, 2, lambda: iter([step]))
+    assert str(order_of_additions(schedule)) == "one order for all elements: (1 + (0 + 2))"
+
+
 def test_an_order_is_shown_as_sums_in_brackets():
     chain = Schedule("chain", 3, 1, lambda: iter([Step.of([2], [1], 0, 1, ADD), Step.of([1], [0], 0, 1, ADD)]))
     assert str(order_of_additions(chain)) == "one order for all elements: (0 + (1 + 2))"

@@ -5,22 +5,28 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import chain, repeat
+from math import inf
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import commrt.nccl_groups
 from commrt.algorithms import direct, halving_doubling
-from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
+from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.ring import Ring
 from commrt.c10d.messages import DeviceMessages
 from commrt.errors import DeadlineExceeded
-from commrt.program import member_program
+from commrt.nccl_groups import joined
+from commrt.program import member_program, nccl_groups, program
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
+from commrt.schedule import COPY, Step
 from commrt.testing import nccl
 from commrt.testing.nccl_cut import cutting
 from commrt.testing.nccl_plans import Call, Rules, cut, find_cycle
@@ -40,15 +46,29 @@ def group_of(messages, ranks):
     return groups
 
 
-def in_rounds(messages):
-    """Return lists of messages, each with the next one of each pair."""
-    rounds, seen = [], Counter()
-    for message in messages:
-        number = seen[message[:2]]
-        seen[message[:2]] += 1
-        rounds += [[]] if number == len(rounds) else []
-        rounds[number].append(message)
-    return rounds
+def step_of(messages):
+    """Return a step in which the k-th message has chunk 2k."""
+    lo = 2 * np.arange(len(messages))
+    return Step.of([one for one, _, _ in messages], [other for _, other, _ in messages], lo, lo + 1, COPY).canonical()
+
+
+def in_groups(messages, ranks):
+    """Return lists of messages, one for each group in which they are sent, in order."""
+    step, found = step_of(messages), defaultdict(list)
+    groups = nccl_groups(step, ranks)
+    for number, group in zip((step.lo // 2).tolist(), repeat(0) if groups is None else groups.tolist(), strict=False):
+        nbytes = messages[number][2]
+        found[(0, 0) if groups is None else joined(group, nbytes)].append(messages[number])
+    return [found[key] for key in sorted(found)]
+
+
+def uncut(messages, ranks, rules):
+    """True if each rank sends each of its groups by one kernel."""
+    return all(
+        len(cut(rank, ranks, calls, rules)) == 1
+        for some in in_groups(messages, ranks)
+        for rank, calls in enumerate(group_of(some, ranks))
+    )
 
 
 def uneven(seed, ranks, count):
@@ -111,13 +131,13 @@ def test_no_cut_can_hang_where_a_pair_has_one_message(version, ranks_per_node, r
 
 
 @pytest.mark.parametrize("version", [22707, 22809, 22902])
-def test_uneven_groups_with_several_messages_of_a_pair_hang_before_2_29_7_and_end_in_rounds(version):
+def test_uneven_groups_with_several_messages_of_a_pair_hang_before_2_29_7_and_are_sent_in_uncut_ones(version):
     hanging = [
         messages for seed in range(8) if find_cycle(group_of(messages := uneven(seed, 4, 800), 4), Rules(version))
     ]
     assert hanging
     for messages in hanging:
-        assert all(find_cycle(group_of(some, 4), Rules(version)) is None for some in in_rounds(messages))
+        assert uncut(messages, 4, Rules(version))
         assert find_cycle(group_of(messages, 4), Rules(22907)) is None
 
 
@@ -136,34 +156,69 @@ def test_a_call_without_its_other_end_is_refused():
         find_cycle([[Call(1, True, 8)], []], Rules())
 
 
-def test_only_these_schedules_have_two_messages_of_a_pair_in_a_step():
-    schedules = {
-        (name, ranks): schedule
-        for collective in COLLECTIVES
-        for ranks in (2, 3, 5, 8, 12)
-        for name, schedule in candidates(collective, ranks).items()
-    } | {(name, ranks): by_name(name).schedule(0, ranks) for name in ALGORITHMS for ranks in (2, 3, 5, 8, 12)}
-    most = Counter()
-    for (name, _), schedule in schedules.items():
-        for step in schedule.steps():
-            pairs = Counter(zip(step.src.tolist(), step.dst.tolist(), strict=True))
-            most[name] = max(most[name], *pairs.values(), 0)
-    assert {name for name, count in most.items() if count > 1} == {"bruck", "dissemination", "double_tree", "rings"}
-    assert max(most.values()) == 2
+@pytest.mark.parametrize("ranks_per_node", [None, 8])
+@pytest.mark.parametrize("nbytes", [8, 1 << 16, 1 << 19, LARGE])
+@pytest.mark.parametrize(
+    "ranks", [5, 8, pytest.param(16, marks=pytest.mark.slow), pytest.param(24, marks=pytest.mark.slow)]
+)
+def test_no_group_of_any_schedule_is_ever_cut(ranks, nbytes, ranks_per_node):
+    if ranks_per_node is not None and ranks % ranks_per_node:
+        pytest.skip("hosts are full")
+    for collective in COLLECTIVES:
+        for schedule in candidates(collective, ranks).values():
+            for step in {step.text(10**6): step for step in schedule.steps()}.values():
+                moved = step.canonical()
+                messages = [
+                    (one, other, nbytes) for one, other in zip(moved.src.tolist(), moved.dst.tolist(), strict=True)
+                ]
+                assert all(
+                    uncut(messages, ranks, Rules(version, ranks_per_node=ranks_per_node)) for version in VERSIONS
+                )
 
 
-def test_messages_of_a_pair_travel_in_as_many_rounds_alike_on_both_ends():
-    tensors = [torch.full((1,), float(number)) for number in range(5)]
-    there = P2PGroup([P2PMessage(1, tensors[0]), P2PMessage(2, tensors[1]), P2PMessage(1, tensors[2])], [], hop=7)
-    here = P2PGroup([], [P2PMessage(0, tensors[3]), P2PMessage(0, tensors[4])], hop=7)
-    assert [[each.peer for each in some.sends] for some in there.rounds] == [[1, 2], [1]]
-    assert [[each.data for each in some.recvs] for some in here.rounds] == [[tensors[3]], [tensors[4]]]
-    assert {some.hop for some in there.rounds} == {7}
-    assert P2PGroup([], []).rounds == []
+@given(st.integers(2, 12), st.data())
+def test_no_group_of_random_messages_is_ever_cut(ranks, data):
+    rank = st.integers(0, ranks - 1)
+    pairs = data.draw(st.lists(st.tuples(rank, rank).filter(lambda pair: pair[0] != pair[1]), min_size=1, max_size=150))
+    messages = [(*pair, data.draw(st.sampled_from([8, 1 << 16, 1 << 18, 1 << 22, LARGE]))) for pair in pairs]
+    assert uncut(messages, ranks, Rules(data.draw(st.sampled_from(VERSIONS))))
+    assert sorted(chain.from_iterable(in_groups(messages, ranks))) == sorted(messages)
 
 
-@pytest.mark.parametrize(("algorithm", "groups"), [(Ring(), [1]), (DoubleTree(), [1, 2])])
-def test_a_hop_is_one_group_of_nccl_unless_a_pair_has_several_messages(algorithm, groups, monkeypatch):
+def test_both_ends_have_a_message_in_the_same_group():
+    schedule = direct.all_gather(20)
+    programs = [program(schedule, rank).hops[0] for rank in range(20)]
+    for rank, hop in enumerate(programs):
+        for sent in hop.sends:
+            (there,) = [each for each in programs[sent.peer].recvs if each.peer == rank]
+            assert there.group == sent.group
+    assert {each.group for each in programs[3].sends} == {0, 1, 2}
+    assert {each.group for each in program(direct.all_gather(8), 3).hops[0].sends} == {None}
+
+
+def test_groups_have_one_order_on_all_ranks_and_small_messages_share_them():
+    small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+    sends = [P2PMessage(1, large, 20), P2PMessage(2, small, 20), P2PMessage(3, large, 0), P2PMessage(4, small, 2)]
+    found = P2PGroup(sends, [P2PMessage(5, small, 17)], hop=7).for_nccl()
+    assert [[each.peer for each in (*some.sends, *some.recvs)] for some in found] == [[4, 5], [2], [3], [1]]
+    assert {some.hop for some in found} == {7}
+    assert P2PGroup([], []).for_nccl() == []
+
+
+@given(st.integers(2, 40), st.data())
+def test_messages_without_a_schedule_are_in_the_same_group_at_both_ends(ranks, data):
+    one, other = data.draw(st.lists(st.integers(0, ranks - 1), min_size=2, max_size=2, unique=True))
+    count = data.draw(st.integers(1, 4))
+    nothing = torch.zeros(1)
+    there = P2PGroup([P2PMessage(other, nothing)] * count, []).by_distance(one, ranks)
+    here = P2PGroup([], [P2PMessage(one, nothing)] * count).by_distance(other, ranks)
+    groups = [each.group for each in there.sends]
+    assert groups == [each.group for each in here.recvs]
+    assert groups == sorted(set(groups))
+
+
+@pytest.mark.parametrize(("algorithm", "groups"), [(Ring(), [1]), (DoubleTree(), [1])])
+def test_a_hop_of_few_messages_is_one_group_of_nccl(algorithm, groups, monkeypatch):
     begun = Counter()
     end = nccl.groupEnd
 
@@ -191,57 +246,72 @@ def test_a_hop_is_one_group_of_nccl_unless_a_pair_has_several_messages(algorithm
         assert (row == 3).all()
 
 
-SMALL = Rules(22809, channels=4, channels_per_peer=1, arguments_nbytes=48)
-"""A kernel takes three batches."""
+SMALL = Rules(22809, channels=4, channels_per_peer=1, arguments_nbytes=16 * 7)
+"""A kernel takes seven messages."""
+
+
+@pytest.fixture
+def all_are_large(monkeypatch):
+    """For groups, messages of any size are large."""
+    monkeypatch.setattr(commrt.nccl_groups, "JOINED", ((inf, 1),))
 
 
 def small_messages(seed):
     draw = random.Random(seed)
-    pairs = ((draw.randrange(5), draw.randrange(5)) for _ in range(80))
+    pairs = ((draw.randrange(6), draw.randrange(6)) for _ in range(400))
     return [(one, other, 4) for one, other in pairs if one != other]
 
 
-def exchanged(messages, timeout_s):
-    """Let 5 ranks exchange `messages` in one hop, of which the k-th carries k; return what came, by its number."""
+def exchanged(messages, timeout_s, *, grouped):
+    """Let 6 ranks exchange `messages` in one hop, of which the k-th carries k; return what came, by its number."""
+    step = step_of(messages)
+    groups = dict(zip((step.lo // 2).tolist(), nccl_groups(step, 6).tolist(), strict=True)) if grouped else {}
 
     def body(world):
         ours = [(number, one, other) for number, (one, other, _) in enumerate(messages) if world.rank in (one, other)]
-        sends = [P2PMessage(other, torch.tensor([float(number)])) for number, one, other in ours if one == world.rank]
+        sends = [
+            P2PMessage(other, torch.tensor([float(number)]), groups.get(number))
+            for number, one, other in ours
+            if one == world.rank
+        ]
         places = {number: torch.zeros(1) for number, _, other in ours if other == world.rank}
-        recvs = [P2PMessage(messages[number][0], place) for number, place in places.items()]
+        recvs = [P2PMessage(messages[number][0], place, groups.get(number)) for number, place in places.items()]
         world.comm_thread.run(lambda: world.transport.bind(P2PGroup(sends, recvs))(Tag(0, 0))).result()
         return places
 
-    found = run_ranks(5, body, timeout_s, connect=over_nccl)
+    found = run_ranks(6, body, timeout_s, connect=over_nccl)
     return {number: place.item() for places in found for number, place in places.items()}
 
 
-HANGING = [seed for seed in range(8) if find_cycle(group_of(small_messages(seed), 5), SMALL)]
+HANGING = [seed for seed in range(8) if find_cycle(group_of(small_messages(seed), 6), SMALL)]
+ENDING = [seed for seed in range(8) if seed not in HANGING]
 
 
-@pytest.mark.parametrize("seed", HANGING[:2])
-def test_what_hangs_in_the_model_hangs_in_the_stand_in_unless_it_travels_in_rounds(seed, monkeypatch):
-    messages = small_messages(seed)
+def test_what_hangs_in_the_stand_in_ends_there_in_groups(all_are_large):
+    """All calls of a kernel begin together there, so less hangs than in the model."""
+
+    def hangs(messages):
+        try:
+            exchanged(messages, 1.0, grouped=False)
+        except DeadlineExceeded:
+            return True
+        return False
+
     with cutting(SMALL):
-        assert exchanged(messages, 20.0) == {number: number for number in range(len(messages))}
-        monkeypatch.setattr(P2PGroup, "rounds", property(lambda group: [group]))
-        with pytest.raises(DeadlineExceeded):
-            exchanged(messages, 1.0)
+        messages = next(filter(hangs, map(small_messages, HANGING)))
+        assert exchanged(messages, 20.0, grouped=True) == {number: number for number in range(len(messages))}
 
 
-def test_what_does_not_hang_in_the_model_ends_in_the_stand_in(monkeypatch):
-    ending = [
-        seed for seed in range(20) if seed not in HANGING and not find_cycle(group_of(small_messages(seed), 5), SMALL)
-    ]
-    monkeypatch.setattr(P2PGroup, "rounds", property(lambda group: [group]))
+@pytest.mark.parametrize("place", range(2))
+def test_what_ends_in_the_model_ends_in_the_stand_in(place):
+    messages = small_messages(ENDING[place])
     with cutting(SMALL):
-        for messages in map(small_messages, ending[:3]):
-            assert exchanged(messages, 20.0) == {number: number for number in range(len(messages))}
+        assert exchanged(messages, 20.0, grouped=False) == {number: number for number in range(len(messages))}
 
 
-@pytest.mark.parametrize("ranks", [3, 5, 8])
+@pytest.mark.parametrize("ranks", [3, 5, 12])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_schedule_ends_where_kernels_take_three_batches(collective, ranks):
+def test_every_schedule_ends_where_kernels_take_seven_messages(collective, ranks, all_are_large):
     def body(world):
         for schedule in candidates(collective, ranks).values():
             world.run(schedule, torch.ones(2 * schedule.chunks))
@@ -250,21 +320,7 @@ def test_every_schedule_ends_where_kernels_take_three_batches(collective, ranks)
         run_ranks(ranks, body, connect=over_nccl)
 
 
-def test_an_all_to_all_of_uneven_pieces_ends_where_kernels_take_three_batches():
-    sizes = {(one, other): (7 * one + 3 * other) % 5 for one in range(8) for other in range(8)}  # some are empty
-
-    def body(world):
-        rank = world.rank
-        sends = [P2PMessage(to, torch.full((sizes[rank, to],), float(rank))) for to in range(8) if to != rank]
-        recvs = [P2PMessage(source, torch.zeros(sizes[source, rank])) for source in range(8) if source != rank]
-        world.comm_thread.run(lambda: world.transport.bind(P2PGroup(sends, recvs))(Tag(0, 0))).result()
-        return all((message.data == message.peer).all() for message in recvs)
-
-    with cutting(SMALL):
-        assert all(run_ranks(8, body, connect=over_nccl))
-
-
-def test_a_batch_of_torch_distributed_ends_where_kernels_take_three_batches(monkeypatch):
+def test_a_batch_of_torch_distributed_ends_where_kernels_take_seven_messages(monkeypatch, all_are_large):
     monkeypatch.setattr(World, "connect", lambda world, device: None)
     messages = small_messages(HANGING[0])
 
@@ -280,4 +336,27 @@ def test_a_batch_of_torch_distributed_ends_where_kernels_take_three_batches(monk
         return all(place.item() == number for number, place in places.items())
 
     with cutting(SMALL):
-        assert all(run_ranks(5, body, connect=over_nccl))
+        assert all(run_ranks(6, body, connect=over_nccl))
+
+
+def test_ends_of_a_short_batch_may_come_in_several_batches(monkeypatch):
+    """Rank 0 posts all at once. Rank 1 receives one after the other, then sends to rank 2, for which rank 0 waits."""
+    monkeypatch.setattr(World, "connect", lambda world, device: None)
+
+    def body(world):
+        batch, places = DeviceMessages(world), [torch.zeros(1) for _ in range(2)]
+        if world.rank == 0:
+            works = [batch.post(torch.tensor([float(number)]), 1, is_send=True) for number in range(2)]
+            works.append(batch.post(places[0], 2, is_send=False))
+            works[-1].wait()
+        elif world.rank == 1:
+            for place in places:
+                batch.post(place, 0, is_send=False).wait()
+            batch.post(places[1], 2, is_send=True).wait()
+        else:
+            batch.post(places[0], 1, is_send=False).wait()
+            batch.post(places[0], 0, is_send=True).wait()
+        return places[0].item()
+
+    with cutting(Rules()):  # where nothing compares groups
+        assert run_ranks(3, body, connect=over_nccl) == [1.0, 0.0, 1.0]

@@ -19,7 +19,7 @@ import commrt
 from commrt import c10d
 from commrt.algorithms.catalogue import candidates
 from commrt.local_sgd import LocalSGD
-from commrt.pricing.selection import parse_forced
+from commrt.pricing.selection import SUMS, parse_forced
 from commrt.proof import order_of_additions
 from commrt.quantization import Int8
 from commrt.runtime import executor
@@ -53,19 +53,30 @@ def sums_of(schedule, numel, begin, dtype, connect=None):
 
 
 def of_one_order():
-    found = (each for ranks in (2, 3, 4, 5, 8) for each in candidates("all_reduce", ranks).values())
-    return [each for each in found if order_of_additions(each).is_one]
+    """(collective, schedule) for all that add in one order."""
+    named = ((name, each) for name in SUMS for ranks in (2, 3, 4, 5, 8) for each in candidates(name, ranks).values())
+    return [(name, each) for name, each in named if order_of_additions(each).is_one]
 
 
-@settings(max_examples=40, deadline=None)
+def whole(collective, schedule, numel):
+    """The elements of a buffer whose first `numel` are summed at rank 0; collectives but one need equal chunks."""
+    if collective == "all_reduce":
+        return numel
+    return numel * schedule.chunks if collective == "reduce_scatter" else -(-numel // schedule.chunks) * schedule.chunks
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(of_one_order()), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.data())
-def test_a_sum_does_not_depend_on_the_size_of_its_tensor_or_on_its_place_there(schedule, dtype, data):
-    numel = data.draw(st.one_of(st.integers(SAMPLES, 2000), st.integers(SAMPLES, LARGEST)))
+def test_a_sum_does_not_depend_on_the_size_of_its_tensor_or_on_its_place_there(named, dtype, data):
+    collective, schedule = named
+    largest = LARGEST // (schedule.chunks if collective == "reduce_scatter" else 1)
+    numel = data.draw(st.one_of(st.integers(SAMPLES, 2000), st.integers(SAMPLES, largest)))
     begin = data.draw(st.integers(0, numel - SAMPLES))
-    alone = sums_of(schedule, SAMPLES, 0, dtype)
-    assert torch.equal(sums_of(schedule, numel, begin, dtype), alone)
-    one_by_one = torch.cat([one_sum(schedule, number, dtype) for number in range(0, SAMPLES, 16)])
-    assert torch.equal(one_by_one, alone[::16])
+    alone = sums_of(schedule, whole(collective, schedule, SAMPLES), 0, dtype)
+    assert torch.equal(sums_of(schedule, whole(collective, schedule, numel), begin, dtype), alone)
+    if collective == "all_reduce":
+        one_by_one = torch.cat([one_sum(schedule, number, dtype) for number in range(0, SAMPLES, 16)])
+        assert torch.equal(one_by_one, alone[::16])
 
 
 def one_sum(schedule, number, dtype):
@@ -166,6 +177,16 @@ def test_what_would_not_give_the_same_bits_is_refused(algorithm, options, why):
 
     with pytest.raises(commrt.UsageError, match=why):
         run_ranks(6, body)
+
+
+def test_join_is_refused_as_a_rank_that_leaves_changes_every_sum():
+    def body(world):
+        replica = commrt.attach(nn.Linear(3, 2), None, commrt.Direct(), world=world, same_bits=True)
+        with replica.join():
+            pass
+
+    with pytest.raises(commrt.UsageError, match=r"join\(\) with same_bits=True: a rank that leaves changes every sum"):
+        run_ranks(2, body)
 
 
 def test_ranks_that_differ_in_same_bits_are_refused():

@@ -120,6 +120,10 @@ class Engine:
 
     def require_any_members(self) -> None:
         """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
+        if self._same_bits:
+            raise UsageError(
+                "join() with same_bits=True: a rank that leaves changes every sum; attach without same_bits"
+            )
         try:
             for members in range(2, self.world.size + 1):  # one alone runs none
                 self.algorithm.schedule(0, members)
@@ -148,10 +152,7 @@ class Engine:
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Owe `residuals` from now on, and nothing where they have nothing."""
         for name, part in self.residuals().items():
-            if name in residuals:
-                part.copy_(residuals[name])
-            else:
-                part.zero_()
+            part.copy_(residuals.get(name, part.new_zeros(())))
 
     def release(self) -> None:
         """Let go of all memory, behind what is in flight; nothing more can be carried."""
@@ -227,7 +228,8 @@ class Engine:
 
         sends = messages({transfer.peer for hop in mine.hops for transfer in hop.sends})
         recvs = messages({transfer.peer for hop in mine.hops for transfer in hop.recvs})
-        self.world.transport.bind(P2PGroup(sends, recvs))(Tag(step, "greeting"))
+        group = P2PGroup(sends, recvs).by_distance(self.world.rank, self.world.size)
+        self.world.transport.bind(group)(Tag(step, "greeting"))
 
     def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
         """Pack `bucket`, add it up over `members`, and unpack the average, or leave it on the wire."""

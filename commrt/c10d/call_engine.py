@@ -267,7 +267,10 @@ def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None
     for wire, row, elements in part.take:
         if (divisor := call.kind.divisor) > 1:
             is_exact = wire.is_floating_point() or wire.is_complex()
-            wire.div_(divisor, rounding_mode=None if is_exact else "trunc")
+            number = torch.full(
+                (), divisor, device=wire.device
+            )  # a GPU multiplies by the reciprocal of one of the host
+            wire.div_(number, rounding_mode=None if is_exact else "trunc")
         call.take[row][elements].copy_(wire)
 
 

@@ -23,8 +23,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import UsageError
+from commrt.nccl_groups import JOINED, group_count
 from commrt.options import require_compatible, require_short_sums
 from commrt.pricing.cluster import Cluster
+from commrt.program import nccl_groups
 from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
 from commrt.schedule import ADD, MIX, Algorithm, IntArray, Schedule, Step, require_valid
 
@@ -147,6 +149,10 @@ class _Pattern:
     adds: bool
     is_one_each: bool
     """True if no rank sends twice, and none receives twice."""
+    most_chunks: float
+    """Chunks of the largest message."""
+    groups_s: dict[float, float]
+    """Time of further NCCL groups, by the most bytes of a message."""
     even: tuple[float, float] | None = None
     """Seconds of a step, and seconds per byte of a chunk, if all ranks that begin together also end together."""
 
@@ -156,7 +162,7 @@ class _Pattern:
         Once a step takes all ranks equally long, every later one does: a common delay of all begins delays all ends.
         """
         if self.even is not None and np.ptp(clock_s) == 0:
-            return clock_s + times * (self.even[0] + self.even[1] * chunk_nbytes)
+            return clock_s + times * (self.even[0] + self.even[1] * chunk_nbytes + self._groups_s(chunk_nbytes))
         for played in range(1, times + 1):
             after_s = self._step(clock_s, chunk_nbytes)
             took_s = after_s - clock_s
@@ -165,9 +171,12 @@ class _Pattern:
             clock_s = after_s
         return clock_s
 
+    def _groups_s(self, chunk_nbytes: float) -> float:
+        return next(s for most, s in self.groups_s.items() if self.most_chunks * chunk_nbytes <= most)
+
     def _step(self, clock_s: Seconds, chunk_nbytes: float) -> Seconds:
         begin_s = np.maximum(clock_s[self.src], clock_s[self.dst])
-        sent_s = begin_s + (self.latency_s + self.s_per_byte * chunk_nbytes)
+        sent_s = begin_s + (self.latency_s + self.s_per_byte * chunk_nbytes + self._groups_s(chunk_nbytes))
         after_s = clock_s.copy()
         if self.is_one_each:  # ufunc.at takes many times as long
             after_s[self.src] = sent_s
@@ -197,8 +206,6 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     src, dst, chunks = step.src, step.dst, (step.hi - step.lo).astype(np.float64)
     near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
     latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
-    if cluster.group_us:
-        latency_us = latency_us + cluster.group_us * (_nccl_groups(step, ranks) - 1)
     added = np.bincount(dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0.0), ranks).astype(np.float64)
     adds = bool(added.any())
     moves = src != dst
@@ -216,14 +223,17 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
         adding_s_per_byte=adding_s_per_byte if adding_s_per_byte.any() else 0.0,
         adds=adds,
         is_one_each=bool(sent.max() <= 1 and received.max() <= 1),
+        most_chunks=float(chunks.max(initial=0)),
+        groups_s=_groups_s(step, ranks, cluster),
         even=(float(latency_s[0]), float(s_per_byte[0] + adding_s_per_byte[0])) if is_even else None,
     )
 
 
-def _nccl_groups(step: Step, ranks: int) -> int:
-    """Return the most messages from one rank to another, at least 1: a group of NCCL has one for each pair."""
-    moved = step.canonical()
-    return int(np.unique(moved.src * ranks + moved.dst, return_counts=True)[1].max(initial=1))
+def _groups_s(step: Step, ranks: int, cluster: Cluster) -> dict[float, float]:
+    if not cluster.group_us:
+        return {inf: 0.0}
+    groups = nccl_groups(step.canonical(), ranks)
+    return {most: (group_count(groups, most) - 1) * cluster.group_us * 1e-6 for most, _ in JOINED}
 
 
 def _messages_us(src: IntArray, dst: IntArray, cluster: Cluster, ranks: int) -> float:

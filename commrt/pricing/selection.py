@@ -15,6 +15,7 @@ from commrt.proof.spec import collective_of
 from commrt.schedule import Schedule
 
 __all__ = [
+    "SUMS",
     "WIRE_NBYTES",
     "Choice",
     "Selection",

@@ -20,7 +20,7 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.proof.symbols import select
-from commrt.schedule import COPY, MIX, IntArray, Schedule
+from commrt.schedule import COPY, MIX, IntArray, Schedule, Step
 
 __all__ = ["Additions", "order_of_additions", "require_one_order"]
 
@@ -91,7 +91,7 @@ def require_one_order(schedule: Schedule) -> None:
 def _replayed(schedule: Schedule, trees: _Trees, lo: int, hi: int) -> IntArray:
     """Return the tree that each cell of chunks [lo, hi) ends with, [ranks, hi - lo]."""
     held = np.repeat(np.arange(schedule.ranks), hi - lo)
-    for step in schedule.checked_steps():
+    for step in map(Step.canonical, schedule.checked_steps()):  # whose ranges the ranks' programs have
         if (step.combine == int(MIX)).any():
             raise UsageError(f"{schedule.name} mixes, so what ranks end with is no sum: give a schedule that adds")
         cells = select(step, lo, hi)

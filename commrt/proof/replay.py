@@ -19,10 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from math import inf
 
 import numpy as np
 
 from commrt.errors import ScheduleError
+from commrt.nccl_groups import group_count
+from commrt.program import nccl_groups
 from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
 from commrt.schedule import ADD, COPY, MIX, Schedule, malformed
@@ -45,7 +48,7 @@ class Traffic:
     max_peers: int
     """Most peers that any rank exchanges with in one step."""
     groups: int
-    """NCCL groups: a step is as many as the messages of a pair of ranks in it, as a group has one for each pair."""
+    """NCCL groups, if messages are large: see `commrt.nccl_groups`."""
 
 
 NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0, 0)
@@ -181,7 +184,7 @@ def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]
         np.add.at(sent, moved.src, moved.hi - moved.lo)
         pairs = np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src))
         peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
-        groups += int(np.unique(pairs[: len(moved)], return_counts=True)[1].max(initial=0))
+        groups += group_count(nccl_groups(moved, ranks), inf) if len(moved) else 0
     return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers, groups), mixes, None
 
 

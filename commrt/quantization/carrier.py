@@ -215,8 +215,8 @@ class _Binder:
     def hop(self, number: int, hop: Hop) -> _QuantizedHop:
         quantizings = tuple(self._quantizings(hop))
         places = self._receive_places(hop)
-        sends = [P2PMessage(each.peer, self._codes(each.lo, each.hi)) for each in hop.sends]
-        recvs = [P2PMessage(each.peer, place) for each, place in zip(hop.recvs, places, strict=True)]
+        sends = [P2PMessage(each.peer, self._codes(each.lo, each.hi), each.group) for each in hop.sends]
+        recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
         self.nbytes_sent += sum(message.data.nbytes for message in sends)
         exchange = self.transport.bind(P2PGroup(sends, recvs, number, only_reads(hop)))
         additions = tuple(self._additions(hop, places))

@@ -211,8 +211,10 @@ class _Binder:
 
     def hop(self, number: int, hop: Hop, waits: Dependencies, final: Sequence[bool]) -> BoundHop:
         places = self._receive_places(hop, self.half * waits.parity[number] * waits.overlap)
-        sends = [P2PMessage(transfer.peer, self._own(transfer)) for transfer in hop.sends]
-        recvs = [P2PMessage(transfer.peer, place) for transfer, place in zip(hop.recvs, places, strict=True)]
+        sends = [P2PMessage(transfer.peer, self._own(transfer), transfer.group) for transfer in hop.sends]
+        recvs = [
+            P2PMessage(transfer.peer, place, transfer.group) for transfer, place in zip(hop.recvs, places, strict=True)
+        ]
         self.sends.extend(sends)
         self.recvs.extend(recvs)
         ends = zip(hop.recvs, places, final, strict=True)

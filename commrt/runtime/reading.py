@@ -111,8 +111,8 @@ class _Reader:
         """Return the hop as one, or as two if it must not write before all peers have read."""
         before, within = self._meetings.before[number], self._meetings.within[number]
         places = self._places(hop, stages=within is not None)
-        sends = [P2PMessage(each.peer, self._own(each)) for each in hop.sends]
-        recvs = [P2PMessage(each.peer, place) for each, place in zip(hop.recvs, places, strict=True)]
+        sends = [P2PMessage(each.peer, self._own(each), each.group) for each in hop.sends]
+        recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
         self.sends += sends
         self.recvs += recvs
         far_sends, far_recvs = ([m for m in side if m.peer not in self._near] for side in (sends, recvs))

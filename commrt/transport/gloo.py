@@ -137,8 +137,8 @@ class GlooTransport(Transport):
             require_cpu(message.data.device, MEDIUM)
         if self._gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, hop=rest.hop))
-        transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data in rest.recvs]
-        transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data in rest.sends]
+        transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data, _ in rest.recvs]
+        transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data, _ in rest.sends]
 
         def start(tag: Tag) -> Callable[[], None]:
             place = tag.place(self.rank, rest.hop)

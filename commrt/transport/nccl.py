@@ -144,7 +144,7 @@ class NcclTransport(Transport):
         send, recv = self._communicator.send, self._communicator.recv
         rounds = [
             [*(self._call(send, each) for each in some.sends), *(self._call(recv, each) for each in some.recvs)]
-            for some in rest.rounds
+            for some in rest.for_nccl()
         ]
 
         def run(tag: Tag) -> None:

@@ -15,16 +15,17 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from commrt.errors import Place, UsageError
+from commrt.program import MOST_MESSAGES
 
 __all__ = [
     "CPU",
@@ -66,6 +67,8 @@ class P2PMessage(NamedTuple):
     peer: int
     data: Tensor
     """[numel] contiguous; a send reads it and a receive overwrites it while the group runs."""
+    group: int | None = None
+    """Which of several NCCL groups carries it, the same at both ends: see `commrt.program.nccl_groups`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +87,29 @@ class P2PGroup:
         """Ranks that this group sends to or receives from."""
         return {message.peer for message in (*self.sends, *self.recvs)}
 
-    @property
-    def rounds(self) -> list[P2PGroup]:
-        """The same messages in groups that have at most one to each peer, and one from each.
+    def by_distance(self, rank: int, ranks: int) -> P2PGroup:
+        """Return the same messages, of `rank`, in NCCL groups that both ends know without a schedule."""
 
-        The k-th message of a pair of ranks is in the k-th group of both.
-        """
-        sends, recvs = _in_turns(self.sends), _in_turns(self.recvs)
-        pairs = zip_longest(sends, recvs, fillvalue=())
-        return [replace(self, sends=some, recvs=others) for some, others in pairs]
+        def grouped(messages: Sequence[P2PMessage], sign: int) -> Iterator[P2PMessage]:
+            before: Counter[int] = Counter()  # messages of each peer
+            for each in messages:
+                of_distance = sign * (each.peer - rank) % ranks // MOST_MESSAGES
+                yield each._replace(group=before[each.peer] * (ranks // MOST_MESSAGES + 1) + of_distance)
+                before[each.peer] += 1
 
+        return replace(self, sends=[*grouped(self.sends, 1)], recvs=[*grouped(self.recvs, -1)])
 
-def _in_turns(messages: Iterable[P2PMessage]) -> list[list[P2PMessage]]:
-    turns: list[list[P2PMessage]] = []
-    had: Counter[int] = Counter()  # messages of each peer
-    for message in messages:
-        turns += [[]] if had[message.peer] == len(turns) else []
-        turns[had[message.peer]].append(message)
-        had[message.peer] += 1
-    return turns
+    def for_nccl(self) -> list[P2PGroup]:
+        """Return the same messages as groups that NCCL never cuts, in an order that is the same on all ranks."""
+        from commrt.nccl_groups import joined  # noqa: PLC0415  # other transports do without
+
+        found = defaultdict[Any, tuple[list[P2PMessage], list[P2PMessage]]](lambda: ([], []))
+        for side, messages in enumerate((self.sends, self.recvs)):
+            for each in messages:
+                key = (0, 0) if each.group is None else joined(each.group, each.data.nbytes)
+                found[key][side].append(each)
+        in_order = sorted(found.items(), key=itemgetter(0))
+        return [replace(self, sends=sends, recvs=recvs) for _, (sends, recvs) in in_order]
 
 
 EndLoan = Callable[[], None]

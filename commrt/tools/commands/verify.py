@@ -218,7 +218,7 @@ def _report(proof: Proof, schedule: Schedule) -> str:
         return f"{proof.schedule} is not a correct {proof.collective}: {proof.counterexample}"
     cost, added = proof.traffic, _additions(schedule)
     groups = f"{cost.groups} group{'s' * (cost.groups != 1)}"
-    lines = [_sentence(proof), f"  over NCCL {groups}, each with at most one message from a rank to another"]
+    lines = [_sentence(proof), f"  over NCCL {groups}, none so large that NCCL cuts it"]
     lines += [f"  adds in {added}"] if added is not None and added.orders else []
     return "\n".join(lines)
 
