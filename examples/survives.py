@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that survives: backup workers, replaced processes, checkpoints of torch.distributed.checkpoint, and resuming.
+r"""A job that survives: backup workers, replacement, checkpoints of torch.distributed.checkpoint, and resuming.
 
 ::
 
-    torchrun --nproc-per-node 4 --max-restarts 3 --no-python \\
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 --no-python \
         examples/launch/replace.sh python examples/survives.py --folder run --kill-ranks 2
 
-`replace.sh` starts a process that died again, and it takes its old place while the others train. If more ranks are lost
+Each step uses the first N of N + b gradients, so that b ranks may be slow or die. Here ranks sleep at random. Batches
+whose gradients came too late are given out again.
+
+`replace.sh` starts a process that died again, which takes its old place while the others train. If more ranks are lost
 than there are backups, all exit with code 75: the launcher starts them again, and they go on from the last checkpoint.
 
-The first rank of a step's quorum writes the checkpoint, alone: it has the weights of that step, as all that counted
-have. Nobody waits for it. If it dies meanwhile, its folder stays incomplete, and the checkpoint before is the last.
+The first rank of a step's quorum writes the checkpoint, alone. It has the weights of that step, as all that counted
+have, and nobody waits for it. If it dies meanwhile, its folder stays incomplete, and the checkpoint before is the last.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from time import sleep
 from typing import Any
 from uuid import uuid4
 
@@ -40,7 +45,7 @@ from commrt.errors import DeadlineExceeded, PeerLost, QuorumLost
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, the last one last. torch.distributed.checkpoint writes `.metadata` at the end."""
+    """Return the complete checkpoints in order: those with the file `.metadata`, which is written at the end."""
     return sorted(file.parent for file in folder.glob("step*/.metadata"))
 
 
@@ -52,7 +57,9 @@ def save(folder: Path, state: dict[str, Any]) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def state_of(model: nn.Module, optimizer: Optimizer, rate: CosineAnnealingLR, replica: dict[str, Any]) -> dict[str, Any]:
+def state_of(
+    model: nn.Module, optimizer: Optimizer, rate: CosineAnnealingLR, replica: dict[str, Any]
+) -> dict[str, Any]:
     """Return what a checkpoint holds."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "rate": rate.state_dict(), "replica": replica}
@@ -69,64 +76,86 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer, rate: CosineAnn
     return int(state["replica"]["step"])
 
 
-def batches(train: Images, replica: Any, world: commrt.World) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random batches that follow from step and rank, so that a checkpoint need not hold a position in the data."""
+def done(folder: Path) -> Path:
+    """Return the file that exists after the last step."""
+    return folder / "done"
+
+
+def batches(images: Images, replica: Any, world: commrt.World) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random batches. They follow from step and rank, so a checkpoint need not hold a position in the data."""
     while True:
         draw = torch.Generator().manual_seed(replica.step * world.size + world.rank)
-        chosen = torch.randint(len(train.digits), (32,), generator=draw)
-        yield train.pixels[chosen], train.digits[chosen]
+        chosen = torch.randint(len(images.digits), (32,), generator=draw)
+        yield images.pixels[chosen], images.digits[chosen]
 
 
 def parsed() -> argparse.Namespace:
     """Parse the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="folder of the checkpoints, which all ranks can read")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="folder of the checkpoints, which all ranks can read"
+    )
     parser.add_argument("--backups", type=int, default=1, help="b: fewer than half of the ranks")
-    parser.add_argument("--steps", type=int, default=100, help="training steps")
+    parser.add_argument("--steps", type=int, default=200, help="training steps")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--slow", type=float, default=0.1, help="probability that a rank is slow in a step")
+    parser.add_argument("--seconds", type=float, default=0.5, help="how long a slow rank sleeps")
     parser.add_argument("--kill-ranks", type=int, nargs="*", default=[], help="kill these once")
-    parser.add_argument("--at-step", type=int, default=50, help="the step in which they are killed")
+    parser.add_argument("--at-step", type=int, default=30, help="the step in which they are killed")
     return parser.parse_args()
 
 
-def main() -> None:
+def train(options: argparse.Namespace, world: commrt.World) -> None:
     """Train to the end, from the last checkpoint or from the state of the others."""
+    images, test = load()
+    model = lenet(seed=0).to(world.device)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    rate = CosineAnnealingLR(optimizer, options.steps)
+    found = resume(options.folder, model, optimizer, rate)  # before attach, whose hooks are on the optimizer
+    replica = commrt.attach(model, optimizer, commrt.BackupWorkers(options.backups), also=[rate])
+    if not world.is_replacement:  # that one has the state of the others, whatever it loaded
+        replica.load_state_dict({"step": found})  # an error if ranks found different checkpoints
+    what = "takes its place" if world.is_replacement else "begins"
+    print(f"rank {world.rank} {what} at step {replica.step}\n", end="", flush=True)
+
+    chance = Random(world.rank)
+    for pixels, digits in commrt.backup_workers.reissued(batches(images, replica, world), replica):
+        if replica.step >= options.steps:  # of all ranks: a loop's own counter would fall behind on a late rank
+            break
+        if world.rank in options.kill_ranks and found == 0 and replica.step >= options.at_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(pixels.to(world.device)), digits.to(world.device))
+        if chance.random() < options.slow:
+            sleep(options.seconds)
+        loss.backward()  # the mean of the first N gradients, or nothing if this one came too late
+        optimizer.step()  # does nothing then; this rank gets the weights before its next forward pass
+        rate.step()
+        report = replica.last
+        if replica.step % options.every == 0 and report.counted and world.rank == report.members[0]:
+            save(options.folder, state_of(model, optimizer, rate, replica.state_dict()))
+
+    replica.consolidate()  # brings late ranks up to date
+    if world.rank == world.members[0]:
+        save(options.folder, state_of(model, optimizer, rate, replica.state_dict()))
+        done(options.folder).touch()
+        with torch.no_grad():
+            right = (model(test.pixels.to(world.device)).argmax(dim=1).cpu() == test.digits).float().mean()
+        print(f"{len(world.members)} ranks: {right:.1%} of {len(test.digits):,} test images", flush=True)
+
+
+def main() -> None:
+    """Train, unless that has been done."""
     options = parsed()
-    with commrt.init() as world:
-        train, test = load()
-        model = lenet(seed=0).to(world.device)
-        optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-        rate = CosineAnnealingLR(optimizer, options.steps)
-        found = resume(options.folder, model, optimizer, rate)  # before attach, whose hooks are on the optimizer
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(options.backups), also=[rate])
-        if not world.is_replacement:  # that one has the state of the others, whatever it loaded
-            replica.load_state_dict({"step": found})  # an error if ranks found different checkpoints
-        what = "takes its place" if world.is_replacement else "begins"
-        print(f"rank {world.rank} {what} at step {replica.step}", flush=True)
-
-        for pixels, digits in commrt.backup_workers.reissued(batches(train, replica, world), replica):
-            if replica.step >= options.steps:  # of all ranks: a loop's own counter would fall behind on a late rank
-                break
-            if world.rank in options.kill_ranks and found == 0 and replica.step >= options.at_step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            cross_entropy(model(pixels.to(world.device)), digits.to(world.device)).backward()
-            optimizer.step()  # does nothing if this gradient came too late
-            rate.step()
-            report = replica.last
-            if replica.step % options.every == 0 and report.counted and world.rank == report.members[0]:
-                save(options.folder, state_of(model, optimizer, rate, replica.state_dict()))
-
-        replica.consolidate()  # brings late ranks up to date
-        if world.rank == world.members[0]:
-            with torch.no_grad():
-                right = (model(test.pixels.to(world.device)).argmax(dim=1).cpu() == test.digits).float().mean()
-            print(f"{len(world.members)} ranks: {right:.1%} of {len(test.digits):,} test images", flush=True)
-
-
-if __name__ == "__main__":
+    if done(options.folder).exists():  # a replacement that comes too late, or a job that was queued again
+        return
     try:
-        main()
+        with commrt.init() as world:
+            train(options, world)
     except (QuorumLost, PeerLost, DeadlineExceeded):
         traceback.print_exc()
         sys.exit(os.EX_TEMPFAIL)  # 75: this world is over; start all ranks again
+
+
+if __name__ == "__main__":
+    main()
