@@ -41,7 +41,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import commrt
-from commrt.errors import DeadlineExceeded, PeerLost, QuorumLost
+from commrt.errors import DeadlineExceeded, PeerLost, QuorumLost, UsageError
 
 
 def complete(folder: Path) -> list[Path]:
@@ -152,7 +152,7 @@ def main() -> None:
     try:
         with commrt.init() as world:
             train(options, world)
-    except (QuorumLost, PeerLost, DeadlineExceeded):
+    except (QuorumLost, PeerLost, DeadlineExceeded, UsageError):  # the last: a replacement, but all others are gone
         traceback.print_exc()
         sys.exit(os.EX_TEMPFAIL)  # 75: this world is over; start all ranks again
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -14,8 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from documentation import ROOT, blocks
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 from commrt.store.launcher import launched
 from commrt.testing.processes import free_port
@@ -34,7 +37,9 @@ def run(command, folder, **variables):
         (folder / "examples").symlink_to(ROOT / "examples")
     path = os.pathsep.join([str(folder / "bin"), str(BIN), os.environ["PATH"]])
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    process = subprocess.Popen(command, cwd=folder, env=os.environ | ENVIRONMENT | {"PATH": path} | variables, **options)
+    process = subprocess.Popen(
+        command, cwd=folder, env=os.environ | ENVIRONMENT | {"PATH": path} | variables, **options
+    )
     try:
         said, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -82,6 +87,36 @@ def test_the_command_of_the_page_replaces_the_killed_rank_and_nobody_begins_agai
     last = sorted(tmp_path.glob("run/step*"))
     assert [path.name[:13] for path in last[-2:]] == ["step000000200"] * 2
     assert len(last) <= 3  # what is left incomplete is never dropped
+
+
+def died(*_, **__):
+    raise OSError("the writer died")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_whose_writer_died_does_not_count_and_old_ones_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = runpy.run_path(str(ROOT / "examples" / "survives.py"))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parts = model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+    def save(step):
+        optimizer.zero_grad()
+        model(torch.ones(2)).backward()
+        optimizer.step()
+        parts[2].step()
+        example["save"](tmp_path, example["state_of"](*parts, {"step": step}))
+        return [each.clone() for each in (*model.parameters(), optimizer.state[model.bias]["momentum_buffer"])]
+
+    *_, last = [save(step) for step in (20, 40, 60)]
+    monkeypatch.setattr(FileSystemWriter, "finish", died)
+    with pytest.raises(CheckpointException, match="the writer died"):
+        save(80)
+    assert [path.name[:13] for path in sorted(tmp_path.iterdir())] == [f"step{step:09}" for step in (40, 60, 80)]
+    assert example["resume"](tmp_path, *parts) == 60
+    assert parts[2].last_epoch == 3
+    assert all(map(torch.equal, last, [*model.parameters(), optimizer.state[model.bias]["momentum_buffer"]]))
 
 
 SRUN = """
