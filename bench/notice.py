@@ -106,7 +106,9 @@ def main() -> None:
     for seed in range(given.runs):
         for case in CASES:
             times[case].append(noticed_s(case, seed))
-    print(f"{RANKS} ranks, timeout {TIMEOUT_S:g} s, {given.runs} runs, {os.cpu_count()} cores: median (20 %..80 %) in s")
+    print(
+        f"{RANKS} ranks, timeout {TIMEOUT_S:g} s, {given.runs} runs, {os.cpu_count()} cores: median (20 %..80 %) in s"
+    )
     print(f"{'one rank is':26} {'raised by the last of the others':34} noticed by it")
     for case, pairs in times.items():
         seen, raised = (spread([*column]) for column in zip(*pairs, strict=True))
