@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long waits may take: all limits follow from one number, and count no time in which this process was stopped."""
+"""How long waits may take: all limits follow from one number, and a pause of this process hardly counts."""
 
 from __future__ import annotations
 
