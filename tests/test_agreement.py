@@ -11,7 +11,7 @@ import pytest
 from moved_clock import moved_clock
 from torch.distributed import HashStore, PrefixStore
 
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
 from commrt.runtime import connection
 from commrt.store import agreement, client
 from commrt.store.agreement import gather, wait_until_read
@@ -126,6 +126,28 @@ def test_another_question_is_an_error_and_no_inequality():
         return caught.value.about
 
     assert run_ranks(2, body) == ["topic"] * 2
+
+
+@pytest.mark.parametrize(
+    ("failure", "reports", "limit_s"),
+    [
+        (PeerLost, {}, agreement.BROKEN_GRACE_S),
+        (DeadlineExceeded, {}, agreement.GRACE_S),
+        (PeerLost, {1: {"peer": 2, "saw": "DeadlineExceeded: no answer"}}, agreement.GRACE_S),
+        (PeerLost, {1: {"peer": 2, "saw": "PeerLost: the connection broke"}}, agreement.BROKEN_GRACE_S),
+    ],
+    ids=["broken", "late", "broken by a late one", "broken by a broken one"],
+)
+def test_only_a_rank_that_waits_for_a_deadline_may_report_much_later(store, failure, reports, limit_s):
+    for rank, report in reports.items():
+        store.set(f"report/{rank}", json.dumps(report))
+    error = failure("it is over", Place(0, 1))
+    with moved_clock() as clock, ThreadPoolExecutor(1) as pool:
+        begin_s, diagnosed = clock.now_s(), pool.submit(agreement.diagnose, store, 0, 3, error)
+        clock.wait_for_readers(1)
+        clock.advance_until(diagnosed.done, limit_s / 40)
+        assert limit_s <= clock.now_s() - begin_s < 8 * limit_s
+    assert str(error).endswith(f"Rank {2 if reports else 1} reported nothing: look there first")
 
 
 class JustTooLate(Future):

@@ -153,6 +153,15 @@ def test_the_cost_of_a_step_on_the_store_is_printed_as_json():
     assert [row["operations"] for row in rows] == [4, 4, 4]  # last and first, early, late
 
 
+@pytest.mark.processes
+def test_a_killed_rank_is_noticed_before_the_others_raise_that_and_long_before_the_timeout(bench_folder):
+    import notice  # noqa: PLC0415
+
+    killed = notice.CASES[0]
+    seen_s, raised_s = notice.noticed_s(killed, seed=0)
+    assert 0 < seen_s <= raised_s < notice.TIMEOUT_S
+
+
 @pytest.mark.parametrize("wrong", [0.0, float("nan")])
 def test_nothing_is_measured_of_an_exchange_that_ends_with_something_else(wrong, bench_folder):
     import exchanges  # noqa: PLC0415

@@ -37,6 +37,7 @@ from commrt.backup_workers.catch_up import CatchUp
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
+from commrt.threads.deadline import Timeouts
 
 
 def test_a_rank_that_catches_up_copies_schedulers_weight_averages_and_buffers():
@@ -380,13 +381,13 @@ def test_a_source_and_who_asks_it_wait_by_the_timeout_that_holds_now(timeout_s):
     catch_up.open()
     world.timeout_s = timeout_s
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("commrt.backup_workers.catch_up.request_state", lambda *what: asked.append(what[2]) or b"")
+        patch.setattr("commrt.backup_workers.catch_up.request_state", lambda *what: asked.append(what[2:]) or b"")
         patch.setattr("commrt.backup_workers.catch_up.unpack", lambda packed: packed)
         assert catch_up.fetch(0, [1]) == b""
     list(catch_up._server._give(0))
     catch_up.close()
-    ready_s = {2.0: 0.5, 60.0: 3.0}[timeout_s]
-    assert (asked, waits_s) == ([ready_s], [ready_s / 3])
+    limits = Timeouts.of(timeout_s)
+    assert (asked, waits_s) == ([(limits.probe_s, limits.step_s)], [limits.probe_s / 3])
 
 
 @for_each(

@@ -163,7 +163,7 @@ def test_proving_and_pricing_need_no_torch():
 def test_doctor_finds_nothing_wrong_here_and_says_what_would_be(monkeypatch):
     record = json.loads(invoke("doctor", "--json").stdout)
     assert record["ok"]
-    assert {"python", "torch", "cupy", "launcher", "deadline", "gpu", "exchange"} <= {
+    assert {"python", "torch", "cupy", "launcher", "timeouts", "gpu", "exchange"} <= {
         finding["name"] for finding in record["findings"]
     }
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")

@@ -111,7 +111,7 @@ def test_a_liveness_listener_goes_on_after_any_bytes(said):
     host, port = listener.address.split()
     with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
         line.sendall(said)
-    assert probe(listener.address)
+    assert probe(listener.address, 5.0)
     listener.close()
 
 

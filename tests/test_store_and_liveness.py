@@ -25,9 +25,9 @@ LIMIT_S = 20.0
 
 def test_a_listener_answers_until_it_is_closed():
     listener = Listener("127.0.0.1")
-    assert [probe(listener.address) for _ in range(3)] == [True] * 3
+    assert [probe(listener.address, LIMIT_S) for _ in range(3)] == [True] * 3
     listener.close()
-    assert probe(listener.address) is False
+    assert probe(listener.address, LIMIT_S) is False
     listener.close()
 
 
@@ -42,15 +42,15 @@ def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
     def fail(*_):
         raise error
 
-    assert probe("127.0.0.1 1") is False
+    assert probe("127.0.0.1 1", LIMIT_S) is False
     monkeypatch.setattr(socket, "create_connection", fail)
-    assert probe("127.0.0.1 1") is None
+    assert probe("127.0.0.1 1", LIMIT_S) is None
 
 
 def test_a_listener_answers_more_often_than_a_queue_is_long(monkeypatch):
     monkeypatch.setattr(socket, "SOMAXCONN", 2)
     listener = Listener("127.0.0.1")
-    assert [probe(listener.address) for _ in range(20)] == [True] * 20
+    assert [probe(listener.address, LIMIT_S) for _ in range(20)] == [True] * 20
     listener.close()
 
 
@@ -59,10 +59,10 @@ def test_a_stopped_process_answers_and_a_killed_one_does_not_even_if_its_child_l
     def on_message(_, message, process):
         address, child = message
         os.kill(process.pid, signal.SIGSTOP)
-        before = probe(address) is False
+        before = probe(address, LIMIT_S) is False
         process.kill()
         process.join()
-        found.append((before, probe(address) is False))
+        found.append((before, probe(address, LIMIT_S) is False))
         os.kill(child, signal.SIGKILL)
         return True
 

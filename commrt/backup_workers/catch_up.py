@@ -31,7 +31,7 @@ from commrt.elastic.generations import Listener
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, parse_int, require
-from commrt.threads.deadline import Deadline
+from commrt.threads.deadline import Deadline, Timeouts
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
 __all__ = [
@@ -47,10 +47,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("commrt")
-READY_S, READY_SHARE = 3.0, 1 / 4
-"""A source may take so long to say whether it has the state, and no more than this share of the timeout."""
-STEP_SHARE = 1 / 3
-"""For this share of that time a source waits until it comes to its next forward pass."""
+PASS_SHARE = 1 / 3
+"""For this share of the time of a probe a source waits until it comes to its next forward pass."""
 ENDS_TRAINING = (QuorumLost, DeadlineExceeded, PeerLost)
 """Too few ranks are left, they do not answer, or the process that holds the store is gone."""
 AGAIN_S = 0.01
@@ -224,7 +222,8 @@ def _transfer(packed: bytes) -> StateTransfer:
     except (UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # what torch raises for other bytes
         raise ValueError(str(error)) from error
     require(len(fields) == len(Snapshot._fields) and len(tensors) == len(StateTransfer._fields) - 1)
-    require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
+    for tensor in tensors:
+        require(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8)
     snapshot = Snapshot(*fields)
     require(isinstance(snapshot.order, list | None))
     require(isinstance(snapshot.in_pass, bool) and isinstance(snapshot.is_due, bool))
@@ -242,7 +241,7 @@ class CatchUp:
         self._state, self._server = state, StateServer(membership.host or gethostname(), self._give)
 
     def _give(self, version: int) -> Generator[bytes]:
-        return self._state.give(version, min(READY_S, self._world.timeout_s * READY_SHARE) * STEP_SHARE)
+        return self._state.give(version, Timeouts.of(self._world.timeout_s).probe_s * PASS_SHARE)
 
     def close(self) -> None:
         """Answer no more questions."""
@@ -257,22 +256,22 @@ class CatchUp:
 
         Raises `QuorumLost` if all sources are gone, `DeadlineExceeded` if none has the state in time.
         """
-        ready_s = min(READY_S, self._world.timeout_s * READY_SHARE)
-        limit = Deadline(self._world.timeout_s, ready_s + self._world.timeout_s / 2)
+        limits = Timeouts.of(self._world.timeout_s)
+        limit = Deadline(limits.collective_s, limits.probe_s + limits.step_s)
         while True:
             is_late, members = limit.left_s <= 0, self._membership.generation.members
             for rank in sources:
-                if rank in members and (answer := self._ask_source(rank, version, ready_s)) is not None:
+                if rank in members and (answer := self._ask_source(rank, version, limits)) is not None:
                     return answer
             self._require_sources(version, sources, is_late=is_late)
             Event().wait(AGAIN_S)
 
-    def _ask_source(self, rank: int, version: int, ready_s: float) -> StateTransfer | None:
+    def _ask_source(self, rank: int, version: int, limits: Timeouts) -> StateTransfer | None:
         """Return the state, or None if the rank does not have it; one that has it may take long to copy it."""
         if not (found := self._store.read(key := f"service/{rank}")):
             return None
         address = parse(key, found, bytes.decode)
-        packed = request_state(address, version, ready_s, self._world.timeout_s / 2)
+        packed = request_state(address, version, limits.probe_s, limits.step_s)
         return None if packed is None else unpack(packed)
 
     def _require_sources(self, version: int, sources: Sequence[int], *, is_late: bool) -> None:

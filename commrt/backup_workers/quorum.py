@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError, Store
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.client import (
-    STORE_ANSWER_S,
+    ANSWER_S,
     STORE_HOLDER,
     TimedStore,
     clone_connection,
@@ -32,7 +32,7 @@ from commrt.store.client import (
     require,
     start_call,
 )
-from commrt.threads.deadline import Deadline
+from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.future import Future
 
 __all__ = [
@@ -262,7 +262,7 @@ class QuorumVote:
                 pause_s = min(1.5 * pause_s, PROBE_MOST_S, deadline.poll_s)
 
     def _require_answer(self, waited_s: float) -> None:
-        limit_s = self._membership.timeout_s() + STORE_ANSWER_S
+        limit_s = self._membership.timeout_s() + ANSWER_S
         if waited_s > limit_s:
             what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped or cannot be reached"
             raise DeadlineExceeded(what, Place(rank=self._membership.rank, peer=0))
@@ -291,22 +291,22 @@ class QuorumVote:
     def _end_if_too_few(self, here: Collection[int], key: str, step: int, waited_s: float) -> None:
         """End the attempt if too few ranks train because the others wait in a collective, or have finished.
 
-        Ranks in a collective wait for this one no longer than the timeout. So while there are any, this step ends after
-        half of the timeout, and the steps after it end at once if they find too few gradients.
+        While there are ranks in a collective, which wait for this one, this step ends at its own limit (`Timeouts`),
+        and the steps after it end at once if they find too few gradients.
         """
-        membership, timeout_s = self._membership, self._membership.timeout_s()
+        membership, limits = self._membership, Timeouts.of(self._membership.timeout_s())
         waiting = membership.ranks_in_collective(membership.generation)
         departed, silent = membership.absent(membership.generation, {*here, *waiting})
         membership.require_enough(membership.generation, step, [loss._replace(step=step) for loss in departed])
-        is_late = bool(waiting) and (self._was_over or waited_s > timeout_s / 2)
+        is_late = bool(waiting) and (self._was_over or waited_s > limits.step_s)
         if len(here) + len(silent) < self.needed or is_late:
             self._is_over = True
             self._write(key, NO_MEMBERS)
-        elif waited_s > timeout_s:
+        elif waited_s > limits.collective_s:
             membership.current()  # raises Evicted if the others went on without this rank
             what = (
-                f"ranks {silent} announced no gradient within {timeout_s:g} s, and without them there are fewer than "
-                f"{self.needed}: they are stopped, or do something else; look at their output"
+                f"ranks {silent} announced no gradient within {limits.collective_s:g} s, and without them there are "
+                f"fewer than {self.needed}: they are stopped, or do something else; look at their output"
             )
             raise DeadlineExceeded(what, Place(membership.rank, silent[0], step))
 

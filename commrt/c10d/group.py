@@ -23,10 +23,11 @@ from commrt.pricing.selection import Selection, parse_forced
 from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
 from commrt.store.agreement import gather
-from commrt.store.client import STORE_ANSWER_S, call_store
+from commrt.store.client import call_store
 from commrt.store.launcher import LOOPBACK, chosen_cluster, chosen_schedules, wants_same_bits
 from commrt.store.rendezvous import host_identity
 from commrt.threads.comm_thread import EXIT_S
+from commrt.threads.deadline import require_deadlines
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
@@ -49,6 +50,7 @@ class ProcessGroupWorld:
         rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
         try:
+            require_deadlines(timeout=timeout_s)
             self.store = _unused(options.store, rank, size)
             transport, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
             self.world = World(transport, self.store, local_rank(), "torch.distributed")
@@ -65,6 +67,7 @@ class ProcessGroupWorld:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give later collectives, sends and receives another deadline."""
+        require_deadlines(timeout=timeout_s)
         self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = timeout_s
 
     def open_gloo(self, name: str, timeout_s: float) -> GlooTransport:
@@ -101,7 +104,7 @@ def _unused(store: Store, rank: int, size: int) -> Store:
     The store of a launcher outlives the groups of a process, and torch gives later ones the same names.
     """
     counter = f"starts of {size}"
-    earlier = (call_store(lambda: store.add(counter, 1), STORE_ANSWER_S, rank) - 1) // size
+    earlier = (call_store(lambda: store.add(counter, 1), rank=rank) - 1) // size
     return PrefixStore(f"{counter}/{earlier}", store)
 
 

@@ -30,6 +30,7 @@ from commrt.runtime.membership import Loss
 from commrt.store.client import TimedStore, parse, parse_int, parse_list, require
 from commrt.store.rendezvous import own_address
 from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.deadline import Timeouts
 
 __all__ = [
     "GATHERING",
@@ -48,8 +49,6 @@ OPEN, GATHERING, RUNNING = "open", "gathering", "running"
 """Of the latest collective: no rank is in it, ranks wait for the others, all members have come."""
 FOUNDERS = "-"
 """The proposal of generation 0, which every founder knows without the store."""
-PROBE_S = 2.0
-"""How long a host may take to answer a probe."""
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
@@ -190,14 +189,14 @@ class Listener:
         self._socket.close()
 
 
-def probe(address: str) -> bool | None:
+def probe(address: str, limit_s: float) -> bool | None:
     """Return True if a process listens at a `Listener.address`, False if none does, None if its host is silent.
 
-    A host that does not answer may be alive.
+    A host that does not answer within `limit_s` may be alive.
     """
     host, port = address.split()
     try:
-        socket.create_connection((host, int(port)), PROBE_S).close()
+        socket.create_connection((host, int(port)), limit_s).close()
     except ConnectionRefusedError:
         return False
     except OSError:  # too slow, out of reach, or this process has no sockets left
@@ -224,8 +223,8 @@ class Processes:
     store. Without a `host` that all can reach (ranks are threads of one process) no process ever counts as gone.
     """
 
-    def __init__(self, store: TimedStore, rank: int, host: str | None) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: TimedStore, rank: int, host: str | None, timeout_s: Callable[[], float]) -> None:
+        self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._listener = None if host is None else Listener(host)
         self._addresses: dict[tuple[int, int], str] = {}  # by rank and incarnation
         self.incarnation = 0
@@ -254,17 +253,20 @@ class Processes:
     def answers(self, rank: int) -> bool:
         """Return True if the latest process of `rank` lives, as far as this host can tell."""
         latest = self._latest(rank)
-        return latest is not None and probe(latest[1]) is True
+        return latest is not None and self._probe(latest[1]) is True
 
     def is_gone(self, rank: int, incarnation: int) -> bool:
-        """Return True if that process of `rank` does not live. An unreachable host may be alive, and takes 2 s."""
+        """Return True if that process of `rank` does not live. An unreachable host may be alive, and takes longest."""
         if self._listener is None:
             return False
         if (rank, incarnation) not in self._addresses:
             if (latest := self._latest(rank)) is None or latest[0] != incarnation:
                 return latest is not None and latest[0] > incarnation  # another process has its place
             self._addresses[rank, incarnation] = latest[1]
-        return probe(self._addresses[rank, incarnation]) is False
+        return self._probe(self._addresses[rank, incarnation]) is False
+
+    def _probe(self, address: str) -> bool | None:
+        return probe(address, Timeouts.of(self._timeout_s()).probe_s)
 
     def _latest(self, rank: int) -> tuple[int, str] | None:
         """Return the incarnation and the address of the latest process of `rank`."""

@@ -21,7 +21,7 @@ from commrt.elastic.generations import OPEN, Generation, Generations, Head, Proc
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.runtime.membership import Loss
 from commrt.store.client import (
-    STORE_ANSWER_S,
+    ANSWER_S,
     TimedStore,
     call_store,
     clone_connection,
@@ -76,7 +76,7 @@ class StoreMembership:
         self._on_roll_call, self.generation = on_roll_call, founders
         """The one in which this rank exchanges."""
         self.generations = Generations(self.store, founders)
-        self.processes = Processes(self.store, rank, host)
+        self.processes = Processes(self.store, rank, host, timeout_s)
         self.collective = 0
         """How many collectives this rank has come to."""
         self._closed = Event()
@@ -304,7 +304,7 @@ class StoreMembership:
             self._closed.set()
             with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
                 line = json.dumps([self.rank, self.processes.incarnation, why, finished]) + "\n"
-                call_store(lambda: self.store.connection.append("departed", line), STORE_ANSWER_S, self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
+                call_store(lambda: self.store.connection.append("departed", line), rank=self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
 
     def close(self) -> None:
         """End the watcher, and count as gone; call it after `depart`, twice if you like. The store still answers."""
@@ -313,8 +313,8 @@ class StoreMembership:
             # A thread inside the store's C++ code would abort the process while the interpreter ends.
             with suppress(RuntimeError, TransportError):
                 own = _wake_key(self.rank, self._watched)
-                call_store(lambda: self.store.connection.set(own, "0"), STORE_ANSWER_S, self.rank)
-            self._watcher.join(STORE_ANSWER_S)
+                call_store(lambda: self.store.connection.set(own, "0"), rank=self.rank)
+            self._watcher.join(ANSWER_S)
             self._watcher = None
         self.processes.close()
 

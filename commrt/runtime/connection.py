@@ -14,13 +14,7 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.agreement import LINGER_S, find_disagreement, gather, wait_until_read
-from commrt.store.client import (
-    STORE_ANSWER_S,
-    call_store,
-    parse_int,
-    parse_list,
-    require,
-)
+from commrt.store.client import call_store, parse_int, parse_list, require
 from commrt.store.launcher import GPU_TRANSPORTS, TRANSPORTS, chosen_transport, launched
 from commrt.store.rendezvous import host_identity
 from commrt.transport.protocol import Transport
@@ -111,9 +105,7 @@ def _compare_starts(
     starts: dict[int, _Start] = {}
     try:
         for some in (members[:1], members):  # a rank that differs from the first one need not wait for all
-            found = call_store(
-                partial(gather, store, rank, some, own, timeout_s, _parse_start), timeout_s + STORE_ANSWER_S
-            )
+            found = call_store(partial(gather, store, rank, some, own, timeout_s, _parse_start), timeout_s)
             starts = {**found, rank: own}
             _require_same_start(starts)
         asked = transport_called(own.transport)
@@ -124,9 +116,9 @@ def _compare_starts(
             )
     except CommrtError:
         with suppress(RuntimeError, TransportError):  # the error is known
-            call_store(lambda: wait_until_read(store, rank, members), LINGER_S + STORE_ANSWER_S)
+            call_store(lambda: wait_until_read(store, rank, members), LINGER_S)
         raise
-    call_store(lambda: store.add("read", 1), STORE_ANSWER_S, rank)
+    call_store(lambda: store.add("read", 1), rank=rank)
     return starts
 
 

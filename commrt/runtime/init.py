@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import warnings
@@ -17,25 +18,18 @@ from commrt.errors import TransportClosed, UsageError
 from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
 from commrt.runtime.world import Hooks, World
 from commrt.store.agreement import WorldConfig
-from commrt.store.client import STORE_ANSWER_S, call_store, clone_connection
-from commrt.store.launcher import (
-    DEFAULT_TIMEOUT_S,
-    LOOPBACK,
-    Launch,
-    chosen_transport,
-    default_timeout_s,
-    gloo_interface,
-    launched,
-    require_deadlines,
-)
+from commrt.store.client import call_store, clone_connection
+from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_timeout_s, gloo_interface, launched
 from commrt.store.rendezvous import host_identity, is_loopback, meet, own_address
 from commrt.threads.comm_thread import EXIT_S
+from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.transport.by_device import NullTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
 __all__ = ["current", "init", "is_open"]
 
+_log = logging.getLogger("commrt")
 _current: World | None = None
 _opened = 0
 """Worlds that this process has opened; keeps their keys apart on one store."""
@@ -64,8 +58,9 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     or Slurm; else a world of one. The ranks of one Linux host exchange through shared memory, others through Gloo
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one of them.
 
-    `timeout_s` limits every later wait (default: COMMRT_TIMEOUT_S, or 300). `start_timeout_s` limits the time until all
-    ranks have connected (default: `timeout_s`, but at least 300, since jobs start unevenly).
+    `timeout_s` limits every later wait (default: COMMRT_TIMEOUT_S, or 300). `start_timeout_s`, which may not be less,
+    limits the time until all ranks have connected (default: `timeout_s`, but at least 300, since jobs start unevenly).
+    Rank 0 logs all limits that follow from them, at level INFO.
 
     A second call returns the world that is open; a `timeout_s` given there replaces the first. ``with init():`` closes
     the world at its end, unless it is inside another such statement: if you open a world without ``with``, use
@@ -82,22 +77,25 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     """
     global _current, _opened
     require_deadlines(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
-    if _current is not None and not _current.closed:
-        if timeout_s is not None:
-            _current.transport.timeout_s = timeout_s
-        return _current
-    step_limit_s = default_timeout_s() if timeout_s is None else timeout_s
-    start_limit_s = max(step_limit_s, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
+    opened = _current if is_open() else None
+    if timeout_s is None:
+        timeout_s = opened.timeout_s if opened else default_timeout_s()
+    timeouts = Timeouts.of(timeout_s, start_timeout_s)
+    if opened:
+        opened.transport.timeout_s = timeout_s
+        return opened
     in_group = dist.is_available() and dist.is_initialized()
     launch = None if in_group else launched()  # raises for contradictory variables
     _opened += 1
     if in_group:
-        _current = _join_group(start_limit_s)
+        _current = _join_group(timeouts.start_s)
     elif launch is not None and launch.size > 1:
-        _current = _join_launch(launch, start_limit_s)
+        _current = _join_launch(launch, timeouts.start_s)
     else:
         _current = World(Fabric(1).transport(0), HashStore(), launcher="one process")
-    _current.transport.timeout_s = step_limit_s
+    _current.transport.timeout_s = timeout_s
+    if _current.rank == 0:
+        _log.info("commrt: timeouts: %s", timeouts)
     return _current
 
 
@@ -120,7 +118,7 @@ def _join_launch(launch: Launch, timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{launch.job}/{launch.attempt}/{_opened}", meet(launch, timeout_s))
     _joined.add((launch.address, launch.port))
     connect = _connector(store, launch.rank, _gloo_address(launch.address))
-    config = call_store(lambda: WorldConfig.read(store), STORE_ANSWER_S, launch.rank)
+    config = call_store(lambda: WorldConfig.read(store), rank=launch.rank)
     transport: Transport
     if config is None:
         transport = connect(0, range(launch.size), timeout_s)

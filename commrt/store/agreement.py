@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.errors import DeadlineExceeded, DisagreementError, Place, TransportError, UsageError
-from commrt.store.client import MALFORMED, STORE_ANSWER_S, call_store, parse, parse_dict, parse_int, require
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
+from commrt.store.client import MALFORMED, call_store, parse, parse_dict, parse_int, require
 from commrt.threads.clock import now_s
 from commrt.threads.deadline import Deadline
 
@@ -35,8 +35,9 @@ LINGER_S, REPORTS_LINGER_S = 5.0, 3.0
 """How long the rank that holds the store waits for the others to read the records, and a failing one the reports."""
 POLL_S = 0.01
 """Between two looks at the store."""
-GRACE_S = 1.0
-"""How much later than this rank a peer may report: deadlines do not expire at the same instant."""
+GRACE_S, BROKEN_GRACE_S = 1.0, 0.1
+"""How much later than this rank a peer may report: after a deadline, and after a broken connection, which a rank that
+gives up breaks after its report. Only Gloo breaks one at the deadline itself."""
 
 T = TypeVar("T")
 
@@ -191,37 +192,36 @@ def leave_report(store: Store, rank: int, failure: BaseException) -> None:
     """Write what `rank` saw to `store`."""
     peer = failure.place.peer if isinstance(failure, TransportError) else None
     report = json.dumps({"peer": peer, "saw": f"{type(failure).__name__}: {failure}"})
-    _answered(lambda: store.set(f"report/{rank}", report), STORE_ANSWER_S)
+    _answered(lambda: store.set(f"report/{rank}", report))
 
 
 def diagnose(store: Store, rank: int, size: int, failure: BaseException) -> None:
     """Add to `failure` what the peers saw for which it was waiting, directly or through others."""
     if isinstance(failure, TransportError) and failure.place.peer is not None:
-        first = failure.place.peer
-        sentences = _answered(lambda: list(_trail(store, rank, first)), STORE_ANSWER_S + GRACE_S)
+        first, kind = failure.place.peer, type(failure).__name__
+        sentences = _answered(lambda: list(_trail(store, rank, first, kind)), GRACE_S)
         failure.elsewhere = ". ".join(sentences or ())
-    _answered(lambda: _count(store, size), STORE_ANSWER_S)
+    _answered(lambda: _count(store, size))
 
 
 def wait_for_readers(store: Store) -> None:
     """Keep the store of this process alive until the others have read the reports, at most `REPORTS_LINGER_S`."""
-    _answered(
-        lambda: store.wait(["reports read"], timedelta(seconds=REPORTS_LINGER_S)), REPORTS_LINGER_S + STORE_ANSWER_S
-    )
+    _answered(lambda: store.wait(["reports read"], timedelta(seconds=REPORTS_LINGER_S)), REPORTS_LINGER_S)
 
 
-def _trail(store: Store, rank: int, peer: int | None) -> Iterator[str]:
+def _trail(store: Store, rank: int, peer: int | None, saw: str) -> Iterator[str]:
     seen = {rank}
     while peer is not None and peer not in seen:
         seen.add(peer)
-        deadline = Deadline(GRACE_S)
+        deadline = Deadline(BROKEN_GRACE_S if saw.startswith(PeerLost.__name__) else GRACE_S)
         while not store.check([f"report/{peer}"]) and deadline.left_s > 0:
             Event().wait(POLL_S)  # a request that waits would hold up all groups that share its connection
         if not store.check([f"report/{peer}"]):
             yield f"Rank {peer} reported nothing: look there first"
             return
         report = parse_dict(store.get(f"report/{peer}"))
-        yield f"Rank {peer} saw {report['saw']!s:.1000}"
+        saw = str(report["saw"])
+        yield f"Rank {peer} saw {saw:.1000}"
         peer = None if report["peer"] is None else parse_int(report["peer"])
 
 
@@ -230,8 +230,8 @@ def _count(store: Store, size: int) -> None:
         store.set("reports read", "")
 
 
-def _answered(request: Callable[[], T], limit_s: float) -> T | None:
+def _answered(request: Callable[[], T], waits_s: float = 0.0) -> T | None:
     """Return the store's answer, or None: this rank has failed already, and a lost store adds nothing to that."""
     with suppress(RuntimeError, TransportError, *MALFORMED):
-        return call_store(request, limit_s)
+        return call_store(request, waits_s)
     return None

@@ -17,12 +17,14 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from commrt.errors import UsageError
+from commrt.threads.deadline import DEFAULT_TIMEOUT_S, require_deadlines
 
 __all__ = [
-    "DEFAULT_TIMEOUT_S",
     "VARIABLES",
     "Launch",
     "chosen_cluster",
@@ -30,17 +32,12 @@ __all__ = [
     "chosen_transport",
     "default_timeout_s",
     "gloo_interface",
-    "is_timeout",
     "launched",
     "nccl_variable",
-    "require_deadlines",
     "wants_nvtx",
     "wants_same_bits",
 ]
 
-DEFAULT_TIMEOUT_S = 300.0
-LONGEST_TIMEOUT_S = 2e6
-"""Sockets count milliseconds in 32 bits."""
 LOOPBACK = "127.0.0.1"
 TRANSPORTS = {"shared": "commrt.transport.shared:SharedTransport", "gloo": "commrt.transport.gloo:GlooTransport"}
 """Transports for host memory by name: the class of each, which is imported when ranks connect."""
@@ -107,9 +104,7 @@ LAUNCHERS = (
         "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",), "OMPI_COMM_WORLD_RANK",
     ),
-    _Launcher(
-        "MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID",), "MPI_LOCALRANKID",
-    ),
+    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID",), "MPI_LOCALRANKID"),
     SLURM,
     _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", ("PMI_JOBID",), "PMI_RANK"),
 )  # fmt: skip
@@ -179,14 +174,11 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
 
 def default_timeout_s(env: Mapping[str, str] = os.environ) -> float:
     """Return the deadline of every wait in seconds: COMMRT_TIMEOUT_S, or 300."""
-    text = env.get("COMMRT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = 0.0
-    if not is_timeout(timeout_s):
-        raise UsageError(f"COMMRT_TIMEOUT_S={text!r} is no deadline: set it to seconds, above 0 and up to 2,000,000")
-    return timeout_s
+    timeout_s: Any = env.get("COMMRT_TIMEOUT_S", DEFAULT_TIMEOUT_S)
+    with suppress(ValueError):
+        timeout_s = float(timeout_s)
+    require_deadlines(COMMRT_TIMEOUT_S=timeout_s)
+    return float(timeout_s)
 
 
 def chosen_transport(env: Mapping[str, str] = os.environ) -> str | None:
@@ -205,19 +197,6 @@ def chosen_cluster(env: Mapping[str, str] = os.environ) -> str | None:
 def chosen_schedules(env: Mapping[str, str] = os.environ) -> str:
     """Return COMMRT_SCHEDULES, schedules to take whatever they cost, such as "all_reduce=ring"."""
     return env.get("COMMRT_SCHEDULES", "")
-
-
-def is_timeout(seconds: float) -> bool:
-    """True if a wait can last `seconds`."""
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    return is_number and 0 < seconds <= LONGEST_TIMEOUT_S
-
-
-def require_deadlines(**limits: float | None) -> None:
-    """Raise `UsageError` for one of `limits`, by name in seconds, that is given and cannot be a deadline."""
-    for name, limit in limits.items():
-        if limit is not None and not is_timeout(limit):
-            raise UsageError(f"{name}={limit!r:.80} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None, form: re.Pattern[str] = NUMBER) -> int:

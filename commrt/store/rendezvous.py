@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
-from commrt.store.client import STORE_ANSWER_S, call_store
+from commrt.store.client import call_store
 from commrt.store.launcher import LOOPBACK, Launch
 
 __all__ = ["hold", "host_identity", "is_loopback", "listen", "meet", "own_address"]
@@ -83,9 +83,7 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
     listener = _listener(launch) if holds_it and _number(launch.address) else None
     try:
-        return call_store(
-            lambda: _store(launch, holds_it, timeout_s, listener), timeout_s + STORE_ANSWER_S, launch.rank
-        )
+        return call_store(lambda: _store(launch, holds_it, timeout_s, listener), timeout_s, launch.rank)
     except DeadlineExceeded as error:
         what = (
             f"what listens at {at} did not answer as a store within {timeout_s:g} s: is it rank 0 of this job, and "

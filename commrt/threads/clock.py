@@ -8,31 +8,21 @@ waits for nothing (`tests/support/moved_clock.py`). Waits inside torch's stores 
 from __future__ import annotations
 
 from time import monotonic
-from typing import Protocol
 
 __all__ = ["Clock", "now_s", "slice_s", "use"]
 
 
-class Clock(Protocol):
-    """What tells deadlines the time. Called from any thread."""
+class Clock:
+    """What tells deadlines the time: the machine's clock, or one of a subclass. Called from any thread."""
 
-    def now_s(self) -> float:
-        """Return the seconds since some fixed moment."""
-        ...
-
-    def slice_s(self, left_s: float) -> float:
-        """Return how many real seconds a wait that has `left_s` may sleep before it asks for the time again."""
-        ...
-
-
-class _SystemClock:
     now_s = staticmethod(monotonic)
 
     def slice_s(self, left_s: float) -> float:
+        """See the function `slice_s`."""
         return max(left_s, 0.0)
 
 
-_clock: Clock = _SystemClock()
+_clock = Clock()
 
 
 def now_s() -> float:

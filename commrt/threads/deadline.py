@@ -1,14 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines that do not blame others for the time in which this process itself was stopped."""
+"""How long waits may take: all limits follow from one number, and a pause of this process hardly counts."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from commrt.errors import UsageError
 from commrt.threads.clock import now_s
 
-__all__ = ["Deadline"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Deadline", "Timeouts", "require_deadlines"]
 
+DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S = 300.0, 2e6
+"""Sockets count milliseconds in 32 bits."""
+PROBE_S = 2.0
+"""The most that a probe takes, since hosts that can be reached answer sooner."""
 PARTS = 4
 """A pause of this process counts as one part of the limit at most, so peers have time to answer after it wakes up."""
+
+
+class Timeouts(NamedTuple):
+    """The limits of waits for other ranks. Each is below the next, so that of two waits the inner one ends first."""
+
+    probe_s: float  # whether a process lives, or a rank has a state
+    step_s: float  # a step that keeps ranks in a collective waiting; each pause while a state is copied
+    collective_s: float  # all other waits, such as for a transfer or a roll call: the number that a user gives
+    start_s: float  # until all ranks have connected
+
+    @classmethod
+    def of(cls, timeout_s: float, start_timeout_s: float | None = None) -> Timeouts:
+        """Return the limits that follow from `timeout_s`; raise `UsageError` for a start that may take less."""
+        start_s = max(timeout_s, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
+        if start_s < timeout_s:
+            raise UsageError(
+                f"start_timeout_s={start_s:g} is below timeout_s={timeout_s:g}: a rank that starts again could give up "
+                "before the others notice that it was lost; raise the first, or lower the second (COMMRT_TIMEOUT_S)"
+            )
+        return cls(min(PROBE_S, timeout_s / PARTS), timeout_s / 2, timeout_s, start_s)
+
+    def __str__(self) -> str:
+        return "probe {:g} s < step {:g} s < collective {:g} s <= start {:g} s".format(*self)
+
+
+def require_deadlines(**limits: float | None) -> None:
+    """Raise `UsageError` for one of `limits`, by name in seconds, that is given and cannot be a deadline."""
+    for name, limit in limits.items():
+        is_number = isinstance(limit, int | float | None) and not isinstance(limit, bool)
+        if not is_number or (limit is not None and not 0 < limit <= LONGEST_TIMEOUT_S):
+            raise UsageError(f"{name}={limit!r:.80} is no deadline: give seconds, above 0 and up to 2,000,000")
 
 
 class Deadline:

@@ -22,7 +22,7 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
-from commrt.store.client import STORE_ANSWER_S, call_store, parse, require
+from commrt.store.client import call_store, parse, require
 from commrt.threads.clock import now_s
 from commrt.torch_import import untraced
 from commrt.training.admission import check_stateful
@@ -283,7 +283,7 @@ class JoinProgress:
         return {rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()}
 
     def _call_store(self, call: Callable[[], T]) -> T:
-        return call_store(call, self._world.timeout_s + STORE_ANSWER_S, self._world.rank)
+        return call_store(call, self._world.timeout_s, self._world.rank)
 
 
 def _place(text: bytes) -> _Place:

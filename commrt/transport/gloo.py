@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.store.client import STORE_ANSWER_S, call_store
+from commrt.store.client import call_store
 from commrt.store.launcher import gloo_interface
 from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
@@ -95,7 +95,7 @@ class GlooTransport(Transport):
             options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
             options._devices = [_device(address, lazy)]  # noqa: SLF001
         try:
-            self._gloo = call_store(lambda: ProcessGroupGloo(store, place, ranks, options), timeout_s + STORE_ANSWER_S)
+            self._gloo = call_store(lambda: ProcessGroupGloo(store, place, ranks, options), timeout_s)
         except (RuntimeError, TransportError) as error:
             raise TransportError(
                 f"not all {ranks} ranks connected within {timeout_s:g} s: start all of them, with the same "

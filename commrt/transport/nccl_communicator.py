@@ -23,7 +23,6 @@ from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, 
 from commrt.store.agreement import gather
 from commrt.store.client import (
     MALFORMED,
-    STORE_ANSWER_S,
     call_store,
     clone_connection,
     parse_dict,
@@ -245,7 +244,7 @@ class ShutdownNotices:
         """Tell the others that this rank shuts down; `counts` is None if it gives up. Waits for 2 s at most."""
         data = json.dumps(None if counts is None else {str(peer): count for peer, count in counts.items()})
         with suppress(RuntimeError, TransportError):  # the store is gone, and the other ranks with it
-            call_store(lambda: self._store.set(f"left/{self._rank}", data), STORE_ANSWER_S)
+            call_store(lambda: self._store.set(f"left/{self._rank}", data))
 
     def left_early(self, begun: Mapping[int, int]) -> int | None:
         """Return a peer that is known to have left without its part in what was `begun` with it; None if none has.

@@ -26,7 +26,7 @@ from commrt.errors import SizeMismatch, TransportError, UsageError
 from commrt.kernels.dispatch import on_gpu
 from commrt.kernels.meeting import MeetingPlan
 from commrt.store.agreement import gather
-from commrt.store.client import STORE_ANSWER_S, call_store, parse_int, parse_list, require
+from commrt.store.client import call_store, parse_int, parse_list, require
 
 __all__ = ["Neighbours", "PeerMemory", "Words"]
 
@@ -274,7 +274,7 @@ class Neighbours:
         for segment in opened.values():
             self.memory.close(segment)
         try:
-            call_store(lambda: self._wait_until_unmapped(linger_s), linger_s + STORE_ANSWER_S)
+            call_store(lambda: self._wait_until_unmapped(linger_s), linger_s)
         except (RuntimeError, TransportError):  # a peer goes on, or the store is gone
             _mapped_by_peers.append((self._page, [*self._used.values(), *self._free]))
         self._keeps = False

@@ -30,7 +30,7 @@ from commrt.errors import (
     TransportClosed,
     TransportError,
 )
-from commrt.store.client import MALFORMED, STORE_ANSWER_S, call_store
+from commrt.store.client import MALFORMED, call_store
 from commrt.threads.clock import now_s, slice_s
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, Segment, aligned, connect
@@ -173,7 +173,7 @@ class SharedTransport(Transport):
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._failure: TransportError | None = None
         self._closed = False
-        ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s + STORE_ANSWER_S, rank)
+        ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s, rank)
         self._channels = {peer: Channel(end) for peer, end in ends.items()}
         release_in_forked_child(self)
         finalize(self, _close, tuple(self._channels.values()))

@@ -18,7 +18,7 @@ import commrt
 from commrt.algorithms import catalogue
 from commrt.errors import UsageError
 from commrt.pricing.price import require_carried
-from commrt.store.launcher import require_deadlines
+from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.tools.pictures.files import require_writable
 from commrt.training.large_batch import BatchSizeControl
 
@@ -83,7 +83,7 @@ class Job:
     wire: str
     bucket_cap_mb: float
     timeout_s: float
-    start_timeout_s: float
+    start_timeout_s: float | None
     trace: str | None = None
     """File for a timeline of all ranks."""
     inject: tuple[Fault, ...] = ()
@@ -114,6 +114,7 @@ class Job:
             if not 0 <= value < inf:
                 raise UsageError(f"{option} {value:g}: give a finite number, 0 or more")
         require_deadlines(**{"--timeout-s": self.timeout_s, "--start-timeout-s": self.start_timeout_s})
+        Timeouts.of(self.timeout_s, self.start_timeout_s)
         recipes.require_fit(self.recipe_name, self.batch_size, self.epochs)
         if self.algorithm == BACKUP:
             commrt.BackupWorkers(self.backups).needed(workers)

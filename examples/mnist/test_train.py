@@ -185,7 +185,7 @@ def plain_variables(rank, port):
 
 @pytest.mark.processes
 def test_workers_that_do_not_come_are_waited_for_as_long_as_asked():
-    args = ["--epochs", "1", "--start-timeout-s", "1", "--json"]
+    args = ["--epochs", "1", "--timeout-s", "1", "--start-timeout-s", "1", "--json"]
     result = command(*args, env=os.environ | plain_variables(0, free_port()))
     assert (result.returncode, result.stdout) == (1, "")
     assert re.search(r"^commrt: ranks \[1\] did not come within 1 s: ", result.stderr, re.MULTILINE)

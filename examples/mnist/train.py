@@ -126,8 +126,11 @@ def train(
         float, typer.Option(envvar="COMMRT_TIMEOUT_S", help="How long a worker waits for another one, in seconds.")
     ] = 60.0,
     start_timeout_s: Annotated[
-        float, typer.Option(help="How long to wait for all workers to start, in seconds.")
-    ] = 120.0,
+        float | None,
+        typer.Option(
+            show_default="--timeout-s, but at least 300", help="How long to wait for all workers to start, in seconds."
+        ),
+    ] = None,
     trace: Annotated[
         str | None, typer.Option(help="Write a timeline of all workers to this file, for ui.perfetto.dev.")
     ] = None,

@@ -19,6 +19,7 @@ from commrt.errors import PeerLost, Place, TransportError
 from commrt.runtime.collectives import Sums
 from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import BoundProgram
+from commrt.store import client
 from commrt.store.client import call_store, clone_connection
 
 
@@ -108,7 +109,8 @@ def stopped_while_it_asks(tell):
         Event().wait(0.2)
         return "an answer"
 
-    return call_store(question, 0.8)
+    client.ANSWER_S = 0.8
+    return call_store(question)
 
 
 def stopped_in_a_question(tell, victim, timeout_s):

@@ -31,7 +31,7 @@ def joined(algorithm, timeout_s, model):
     """Attached, with a deadline for the steps alone: starting may take its time."""
     torch.set_num_threads(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = commrt.init(timeout_s, start_timeout_s=60)
+    world = commrt.init(timeout_s, start_timeout_s=max(timeout_s, 60))
     replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=0.01)
     return replica, optimizer, world
 
@@ -118,7 +118,7 @@ def leaves_with_an_error(tell):
 def nobody_else(tell, timeout_s):
     """Only rank 0 comes to the world."""
     if int(os.environ["RANK"]) == 0:
-        commrt.init(start_timeout_s=timeout_s)
+        commrt.init(timeout_s, start_timeout_s=timeout_s)
     return "finished"
 
 

@@ -23,7 +23,7 @@ __all__ = ["in_a_group", "report", "with_variables"]
 
 def report(number, start_timeout_s=60):
     """Of one world, from its beginning to its end; what is added up is `number` plus the rank."""
-    with commrt.init(30, start_timeout_s=start_timeout_s) as world:
+    with commrt.init(min(30, start_timeout_s), start_timeout_s=start_timeout_s) as world:
         values = torch.full((8,), float(number + world.rank))
         world.run(commrt.Ring().schedule(0, world.size), values)
         return {

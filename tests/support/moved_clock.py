@@ -18,7 +18,7 @@ REAL_LIMIT_S = 60.0
 """Real seconds in which what a test waits for must happen."""
 
 
-class MovedClock:
+class MovedClock(clock.Clock):
     """Stands still until a test moves it. Deadlines in this process read it, on all threads; torch's do not."""
 
     def __init__(self) -> None:

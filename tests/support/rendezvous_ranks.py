@@ -47,7 +47,7 @@ def ask_a_struck_holder(tell, timeout_s):
 def ask_with_one_absent(tell, timeouts_s):
     """Compare a value on all ranks but the one whose timeout is None; the others have different timeouts."""
     rank = int(os.environ["RANK"])
-    world = commrt.init(timeouts_s[rank], start_timeout_s=60)
+    world = commrt.init(timeouts_s[rank] or 60, start_timeout_s=60)
     if timeouts_s[rank] is not None:
         world.agree("lunch", where="here")
     else:

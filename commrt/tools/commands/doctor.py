@@ -18,6 +18,7 @@ from rich.table import Table
 
 from commrt.errors import UsageError
 from commrt.store.launcher import default_timeout_s, launched
+from commrt.threads.deadline import Timeouts
 from commrt.tools.commands.options import Json, json_of
 from commrt.tools.measuring.doctor_environment import (
     Finding,
@@ -66,7 +67,7 @@ def examine(quick: bool = False) -> Iterator[Finding]:
     """Yield all findings; with `quick` no processes are started."""
     yield Finding("python", "ok", platform.python_version())
     yield from guarded("launcher", lambda: launcher(os.environ, launched()))
-    yield from guarded("deadline", _deadline)
+    yield from guarded("timeouts", _timeouts)
     try:
         torch = import_module("torch")
         from commrt.tools.measuring import doctor_machine  # noqa: PLC0415  # imports torch too
@@ -83,5 +84,5 @@ def examine(quick: bool = False) -> Iterator[Finding]:
     yield from guarded("variables", lambda: variables(os.environ, interfaces()))
 
 
-def _deadline() -> Iterator[Finding]:
-    yield Finding("deadline", "ok", f"{default_timeout_s():g} s for every wait, unless init() sets another")
+def _timeouts() -> Iterator[Finding]:
+    yield Finding("timeouts", "ok", f"{Timeouts.of(default_timeout_s())}, unless init() sets others")

@@ -11,7 +11,8 @@ import typer
 
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.store.launcher import launched, require_deadlines
+from commrt.store.launcher import launched
+from commrt.threads.deadline import require_deadlines
 from commrt.tools.pictures.files import require_writable, write
 
 __all__ = ["probe"]

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All limits of waits follow from one number, and one that would invert their order is refused where it is given."""
+
+from __future__ import annotations
+
+import logging
+import re
+from datetime import timedelta
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+from cases import for_each
+from hypothesis import given
+from hypothesis import strategies as st
+from moved_clock import moved_clock
+from sources import assert_none, modules, offences
+from torch.distributed import HashStore
+
+import commrt
+from commrt.backup_workers import quorum
+from commrt.backup_workers.quorum import NO_MEMBERS, QuorumVote
+from commrt.c10d.backend import Methods
+from commrt.c10d.group import ProcessGroupWorld
+from commrt.elastic import generations
+from commrt.elastic.generations import Generation, Processes
+from commrt.errors import DeadlineExceeded, UsageError
+from commrt.runtime import init
+from commrt.store import client
+from commrt.store.client import TimedStore, call_store, start_call
+from commrt.store.launcher import launched
+from commrt.testing.ranks import local_worlds
+from commrt.threads.deadline import DEFAULT_TIMEOUT_S, PARTS, Deadline, Timeouts
+from commrt.tools.commands import doctor
+
+
+@given(st.floats(1e-6, 2e6))
+def test_each_limit_is_below_the_next(timeout_s):
+    probe_s, step_s, collective_s, start_s = Timeouts.of(timeout_s)
+    assert probe_s < step_s < collective_s <= start_s
+    assert collective_s == timeout_s
+    assert start_s >= DEFAULT_TIMEOUT_S
+
+
+@for_each(
+    ("timeout_s", "start_timeout_s", "expected"),
+    [
+        (300.0, None, (2.0, 150.0, 300.0, 300.0)),
+        (4.0, None, (1.0, 2.0, 4.0, 300.0)),
+        (1800.0, None, (2.0, 900.0, 1800.0, 1800.0)),
+        (20.0, 60.0, (2.0, 10.0, 20.0, 60.0)),
+        (20.0, 20.0, (2.0, 10.0, 20.0, 20.0)),
+    ],
+)
+def test_all_limits_follow_from_one_number(timeout_s, start_timeout_s, expected):
+    assert Timeouts.of(timeout_s, start_timeout_s) == expected
+
+
+def test_a_probe_takes_no_more_than_what_a_deadline_counts_between_two_polls():
+    """Otherwise a wait that probes a silent host would last longer than its limit."""
+    assert all(Timeouts.of(limit_s).probe_s <= Deadline(limit_s).poll_s for limit_s in (0.5, 4.0, 8.0, 300.0))
+    assert Timeouts.of(4.0).probe_s == 4.0 / PARTS
+
+
+def test_a_start_that_may_take_less_than_a_collective_is_refused(monkeypatch):
+    with pytest.raises(UsageError, match=r"^start_timeout_s=60 is below timeout_s=300: .* raise the first"):
+        commrt.init(start_timeout_s=60)
+    monkeypatch.setenv("COMMRT_TIMEOUT_S", "600")
+    with pytest.raises(UsageError, match=r"^start_timeout_s=300 is below timeout_s=600: .*COMMRT_TIMEOUT_S"):
+        commrt.init(start_timeout_s=300)
+
+
+def test_a_second_init_refuses_it_too_and_changes_nothing():
+    with commrt.init(100) as world:
+        for wrong in ({"start_timeout_s": 99}, {"timeout_s": 20, "start_timeout_s": 10}):
+            with pytest.raises(UsageError, match="is below timeout_s"):
+                commrt.init(**wrong)
+        assert world.timeout_s == 100
+        assert commrt.init(20, start_timeout_s=20).timeout_s == 20
+
+
+@for_each("seconds", [0, -3, 3e6])
+def test_a_group_of_torch_refuses_a_timeout_that_no_wait_can_have(seconds):
+    world = SimpleNamespace(transport=SimpleNamespace(timeout_s=5.0))
+    group = SimpleNamespace(world=world, engine=SimpleNamespace(), host_messages=SimpleNamespace())
+    group.set_timeout = lambda given_s: ProcessGroupWorld.set_timeout(group, given_s)
+    with pytest.raises(UsageError, match=r"^timeout=.* is no deadline"):
+        Methods.set_timeout(SimpleNamespace(group=group), timedelta(seconds=seconds))
+    assert world.transport.timeout_s == 5.0
+    Methods.set_timeout(SimpleNamespace(group=group), timedelta(seconds=7))
+    assert {world.transport.timeout_s, group.engine.timeout_s, group.host_messages.timeout_s} == {7.0}
+
+
+def log_of_rank(rank, monkeypatch, caplog):
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(init, "_join_launch", lambda launch, start_s: local_worlds(2, start_s)[launch.rank])
+    monkeypatch.setattr(init, "launched", lambda: launched(variables | {"RANK": str(rank)}))
+    with caplog.at_level(logging.INFO, "commrt"), commrt.init(20, start_timeout_s=60) as world:
+        assert (world.rank, world.timeout_s) == (rank, 20)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_rank_0_logs_the_limits_at_the_start(monkeypatch, caplog):
+    limits = "commrt: timeouts: probe 2 s < step 10 s < collective 20 s <= start 60 s"
+    assert log_of_rank(0, monkeypatch, caplog) == [limits]
+
+
+def test_other_ranks_log_nothing_at_the_start(monkeypatch, caplog):
+    assert log_of_rank(1, monkeypatch, caplog) == []
+
+
+def test_the_doctor_shows_the_limits(monkeypatch):
+    monkeypatch.setenv("COMMRT_TIMEOUT_S", "600")
+    (found,) = doctor._timeouts()
+    assert found.detail.startswith("probe 2 s < step 300 s < collective 600 s <= start 600 s")
+
+
+# each place uses them
+
+
+def test_a_request_to_the_store_ends_after_what_it_waits_for_could():
+    never = Event()
+    with moved_clock() as clock:
+        begin_s, silent = clock.now_s(), start_call(lambda: call_store(never.wait, 5.0))
+        clock.wait_for_readers(1)
+        clock.advance_until(silent.done)
+        with pytest.raises(DeadlineExceeded, match=f"within {5.0 + client.ANSWER_S:g} s"):
+            silent.result()
+        assert clock.now_s() - begin_s >= 5.0 + client.ANSWER_S
+    never.set()
+
+
+@for_each("timeout_s", [2.0, 300.0])
+def test_a_probe_has_the_limit_of_a_probe(timeout_s):
+    store = TimedStore(HashStore(), 0, lambda: timeout_s)
+    first, second = (Processes(store, rank, "127.0.0.1", lambda: timeout_s) for rank in range(2))
+    second.register()
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generations, "probe", lambda _, limit_s: asked.append(limit_s) or False)
+        assert first.is_gone(1, 0)
+        assert not first.answers(1)
+    assert asked == [Timeouts.of(timeout_s).probe_s] * 2
+    first.close()
+    second.close()
+
+
+@for_each("share", [0.9, 1.1])
+def test_a_step_that_keeps_a_collective_waiting_has_the_limit_of_a_step(share):
+    timeout_s, written = 40.0, []
+    generation = Generation(0, dict.fromkeys(range(3), 0))
+    membership = SimpleNamespace(
+        rank=0,
+        generation=generation,
+        timeout_s=lambda: timeout_s,
+        ranks_in_collective=lambda _: [2],
+        absent=lambda *_: ([], [1]),
+        require_enough=lambda *_: None,
+    )
+    vote = QuorumVote(HashStore(), 2, SimpleNamespace(on_store=membership), lambda *_: True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quorum, "set_once", lambda _, key, value: written.append(value))
+        vote._end_if_too_few([0], "key", 0, share * Timeouts.of(timeout_s).step_s)
+    assert written == ([NO_MEMBERS] if share > 1 else [])
+
+
+def test_no_module_makes_a_limit_of_its_own_from_the_timeout():
+    """Of Gloo's tries to connect all must fit into the timeout of the group."""
+    share = re.compile(r"timeout_s(\(\))?\)? [*/] (?!CONNECT_TRIES)")
+
+    def sharing(source):
+        lines = enumerate(source.text.splitlines(), 1)
+        return (f"line {number}" for number, line in lines if share.search(line))
+
+    assert_none(offences(sharing, [each for each in modules() if each.path.name != "deadline.py"]))
