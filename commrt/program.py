@@ -8,10 +8,11 @@ training step.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib import import_module
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ __all__ = [
 
 MOST_MESSAGES = 7
 """Of a rank in a hop that NCCL never cuts: a kernel takes 254 batches, of which 32 stay free, a message up to 32."""
+Rows = slice | NDArray[np.bool_]
 PROGRAMS_KEPT = 64
 """Programs that `member_program` remembers, by schedule and rank of the schedule; schedules of `permuted_program`."""
 
@@ -51,7 +53,7 @@ class Transfer:
     hi: int
     combine: Combine = COPY
     weight: float = 0.0
-    group: int | None = None
+    group: int | None = field(default=None, repr=False)
     """Which of the hop's NCCL groups carries it, see `nccl_groups`; None if there is only one."""
 
 
@@ -109,14 +111,10 @@ def nccl_groups(step: Step, ranks: int) -> IntArray | None:
     """Return [transfers] in which of its NCCL groups a canonical step sends each; None if it needs only one."""
     if np.bincount(np.concatenate((step.src, step.dst)), minlength=1).max() <= MOST_MESSAGES:
         return None
-    from commrt.nccl_groups import assigned  # noqa: PLC0415  # few hops need it
-
-    return assigned(step, ranks, MOST_MESSAGES)
+    return cast("IntArray", import_module("commrt.nccl_groups").assigned(step, ranks, MOST_MESSAGES))
 
 
-def _transfers(
-    step: Step, peers: IntArray, rows: slice | NDArray[np.bool_], groups: IntArray | None = None
-) -> tuple[Transfer, ...]:
+def _transfers(step: Step, peers: IntArray, rows: Rows, groups: IntArray | None = None) -> tuple[Transfer, ...]:
     """Return `rows` of `step`, of which `peers` are the other ends, sorted by (peer, lo)."""
     columns = [each[rows].tolist() for each in (peers, step.lo, step.hi, step.combine, step.weight)]
     columns += [] if groups is None else [groups[rows].tolist()]

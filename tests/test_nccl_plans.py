@@ -23,7 +23,7 @@ from commrt.algorithms.ring import Ring
 from commrt.c10d.messages import DeviceMessages
 from commrt.errors import DeadlineExceeded
 from commrt.nccl_groups import joined
-from commrt.program import member_program, nccl_groups, program
+from commrt.program import MOST_MESSAGES, member_program, nccl_groups, program
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
 from commrt.schedule import COPY, Step
@@ -31,6 +31,7 @@ from commrt.testing import nccl
 from commrt.testing.nccl_cut import cutting
 from commrt.testing.nccl_plans import Call, Rules, cut, find_cycle
 from commrt.testing.ranks import over_nccl, run_ranks
+from commrt.transport.nccl_communicator import uncut as in_uncut
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 VERSIONS = (22707, 22809, 22902, 22907, 23007)
@@ -199,22 +200,21 @@ def test_both_ends_have_a_message_in_the_same_group():
 def test_groups_have_one_order_on_all_ranks_and_small_messages_share_them():
     small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
     sends = [P2PMessage(1, large, 20), P2PMessage(2, small, 20), P2PMessage(3, large, 0), P2PMessage(4, small, 2)]
-    found = P2PGroup(sends, [P2PMessage(5, small, 17)], hop=7).for_nccl()
+    found = in_uncut(P2PGroup(sends, [P2PMessage(5, small, 17)], hop=7), 0, range(6))
     assert [[each.peer for each in (*some.sends, *some.recvs)] for some in found] == [[4, 5], [2], [3], [1]]
     assert {some.hop for some in found} == {7}
-    assert P2PGroup([], []).for_nccl() == []
+    assert in_uncut(P2PGroup([], []), 0, range(6)) == []
 
 
 @given(st.integers(2, 40), st.data())
 def test_messages_without_a_schedule_are_in_the_same_group_at_both_ends(ranks, data):
     one, other = data.draw(st.lists(st.integers(0, ranks - 1), min_size=2, max_size=2, unique=True))
-    count = data.draw(st.integers(1, 4))
-    nothing = torch.zeros(1)
-    there = P2PGroup([P2PMessage(other, nothing)] * count, []).by_distance(one, ranks)
-    here = P2PGroup([], [P2PMessage(one, nothing)] * count).by_distance(other, ranks)
-    groups = [each.group for each in there.sends]
-    assert groups == [each.group for each in here.recvs]
-    assert groups == sorted(set(groups))
+    count = data.draw(st.integers(MOST_MESSAGES + 1, 40))
+    nothing = torch.zeros(1 << 18)
+    there = in_uncut(P2PGroup([P2PMessage(other, nothing)] * count, []), one, range(ranks))
+    here = in_uncut(P2PGroup([], [P2PMessage(one, nothing)] * count), other, range(ranks))
+    assert [some.sends[0].group for some in there] == [some.recvs[0].group for some in here]
+    assert {len(some.sends) for some in there} == {1}  # large ones
 
 
 @pytest.mark.parametrize(("algorithm", "groups"), [(Ring(), [1]), (DoubleTree(), [1])])
@@ -270,12 +270,12 @@ def exchanged(messages, timeout_s, *, grouped):
     def body(world):
         ours = [(number, one, other) for number, (one, other, _) in enumerate(messages) if world.rank in (one, other)]
         sends = [
-            P2PMessage(other, torch.tensor([float(number)]), groups.get(number))
+            P2PMessage(other, torch.tensor([float(number)]), groups.get(number, 0))
             for number, one, other in ours
             if one == world.rank
         ]
         places = {number: torch.zeros(1) for number, _, other in ours if other == world.rank}
-        recvs = [P2PMessage(messages[number][0], place, groups.get(number)) for number, place in places.items()]
+        recvs = [P2PMessage(messages[number][0], place, groups.get(number, 0)) for number, place in places.items()]
         world.comm_thread.run(lambda: world.transport.bind(P2PGroup(sends, recvs))(Tag(0, 0))).result()
         return places
 

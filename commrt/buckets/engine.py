@@ -228,8 +228,7 @@ class Engine:
 
         sends = messages({transfer.peer for hop in mine.hops for transfer in hop.sends})
         recvs = messages({transfer.peer for hop in mine.hops for transfer in hop.recvs})
-        group = P2PGroup(sends, recvs).by_distance(self.world.rank, self.world.size)
-        self.world.transport.bind(group)(Tag(step, "greeting"))
+        self.world.transport.bind(P2PGroup(sends, recvs))(Tag(step, "greeting"))
 
     def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
         """Pack `bucket`, add it up over `members`, and unpack the average, or leave it on the wire."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from commrt.c10d.group_work import NO_TIMEOUT, GroupWork, as_dist_error, seconds_of
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
-from commrt.program import MOST_MESSAGES
 from commrt.runtime.world import World
 from commrt.threads.future import Future
 from commrt.transport.gloo import GlooTransport
@@ -116,8 +115,6 @@ class DeviceMessages:
         """Let the batch leave, if there is one."""
         if self.waiting:
             group, works = P2PGroup(self._sends, self._recvs), self.waiting
-            if len(works) > MOST_MESSAGES:  # such as an all-to-all
-                group = group.by_distance(self._world.rank, self._world.size)
             tag = Tag(0, "send and receive")
             try:
                 future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))

@@ -19,13 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import inf
 
 import numpy as np
 
 from commrt.errors import ScheduleError
-from commrt.nccl_groups import group_count
-from commrt.program import nccl_groups
 from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
 from commrt.schedule import ADD, COPY, MIX, Schedule, malformed
@@ -47,11 +44,9 @@ class Traffic:
     """Bytes sent by the busiest rank, in units of the buffer."""
     max_peers: int
     """Most peers that any rank exchanges with in one step."""
-    groups: int
-    """NCCL groups, if messages are large: see `commrt.nccl_groups`."""
 
 
-NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0, 0)
+NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0)
 """Of a schedule that is malformed, or has another shape than its collective."""
 
 
@@ -174,7 +169,7 @@ def traffic(schedule: Schedule) -> Traffic:
 def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]:
     """Return in one pass the traffic of `schedule`, whether it mixes, and what is wrong with its first bad transfer."""
     ranks, sent, peers, mixes = schedule.ranks, np.zeros(schedule.ranks, dtype=np.int64), 0, False
-    count = transfers = groups = 0
+    count = transfers = 0
     for number, step in enumerate(schedule.checked_steps()):
         for transfer, what in malformed(step, ranks, schedule.chunks):
             return NO_TRAFFIC, mixes, CounterExample(f"the transfer {transfer.text()} {what}", number)
@@ -184,8 +179,7 @@ def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]
         np.add.at(sent, moved.src, moved.hi - moved.lo)
         pairs = np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src))
         peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
-        groups += group_count(nccl_groups(moved, ranks), inf) if len(moved) else 0
-    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers, groups), mixes, None
+    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers), mixes, None
 
 
 def _replay(schedule: Schedule, collective: Collective, state: Masks | Weights, lo: int) -> CounterExample | None:

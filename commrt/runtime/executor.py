@@ -8,9 +8,10 @@ one host may let it read the senders' memory instead of copying it to scratch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
 from commrt.runtime.recording import Recorder, listening, within_range
-from commrt.schedule import ADD, COPY
+from commrt.schedule import ADD, COPY, Combine
 from commrt.threads.streams import StreamEvent, Streams
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
@@ -243,9 +244,11 @@ def combinations_of(
 
     One kernel adds all that comes for one range, in order of ranks: `rank`'s own value is added in its place.
     """
-    pending = [(each, place) for each, place in zip(hop.recvs, places, strict=True) if each.combine != COPY]
-    pending.sort(key=lambda pair: _range_of(pair[0]))  # which leaves senders in order
-    for (_, _, combine), run in groupby(pending, lambda pair: _range_of(pair[0])):
+    ranges = defaultdict[tuple[int, int, Combine], list[tuple[Transfer, Tensor]]](list)  # each by sender
+    for each, place in zip(hop.recvs, places, strict=True):
+        if each.combine != COPY:
+            ranges[each.lo, each.hi, each.combine].append((each, place))
+    for (_, _, combine), run in sorted(ranges.items(), key=itemgetter(0)):
         legs, received = zip(*run, strict=True)
         own = own_of(legs[0])
         if not own.numel():
@@ -255,10 +258,6 @@ def combinations_of(
             yield add(own, (*received[:before], own, *received[before:]))
         else:
             yield from (mixing(own, place, leg.weight) for leg, place in zip(legs, received, strict=True))
-
-
-def _range_of(transfer: Transfer) -> tuple[int, int, int]:
-    return transfer.lo, transfer.hi, transfer.combine
 
 
 def only_reads(hop: Hop) -> bool:

@@ -40,6 +40,7 @@ from commrt.transport.nccl_communicator import (
     Watchdog,
     create,
     load,
+    uncut,
 )
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
 
@@ -144,7 +145,7 @@ class NcclTransport(Transport):
         send, recv = self._communicator.send, self._communicator.recv
         rounds = [
             [*(self._call(send, each) for each in some.sends), *(self._call(recv, each) for each in some.recvs)]
-            for some in rest.for_nccl()
+            for some in uncut(rest, self.rank, self.members)
         ]
 
         def run(tag: Tag) -> None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
+from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
@@ -20,6 +23,8 @@ import torch
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
+from commrt.nccl_groups import joined
+from commrt.program import MOST_MESSAGES
 from commrt.store.agreement import gather
 from commrt.store.client import (
     MALFORMED,
@@ -35,6 +40,7 @@ from commrt.store.launcher import nccl_variable
 from commrt.threads.clock import now_s
 from commrt.threads.future import Future
 from commrt.threads.streams import Streams
+from commrt.transport.protocol import P2PGroup, P2PMessage
 
 __all__ = [
     "Binding",
@@ -45,6 +51,7 @@ __all__ = [
     "load",
     "named",
     "require_usable",
+    "uncut",
 ]
 
 SHARES_GPUS = 23003
@@ -277,3 +284,33 @@ def _parse_counts(data: bytes) -> Counts:
     if json.loads(data) is None:
         return None
     return {int(peer): parse_int(count) for peer, count in parse_dict(data).items()}
+
+
+def uncut(group: P2PGroup, rank: int, members: Sequence[int]) -> list[P2PGroup]:
+    """Return the messages of `group` as groups that NCCL never cuts, in an order that is the same on all `members`.
+
+    A hop's messages say where they belong. Many without a schedule, as of ``batch_isend_irecv``, are sent by distance.
+    """
+    count = len(group.sends) + len(group.recvs)
+    if count > MOST_MESSAGES and all(each.group is None for each in (*group.sends, *group.recvs)):
+        group = _by_distance(group, members.index(rank), members)
+    found = defaultdict[tuple[int, int], tuple[list[P2PMessage], list[P2PMessage]]](lambda: ([], []))
+    for side, messages in enumerate((group.sends, group.recvs)):
+        for each in messages:
+            key = (0, 0) if each.group is None else joined(each.group, each.data.nbytes)
+            found[key][side].append(each)
+    in_order = sorted(found.items(), key=itemgetter(0))
+    return [replace(group, sends=sends, recvs=recvs) for _, (sends, recvs) in in_order]
+
+
+def _by_distance(group: P2PGroup, place: int, members: Sequence[int]) -> P2PGroup:
+    """Return the same messages in groups that both ends know: all first messages of pairs, then all second ones, ..."""
+
+    def grouped(messages: Sequence[P2PMessage], sign: int) -> Iterator[P2PMessage]:
+        before: Counter[int] = Counter()  # messages of each peer
+        for each in messages:
+            of_distance = sign * (members.index(each.peer) - place) % len(members) // MOST_MESSAGES
+            yield each._replace(group=before[each.peer] * (len(members) // MOST_MESSAGES + 1) + of_distance)
+            before[each.peer] += 1
+
+    return replace(group, sends=[*grouped(group.sends, 1)], recvs=[*grouped(group.recvs, -1)])

@@ -15,17 +15,14 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from commrt.errors import Place, UsageError
-from commrt.program import MOST_MESSAGES
 
 __all__ = [
     "CPU",
@@ -86,30 +83,6 @@ class P2PGroup:
     def peers(self) -> set[int]:
         """Ranks that this group sends to or receives from."""
         return {message.peer for message in (*self.sends, *self.recvs)}
-
-    def by_distance(self, rank: int, ranks: int) -> P2PGroup:
-        """Return the same messages, of `rank`, in NCCL groups that both ends know without a schedule."""
-
-        def grouped(messages: Sequence[P2PMessage], sign: int) -> Iterator[P2PMessage]:
-            before: Counter[int] = Counter()  # messages of each peer
-            for each in messages:
-                of_distance = sign * (each.peer - rank) % ranks // MOST_MESSAGES
-                yield each._replace(group=before[each.peer] * (ranks // MOST_MESSAGES + 1) + of_distance)
-                before[each.peer] += 1
-
-        return replace(self, sends=[*grouped(self.sends, 1)], recvs=[*grouped(self.recvs, -1)])
-
-    def for_nccl(self) -> list[P2PGroup]:
-        """Return the same messages as groups that NCCL never cuts, in an order that is the same on all ranks."""
-        from commrt.nccl_groups import joined  # noqa: PLC0415  # other transports do without
-
-        found = defaultdict[Any, tuple[list[P2PMessage], list[P2PMessage]]](lambda: ([], []))
-        for side, messages in enumerate((self.sends, self.recvs)):
-            for each in messages:
-                key = (0, 0) if each.group is None else joined(each.group, each.data.nbytes)
-                found[key][side].append(each)
-        in_order = sorted(found.items(), key=itemgetter(0))
-        return [replace(self, sends=sends, recvs=recvs) for _, (sends, recvs) in in_order]
 
 
 EndLoan = Callable[[], None]

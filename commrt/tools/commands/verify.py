@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import inf
 from typing import Annotated, Any, cast
 
 import typer
@@ -18,8 +19,10 @@ from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
+from commrt.nccl_groups import group_count
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import require_candidate
+from commrt.program import nccl_groups
 from commrt.proof import order_of_additions, replay
 from commrt.proof.additions import Additions
 from commrt.proof.mixing import mixing, steps_to_meet_all
@@ -194,6 +197,12 @@ def _additions(schedule: Schedule) -> Additions | None:
     return order_of_additions(schedule)
 
 
+def _nccl_groups(schedule: Schedule) -> int:
+    """Return in how many NCCL groups all steps are sent, if messages are large."""
+    steps = (step.canonical() for step in schedule.steps())
+    return sum(group_count(nccl_groups(step, schedule.ranks), inf) for step in steps if len(step))
+
+
 def _record(proof: Proof, schedule: Schedule) -> dict[str, object]:
     added = _additions(schedule) if proof.ok else None
     return {
@@ -206,7 +215,7 @@ def _record(proof: Proof, schedule: Schedule) -> dict[str, object]:
         "transfers": proof.traffic.transfers,
         "bytes_per_rank": float(proof.traffic.bytes_per_rank),
         "max_peers": proof.traffic.max_peers,
-        "nccl_groups": proof.traffic.groups,
+        "nccl_groups": _nccl_groups(schedule),
         "orders_of_addition": None if added is None else added.orders,
         "counterexample": None if proof.ok else str(proof.counterexample),
     }
@@ -216,11 +225,11 @@ def _report(proof: Proof, schedule: Schedule) -> str:
     """Return what was found, in a few lines."""
     if not proof.ok:
         return f"{proof.schedule} is not a correct {proof.collective}: {proof.counterexample}"
-    cost, added = proof.traffic, _additions(schedule)
-    groups = f"{cost.groups} group{'s' * (cost.groups != 1)}"
-    lines = [_sentence(proof), f"  over NCCL {groups}, none so large that NCCL cuts it"]
+    added = _additions(schedule)
+    groups = _nccl_groups(schedule)
+    lines = [f"  over NCCL {groups} group{'s' * (groups != 1)}, none so large that NCCL cuts it"]
     lines += [f"  adds in {added}"] if added is not None and added.orders else []
-    return "\n".join(lines)
+    return "\n".join([_sentence(proof), *lines])
 
 
 def _sentence(proof: Proof) -> str:
