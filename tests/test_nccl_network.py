@@ -108,6 +108,10 @@ def test_it_ends_if_nothing_is_cut_and_batches_have_8_rounds_alike_on_all_ranks(
     assert (found is None) == (version > 22707)
 
 
+def test_it_is_not_cut_with_the_fewer_channels_per_peer_that_nccl_takes_by_itself_from_2_29_2_on():
+    assert_is_not_cut_and_ends(uneven(0, 64), 64, network(22902, channels_per_peer=4))
+
+
 @pytest.mark.parametrize("version", [22809, 23007])
 def test_it_ends_in_groups_by_distance_and_size_of_which_none_is_cut(version):
     for messages in split(uneven(0, 64), 64):

@@ -56,7 +56,8 @@ class Rules:
     channels: int = 32
     """A power of two."""
     channels_per_peer: int = 32
-    """A power of two."""
+    """A power of two. From 2.29.2 on NCCL halves it over several nodes while its product with ranks / 8 exceeds
+    `channels`, unless the option nChannelsPerNetPeer is set; `Rules` does not."""
     ranks_per_node: int | None = None
     """None for ranks of one node."""
     shares_connections: bool = False
