@@ -10,6 +10,17 @@ its own calls, so a send may be in a plan that waits for the plan of its receive
 - a plan ends where its batches would not fit into the arguments of a kernel.
 
 NCCL 2.29.7 and later go on with the round where a plan ended; earlier ones begin each plan with round 0 (`GOES_ON`).
+
+Over InfiniBand with PXN, which are NCCL's defaults there, receives may also wait for each other
+(`Rules.shares_connections`). This was read in NCCL 2.30.7:
+
+- ``ncclTopoGetNetDev``: all ranks of a host send to a rank by the same local proxy, and so by one connection a channel;
+- ``ProxyAppend`` of ``proxy.cc``: a rank's receives of one batch and channel become one operation of its proxy;
+- ``recvProxyProgress`` of ``transport/net.cc``: those of one connection are posted as one *multi-receive*, of up to 8;
+- ``ncclIbIsend`` of ``transport/net_ib/p2p.cc``: nothing is sent until all senders of a multi-receive have come.
+
+This is a model: messages travel whole, and no buffer takes what nobody receives yet. It knows neither the room for
+works nor what is in flight from earlier groups.
 """
 
 from __future__ import annotations
@@ -45,9 +56,13 @@ class Rules:
     channels: int = 32
     """A power of two."""
     channels_per_peer: int = 32
-    """A power of two."""
+    """A power of two. From 2.29.2 on NCCL halves it over several nodes while its product with ranks / 8 exceeds
+    `channels`, unless the option nChannelsPerNetPeer is set; `Rules` does not."""
     ranks_per_node: int | None = None
     """None for ranks of one node."""
+    shares_connections: bool = False
+    """Between nodes, all receives of a batch from one node end together. True for InfiniBand with PXN; False for TCP,
+    or with NCCL_NET_SHARED_COMMS=0 or NCCL_PXN_DISABLE=1."""
     arguments_nbytes: int = ARGUMENTS_NBYTES
     """Room for batches."""
 
@@ -67,6 +82,13 @@ class Rules:
         base = number if self.ranks_per_node is None else number // gcd(8, self.ranks_per_node)
         bits = self.channels.bit_length() - 1
         return int(f"{base % self.channels:0{bits}b}"[::-1], 2) if bits else 0
+
+    def connection(self, source: int, target: int) -> int:
+        """Return a number that is the same for all ranks which share `source`'s connection to `target`."""
+        size = self.ranks_per_node
+        if size is None or not self.shares_connections or source // size == target // size:
+            return source
+        return -1 - source // size
 
     def rounds(self, ranks: int) -> dict[tuple[int, int], int]:
         """Return the round of each distance, which is one in groups of ranks and one within a group."""
@@ -164,8 +186,8 @@ Place = tuple[int, int, int, int]
 def find_cycle(groups: Sequence[Sequence[Call]], rules: Rules) -> list[str] | None:
     """Return a circle of plans that wait for each other if rank r makes the calls ``groups[r]``; None if all end.
 
-    A call ends when its other end has begun too: it is counted on no buffer. Raises `ValueError` for a call without its
-    other end.
+    A call ends when its other end has begun too, and both ends of all calls in its multi-receive: it is counted on no
+    buffer. Raises `ValueError` for a call without its other end.
     """
     return _Run(groups, rules).circle()
 
@@ -174,10 +196,10 @@ class _Run:
     """Plans that run side by side, each rank's in order."""
 
     def __init__(self, groups: Sequence[Sequence[Call]], rules: Rules) -> None:
-        self._groups, self._other = groups, _matched(groups)
+        self._groups, self._rules, self._other = groups, rules, _matched(groups)
         self._plans = [cut(rank, len(groups), calls, rules) for rank, calls in enumerate(groups)]
-        self._begun: dict[_End, Place] = {}  # and not met
-        self._left: dict[Place, int] = {}  # ends of a batch that have not met theirs
+        self._begun: dict[_End, Place] = {}  # and not ended
+        self._left: dict[Place, int] = {}  # ends of a batch that have not ended
         self._channels_left: dict[tuple[int, int], int] = {}  # of a plan
         self._next: deque[Place] = deque()
         for rank in range(len(groups)):
@@ -192,17 +214,38 @@ class _Run:
             self._next.extend((rank, number, channel, 0) for channel in channels)
 
     def _begin(self, place: Place) -> None:
+        rank, _, channel, _ = place
+        ends = [(rank, call, channel) for call in self._calls(place)]
+        self._left[place] = len(ends)
+        self._begun |= dict.fromkeys(ends, place)
+        for end in ends:
+            together = self._together(end) if end in self._begun else []
+            if all(each in self._begun for each in together):
+                for each in together:
+                    self._end_one(self._begun.pop(each))
+
+    def _calls(self, place: Place) -> list[int]:
         rank, plan, channel, batch = place
-        calls = self._plans[rank][plan].channels[channel][batch].calls
-        self._left[place] = len(calls)
-        for call in calls:
-            other_rank, other_call = self._other[rank, call]
-            there = self._begun.pop((other_rank, other_call, channel), None)
-            if there is None:
-                self._begun[rank, call, channel] = place
-            else:
-                self._end_one(there)
-                self._end_one(place)
+        return self._plans[rank][plan].channels[channel][batch].calls
+
+    def _together(self, end: _End) -> list[_End]:
+        """Return both ends of the message of `end`, then of the others of its multi-receive once that has begun."""
+        rank, call, channel = end
+        there = (*self._other[rank, call], channel)
+        recv = there if self._groups[rank][call].is_send else end
+        others = self._multi_receive(recv) if recv in self._begun else []
+        return [end, there] + [each for other in others for each in (other, (*self._other[other[:2]], channel))]
+
+    def _multi_receive(self, recv: _End) -> list[_End]:
+        """Return the other receives of the batch of `recv` over the same connection."""
+        rank, call, channel = recv
+        peers = {each: self._groups[rank][each] for each in self._calls(self._begun[recv])}
+        connection = self._rules.connection(peers.pop(call).peer, rank)
+        return [
+            (rank, each, channel)
+            for each, (peer, is_send, _) in peers.items()
+            if not is_send and self._rules.connection(peer, rank) == connection
+        ]
 
     def _end_one(self, place: Place) -> None:
         rank, plan, channel, batch = place
@@ -218,26 +261,45 @@ class _Run:
 
     def circle(self) -> list[str] | None:
         """Return a circle of ends that have begun and wait, each for what the next one holds up."""
-        if not self._begun:
-            return None
-        waiting = {place[:2]: end for end, place in self._begun.items()}  # one of each plan that runs
-        seen: list[tuple[int, int]] = []
-        rank_plan = next(iter(waiting))
-        while rank_plan not in seen:
-            seen.append(rank_plan)
-            other_rank = self._other[waiting[rank_plan][:2]][0]
-            rank_plan = next(each for each in waiting if each[0] == other_rank)
-        return [self._text(*waiting[each]) for each in seen[seen.index(rank_plan) :]]
+        seen: list[_End] = []
+        end = next(iter(self._begun), None)
+        while end and end not in seen:
+            seen.append(end)
+            end = self._holds_up(self._missing(end))
+        return [self._text(each) for each in seen[seen.index(end) :]] if end else None
 
-    def _text(self, rank: int, call: int, channel: int) -> str:
-        other_rank, other_call = self._other[rank, call]
-        plan, others = self._begun[rank, call, channel][1], self._plans[other_rank]
-        there = next(number for number, each in enumerate(others) if other_call in each.calls)
-        now = max(number for one, number in self._channels_left if one == other_rank)
-        what = "sends to" if self._groups[rank][call].is_send else "receives from"
+    def _missing(self, end: _End) -> _End:
+        """Return an end for which `end` waits."""
+        return next(each for each in self._together(end) if each not in self._begun)
+
+    def _holds_up(self, missing: _End) -> _End:
+        """Return an end that must end before `missing` begins: of an earlier batch of its channel, or earlier plan."""
+        return min((end for end in self._begun if end[0] == missing[0]), key=lambda end: end[2] != missing[2])
+
+    def _text(self, end: _End) -> str:
+        rank, call, _ = end
+        missing = self._missing(end)
+        peer, is_send, _ = self._groups[rank][call]
+        beside = f" together with rank {missing[0]}" if missing[:2] != self._other[rank, call] else ""
+        what = "sends to" if is_send else "receives from"
         return (
-            f"rank {rank} in plan {plan} {what} rank {other_rank}, which does so in plan {there} and is in plan {now}"
+            f"rank {rank} in {_name(self._begun[end])} {what} rank {peer}{beside},"
+            f" which does so in {_name(self._place(missing))} and is in {_name(self._begun[self._holds_up(missing)])}"
         )
+
+    def _place(self, end: _End) -> Place:
+        rank, call, channel = end
+        places = (
+            (rank, number, channel, batch)
+            for number, plan in enumerate(self._plans[rank])
+            for batch in range(len(plan.channels.get(channel, [])))
+        )
+        return next(place for place in places if call in self._calls(place))
+
+
+def _name(place: Place) -> str:
+    _, plan, channel, batch = place
+    return f"plan {plan}, channel {channel}, batch {batch}"
 
 
 _End = tuple[int, int, int]
