@@ -4,26 +4,17 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 
 import pytest
+from nccl_messages import group_of, in_groups
 
 from commrt.algorithms import direct
-from commrt.testing.nccl_plans import Call, Rules, cut, find_cycle
+from commrt.testing.nccl_plans import Rules, cut, find_cycle
 
 VERSIONS = (22707, 22809, 22902, 22907, 23007)
 LARGE = 1 << 26
 SMALLEST_HANGING = [(2, 4, LARGE), (2, 5, LARGE), (3, 2, LARGE), (3, 4, LARGE), (3, 5, LARGE)]
 """Of 6 ranks on 3 hosts; hangs where a kernel takes two batches."""
-
-
-def group_of(messages, ranks):
-    """Return what each rank calls for ``(source, target, nbytes)``."""
-    groups = [[] for _ in range(ranks)]
-    for source, target, nbytes in messages:
-        groups[source].append(Call(target, True, nbytes))
-        groups[target].append(Call(source, False, nbytes))
-    return groups
 
 
 def network(version=23007, ranks_per_node=8, **changed):
@@ -40,22 +31,6 @@ def uneven(seed, ranks, density=1.0):
     pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
     sizes = (1000, 1 << 18, 1 << 22, LARGE)
     return [(*pair, draw.choice(sizes)) for pair in pairs if draw.random() < density]
-
-
-def key(number, source, target, nbytes, ranks, most_large=7):
-    """Return the key of the group in which the message of this `number` of its pair travels."""
-    large = nbytes > 1 << 16
-    return number, large, ((target - source) % ranks - 1) // (most_large if large else 128)
-
-
-def split(messages, ranks, most_large=7):
-    """Return the messages of each group, in the order in which all ranks issue them."""
-    groups, seen = defaultdict(list), defaultdict(int)
-    for source, target, nbytes in messages:
-        number = seen[source, target]
-        groups[key(number, source, target, nbytes, ranks, most_large)].append((source, target, nbytes))
-        seen[source, target] += 1
-    return [groups[each] for each in sorted(groups)]
 
 
 def assert_is_not_cut_and_ends(messages, ranks, rules):
@@ -112,33 +87,22 @@ def test_it_is_not_cut_with_the_fewer_channels_per_peer_that_nccl_takes_by_itsel
     assert_is_not_cut_and_ends(uneven(0, 64), 64, network(22902, channels_per_peer=4))
 
 
-@pytest.mark.parametrize("version", [22809, 23007])
-def test_it_ends_in_groups_by_distance_and_size_of_which_none_is_cut(version):
-    for messages in split(uneven(0, 64), 64):
+@pytest.mark.parametrize("version", VERSIONS)
+def test_it_ends_in_groups_of_which_none_is_cut(version):
+    for messages in in_groups(uneven(0, 64), 64):
         assert_is_not_cut_and_ends(messages, 64, network(version))
 
 
-def test_before_2_28_9_some_of_these_groups_hang_though_none_is_cut():
-    groups = [group_of(messages, 64) for messages in split(uneven(0, 64), 64)]
-    assert all(is_uncut(each, network(22707)) for each in groups)
-    assert any(find_cycle(each, network(22707)) for each in groups)
-
-
-def test_before_2_28_9_it_ends_in_groups_of_4_distances_whose_8_rounds_fit_one_batch():
-    for messages in split(uneven(0, 64), 64, most_large=4):
-        assert_is_not_cut_and_ends(messages, 64, network(22707))
-
-
 @pytest.mark.parametrize("rules", [tiny(version=version) for version in VERSIONS], ids=str)
-def test_the_smallest_group_that_hangs_ends_in_groups_by_distance_and_size(rules):
-    for messages in split(SMALLEST_HANGING, 6):
+def test_the_smallest_group_that_hangs_ends_in_groups(rules):
+    for messages in in_groups(SMALLEST_HANGING, 6):
         assert_is_not_cut_and_ends(messages, 6, rules)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("ranks_per_node", [None, 1, 2, 4, 6, 8])
-def test_groups_by_distance_and_size_of_48_ranks_are_not_cut_and_end(version, ranks_per_node):
-    for messages in split(uneven(1, 48, density=0.6) + uneven(2, 48, density=0.1), 48):
+def test_groups_of_48_ranks_are_not_cut_and_end(version, ranks_per_node):
+    for messages in in_groups(uneven(1, 48, density=0.6) + uneven(2, 48, density=0.1), 48):
         assert_is_not_cut_and_ends(messages, 48, network(version, ranks_per_node))
 
 

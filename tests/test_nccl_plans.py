@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter, defaultdict
-from itertools import chain, repeat
+from collections import Counter
+from itertools import chain
 from math import inf
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nccl_messages import group_of, in_groups, step_of
 
 import commrt.nccl_groups
 from commrt.algorithms import direct, halving_doubling
@@ -22,11 +22,9 @@ from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.ring import Ring
 from commrt.c10d.messages import DeviceMessages
 from commrt.errors import DeadlineExceeded
-from commrt.nccl_groups import joined
 from commrt.program import MOST_MESSAGES, member_program, nccl_groups, program
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
-from commrt.schedule import COPY, Step
 from commrt.testing import nccl
 from commrt.testing.nccl_cut import cutting
 from commrt.testing.nccl_plans import Call, Rules, cut, find_cycle
@@ -36,31 +34,6 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 VERSIONS = (22707, 22809, 22902, 22907, 23007)
 LARGE = 1 << 26
-
-
-def group_of(messages, ranks):
-    """Return what each rank calls for ``(source, target, nbytes)``."""
-    groups = [[] for _ in range(ranks)]
-    for source, target, nbytes in messages:
-        groups[source].append(Call(target, True, nbytes))
-        groups[target].append(Call(source, False, nbytes))
-    return groups
-
-
-def step_of(messages):
-    """Return a step in which the k-th message has chunk 2k."""
-    lo = 2 * np.arange(len(messages))
-    return Step.of([one for one, _, _ in messages], [other for _, other, _ in messages], lo, lo + 1, COPY).canonical()
-
-
-def in_groups(messages, ranks):
-    """Return lists of messages, one for each group in which they are sent, in order."""
-    step, found = step_of(messages), defaultdict(list)
-    groups = nccl_groups(step, ranks)
-    for number, group in zip((step.lo // 2).tolist(), repeat(0) if groups is None else groups.tolist(), strict=False):
-        nbytes = messages[number][2]
-        found[(0, 0) if groups is None else joined(group, nbytes)].append(messages[number])
-    return [found[key] for key in sorted(found)]
 
 
 def uncut(messages, ranks, rules):
