@@ -167,7 +167,7 @@ def _test_loss(job: Job) -> float:
         model.load_state_dict(weights)
         pixels, digits = images(job.folder)[1]
         with torch.inference_mode():
-            return float(cross_entropy(model(pixels), digits))
+            return float(cross_entropy(model.float()(pixels.float()), digits))
     return float("nan")
 
 

@@ -53,11 +53,11 @@ def records_of(rows: Sequence[Row], **about: Any) -> Iterator[Record]:
 
 
 def _ratios(mine: Sequence[Row], rows: Sequence[Row], peer: str, key: str) -> dict[str, float]:
-    """Return the times over those of `peer` without failures, of the same seed."""
-    base = {row["seed"]: row["seconds"] for row in rows if row["contender"] == peer and row["every"] is None}
-    ratios = [row["seconds"] / base[row["seed"]] for row in mine if row["seed"] in base]
-    if not ratios:
+    """Return the times over the median of those of `peer` without failures."""
+    base = _middle([row["seconds"] for row in rows if row["contender"] == peer and row["every"] is None])
+    if base is None:
         return {}
+    ratios = [row["seconds"] / base for row in mine]
     return {key: median(ratios), f"{key}_low": min(ratios), f"{key}_high": max(ratios)}
 
 

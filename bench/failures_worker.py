@@ -47,9 +47,11 @@ __all__ = [
     "save_state",
 ]
 
-BATCH = 8
+BATCH = 4
 """Images of each rank in a step."""
 LR, MOMENTUM = 0.02, 0.9
+DDP_TIMEOUT_S = 30.0
+"""Longer than for the others: a start on a busy machine must not end in a timeout. A death is noticed before it."""
 PID, STEP, COMMAND, SLOW_UNTIL, DONE = range(5)
 NOTHING, RAISE, EXIT = range(3)
 EXIT_CODES = {"failed": 1, "exit": 3, "QuorumLost": 20}
@@ -175,7 +177,7 @@ class Reporter:
 def train_ddp(reporter: Reporter) -> None:
     """Train with DDP, and write a checkpoint every few steps."""
     job, path = reporter.job, reporter.folder / CHECKPOINT
-    dist.init_process_group("gloo" if job.contender == "ddp" else "commrt", timeout=timedelta(seconds=job.timeout_s))
+    dist.init_process_group("gloo" if job.contender == "ddp" else "commrt", timeout=timedelta(seconds=DDP_TIMEOUT_S))
     model, optimizer = fresh(job.seed)
     step = load_state(path, model, optimizer)
     replicated = DistributedDataParallel(model)
