@@ -8,11 +8,9 @@ from math import sqrt
 from random import Random
 from typing import Any
 
-__all__ = ["CONTENDERS", "DEATHS", "KINDS", "Failure", "Job", "checkpoint_interval", "draw"]
+__all__ = ["CONTENDERS", "KINDS", "Failure", "Job", "checkpoint_interval", "draw"]
 
-KINDS = ("kill", "stop", "slow", "exception", "exit")
-DEATHS = ("kill", "exception", "exit")
-"""Failures that end a process."""
+KINDS = ("kill", "stop", "exception", "slow", "exit")
 STOPPED_S = (0.5, 1.5)
 """How long a process is stopped; less than the timeout of all contenders."""
 SLOW_S = 2.0
@@ -53,16 +51,21 @@ class Job:
 
 
 def draw(seed: int, every: int | None, steps: int, ranks: int) -> list[Failure]:
-    """Return the failures of a run: one in `every` steps on average, at exponential distances.
+    """Return the failures of a run: one for each `every` steps, at random places, of all kinds in turn.
 
-    >>> draw(0, None, 100, 4)
-    []
+    Short runs at low rates would often have none if their number were random, too.
+
+    >>> len(draw(0, 10, 100, 4)), draw(0, None, 100, 4)
+    (10, [])
     """
     if every is None:
         return []
-    rng, found, place = Random(f"{seed} {every}"), list[Failure](), 0.0
-    while (place := place + rng.expovariate(1 / every)) < steps:
-        kind = rng.choice(KINDS)
+    rng = Random(f"{seed} {every}")
+    places = sorted(rng.uniform(0, steps) for _ in range(max(1, round(steps / every))))
+    kinds = [KINDS[(seed + number) % len(KINDS)] for number in range(len(places))]
+    rng.shuffle(kinds)
+    found = []
+    for place, kind in zip(places, kinds, strict=True):
         lasts_s = {"stop": rng.uniform(*STOPPED_S), "slow": SLOW_S}.get(kind, 0.0)
         found.append(Failure(int(place), place % 1, rng.randrange(ranks), kind, lasts_s))
     return found

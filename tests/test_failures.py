@@ -38,7 +38,8 @@ def test_a_seed_and_a_rate_always_have_the_same_failures():
 def test_failures_have_the_rate_and_all_kinds_and_victims():
     drawn = [draw(seed, 10, 1000, 5) for seed in range(20)]
     found = [failure for each in drawn for failure in each]
-    assert 90 < len(found) / 20 < 110
+    assert [len(each) for each in drawn] == [100] * 20
+    assert len(draw(0, 100, 50, 5)) == 1
     assert {failure.kind for failure in found} == {*KINDS}
     assert {failure.victim for failure in found} == {*range(5)}
     assert all(0 <= failure.step < 1000 for failure in found)
