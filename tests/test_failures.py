@@ -16,6 +16,7 @@ from failures_plan import KINDS, Job, checkpoint_interval, draw
 from failures_report import records_of, tables
 from failures_runs import Run
 from failures_worker import batch_of, fresh, images, prepare_images
+from records import read
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -138,6 +139,11 @@ def test_a_ratio_is_to_the_median_time_without_failures():
     assert (found[1]["ratio"], found[1]["ratio_low"], found[1]["ratio_high"]) == (3.0, 2.0, 4.0)
     assert "| DDP over Gloo, checkpoints | 11.0 | 3.00 (2.00 .. 4.00) |" in tables(found)
     assert "| DDP over Gloo, checkpoints | 3.00 | 1 | 1 | 1 | 0.500 | 1 | 1 | 1 |" in tables(found)
+
+
+def test_the_page_shows_the_tables_of_the_records():
+    recorded = tables(read([BENCH / "results" / "failures.jsonl"]))
+    assert recorded in (BENCH.parent / "docs" / "fault_tolerance.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow  # real processes
