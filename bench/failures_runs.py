@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start the processes of a run, let failures happen to them, and start again what they end.
+
+DDP runs under torchrun's agent, which ends and starts all processes after a failure. For the others, `Supervisor`
+starts a process in the place of each that ended, or all of them if the job cannot go on without.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Event, Thread, Timer
+from time import monotonic
+from typing import Any
+
+import torch
+from failures_plan import Failure, Job
+from failures_worker import CHECKPOINT, COMMAND, DONE, EXIT, EXIT_CODES, PID, RAISE, SLOW_UNTIL, STEP, board, run_rank
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from commrt.store.launcher import LOOPBACK
+from commrt.store.rendezvous import hold, listen
+
+__all__ = ["Run", "run"]
+
+PRELOADED = ["torch._dynamo", "torch.distributed", "commrt.training.attach", "failures_worker"]
+POLL_S = 0.004
+LINGER_S = 20.0
+"""How long processes may take to end after the first one has the final model."""
+TORCHFT_LINGER_S = 2.0
+"""The same with torchft, where a process that is started last trains alone."""
+AGENT_PERIOD_S = 0.1
+"""How often torchrun's agent looks at its processes: its default."""
+COMMANDS = {"exception": RAISE, "exit": EXIT}
+
+
+@dataclass
+class Run:
+    """What happened in a run."""
+
+    job: Job
+    failures: Sequence[Failure]
+    struck: list[dict[str, Any]] = field(default_factory=list)
+    """The failures that happened: kind, rank, time; and whether there was a process to hit."""
+    starts: int = 0
+    """Processes that were started in the place of others."""
+    job_starts: int = 0
+    """How often all processes were started again."""
+    trouble: list[str] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Striker(Thread):
+    """Lets the failures of a run happen, when it first reaches their steps."""
+
+    def __init__(self, found: Run) -> None:
+        super().__init__(daemon=True)
+        self._found, self.over = found, Event()
+        self._board = board(found.job.folder, found.job.ranks)
+        self._stopped = set[int]()
+
+    def run(self) -> None:
+        """Look at the progress of the run until it is over."""
+        for failure in self._found.failures:
+            while self._board[:, STEP].max() < failure.step:
+                if self._is_over(POLL_S):
+                    return
+            if self._is_over(failure.share * self._found.job.compute_s):
+                return
+            self._strike(failure)
+
+    def _is_over(self, wait_s: float) -> bool:
+        return self.over.wait(wait_s) or self._board[:, DONE].any()
+
+    def _strike(self, failure: Failure) -> None:
+        row = self._board[failure.victim]
+        pid = int(row[PID])
+        is_hit = _is_alive(pid)
+        self._found.struck.append(
+            {
+                "kind": failure.kind,
+                "rank": failure.victim,
+                "step": failure.step,
+                "hit": is_hit,
+                "at_s": monotonic(),
+            }
+        )
+        if not is_hit:
+            return
+        if failure.kind == "kill":
+            _signal(pid, signal.SIGKILL)
+        elif failure.kind == "stop":
+            self._pause(pid, failure.lasts_s)
+        elif failure.kind == "slow":
+            row[SLOW_UNTIL] = monotonic() + failure.lasts_s
+        else:
+            row[COMMAND] = COMMANDS[failure.kind]
+
+    def _pause(self, pid: int, lasts_s: float) -> None:
+        self._stopped.add(pid)
+        _signal(pid, signal.SIGSTOP)
+        resume = Timer(lasts_s, _signal, (pid, signal.SIGCONT))
+        resume.daemon = True
+        resume.start()
+
+    def end(self) -> None:
+        """End the thread, and resume all processes."""
+        self.over.set()
+        self.join()
+        for pid in self._stopped:
+            _signal(pid, signal.SIGCONT)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _signal(pid: int, number: int) -> None:
+    if _is_alive(pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def run(job: Job, failures: Sequence[Failure], limit_s: float) -> Run:
+    """Run one contender in its folder, with failures, and return what happened."""
+    found = Run(job, failures)
+    board(job.folder, job.ranks)
+    striker = Striker(found)
+    striker.start()
+    try:
+        if job.contender.startswith("ddp"):
+            _run_with_torchrun(found, limit_s)
+        else:
+            Supervisor(found).run(limit_s)
+    finally:
+        striker.end()
+    found.events = sorted(_events(Path(job.folder)), key=lambda event: event["at_s"])
+    return found
+
+
+def _events(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in folder.glob("events-*"):
+        yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def context() -> Any:
+    """Return the way to start processes: forked from one that has imported everything."""
+    found = get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    return found
+
+
+def _run_with_torchrun(found: Run, limit_s: float) -> None:
+    context()
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise Gloo finds addresses of before the restart
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    job = found.job
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.ranks,
+        run_id=Path(job.folder).name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{LOOPBACK}:0",
+        local_addr=LOOPBACK,
+        max_restarts=10_000,
+        monitor_interval=AGENT_PERIOD_S,
+        start_method="forkserver",
+    )
+    watchdog = Timer(limit_s, _kill_all, (job,))  # the agent then starts processes that find the time to be over
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        elastic_launch(config, run_rank)(job.as_dict())
+    except Exception as error:
+        found.trouble.append(f"torchrun: {type(error).__name__}: {error}")
+    watchdog.cancel()
+
+
+def _kill_all(job: Job) -> None:
+    (Path(job.folder) / "over").touch()
+    for pid in board(job.folder, job.ranks)[:, PID]:
+        _signal(int(pid), signal.SIGKILL)
+
+
+class Supervisor:
+    """Starts processes in the place of those that end."""
+
+    def __init__(self, found: Run) -> None:
+        self._found, self._job, self._context = found, found.job, context()
+        self._board = board(found.job.folder, found.job.ranks)
+        self._folder, self._attempt = Path(found.job.folder), 0
+        self._replaces = found.job.contender.startswith(("backup", "torchft"))
+        self._processes: dict[int, BaseProcess] = {}
+        self._extra: dict[str, str] = {}
+        if found.job.contender == "torchft":
+            import failures_torchft  # noqa: PLC0415  # not on all platforms
+
+            self._lighthouse = failures_torchft.lighthouse()
+            self._extra = {"TORCHFT_LIGHTHOUSE": self._lighthouse.address()}
+
+    def run(self, limit_s: float) -> None:
+        """Run the job to its end."""
+        deadline_s, done_s = monotonic() + limit_s, None
+        self._start_all()
+        try:
+            while self._processes:
+                now_s = monotonic()
+                if done_s is None and self._board[:, DONE].any():
+                    done_s = now_s
+                if self._extra and done_s is not None and now_s > done_s + TORCHFT_LINGER_S:
+                    return
+                if now_s > deadline_s or (done_s is not None and now_s > done_s + LINGER_S):
+                    self._found.trouble.append(f"ranks {sorted(self._processes)} did not end in time")
+                    return
+                self._look(is_done=done_s is not None)
+                Event().wait(POLL_S)
+        finally:
+            self._kill()
+            if self._extra:
+                self._lighthouse.shutdown()
+
+    def _start_all(self) -> None:
+        listener = listen()
+        port = int(listener.getsockname()[1])
+        self._store = hold(listener)
+        self._environment = {
+            "WORLD_SIZE": str(self._job.ranks),
+            "LOCAL_WORLD_SIZE": str(self._job.ranks),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **self._extra,
+        }
+        for rank in range(self._job.ranks):
+            self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = self._context.Process(
+            target=_child, args=(environment, self._job.as_dict(), self._attempt), daemon=True
+        )
+        process.start()
+        self._processes[rank] = process
+
+    def _look(self, *, is_done: bool) -> None:
+        ended = {rank: each.exitcode for rank, each in self._processes.items() if each.exitcode is not None}
+        for rank in ended:
+            del self._processes[rank]
+        if is_done:
+            return
+        if EXIT_CODES["QuorumLost"] in ended.values() or not (self._processes or self._replaces):
+            self._restart()
+        elif self._replaces:
+            for rank in ended:
+                self._found.starts += 1
+                self._start(rank)
+
+    def _restart(self) -> None:
+        """Start all processes again, from the latest state that any of them saved."""
+        self._kill()
+        saved = [self._folder / CHECKPOINT, *self._folder.glob(f"last-{self._attempt}-*.pt")]
+        saved += [self._folder / f"resume-{self._attempt}.pt"]
+        steps = {path: torch.load(path)["step"] for path in saved if path.exists()}
+        self._attempt += 1
+        if steps:
+            shutil.copy(max(steps, key=lambda path: steps[path]), self._folder / f"resume-{self._attempt}.pt")
+        self._found.job_starts += 1
+        self._start_all()
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+        self._processes.clear()
+
+
+def _child(environment: dict[str, str], given: dict[str, Any], attempt: int) -> None:
+    os.environ.update(environment)
+    run_rank(given, attempt)

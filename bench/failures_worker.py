@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of a run with failures: trains the CNN of ``examples/mnist``, and records each update.
+
+What it records survives SIGKILL: a line of a file for each event, and a row of a file in shared memory, through which
+the parent sees its progress and makes it slow, or lets it fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from failures_plan import Job
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import commrt
+import commrt.c10d
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "mnist"))
+from dataset import TRAIN_IMAGES, Images, lenet, load
+
+__all__ = [
+    "BATCH",
+    "CHECKPOINT",
+    "PID",
+    "InjectedError",
+    "Reporter",
+    "batch_of",
+    "board",
+    "fresh",
+    "load_state",
+    "prepare_images",
+    "run_rank",
+    "save_state",
+]
+
+BATCH = 4
+"""Images of each rank in a step."""
+LR, MOMENTUM = 0.02, 0.9
+DDP_TIMEOUT_S = 30.0
+"""Longer than for the others: a start on a busy machine must not end in a timeout. A death is noticed before it."""
+PID, STEP, COMMAND, SLOW_UNTIL, DONE = range(5)
+NOTHING, RAISE, EXIT = range(3)
+EXIT_CODES = {"failed": 1, "exit": 3, "QuorumLost": 20}
+CHECKPOINT = "checkpoint.pt"
+WAYS: dict[str, Callable[[], Any]] = {
+    "backup1": lambda: commrt.BackupWorkers(backups=1),
+    "backup2": lambda: commrt.BackupWorkers(backups=2),
+    "gossip": commrt.Gossip,
+    "local": lambda: commrt.local_sgd.LocalSGD(period=4, delay=1),
+}
+
+
+class InjectedError(RuntimeError):
+    """A failure that was made on purpose."""
+
+
+def board(folder: str | Path, ranks: int) -> Any:
+    """Return the rows of all ranks, which processes share: process, step, what to do, slow until, whether done."""
+    path = Path(folder) / "board"
+    if not path.exists():
+        np.tile([0.0, -1.0, 0.0, 0.0, 0.0], (ranks, 1)).tofile(path)
+    return np.memmap(path, dtype=np.float64, mode="r+", shape=(ranks, 5))
+
+
+def prepare_images(folder: Path) -> None:
+    """Write the images in a form that processes read in milliseconds."""
+    train, test = load()
+    torch.save([train.pixels.double(), train.digits, test.pixels.double(), test.digits], folder / "images.pt")
+
+
+def images(folder: str | Path) -> tuple[Images, Images]:
+    """Return the images to train on and to test with."""
+    pixels, digits, *test = torch.load(Path(folder) / "images.pt", mmap=True)
+    return Images(pixels, digits), Images(*test)
+
+
+def fresh(seed: int) -> tuple[nn.Module, SGD]:
+    """Return the model before its first step, in float64, and its optimizer."""
+    model = lenet(seed).double()
+    return model, SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+def batch_of(data: Images, seed: int, step: int, units: Iterable[int], ranks: int) -> tuple[Tensor, Tensor]:
+    """Return the images of a step for some ranks. A step and a rank have the same images in all contenders."""
+    per_epoch = TRAIN_IMAGES // (BATCH * ranks)
+    order = torch.from_numpy(np.random.default_rng([seed, step // per_epoch]).permutation(TRAIN_IMAGES))
+    first = step % per_epoch * BATCH * ranks
+    mine = torch.cat([order[first + BATCH * unit : first + BATCH * (unit + 1)] for unit in units])
+    return data.pixels[mine], data.digits[mine]
+
+
+def save_state(path: Path, model: nn.Module, optimizer: SGD, step: int) -> None:
+    """Write a checkpoint; whoever reads finds a whole one."""
+    part = path.with_suffix(f".{os.getpid()}")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
+    part.replace(path)
+
+
+def load_state(path: Path, model: nn.Module, optimizer: SGD) -> int:
+    """Load a checkpoint, if there is one; return its number of updates."""
+    if not path.exists():
+        return 0
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+class Reporter:
+    """What one process records, and the failures that it makes when the parent asks for them."""
+
+    def __init__(self, job: Job, rank: int, attempt: int) -> None:
+        self.job, self.rank, self.attempt = job, rank, attempt
+        self.folder, self._row = Path(job.folder), board(job.folder, job.ranks)[rank]
+        self._row[:] = os.getpid(), -1, NOTHING, 0, self._row[DONE]
+        self._file = os.open(self.folder / f"events-{rank}-{os.getpid()}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        self._slept_s = 0.0
+        self.data = images(job.folder)[0]
+        self.note("start")
+
+    def note(self, kind: str, **more: Any) -> None:
+        """Write one event."""
+        event = {"kind": kind, "rank": self.rank, "pid": os.getpid(), "attempt": self.attempt}
+        event |= {"at_s": monotonic(), **more}
+        os.write(self._file, (json.dumps(event) + "\n").encode())
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Begin a step; return this rank's images."""
+        if not self._slept_s:
+            self.note("first step", step=step)
+        self._row[STEP] = step
+        return batch_of(self.data, self.job.seed, step, [self.rank], self.job.ranks)
+
+    def compute(self, step: int) -> None:
+        """Sleep as long as a step computes; three times as long in a slow process. Fail if the parent asks for it."""
+        self._slept_s = left_s = Random(f"{self.rank} {step}").uniform(0.8, 1.2) * self.job.compute_s
+        while left_s > 0:
+            part_s = min(left_s, 0.01)
+            sleep(3 * part_s if monotonic() < self._row[SLOW_UNTIL] else part_s)
+            left_s -= part_s
+            if self._row[COMMAND] == RAISE:
+                raise InjectedError("a failure made on purpose")
+            if self._row[COMMAND] == EXIT:
+                os._exit(EXIT_CODES["exit"])
+
+    def counted(self, step: int, members: Iterable[int]) -> None:
+        """Record that an update was made from the gradients of some ranks."""
+        self.note("update", step=step, members=[int(member) for member in members])
+
+    def done(self) -> None:
+        """Record that this process has the final model."""
+        self.note("done")
+        self._row[DONE] = 1
+
+    def save_final(self, model: nn.Module) -> None:
+        """Save the final weights."""
+        path = self.folder / f"final-{self.rank}.pt"
+        torch.save(model.state_dict(), path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+        self.note("end")
+
+
+def train_ddp(reporter: Reporter) -> None:
+    """Train with DDP, and write a checkpoint every few steps."""
+    job, path = reporter.job, reporter.folder / CHECKPOINT
+    dist.init_process_group("gloo" if job.contender == "ddp" else "commrt", timeout=timedelta(seconds=DDP_TIMEOUT_S))
+    model, optimizer = fresh(job.seed)
+    step = load_state(path, model, optimizer)
+    replicated = DistributedDataParallel(model)
+    reporter.note("ready", step=step)
+    while step < job.steps:
+        x, y = reporter.batch(step)
+        optimizer.zero_grad()
+        loss = cross_entropy(replicated(x), y)
+        reporter.compute(step)
+        loss.backward()
+        optimizer.step()
+        reporter.counted(step, range(job.ranks))
+        step += 1
+        if job.checkpoint_every and step % job.checkpoint_every == 0 and reporter.rank == 0:
+            save_state(path, model, optimizer, step)
+    reporter.done()
+    reporter.save_final(model)
+    dist.destroy_process_group()
+
+
+def train_commrt(reporter: Reporter) -> None:
+    """Train with one of commrt's algorithms that go on without a rank."""
+    job, folder = reporter.job, reporter.folder
+    with commrt.init(job.timeout_s, start_timeout_s=30.0) as world:
+        model, optimizer = fresh(job.seed)
+        base = load_state(folder / f"resume-{reporter.attempt}.pt", model, optimizer)
+        replica = commrt.attach(model, optimizer, WAYS[job.contender]())
+        last = folder / f"last-{reporter.attempt}-{reporter.rank}.pt"
+        replica.before_giving_up(lambda: save_state(last, model, optimizer, base + replica.step))
+        reporter.note("ready", step=base + replica.step)
+        if job.contender.startswith("backup"):
+            _train_with_backups(reporter, replica, model, optimizer, base)
+        else:
+            _train_apart(reporter, replica, model, optimizer, base, world)
+        reporter.save_final(model)
+
+
+def _train_with_backups(
+    reporter: Reporter, replica: commrt.Replica, model: nn.Module, optimizer: SGD, base: int
+) -> None:
+    replica.drain()
+    while (step := base + replica.step) < reporter.job.steps:
+        _step(reporter, model, optimizer, step)
+        if replica.last is not None and replica.last.counted:
+            reporter.counted(base + replica.last.step, replica.last.members)
+        replica.drain()
+    reporter.done()
+    if not replica.replicas_equal():
+        reporter.note("wrong", text="the replicas differ")
+
+
+def _train_apart(
+    reporter: Reporter, replica: commrt.Replica, model: nn.Module, optimizer: SGD, base: int, world: commrt.World
+) -> None:
+    every = reporter.job.checkpoint_every
+    for step in range(base, reporter.job.steps):
+        _step(reporter, model, optimizer, step)
+        reporter.counted(step, [reporter.rank])
+        if every and (step + 1) % every == 0 and reporter.rank == world.members[0]:
+            save_state(reporter.folder / CHECKPOINT, model, optimizer, step + 1)
+    replica.consolidate()
+    reporter.done()
+
+
+def _step(reporter: Reporter, model: nn.Module, optimizer: SGD, step: int) -> None:
+    x, y = reporter.batch(step)
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x), y)
+    reporter.compute(step)
+    loss.backward()
+    optimizer.step()
+
+
+def run_rank(given: dict[str, Any], attempt: int = 0) -> None:
+    """Be one process of a run; ends the process with an exit code that says why."""
+    job = Job(**given)
+    torch.set_num_threads(1)
+    output = os.open(Path(job.folder) / f"output-{os.environ['RANK']}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    by_torchrun = "TORCHELASTIC_RESTART_COUNT" in os.environ
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if by_torchrun else attempt
+    reporter = Reporter(job, int(os.environ["RANK"]), attempt)
+    try:
+        _train(reporter)
+    except Exception as error:
+        reporter.note("error", text=f"{type(error).__name__}: {error}")
+        if by_torchrun:
+            raise  # its agent reports the traceback
+        sys.exit(EXIT_CODES.get(type(error).__name__, EXIT_CODES["failed"]))
+
+
+def _train(reporter: Reporter) -> None:
+    if reporter.job.contender == "torchft":
+        import failures_torchft  # noqa: PLC0415  # not on all platforms
+
+        failures_torchft.train(reporter)
+    elif reporter.job.contender in WAYS:
+        train_commrt(reporter)
+    else:
+        train_ddp(reporter)
