@@ -52,6 +52,8 @@ class Result:
     """For each process that was started in the place of another: from its start to its first step."""
     gaps_s: dict[str, list[float]]
     """By kind of failure: the longest time without an update after it."""
+    errors: tuple[str, ...]
+    """With which processes ended, apart from the failures made on purpose."""
     complaints: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,6 +83,7 @@ def result_of(found: Run, every: int | None) -> Result:
         loss=_test_loss(job),
         joins_s=tuple(_joins(events)),
         gaps_s=longest_gaps(events, found.struck, done_s),
+        errors=tuple(dict.fromkeys(event["text"][:300] for event in events if _is_unplanned(event))),
         complaints=tuple(_wrong(found)),
     )
 
@@ -143,6 +146,10 @@ def longest_gaps(events: Sequence[Event], struck: Sequence[Event], done_s: float
             inside = [b - a for a, b in pairwise(times) if b > each["at_s"] and a < end_s]
             gaps.setdefault(each["kind"], []).append(max(inside, default=0.0))
     return gaps
+
+
+def _is_unplanned(event: Event) -> bool:
+    return event["kind"] == "error" and not event["text"].startswith("InjectedError")
 
 
 def _joins(events: Sequence[Event]) -> Iterator[float]:

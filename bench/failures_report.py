@@ -134,6 +134,6 @@ def draw_picture(records: Sequence[Record], path: Path) -> None:
     axes.invert_yaxis()
     axes.axvline(1.0, color="0.3", lw=0.8)
     axes.set_title("time to the last step over that without failures", fontsize=9, loc="left")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="center right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})

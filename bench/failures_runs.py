@@ -24,7 +24,20 @@ from typing import Any
 
 import torch
 from failures_plan import Failure, Job
-from failures_worker import CHECKPOINT, COMMAND, DONE, EXIT, EXIT_CODES, PID, RAISE, SLOW_UNTIL, STEP, board, run_rank
+from failures_worker import (
+    CHECKPOINT,
+    COMMAND,
+    DONE,
+    EXIT,
+    EXIT_CODES,
+    OVER,
+    PID,
+    RAISE,
+    SLOW_UNTIL,
+    STEP,
+    board,
+    run_rank,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from commrt.store.launcher import LOOPBACK
@@ -179,20 +192,29 @@ def _run_with_torchrun(found: Run, limit_s: float) -> None:
         monitor_interval=AGENT_PERIOD_S,
         start_method="forkserver",
     )
-    watchdog = Timer(limit_s, _kill_all, (job,))  # the agent then starts processes that find the time to be over
-    watchdog.daemon = True
+    over = Event()
+    watchdog = Thread(target=_end_late_processes, args=(found, limit_s, over), daemon=True)
     watchdog.start()
     try:
         elastic_launch(config, run_rank)(job.as_dict())
     except Exception as error:
         found.trouble.append(f"torchrun: {type(error).__name__}: {error}")
-    watchdog.cancel()
+    over.set()
+    watchdog.join()
 
 
-def _kill_all(job: Job) -> None:
-    (Path(job.folder) / "over").touch()
-    for pid in board(job.folder, job.ranks)[:, PID]:
-        _signal(int(pid), signal.SIGKILL)
+def _end_late_processes(found: Run, limit_s: float, over: Event) -> None:
+    """Kill processes that run for too long; the agent then starts some that end at once."""
+    rows, deadline_s = board(found.job.folder, found.job.ranks), monotonic() + limit_s
+    while not over.wait(0.1):
+        if rows[:, DONE].any():
+            deadline_s = min(deadline_s, monotonic() + LINGER_S)
+        if monotonic() > deadline_s:
+            found.trouble.append("the processes did not end in time")
+            (Path(found.job.folder) / OVER).touch()
+            for pid in rows[:, PID]:
+                _signal(int(pid), signal.SIGKILL)
+            return
 
 
 class Supervisor:

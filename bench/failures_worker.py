@@ -35,6 +35,7 @@ from dataset import TRAIN_IMAGES, Images, lenet, load
 __all__ = [
     "BATCH",
     "CHECKPOINT",
+    "OVER",
     "PID",
     "InjectedError",
     "Reporter",
@@ -55,7 +56,8 @@ DDP_TIMEOUT_S = 30.0
 PID, STEP, COMMAND, SLOW_UNTIL, DONE = range(5)
 NOTHING, RAISE, EXIT = range(3)
 EXIT_CODES = {"failed": 1, "exit": 3, "QuorumLost": 20}
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT, OVER = "checkpoint.pt", "over"
+"""Files of a run: the latest checkpoint, and one that says that its time is over."""
 WAYS: dict[str, Callable[[], Any]] = {
     "backup1": lambda: commrt.BackupWorkers(backups=1),
     "backup2": lambda: commrt.BackupWorkers(backups=2),
@@ -260,6 +262,8 @@ def run_rank(given: dict[str, Any], attempt: int = 0) -> None:
     os.dup2(output, 2)
     by_torchrun = "TORCHELASTIC_RESTART_COUNT" in os.environ
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if by_torchrun else attempt
+    if (Path(job.folder) / OVER).exists():
+        return  # torchrun's agent ends when all processes end well
     reporter = Reporter(job, int(os.environ["RANK"]), attempt)
     try:
         _train(reporter)

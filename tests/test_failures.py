@@ -78,9 +78,9 @@ def test_the_final_model_has_the_updates_of_the_latest_attempt():
 
 
 def test_a_failure_costs_the_longest_time_without_an_update_until_the_next_failure():
-    events = [update(step, [0], at_s=at_s) for step, at_s in enumerate((1.0, 2.0, 5.0, 6.0, 8.0))]
+    events = [update(step, [0], at_s=at_s) for step, at_s in enumerate((1.0, 2.0, 5.0, 6.0, 10.0))]
     struck = [{"kind": "kill", "at_s": 2.5, "hit": True}, {"kind": "stop", "at_s": 5.5, "hit": True}]
-    assert longest_gaps(events, struck, 8.0) == {"kill": [3.0], "stop": [2.0]}
+    assert longest_gaps(events, struck, 10.0) == {"kill": [3.0], "stop": [4.0]}
 
 
 @pytest.fixture
