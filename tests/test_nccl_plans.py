@@ -153,8 +153,17 @@ def test_no_group_of_random_messages_is_ever_cut(ranks, data):
     rank = st.integers(0, ranks - 1)
     pairs = data.draw(st.lists(st.tuples(rank, rank).filter(lambda pair: pair[0] != pair[1]), min_size=1, max_size=150))
     messages = [(*pair, data.draw(st.sampled_from([8, 1 << 16, 1 << 18, 1 << 22, LARGE]))) for pair in pairs]
-    assert uncut(messages, ranks, Rules(data.draw(st.sampled_from(VERSIONS))))
+    per_node = data.draw(st.sampled_from([None, *(each for each in (1, 2, 4) if ranks % each == 0)]))
+    assert uncut(messages, ranks, Rules(data.draw(st.sampled_from(VERSIONS)), ranks_per_node=per_node))
     assert sorted(chain.from_iterable(in_groups(messages, ranks))) == sorted(messages)
+
+
+@pytest.mark.parametrize("version", VERSIONS[1:])
+@pytest.mark.parametrize(("nbytes", "most"), [(LARGE, MOST_MESSAGES), (1 << 19, 3 * MOST_MESSAGES)])
+def test_a_kernel_takes_as_many_messages_as_a_group_may_have(version, nbytes, most):
+    rules = Rules(version, ranks_per_node=1)
+    assert len(cut(0, 64, [Call(peer, True, nbytes) for peer in range(1, most + 1)], rules)) == 1
+    assert len(cut(0, 64, [Call(peer, True, LARGE) for peer in range(1, MOST_MESSAGES + 2)], rules)) == 2
 
 
 def test_both_ends_have_a_message_in_the_same_group():
