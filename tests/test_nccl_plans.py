@@ -160,10 +160,11 @@ def test_no_group_of_random_messages_is_ever_cut(ranks, data):
 
 @pytest.mark.parametrize("version", VERSIONS[1:])
 @pytest.mark.parametrize(("nbytes", "most"), [(LARGE, MOST_MESSAGES), (1 << 19, 3 * MOST_MESSAGES)])
-def test_a_kernel_takes_as_many_messages_as_a_group_may_have(version, nbytes, most):
+def test_a_kernel_takes_as_many_messages_as_a_group_may_have_even_if_no_two_share_a_batch(version, nbytes, most):
     rules = Rules(version, ranks_per_node=1)
-    assert len(cut(0, 64, [Call(peer, True, nbytes) for peer in range(1, most + 1)], rules)) == 1
-    assert len(cut(0, 64, [Call(peer, True, LARGE) for peer in range(1, MOST_MESSAGES + 2)], rules)) == 2
+    peers = [distance for (distance, _), number in rules.rounds(512).items() if number and number % 8 == 0]
+    assert len(cut(0, 512, [Call(peer, True, nbytes) for peer in peers[:most]], rules)) == 1
+    assert len(cut(0, 512, [Call(peer, True, LARGE) for peer in peers[: MOST_MESSAGES + 1]], rules)) == 2
 
 
 def test_both_ends_have_a_message_in_the_same_group():
