@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import pytest
 import torch
@@ -73,11 +75,15 @@ def test_what_only_copies_adds_nothing(collective):
         assert str(order_of_additions(schedule)) == "adds nothing"
 
 
+@lru_cache
+def programs_of(schedule):
+    return [program(schedule, rank) for rank in range(schedule.ranks)]
+
+
 def result_of(schedule, values):
     """What ranks hold in the end, [ranks, chunks] fp32, as the programs of all ranks add."""
     held = np.repeat(values[:, None], schedule.chunks, 1)
-    programs = [program(schedule, rank) for rank in range(schedule.ranks)]
-    for hops in zip(*(each.hops for each in programs), strict=True):
+    for hops in zip(*(each.hops for each in programs_of(schedule)), strict=True):
         before = torch.from_numpy(held.copy())
         for rank, hop in enumerate(hops):
             own = torch.from_numpy(held[rank])
