@@ -251,6 +251,5 @@ def test_a_gradient_passes_through_the_stations_of_the_page_in_their_order():
 def test_no_walk_is_longer_than_the_page_says(what):
     """After a change that shortens one, ``python tests/support/walks.py`` writes the page."""
     functions, modules = walks.written(walks.PAGE.read_text())[what]
-    tries = [walks.WALKS[what]() for _ in range(5)]  # a thread may be late, and wait in another function
-    assert min(len(walk.functions) for walk in tries) <= functions
-    assert min(len(walk.modules) for walk in tries) <= modules
+    tries = (walks.WALKS[what]() for _ in range(walks.TRIES))  # a thread may be late, and wait in another function
+    assert any(len(walk.functions) <= functions and len(walk.modules) <= modules for walk in tries)

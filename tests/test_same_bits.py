@@ -7,16 +7,14 @@ from functools import partial, reduce
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import Pool
+from same_bits_ranks import trained_in_buckets
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transports import gloo, local, nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
 import commrt
-from commrt import c10d
 from commrt.algorithms.catalogue import candidates
 from commrt.local_sgd import LocalSGD
 from commrt.pricing.selection import SUMS, parse_forced
@@ -195,22 +193,6 @@ def test_ranks_that_differ_in_same_bits_are_refused():
 
     with pytest.raises(commrt.DisagreementError, match="same_bits"):
         run_ranks(2, body)
-
-
-def trained_in_buckets(tell, cap_mb, steps):
-    """The parameters of a DDP model of 30 MB after `steps`."""
-    dist.init_process_group(c10d.NAME)
-    torch.manual_seed(0)
-    wide = nn.Sequential(*(each for _ in range(7) for each in (nn.Linear(1024, 1024), nn.ReLU())), nn.Linear(1024, 4))
-    model = DistributedDataParallel(wide, bucket_cap_mb=cap_mb)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    source = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, 1024, generator=source)).square().sum().backward()
-        optimizer.step()
-    dist.destroy_process_group()
-    return [param.detach().numpy().tobytes() for param in wide.parameters()]
 
 
 @pytest.mark.slow
