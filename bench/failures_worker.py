@@ -185,12 +185,7 @@ def train_ddp(reporter: Reporter) -> None:
     replicated = DistributedDataParallel(model)
     reporter.note("ready", step=step)
     while step < job.steps:
-        x, y = reporter.batch(step)
-        optimizer.zero_grad()
-        loss = cross_entropy(replicated(x), y)
-        reporter.compute(step)
-        loss.backward()
-        optimizer.step()
+        _step(reporter, replicated, optimizer, step)
         reporter.counted(step, range(job.ranks))
         step += 1
         if job.checkpoint_every and step % job.checkpoint_every == 0 and reporter.rank == 0:

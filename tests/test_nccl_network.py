@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from nccl_messages import group_of, in_groups
+from nccl_messages import group_of, in_groups, messages_of
 
 from commrt.algorithms import direct
 from commrt.testing.nccl_plans import Rules, cut, find_cycle
@@ -110,7 +110,7 @@ def test_groups_of_48_ranks_are_not_cut_and_end(version, ranks_per_node):
 @pytest.mark.parametrize("version", [22707, 22809, 23007])
 def test_uniform_exchanges_of_64_ranks_are_cut_and_end(version):
     step = next(iter(direct.all_gather(64).steps()))
-    messages = [(one, other, LARGE) for one, other in zip(step.src.tolist(), step.dst.tolist(), strict=True)]
+    messages = messages_of(step, LARGE)
     groups = group_of(messages, 64)
     assert len(cut(0, 64, groups[0], network(version))) > 1
     assert find_cycle(groups, network(version)) is None

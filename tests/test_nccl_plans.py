@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nccl_messages import group_of, in_groups, step_of
+from nccl_messages import group_of, in_groups, messages_of, step_of
 
 import commrt.nccl_groups
 from commrt.algorithms import direct, halving_doubling
@@ -56,7 +56,7 @@ def uneven(seed, ranks, count):
 @pytest.mark.parametrize("ranks", [64, 128])
 def test_a_uniform_exchange_of_many_ranks_is_cut_and_ends(version, ranks):
     step = next(iter(direct.all_gather(ranks).steps()))
-    messages = [(one, other, LARGE) for one, other in zip(step.src.tolist(), step.dst.tolist(), strict=True)]
+    messages = messages_of(step, LARGE)
     groups = group_of(messages, ranks)
     assert (len(cut(0, ranks, groups[0], Rules(version))) > 1) == (version > 22707)  # which shares batches more freely
     assert find_cycle(groups, Rules(version)) is None
@@ -85,7 +85,7 @@ def test_uneven_pieces_of_128_ranks_are_cut_and_end(version):
 @pytest.mark.parametrize("ranks", [33, 65, 127])
 def test_folds_of_odd_counts_of_ranks_end(version, ranks):
     for step in halving_doubling.all_reduce(ranks).steps():
-        messages = [(one, other, LARGE) for one, other in zip(step.src.tolist(), step.dst.tolist(), strict=True)]
+        messages = messages_of(step, LARGE)
         assert find_cycle(group_of(messages, ranks), Rules(version)) is None
 
 

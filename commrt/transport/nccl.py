@@ -49,7 +49,7 @@ __all__ = ["CAPTURE", "NcclTransport", "Pending"]
 READ_NOTICES_S = 0.1
 """Age of a pending group from which the store is read for ranks that have left."""
 MAX_PENDING = 256
-"""Groups; with too many, NCCL's own queues fill up and its threads wait for each other (NVIDIA/nccl#2353)."""
+"""Exchanges, of one group each but for wide hops; too many fill NCCL's queues, and it hangs (NVIDIA/nccl#2353)."""
 POLL_S = 0.0005
 """Between two looks at a pending group that is waited for."""
 FREE_S = 10.0
@@ -143,7 +143,7 @@ class NcclTransport(Transport):
             self._require_device(message.data.device)
         self._require_open(group.hop)
         send, recv = self._communicator.send, self._communicator.recv
-        rounds = [
+        groups = [
             [*(self._call(send, each) for each in some.sends), *(self._call(recv, each) for each in some.recvs)]
             for some in uncut(rest, self.rank, self.members)
         ]
@@ -152,10 +152,10 @@ class NcclTransport(Transport):
             self._require_open(rest.hop, tag)
             for source, target in copies:
                 target.copy_(source)
-            if rounds and self._capturing:
-                self._issue(rounds)
-            elif rounds:
-                self._queue(lambda: self._issue(rounds), rest, tag)
+            if groups and self._capturing:
+                self._issue(groups)
+            elif groups:
+                self._queue(lambda: self._issue(groups), rest, tag)
 
         return run
 
@@ -187,9 +187,9 @@ class NcclTransport(Transport):
         self._pending.append(pending)
         return pending
 
-    def _issue(self, rounds: Sequence[Sequence[Callable[[int], None]]]) -> None:
+    def _issue(self, groups: Sequence[Sequence[Callable[[int], None]]]) -> None:
         stream = self._streams.current()
-        for calls in rounds:
+        for calls in groups:
             self._nccl.groupStart()
             try:
                 for call in calls:

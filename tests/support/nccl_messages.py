@@ -23,6 +23,11 @@ def group_of(messages, ranks):
     return groups
 
 
+def messages_of(step, nbytes):
+    """Return a message of `nbytes` for each transfer of `step`."""
+    return [(one, other, nbytes) for one, other in zip(step.src.tolist(), step.dst.tolist(), strict=True)]
+
+
 def step_of(messages):
     """Return a step in which the k-th message has chunk 2k."""
     lo = 2 * np.arange(len(messages))
