@@ -13,8 +13,7 @@ from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import SlowMomentum
 from commrt.buckets.weight_bucket import exchanged_tensors
 from commrt.errors import UsageError
-from commrt.local_sgd.fragment import Fragment, InFlight, cut_fragments
-from commrt.local_sgd.fragment_exchange import FragmentExchange
+from commrt.local_sgd.fragment import Fragment, FragmentExchange, InFlight, cut_fragments
 from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.attach import Request
