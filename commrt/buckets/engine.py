@@ -18,8 +18,7 @@ from torch import Tensor
 from commrt import proof
 from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.layout import Named
-from commrt.buckets.step_graph import StepGraphs
+from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import TransportClosed, UsageError
 from commrt.program import Program, member_program
 from commrt.proof.spec import promise
@@ -33,12 +32,10 @@ from commrt.schedule import Algorithm, Schedule
 from commrt.threads.future import Future
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport, Window
 
-__all__ = ["BuildBuckets", "Engine", "Span"]
+__all__ = ["Engine", "Span"]
 
 KEPT = 16
 """Schedules and members whose bound programs are kept: those that were new last."""
-BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
-"""Makes buckets of parameters, given in ready order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +87,7 @@ class Engine:
         self._prepared = Prepared(
             world, self._bind, prove=self._prove, claim=self._claim, compare=self._compare, kept=KEPT
         )
-        self._broadcast = lru_cache(KEPT)(self._bind_broadcast)
-        self._flat: tuple[Tensor, Window] | None = None
+        self._shared: tuple[Tensor, Callable[[tuple[int, ...]], BoundProgram]] | None = None
         self.replace_buckets(buckets)
 
     def use_algorithm(self, algorithm: Algorithm) -> None:
@@ -167,8 +163,7 @@ class Engine:
     def _let_go(self) -> None:
         self.replace_buckets(())
         self._prepared.prove.cache_clear()
-        self._broadcast.cache_clear()
-        self._flat = None
+        self._shared = None
 
     def submit_preparation(self, step: int) -> Future[None]:
         """Bind and connect what `step` needs if every rank takes part, so that no step waits for it."""
@@ -183,9 +178,8 @@ class Engine:
         """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""
 
         def share() -> None:
-            self._broadcast.cache_clear()
-            windows = self.world.transport.share([flat])
-            self._flat = (flat, windows[0]) if windows else None
+            if windows := self.world.transport.share([flat]):
+                self._shared = flat, lru_cache(KEPT)(partial(self._bind_broadcast, flat, windows[0]))
 
         return self.world.comm_thread.submit(share)
 
@@ -196,10 +190,10 @@ class Engine:
     def submit_has_data(self, present: bool, step: int) -> Future[None]:
         """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
 
-        def call_roll() -> None:
+        def ask() -> None:
             self.members = self._ranks_with_flag(present, tuple(range(self.world.size)), Tag(step, "has data"))
 
-        return self.world.comm_thread.submit(call_roll)
+        return self.world.comm_thread.submit(ask)
 
     def _prepare(self, step: int) -> None:
         if self.world.size > 1:
@@ -242,9 +236,9 @@ class Engine:
             schedule, members = self._round_of(step, members)
         quantizer = None if self.quantizer is None else self.quantizer.at(step)
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
-            programs = self._prepared.get(schedule, members, quantizer, step)
-            own = programs[bucket.index]
-            if self._graphs is None or not self._replay(bucket, programs, tag):
+            bound = self._prepared.get(schedule, members, quantizer, step)
+            own = bound.programs[bucket.index]
+            if self._graphs is None or not self._replay(self._graphs, bucket, bound, tag):
                 with within_range(recorder, "pack"):
                     bucket.pack(self.scale())
                 own.run(tag, recorder)
@@ -279,12 +273,12 @@ class Engine:
         """Return the weight of a rank's gradients in what the schedule adds."""
         return 1 / (self._row or len(self.members))
 
-    def _replay(self, bucket: GradientBucket, programs: Sequence[RunnableProgram], tag: Tag) -> bool:
+    def _replay(self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
-        if self._graphs is None or self.world.joined is not None:
+        if self.world.joined is not None:
             return False
         with within_range(self.world.recorder, "graph"):
-            return self._graphs.carry(bucket, cast("Sequence[BoundProgram]", programs), self.scale(), tag)
+            return graphs.carry(bucket, bound, self.scale(), tag)
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why buckets were not carried by a graph in the latest step outside of ``join()``."""
@@ -318,18 +312,15 @@ class Engine:
     def broadcast_now(self, flat: Tensor, step: int) -> Span:
         """Overwrite `flat` with the first member's."""
         begin_s, tag = perf_counter(), Tag(step, "state")
-        if self._flat is not None and flat is self._flat[0]:
-            bound = self._broadcast(self.members)
+        if self._shared is not None and flat is self._shared[0]:
+            bound = self._shared[1](self.members)
             bound.run(tag, self.world.recorder)
             return Span("state", begin_s, perf_counter(), bound.nbytes_sent)
         return Span("state", begin_s, perf_counter(), self.world.broadcast_now(flat, self.members, tag))
 
-    def _bind_broadcast(self, members: tuple[int, ...]) -> BoundProgram:
-        if self._flat is None:
-            raise ValueError("no buffer was shared")
-        schedule = tree.broadcast(len(members))
-        mine = member_program(schedule, members, self.world.rank, self.world.size)
-        return bind_reading(mine, *self._flat, self.world.transport)
+    def _bind_broadcast(self, flat: Tensor, window: Window, members: tuple[int, ...]) -> BoundProgram:
+        mine = member_program(tree.broadcast(len(members)), members, self.world.rank, self.world.size)
+        return bind_reading(mine, flat, window, self.world.transport)
 
     def _ranks_with_flag(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
         """Return those of the `asked` ranks that say yes."""
@@ -338,12 +329,11 @@ class Engine:
         self.world.run_now(halving_doubling.all_reduce(len(asked)), flags, tag, asked)
         return tuple(flags.nonzero().flatten().tolist())
 
-    def _bind(self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
-        """Return the programs of all buckets."""
+    def _bind(self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None) -> BoundStep:
         mine = member_program(schedule, members or self.members, self.world.rank, self.world.size)
         if any(mine.peers & window.peers.keys() for window in self._windows.values()):
-            return [self._bind_reading(mine, bucket) for bucket in self.buckets]
-        return self._bind_messages(mine, quantizer)
+            return BoundStep([self._bind_reading(mine, bucket) for bucket in self.buckets])
+        return BoundStep(self._bind_messages(mine, quantizer))
 
     def _bind_messages(self, mine: Program, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
         transport, streams = self.world.transport, self.world.comm_thread.streams

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.layout import (
-    MIB,
     Header,
     Named,
     TensorKind,
-    Unit,
     bucket_description,
     encode,
     explain_mismatch,
@@ -348,12 +346,10 @@ def build_buckets(
 ) -> list[GradientBucket]:
     """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes wire buffers."""
     dtypes = [gradient_dtype(param) for _, param in params]
-    units = [
-        Unit(name, param.numel() * dtype.itemsize, dtype) for (name, param), dtype in zip(params, dtypes, strict=True)
-    ]
+    sizes = [(param.numel() * dtype.itemsize, dtype) for (_, param), dtype in zip(params, dtypes, strict=True)]
     overlaps, buckets = OverlapCheck(), []
     quantized = wire if is_quantized(wire) else None
-    for index, places in enumerate(plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes)), first):
+    for index, places in enumerate(plan_buckets(sizes, cap_nbytes), first):
         members, dtype = [params[i] for i in places], dtypes[places[0]]
         layout = layout_of([param.numel() for _, param in members])
         buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)

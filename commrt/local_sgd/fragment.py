@@ -24,8 +24,8 @@ from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import Outer
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
-from commrt.buckets.layout import Header, Named
-from commrt.buckets.weight_bucket import TensorSlot, WeightPart
+from commrt.buckets.layout import Header, Named, TensorSlot
+from commrt.buckets.weight_bucket import WeightPart
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import PeerLost, Place, UsageError

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import SlowMomentum
-from commrt.buckets.weight_bucket import exchanged_tensors
+from commrt.buckets.layout import exchanged_tensors
 from commrt.errors import UsageError
 from commrt.local_sgd.fragment import Fragment, FragmentExchange, InFlight, cut_fragments
 from commrt.runtime.wire import is_quantized

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import Header, explain_mismatch
-from commrt.buckets.weight_bucket import Message, Received, WeightBucket, build_weight_buckets, exchanged_tensors
+from commrt.buckets.layout import Header, exchanged_tensors, explain_mismatch
+from commrt.buckets.weight_bucket import Message, Received, WeightBucket, build_weight_buckets
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, UsageError

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from commrt.algorithms import halving_doubling
-from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.membership import LOST
 from commrt.runtime.world import World
 from commrt.store.client import MALFORMED, parse_int, require
 from commrt.threads.future import Future
+from commrt.training.model_state import FlatBuffer
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 __all__ = ["RingShuffle"]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
@@ -23,7 +22,14 @@ from commrt.threads.future import Future
 from commrt.training.admission import check_stateful, describe_buffers
 from commrt.training.attach import Request
 from commrt.training.hooks import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful, overwrite_model, overwrite_states, own_residuals, unread_buffers
+from commrt.training.model_state import (
+    FlatBuffer,
+    Stateful,
+    overwrite_model,
+    overwrite_states,
+    own_residuals,
+    unread_buffers,
+)
 from commrt.training.replica import Replica, StepReport
 from commrt.training.step_guard import StepGuard
 
