@@ -39,9 +39,9 @@ from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.attach import Request
+from commrt.training.hooks import StepGuard, closure_in
 from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica, StepReport
-from commrt.training.step_guard import StepGuard, closure_in
 from commrt.transport.protocol import Tag
 
 __all__ = ["BackupStep", "SkippingGuard", "reissued"]

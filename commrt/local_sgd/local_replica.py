@@ -17,9 +17,9 @@ from commrt.local_sgd.fragment import Fragment, FragmentExchange, InFlight, cut_
 from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.attach import Request
+from commrt.training.hooks import settings_digest
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import Replica
-from commrt.training.step_guard import settings_digest
 
 __all__ = ["LocalReplica", "attach"]
 

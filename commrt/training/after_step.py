@@ -25,8 +25,7 @@ from commrt.runtime.world import World
 from commrt.store.client import call_store, parse, require
 from commrt.threads.clock import now_s
 from commrt.torch_import import untraced
-from commrt.training.admission import check_stateful
-from commrt.training.attach import Request
+from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, StepReport

@@ -24,7 +24,7 @@ from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
-from commrt.training.hooks import keep_alive, let_go
+from commrt.training.hooks import ParameterList, keep_alive, let_go, wrapped_as
 from commrt.training.model_state import (
     Stateful,
     fingerprint,
@@ -34,7 +34,6 @@ from commrt.training.model_state import (
     overwrite_model,
     restore,
 )
-from commrt.training.step_guard import ParameterList, wrapped_as
 
 __all__ = ["Replica", "Stats", "StepReport", "attached", "attached_to"]
 

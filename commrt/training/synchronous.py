@@ -19,9 +19,8 @@ from commrt.errors import UsageError
 from commrt.runtime.recording import within_range
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
-from commrt.training.admission import check_stateful, describe_buffers
-from commrt.training.attach import Request
-from commrt.training.hooks import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.attach import Request, check_stateful, describe_buffers
+from commrt.training.hooks import INTERRUPTED, StepGuard, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import (
     FlatBuffer,
     Stateful,
@@ -31,7 +30,6 @@ from commrt.training.model_state import (
     unread_buffers,
 )
 from commrt.training.replica import Replica, StepReport
-from commrt.training.step_guard import StepGuard
 
 __all__ = ["SynchronousReplica", "attach"]
 
