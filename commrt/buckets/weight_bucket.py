@@ -127,7 +127,6 @@ class Received(NamedTuple):
     share: float = 0.0
     """The weight of what was received; 0 if nothing came."""
     sources: Sequence[int] = ()
-    """The ranks that it came from."""
 
 
 @dataclass(slots=True, eq=False)

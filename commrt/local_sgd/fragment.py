@@ -46,13 +46,11 @@ class InFlight:
     step: int
     """After which the weights left."""
     settings: int
-    """A digest of the optimizers' settings."""
     rates: Sequence[float | None]
     """The learning rate of each tensor in the step after which the weights left; None if no optimizer steps it."""
     generation: Generation | None = None
     """The ranks that average; None before it was sent."""
     vote: str = ""
-    """The name of the vote on it."""
     answer: Future[tuple[Span, ...]] | None = None
     """What averages `buckets`."""
     buckets: Sequence[GradientBucket] = ()

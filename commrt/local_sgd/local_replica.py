@@ -93,7 +93,6 @@ class LocalReplica(AfterStepReplica):
         self._report(self._step - 1, self._exchange.engine.members)
 
     def _in_flight(self) -> list[tuple[Fragment, InFlight]]:
-        """Return the fragments that are in flight."""
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
 
     def _leave(self, fragment: Fragment) -> InFlight:

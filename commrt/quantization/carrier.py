@@ -154,7 +154,6 @@ class QuantizedProgram:
     quantizer: Quantizer
     rank: int
     nbytes_sent: int
-    """Bytes that this rank sends in one run."""
     calls: Iterator[int]
     """Numbers of the runs, where tags come again."""
     elsewhere: Parts = NO_PARTS

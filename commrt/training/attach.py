@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -246,8 +246,8 @@ def _wants_views(gradients: object, params: Sequence[Named], wire: AnyWire | Non
 
 
 def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimizer]:
-    found = list(given) if isinstance(given, Iterable) else [] if given is None else [given]
-    ours, optimizers = {id(param) for _, param in params}, []
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [] if given is None else [given]
+    ours = {id(param) for _, param in params}
     for optimizer in found:
         kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):
@@ -262,8 +262,7 @@ def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimize
             )
         if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
             raise UsageError(f"the {kind} steps no parameter of the model: build it from model.parameters()")
-        optimizers.append(optimizer)
-    return optimizers
+    return found
 
 
 def check_stateful(owners: Sequence[object], call: str = "join()") -> None:

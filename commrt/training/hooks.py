@@ -154,9 +154,8 @@ class ParameterList:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._params = list(model.named_parameters())
-        self._names = {id(param): name for name, param in self._params}
-        self._frozen = [(name, param) for name, param in self._params if not param.requires_grad]
+        self._names = _names(model)
+        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
         modules = model.named_modules()
         self._tables = [each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None]
         self._remember()
@@ -175,9 +174,7 @@ class ParameterList:
 
     def names(self) -> Mapping[int, str]:
         """Return the names of the parameters that the model has now, by their ids."""
-        return (
-            self._names if self._is_as_before() else {id(param): name for name, param in self._model.named_parameters()}
-        )
+        return self._names if self._is_as_before() else _names(self._model)
 
     def _is_as_before(self) -> bool:
         now = [*chain.from_iterable(map(tuple, map(dict.values, self._dicts)))]  # another thread may own the model
@@ -193,11 +190,15 @@ class ParameterList:
         self._known = [*chain.from_iterable(map(dict.values, self._dicts))]
 
     def _changed_parameter(self) -> str | None:
-        now = list(self._model.named_parameters())
-        there, known = {id(param) for _, param in now}, {id(param) for _, param in self._params}
-        gone = (f"{name} was replaced or removed" for name, param in self._params if id(param) not in there)
-        added = (f"{name} was added" for name, param in now if id(param) not in known)
+        now = _names(self._model)
+        gone = (f"{name} was replaced or removed" for param, name in self._names.items() if param not in now)
+        added = (f"{name} was added" for param, name in now.items() if param not in self._names)
         return next(chain(gone, added), None)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Return the names of the parameters of `model` by their ids."""
+    return {id(param): name for name, param in model.named_parameters()}
 
 
 def _refuse(change: str | None) -> None:

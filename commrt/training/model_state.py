@@ -99,19 +99,15 @@ class FlatBuffer:
     def __init__(self, like: Sequence[Tensor], allocate: Allocate) -> None:
         sizes = [-(-tensor.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for tensor in like]
         self._ends = [*accumulate(sizes, initial=0)]
-        self._like = [torch.empty_like(tensor, device="meta") for tensor in like]
         self.flat = allocate(self._ends[-1], torch.uint8, like[0].device)
         self._now = torch.zeros_like(self.flat)
-        self._parts, self._own = self._views(self.flat), self._views(self._now)
+        self._parts, self._own = (
+            [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(self._ends, like, strict=False)]
+            for flat in (self.flat, self._now)
+        )
         self._by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
         for i, tensor in enumerate(like):
             self._by_dtype[tensor.dtype].append(i)
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return [
-            flat[at : at + like.nbytes].view(like.dtype).view(like.shape)
-            for at, like in zip(self._ends, self._like, strict=False)
-        ]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy `tensors` into the buffer, in one launch per dtype."""

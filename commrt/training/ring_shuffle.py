@@ -108,7 +108,6 @@ class RingShuffle:
         self.passes, self._taken = self.passes + 1, 0
 
     def _places(self, batch: int) -> Tensor:
-        """Return the places of a batch in the shard."""
         passes, number = divmod(batch, len(self))
         return self._order(passes)[number * self._batch_size :][: self._batch_size]
 

@@ -45,17 +45,10 @@ def attach(request: Request) -> Replica:
     on_gpu = request.params[0][1].device.type == "cuda"
     graphs = (on_gpu if request.graphs is None else request.graphs) and not is_quantized(request.wire)
     buckets = request.build_buckets(request.params[::-1])
-    flags = {"graphs": graphs, "unpacks": True, "same_bits": request.same_bits}
-    engine = Engine(request.world, request.algorithm, buckets, **flags)
-    claim = request.claim(engine.schedule(0), engine.buckets)
-    request.agree(
-        {
-            **claim,
-            "broadcast_buffers": str(broadcast_buffers),
-            "graphs": str(graphs),
-            "same_bits": str(request.same_bits),
-        }
-    )
+    flags = {"graphs": graphs, "same_bits": request.same_bits}
+    engine = Engine(request.world, request.algorithm, buckets, unpacks=True, **flags)
+    chosen = {"broadcast_buffers": broadcast_buffers, **flags}
+    request.agree(request.claim(engine.schedule(0), buckets) | {name: str(flag) for name, flag in chosen.items()})
     engine.submit_preparation(0).result()
     return request.begin(SynchronousReplica(request, engine, broadcast_buffers=broadcast_buffers))
 
