@@ -136,7 +136,8 @@ class Engine:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
         self._prepared.forget()
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
+        self.graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
+        """Carry buckets by device graphs; None if they are off."""
         wire = self.buckets[0].quantized if self.buckets else None
         self.quantizer = None if wire is None else carrier_of(wire).step_quantizer(wire)
         """Chooses the quantizer of each step; None if values travel as they are."""
@@ -206,11 +207,10 @@ class Engine:
 
     def _share(self) -> None:
         """Let GPUs of this host read the buckets, in place of messages, if all ranks take part in every step."""
-        takes_all = self._usual_ranks == self.world.size
-        wires = [bucket.wire for bucket in self.buckets if bucket.quantized is None and takes_all]
-        if windows := self.world.transport.share(wires):
-            shown = [bucket.index for bucket in self.buckets if bucket.quantized is None]
-            self._windows.update(zip(shown, windows, strict=True))
+        if self._usual_ranks == self.world.size:
+            shown = [bucket for bucket in self.buckets if bucket.quantized is None]
+            windows = self.world.transport.share([bucket.wire for bucket in shown])
+            self._windows = {bucket.index: window for bucket, window in zip(shown, windows, strict=False)}
 
     def _connect_peers(self, schedule: Schedule, members: Sequence[int], step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
@@ -238,7 +238,7 @@ class Engine:
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
             bound = self._prepared.get(schedule, members, quantizer, step)
             own = bound.programs[bucket.index]
-            if self._graphs is None or not self._replay(self._graphs, bucket, bound, tag):
+            if self.graphs is None or not self._replay(self.graphs, bucket, bound, tag):
                 with within_range(recorder, "pack"):
                     bucket.pack(self.scale())
                 own.run(tag, recorder)
@@ -280,13 +280,9 @@ class Engine:
         with within_range(self.world.recorder, "graph"):
             return graphs.carry(bucket, bound, self.scale(), tag)
 
-    def why_not_graphs(self) -> dict[int, str]:
-        """Return why buckets were not carried by a graph in the latest step outside of ``join()``."""
-        return {} if self._graphs is None else dict(self._graphs.reasons)
-
-    def capture_graphs(self, step: int) -> None:
+    def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
         """Let devices capture the step before `step`, if it is time for that; between steps, with nothing in flight."""
-        if (graphs := self._graphs) is not None and graphs.is_due:
+        if graphs.is_due:
             tag = Tag(step, "graphs")
             self.world.comm_thread.submit(
                 lambda: graphs.capture(lambda refused: self._ranks_with_flag(refused, self.members, tag))

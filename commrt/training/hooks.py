@@ -68,16 +68,10 @@ ATTRIBUTE = "_commrt"
 """Where a module keeps what must live as long as it does."""
 
 T = TypeVar("T")
-
-
-def current_pass() -> int:
-    """Return the number of the backward pass that this thread runs; -1 outside of one."""
-    return torch._C._current_graph_task_id()  # noqa: SLF001
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the running backward pass has ended; ``backward()`` raises its error."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
+current_pass: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
+"""Return the number of the backward pass that this thread runs; -1 outside of one."""
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+"""Call a function when the running backward pass has ended; ``backward()`` raises its error."""
 
 
 def on_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> RemovableHandle:

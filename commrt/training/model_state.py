@@ -101,7 +101,7 @@ class FlatBuffer:
         self._ends = [*accumulate(sizes, initial=0)]
         self.flat = allocate(self._ends[-1], torch.uint8, like[0].device)
         self._now = torch.zeros_like(self.flat)
-        self._parts, self._own = (
+        self.parts, self._own = (
             [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(self._ends, like, strict=False)]
             for flat in (self.flat, self._now)
         )
@@ -111,7 +111,7 @@ class FlatBuffer:
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy `tensors` into the buffer, in one launch per dtype."""
-        self._copy(self._parts, tensors, range(len(tensors)))
+        self._copy(self.parts, tensors, range(len(tensors)))
 
     def empty(self, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
         """Overwrite those of `tensors` that differ from the buffer; autograd notices as in `restore`.
@@ -120,17 +120,17 @@ class FlatBuffer:
         """
         hidden = [i for i, tensor in enumerate(tensors) if id(tensor) in unread]
         read = [i for i, tensor in enumerate(tensors) if id(tensor) not in unread]
-        self._copy([tensor.data for tensor in tensors], self._parts, hidden)
+        self._copy([tensor.data for tensor in tensors], self.parts, hidden)
         if not read:
             return
-        self._copy(self._own, self._parts, hidden)
+        self._copy(self._own, self.parts, hidden)
         self._copy(self._own, tensors, read)
         if not torch.equal(self._now, self.flat):
             for i in read:
                 piece = slice(self._ends[i], self._ends[i + 1])
                 if not torch.equal(self._now[piece], self.flat[piece]):
                     with torch.no_grad():
-                        tensors[i].copy_(self._parts[i])
+                        tensors[i].copy_(self.parts[i])
 
     @torch.no_grad()
     def _copy(self, into: Sequence[Tensor], source: Sequence[Tensor], which: Sequence[int]) -> None:

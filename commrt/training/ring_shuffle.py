@@ -129,9 +129,7 @@ class RingShuffle:
             return
         if completed > self._completed:
             self._replaced.append((places, [field[places] for field in self._fields]))
-            batch = [torch.empty_like(part) for part in self._like]
-            self._received.empty(batch)
-            self._put(places, batch)
+            self._put(places, self._received.parts)
         while self._completed > completed and self._replaced:
             self._put(*self._replaced.pop())
             self._completed -= 1

@@ -40,13 +40,12 @@ LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
 def attach(request: Request) -> Replica:
     """Return a replica whose gradients are averaged in the backward pass. Collective."""
     request.require_nobody_lost()
-    mixes = getattr(request.algorithm, "mixing_row", None) is not None
-    broadcast_buffers = request.broadcast_buffers and not mixes
     on_gpu = request.params[0][1].device.type == "cuda"
     graphs = (on_gpu if request.graphs is None else request.graphs) and not is_quantized(request.wire)
     buckets = request.build_buckets(request.params[::-1])
     flags = {"graphs": graphs, "same_bits": request.same_bits}
     engine = Engine(request.world, request.algorithm, buckets, unpacks=True, **flags)
+    broadcast_buffers = request.broadcast_buffers and not engine.mixes
     chosen = {"broadcast_buffers": broadcast_buffers, **flags}
     request.agree(request.claim(engine.schedule(0), buckets) | {name: str(flag) for name, flag in chosen.items()})
     engine.submit_preparation(0).result()
@@ -163,7 +162,8 @@ class SynchronousReplica(Replica):
         self._step += 1
         if not (self._order_is_observed or self._joining):
             self._observe_order()
-        self._engine.capture_graphs(self._step)
+        if self._engine.graphs is not None:
+            self._engine.capture_graphs(self._engine.graphs, self._step)
         self._guard.open()
 
     def _submit_buffers(self) -> list[Tensor]:
@@ -274,7 +274,7 @@ class SynchronousReplica(Replica):
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why buckets were not carried by a graph; see `Replica.why_not_graphs`."""
-        return self._engine.why_not_graphs()
+        return {} if self._engine.graphs is None else dict(self._engine.graphs.reasons)
 
     def detach(self) -> None:
         """Remove every hook, and free the buckets; see `Replica.detach`."""
