@@ -40,9 +40,6 @@ CHANGED = (
     "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
     "and step or zero them, only after backward() has returned (hooks that change them: register these before attach())"
 )
-
-
-NONE = range(0)
 UNCOUNTED = -1
 """In place of the number of writes to a gradient that is absent, or a view: views count together."""
 Block = tuple[int, int, str]
@@ -319,7 +316,7 @@ class ReadyOrder:
         missing.remove(name)
         self.seen.append(name)
         if missing:
-            return NONE
+            return range(0)
         first = self._next
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1

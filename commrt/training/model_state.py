@@ -57,11 +57,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Take the state `state_dict`."""
-        ...
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
