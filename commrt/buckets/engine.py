@@ -155,9 +155,8 @@ class Engine:
         """Let go of all memory, behind what is in flight; nothing more can be carried."""
         with suppress(TransportClosed):  # it was closed by another thread meanwhile
             if not self.world.closed:
-                self.world.comm_thread.run(lambda: None).add_done_callback(
-                    lambda _: self._let_go()
-                )  # if it failed, too
+                behind = self.world.comm_thread.run(lambda: None)
+                behind.add_done_callback(lambda _: self._let_go())  # if it failed, too
                 return
         self._let_go()
 

@@ -109,7 +109,6 @@ class GradientBucket:
         self.index, self.params, self.layout, self.wire = index, params, layout, wire
         self._device = wire.device
         self.model = model
-        """Number of the model among those attached to one world."""
         self.header = Header(0, model, 0, 0, index, 0)
         """What its wire says in every step; the first bucket's says more."""
         self.quantized = quantized
