@@ -19,7 +19,7 @@ from model_gradients import SETS
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from commrt.buckets.layout import MIB, Unit, plan_buckets
+from commrt.buckets.layout import MIB, plan_buckets
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 
@@ -345,8 +345,8 @@ def called(name: str) -> str:
 def buckets_of(name: str) -> list[Shapes]:
     """Return the gradients of each bucket of 25 MiB."""
     shapes = shapes_of(name)
-    units = [Unit("", 4 * prod(shape), F32) for shape in shapes]
-    return [[shapes[i] for i in members] for members in plan_buckets(units, 25 * MIB, MIB)]
+    sizes = [(4 * prod(shape), F32) for shape in shapes]
+    return [[shapes[i] for i in members] for members in plan_buckets(sizes, 25 * MIB)]
 
 
 def bucket_of(name: str, number: int) -> Shapes:

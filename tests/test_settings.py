@@ -6,11 +6,11 @@ import torch
 from commands import program
 
 from commrt.testing.processes import run_processes
-from commrt.training.step_guard import settings_digest
+from commrt.training.hooks import settings_digest
 
 PROGRAM = """
 import torch
-from commrt.training.step_guard import settings_digest
+from commrt.training.hooks import settings_digest
 print(settings_digest([torch.optim.AdamW([torch.ones(1)], lr=0.25)], step=7))
 """
 

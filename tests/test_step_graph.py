@@ -26,7 +26,7 @@ import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.buckets.gradient_bucket import build_buckets
 from commrt.buckets.layout import Header, encode
-from commrt.buckets.step_graph import BY_CALLS, FIRST, KEPT, NO_KERNEL, NOT_WHOLE, NOTHING_QUEUED, StepGraphs
+from commrt.buckets.step_graph import BY_CALLS, FIRST, NO_KERNEL, NOT_WHOLE, NOTHING_QUEUED, BoundStep, StepGraphs
 from commrt.errors import TransportClosed
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
@@ -416,9 +416,9 @@ def agree(refused):
     return [0] if refused else []
 
 
-def step_of(bucket, step_graphs, programs, step, scale=1.0):
+def step_of(bucket, step_graphs, bound, step, scale=1.0):
     """Make one step; return True if a graph carried it."""
-    done = step_graphs.carry(bucket, programs, scale, Tag(step, 0))
+    done = step_graphs.carry(bucket, bound, scale, Tag(step, 0))
     if not done:
         bucket.pack(scale)
         bucket.unpack()
@@ -429,13 +429,13 @@ def step_of(bucket, step_graphs, programs, step, scale=1.0):
 
 
 def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(bucket):
-    step_graphs, programs = StepGraphs([bucket], Counted()), [Program()]
+    step_graphs, bound = StepGraphs([bucket], Counted()), BoundStep([Program()])
     layout = layout_of([40, 33])
     for step, (scale, skew) in enumerate([(0.5, 0), (0.5, 0), (0.25, 0), (2.0, 1), (2.0, 3), (1.0, 0)]):
         word = take(bucket, step, skew)
         expected = [param.grad * scale for _, param in bucket.params]
         versions = [param.grad._version for _, param in bucket.params]
-        replayed = step_of(bucket, step_graphs, programs, step, scale)
+        replayed = step_of(bucket, step_graphs, bound, step, scale)
         assert replayed == (step >= BY_CALLS)
         assert [param.grad._version for _, param in bucket.params] == [version + 1 for version in versions]
         assert torch.equal(layout.header(bucket.wire) != 0, bits(word))
@@ -446,49 +446,49 @@ def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(bucket):
 def test_a_header_that_stays_the_same_is_not_written_again(bucket, monkeypatch):
     written, fill = [], torch.Tensor.fill_
     monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: written.append(value) or fill(tensor, value))
-    step_graphs, programs = StepGraphs([bucket], Counted()), [Program()]
+    step_graphs, bound = StepGraphs([bucket], Counted()), BoundStep([Program()])
     for step in (1, 2, 3, 3):
         written.clear()
         word = take(bucket, step)
-        step_of(bucket, step_graphs, programs, step)
+        step_of(bucket, step_graphs, bound, step)
     assert written == []
     assert torch.equal(layout_of([40, 33]).header(bucket.wire) != 0, bits(word))
 
 
-def carried(step_graphs, bucket, programs, step):
+def carried(step_graphs, bucket, bound, step):
     take(bucket, step)
-    return step_of(bucket, step_graphs, programs, step)
+    return step_of(bucket, step_graphs, bound, step)
 
 
-def test_each_program_is_first_carried_call_by_call_and_the_oldest_is_forgotten(bucket):
+def test_each_schedule_is_first_carried_call_by_call(bucket):
     transport = Counted()
-    step_graphs, programs = StepGraphs([bucket], transport), [[Program()] for _ in range(KEPT + 1)]
-    for step in range(2 * len(programs)):
-        assert not carried(step_graphs, bucket, programs[step // 2], step)
-    assert carried(step_graphs, bucket, programs[-1], 100)
-    assert not carried(step_graphs, bucket, programs[0], 101)
+    step_graphs, bound = StepGraphs([bucket], transport), [BoundStep([Program()]) for _ in range(3)]
+    for step in range(2 * len(bound)):
+        assert not carried(step_graphs, bucket, bound[step // 2], step)
     assert step_graphs.reasons == {0: FIRST}
-    assert transport.captures == len(programs)
+    assert carried(step_graphs, bucket, bound[0], 100)
+    assert step_graphs.reasons == {}
+    assert transport.captures == len(bound)
 
 
 def test_a_schedule_that_never_comes_back_is_not_remembered(bucket):
     transport = Counted()
     step_graphs = StepGraphs([bucket], transport)
-    assert not any(carried(step_graphs, bucket, [Program()], step) for step in range(4))
+    assert not any(carried(step_graphs, bucket, BoundStep([Program()]), step) for step in range(4))
     assert transport.captures == 0
 
 
 def test_a_device_that_refuses_is_asked_once_and_its_reason_is_kept(bucket):
     transport = Counted(RuntimeError("operation not permitted when stream is capturing"))
-    step_graphs, programs = StepGraphs([bucket], transport), [Program()]
-    assert not any(carried(step_graphs, bucket, programs, step) for step in range(5))
+    step_graphs, bound = StepGraphs([bucket], transport), BoundStep([Program()])
+    assert not any(carried(step_graphs, bucket, bound, step) for step in range(5))
     assert transport.captures == 1
     assert step_graphs.reasons == {0: "the device refused: operation not permitted when stream is capturing"}
 
 
 def test_a_transport_that_queues_nothing_is_asked_once(bucket):
     transport = Counted(queues=False)
-    step_graphs, programs = StepGraphs([bucket], transport), [Program()]
-    assert not any(carried(step_graphs, bucket, programs, step) for step in range(5))
+    step_graphs, bound = StepGraphs([bucket], transport), BoundStep([Program()])
+    assert not any(carried(step_graphs, bucket, bound, step) for step in range(5))
     assert transport.captures == 1
     assert step_graphs.reasons == {0: NOTHING_QUEUED}

@@ -14,7 +14,8 @@ from torch import nn
 
 import commrt
 from commrt import Gossip
-from commrt.buckets.weight_bucket import WeightPart, exchanged_tensors
+from commrt.buckets.layout import exchanged_tensors
+from commrt.buckets.weight_bucket import WeightPart
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD, Mix, Nesterov
 from commrt.testing.ranks import run_ranks

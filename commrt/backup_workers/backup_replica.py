@@ -32,8 +32,7 @@ from commrt.store.agreement import WorldConfig
 from commrt.store.launcher import chosen_transport
 from commrt.store.rendezvous import host_identity
 from commrt.training import synchronous
-from commrt.training.admission import check_stateful
-from commrt.training.attach import Request
+from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, dump, fingerprint, flatten, gather_integers, load
 from commrt.training.replica import Replica, StepReport, attached_to

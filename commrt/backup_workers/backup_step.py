@@ -26,7 +26,6 @@ from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.buckets.engine import KEPT, Engine, Span
-from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import ReadyOrder
 from commrt.buckets.layout import Header
 from commrt.elastic.elastic_membership import make_elastic
@@ -40,9 +39,9 @@ from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.attach import Request
-from commrt.training.model_state import unread_buffers
+from commrt.training.hooks import StepGuard, closure_in
+from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica, StepReport
-from commrt.training.step_guard import StepGuard, closure_in
 from commrt.transport.protocol import Tag
 
 __all__ = ["BackupStep", "SkippingGuard", "reissued"]

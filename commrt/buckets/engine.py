@@ -18,8 +18,7 @@ from torch import Tensor
 from commrt import proof
 from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.layout import Named
-from commrt.buckets.step_graph import StepGraphs
+from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import TransportClosed, UsageError
 from commrt.program import Program, member_program
 from commrt.proof.spec import promise
@@ -33,12 +32,10 @@ from commrt.schedule import Algorithm, Schedule
 from commrt.threads.future import Future
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport, Window
 
-__all__ = ["BuildBuckets", "Engine", "Span"]
+__all__ = ["Engine", "Span"]
 
 KEPT = 16
 """Schedules and members whose bound programs are kept: those that were new last."""
-BuildBuckets = Callable[[Sequence[Named]], list[GradientBucket]]
-"""Makes buckets of parameters, given in ready order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +87,7 @@ class Engine:
         self._prepared = Prepared(
             world, self._bind, prove=self._prove, claim=self._claim, compare=self._compare, kept=KEPT
         )
-        self._broadcast = lru_cache(KEPT)(self._bind_broadcast)
-        self._flat: tuple[Tensor, Window] | None = None
+        self._shared: tuple[Tensor, Callable[[tuple[int, ...]], BoundProgram]] | None = None
         self.replace_buckets(buckets)
 
     def use_algorithm(self, algorithm: Algorithm) -> None:
@@ -140,7 +136,8 @@ class Engine:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
         self._prepared.forget()
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
+        self.graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
+        """Carry buckets by device graphs; None if they are off."""
         wire = self.buckets[0].quantized if self.buckets else None
         self.quantizer = None if wire is None else carrier_of(wire).step_quantizer(wire)
         """Chooses the quantizer of each step; None if values travel as they are."""
@@ -158,17 +155,15 @@ class Engine:
         """Let go of all memory, behind what is in flight; nothing more can be carried."""
         with suppress(TransportClosed):  # it was closed by another thread meanwhile
             if not self.world.closed:
-                self.world.comm_thread.run(lambda: None).add_done_callback(
-                    lambda _: self._let_go()
-                )  # if it failed, too
+                behind = self.world.comm_thread.run(lambda: None)
+                behind.add_done_callback(lambda _: self._let_go())  # if it failed, too
                 return
         self._let_go()
 
     def _let_go(self) -> None:
         self.replace_buckets(())
         self._prepared.prove.cache_clear()
-        self._broadcast.cache_clear()
-        self._flat = None
+        self._shared = None
 
     def submit_preparation(self, step: int) -> Future[None]:
         """Bind and connect what `step` needs if every rank takes part, so that no step waits for it."""
@@ -183,9 +178,8 @@ class Engine:
         """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""
 
         def share() -> None:
-            self._broadcast.cache_clear()
-            windows = self.world.transport.share([flat])
-            self._flat = (flat, windows[0]) if windows else None
+            if windows := self.world.transport.share([flat]):
+                self._shared = flat, lru_cache(KEPT)(partial(self._bind_broadcast, flat, windows[0]))
 
         return self.world.comm_thread.submit(share)
 
@@ -196,10 +190,10 @@ class Engine:
     def submit_has_data(self, present: bool, step: int) -> Future[None]:
         """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
 
-        def call_roll() -> None:
+        def ask() -> None:
             self.members = self._ranks_with_flag(present, tuple(range(self.world.size)), Tag(step, "has data"))
 
-        return self.world.comm_thread.submit(call_roll)
+        return self.world.comm_thread.submit(ask)
 
     def _prepare(self, step: int) -> None:
         if self.world.size > 1:
@@ -212,11 +206,10 @@ class Engine:
 
     def _share(self) -> None:
         """Let GPUs of this host read the buckets, in place of messages, if all ranks take part in every step."""
-        takes_all = self._usual_ranks == self.world.size
-        wires = [bucket.wire for bucket in self.buckets if bucket.quantized is None and takes_all]
-        if windows := self.world.transport.share(wires):
-            shown = [bucket.index for bucket in self.buckets if bucket.quantized is None]
-            self._windows.update(zip(shown, windows, strict=True))
+        if self._usual_ranks == self.world.size:
+            shown = [bucket for bucket in self.buckets if bucket.quantized is None]
+            windows = self.world.transport.share([bucket.wire for bucket in shown])
+            self._windows = {bucket.index: window for bucket, window in zip(shown, windows, strict=False)}
 
     def _connect_peers(self, schedule: Schedule, members: Sequence[int], step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
@@ -242,9 +235,9 @@ class Engine:
             schedule, members = self._round_of(step, members)
         quantizer = None if self.quantizer is None else self.quantizer.at(step)
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
-            programs = self._prepared.get(schedule, members, quantizer, step)
-            own = programs[bucket.index]
-            if self._graphs is None or not self._replay(bucket, programs, tag):
+            bound = self._prepared.get(schedule, members, quantizer, step)
+            own = bound.programs[bucket.index]
+            if self.graphs is None or not self._replay(self.graphs, bucket, bound, tag):
                 with within_range(recorder, "pack"):
                     bucket.pack(self.scale())
                 own.run(tag, recorder)
@@ -279,20 +272,16 @@ class Engine:
         """Return the weight of a rank's gradients in what the schedule adds."""
         return 1 / (self._row or len(self.members))
 
-    def _replay(self, bucket: GradientBucket, programs: Sequence[RunnableProgram], tag: Tag) -> bool:
+    def _replay(self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
-        if self._graphs is None or self.world.joined is not None:
+        if self.world.joined is not None:
             return False
         with within_range(self.world.recorder, "graph"):
-            return self._graphs.carry(bucket, cast("Sequence[BoundProgram]", programs), self.scale(), tag)
+            return graphs.carry(bucket, bound, self.scale(), tag)
 
-    def why_not_graphs(self) -> dict[int, str]:
-        """Return why buckets were not carried by a graph in the latest step outside of ``join()``."""
-        return {} if self._graphs is None else dict(self._graphs.reasons)
-
-    def capture_graphs(self, step: int) -> None:
+    def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
         """Let devices capture the step before `step`, if it is time for that; between steps, with nothing in flight."""
-        if (graphs := self._graphs) is not None and graphs.is_due:
+        if graphs.is_due:
             tag = Tag(step, "graphs")
             self.world.comm_thread.submit(
                 lambda: graphs.capture(lambda refused: self._ranks_with_flag(refused, self.members, tag))
@@ -318,18 +307,15 @@ class Engine:
     def broadcast_now(self, flat: Tensor, step: int) -> Span:
         """Overwrite `flat` with the first member's."""
         begin_s, tag = perf_counter(), Tag(step, "state")
-        if self._flat is not None and flat is self._flat[0]:
-            bound = self._broadcast(self.members)
+        if self._shared is not None and flat is self._shared[0]:
+            bound = self._shared[1](self.members)
             bound.run(tag, self.world.recorder)
             return Span("state", begin_s, perf_counter(), bound.nbytes_sent)
         return Span("state", begin_s, perf_counter(), self.world.broadcast_now(flat, self.members, tag))
 
-    def _bind_broadcast(self, members: tuple[int, ...]) -> BoundProgram:
-        if self._flat is None:
-            raise ValueError("no buffer was shared")
-        schedule = tree.broadcast(len(members))
-        mine = member_program(schedule, members, self.world.rank, self.world.size)
-        return bind_reading(mine, *self._flat, self.world.transport)
+    def _bind_broadcast(self, flat: Tensor, window: Window, members: tuple[int, ...]) -> BoundProgram:
+        mine = member_program(tree.broadcast(len(members)), members, self.world.rank, self.world.size)
+        return bind_reading(mine, flat, window, self.world.transport)
 
     def _ranks_with_flag(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
         """Return those of the `asked` ranks that say yes."""
@@ -338,12 +324,11 @@ class Engine:
         self.world.run_now(halving_doubling.all_reduce(len(asked)), flags, tag, asked)
         return tuple(flags.nonzero().flatten().tolist())
 
-    def _bind(self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
-        """Return the programs of all buckets."""
+    def _bind(self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None) -> BoundStep:
         mine = member_program(schedule, members or self.members, self.world.rank, self.world.size)
         if any(mine.peers & window.peers.keys() for window in self._windows.values()):
-            return [self._bind_reading(mine, bucket) for bucket in self.buckets]
-        return self._bind_messages(mine, quantizer)
+            return BoundStep([self._bind_reading(mine, bucket) for bucket in self.buckets])
+        return BoundStep(self._bind_messages(mine, quantizer))
 
     def _bind_messages(self, mine: Program, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
         transport, streams = self.world.transport, self.world.comm_thread.streams

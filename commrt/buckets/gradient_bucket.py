@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.layout import (
-    MIB,
     Header,
     Named,
     TensorKind,
-    Unit,
     bucket_description,
     encode,
     explain_mismatch,
@@ -42,9 +40,6 @@ CHANGED = (
     "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
     "and step or zero them, only after backward() has returned (hooks that change them: register these before attach())"
 )
-
-
-NONE = range(0)
 UNCOUNTED = -1
 """In place of the number of writes to a gradient that is absent, or a view: views count together."""
 Block = tuple[int, int, str]
@@ -114,7 +109,6 @@ class GradientBucket:
         self.index, self.params, self.layout, self.wire = index, params, layout, wire
         self._device = wire.device
         self.model = model
-        """Number of the model among those attached to one world."""
         self.header = Header(0, model, 0, 0, index, 0)
         """What its wire says in every step; the first bucket's says more."""
         self.quantized = quantized
@@ -321,7 +315,7 @@ class ReadyOrder:
         missing.remove(name)
         self.seen.append(name)
         if missing:
-            return NONE
+            return range(0)
         first = self._next
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
@@ -348,12 +342,10 @@ def build_buckets(
 ) -> list[GradientBucket]:
     """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes wire buffers."""
     dtypes = [gradient_dtype(param) for _, param in params]
-    units = [
-        Unit(name, param.numel() * dtype.itemsize, dtype) for (name, param), dtype in zip(params, dtypes, strict=True)
-    ]
+    sizes = [(param.numel() * dtype.itemsize, dtype) for (_, param), dtype in zip(params, dtypes, strict=True)]
     overlaps, buckets = OverlapCheck(), []
     quantized = wire if is_quantized(wire) else None
-    for index, places in enumerate(plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes)), first):
+    for index, places in enumerate(plan_buckets(sizes, cap_nbytes), first):
         members, dtype = [params[i] for i in places], dtypes[places[0]]
         layout = layout_of([param.numel() for _, param in members])
         buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)

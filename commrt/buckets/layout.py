@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which tensors share a bucket; describe buckets in headers, so that ranks can compare them."""
+"""Which tensors of a model are averaged, and which share a bucket; headers and texts of buckets that ranks compare."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -12,19 +11,22 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from commrt.errors import UsageError
 from commrt.runtime.wire import AnyWire, is_quantized
 
 __all__ = [
-    "AVERAGED_BUFFERS",
+    "GONE",
     "MIB",
     "WIDTHS",
     "Header",
     "Named",
     "TensorKind",
-    "Unit",
+    "TensorSlot",
     "bucket_description",
     "encode",
+    "exchanged_tensors",
     "explain_mismatch",
     "gradient_dtype",
     "plan_buckets",
@@ -33,6 +35,7 @@ __all__ = [
 
 AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
+GONE = "{name} is gone: detach() and attach() again after changing the model"
 MIB = 1 << 20
 KEPT = 256
 """Headers whose words are kept: only one of a step is new."""
@@ -41,35 +44,69 @@ Named = tuple[str, nn.Parameter]
 """A parameter and its name in the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """The facts about one tensor that `plan_buckets` uses."""
+def plan_buckets(
+    tensors: Iterable[tuple[int, torch.dtype]], cap_nbytes: int, first_cap_nbytes: int = MIB
+) -> list[list[int]]:
+    """Group `tensors`, (bytes, dtype) in ready order, into buckets of one dtype; one closes when it reaches the cap.
 
-    name: str
-    nbytes: int
-    dtype: torch.dtype
+    The first bucket of each dtype closes at `first_cap_nbytes`, if that is less, so that communication starts early.
+    Buckets are sorted by when their last member becomes ready.
 
-
-def plan_buckets(units: Sequence[Unit], cap_nbytes: int, first_cap_nbytes: int) -> list[list[int]]:
-    """Group `units`, given in ready order, into buckets of one dtype; a bucket closes when it reaches the cap.
-
-    The first bucket of each dtype closes at `first_cap_nbytes`, so that communication starts early. Buckets
-    are sorted by when their last member becomes ready.
-
-    >>> units = [Unit(name, 6, torch.float32) for name in "abcde"]
-    >>> plan_buckets(units, cap_nbytes=12, first_cap_nbytes=1)
+    >>> plan_buckets([(6, torch.float32)] * 5, cap_nbytes=12, first_cap_nbytes=1)
     [[0], [1, 2], [3, 4]]
     """
     closed: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
     left: dict[torch.dtype, int] = {}
-    for index, unit in enumerate(units):
-        filling.setdefault(unit.dtype, []).append(index)
-        left[unit.dtype] = left.get(unit.dtype, first_cap_nbytes) - unit.nbytes
-        if left[unit.dtype] <= 0:
-            closed.append(filling.pop(unit.dtype))
-            left[unit.dtype] = cap_nbytes
+    for index, (nbytes, dtype) in enumerate(tensors):
+        filling.setdefault(dtype, []).append(index)
+        left[dtype] = left.get(dtype, min(first_cap_nbytes, cap_nbytes)) - nbytes
+        if left[dtype] <= 0:
+            closed.append(filling.pop(dtype))
+            left[dtype] = cap_nbytes
     return sorted([*closed, *filling.values()], key=lambda members: members[-1])
+
+
+class TensorSlot(NamedTuple):
+    """The place where a model keeps a tensor; what lies there may be replaced."""
+
+    name: str
+    module: nn.Module
+    key: str
+    is_buffer: bool
+
+    @property
+    def place(self) -> Mapping[str, Tensor | None]:
+        """The dict in which the module keeps it, by its key."""
+        return self.module._buffers if self.is_buffer else self.module._parameters  # noqa: SLF001
+
+    def tensor(self) -> Tensor:
+        """Return what lies there now, to be read and written without autograd."""
+        tensor = (self.module._buffers if self.is_buffer else self.module._parameters).get(self.key)  # noqa: SLF001
+        if tensor is None:
+            raise UsageError(GONE.format(name=self.name))
+        # A graph saves what BatchNorm counts while it trains, and does not read it: autograd need not notice the write.
+        is_unread = self.is_buffer and isinstance(self.module, _BatchNorm) and self.module.training
+        return tensor.data if is_unread else tensor.detach()
+
+
+def exchanged_tensors(model: nn.Module) -> list[TensorSlot]:
+    """Return the trainable parameters and `AVERAGED_BUFFERS`, each once, in the order of the modules.
+
+    Other buffers (masks, counters, the vectors of a spectral norm, codebooks) have no meaningful mean.
+    """
+    found: dict[int, TensorSlot] = {}
+    for prefix, module in model.named_modules():
+        for key, tensor, is_buffer in _tensors_of(module):
+            if key in AVERAGED_BUFFERS and tensor.is_floating_point() if is_buffer else tensor.requires_grad:
+                name = f"{prefix}.{key}" if prefix else key
+                found.setdefault(id(tensor), TensorSlot(name, module, key, is_buffer))
+    return [*found.values()]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    for places, is_buffer in ((module._parameters, False), (module._buffers, True)):  # noqa: SLF001
+        yield from ((key, tensor, is_buffer) for key, tensor in places.items() if tensor is not None)
 
 
 class TensorKind(NamedTuple):

@@ -8,18 +8,17 @@ rank may do by calls what others do by graphs.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.runtime.executor import BoundProgram
+from commrt.kernels.packing import Repeatable
+from commrt.runtime.executor import BoundProgram, RunnableProgram
 from commrt.transport.protocol import Exchange, Tag, Transport
 
-__all__ = ["StepGraphs"]
+__all__ = ["BoundStep", "StepGraphs"]
 
-KEPT = 16
-"""Schedules whose graphs are kept; as many as the engine keeps bound."""
 BY_CALLS = 2
 """Steps before a schedule is captured: peers connect in them, and a schedule that never comes back costs nothing."""
 FIRST = f"the first {BY_CALLS} steps with a schedule are carried call by call"
@@ -32,10 +31,10 @@ Agree = Callable[[bool], Sequence[int]]
 
 
 @dataclass(slots=True, eq=False)
-class _Schedule:
-    """What is known of one schedule."""
+class BoundStep:
+    """A schedule that is bound to the buckets, and the graphs that replay it."""
 
-    programs: Sequence[BoundProgram]
+    programs: Sequence[RunnableProgram]
     """One per bucket."""
     steps: int = 0
     """Carried call by call."""
@@ -46,40 +45,32 @@ class _Schedule:
 
 
 class StepGraphs:
-    """The device graphs of a model's `buckets`; a step uses one list of programs, one program for each bucket."""
+    """The device graphs of a model's `buckets`."""
 
     def __init__(self, buckets: Sequence[GradientBucket], transport: Transport) -> None:
         self._buckets, self._transport = buckets, transport
-        self._schedules: OrderedDict[int, _Schedule] = OrderedDict()  # by the identity of lists, which they keep alive
-        self._latest: _Schedule | None = None
+        self._latest: BoundStep | None = None
         self._refusal = None if all(bucket.repeatable for bucket in buckets) else NO_KERNEL
         self.reasons: dict[int, str] = {}
         """By bucket, why the latest step was carried call by call; nothing for buckets that were replayed."""
 
-    def carry(self, bucket: GradientBucket, programs: Sequence[BoundProgram], scale: float, tag: Tag) -> bool:
+    def carry(self, bucket: GradientBucket, bound: BoundStep, scale: float, tag: Tag) -> bool:
         """Pack, exchange and unpack by one launch, and return True; False if the caller must do it."""
-        schedule = self._latest = self._known(programs)
-        reason = self._refusal or (None if schedule.replays else FIRST)
-        if reason is not None or bucket.repeatable is None:
-            schedule.steps += schedule.latest != tag.step
-            schedule.latest = tag.step
-            self.reasons[bucket.index] = reason or NO_KERNEL
+        self._latest = bound
+        if self._refusal or not bound.replays:
+            bound.steps += bound.latest != tag.step
+            bound.latest = tag.step
+            self.reasons[bucket.index] = self._refusal or FIRST
             return False
-        if programs[bucket.index].elsewhere and not bucket.is_whole:
+        if bound.programs[bucket.index].elsewhere and not bucket.is_whole:
             self.reasons[bucket.index] = NOT_WHOLE
             return False
         self.reasons.pop(bucket.index, None)
-        bucket.prepare_replay(bucket.repeatable, scale)
-        schedule.replays[bucket.index](tag)
-        bucket.finish_replay(bucket.repeatable)
+        launches = _launches(bucket)
+        bucket.prepare_replay(launches, scale)
+        bound.replays[bucket.index](tag)
+        bucket.finish_replay(launches)
         return True
-
-    def _known(self, programs: Sequence[BoundProgram]) -> _Schedule:
-        schedule = self._schedules.setdefault(id(programs), _Schedule(programs))
-        self._schedules.move_to_end(id(programs))
-        if len(self._schedules) > KEPT:
-            self._schedules.popitem(last=False)
-        return schedule
 
     @property
     def is_due(self) -> bool:
@@ -89,13 +80,12 @@ class StepGraphs:
 
     def capture(self, agree: Agree) -> None:
         """Capture the schedule of the latest step; collective, with nothing else going on in this process."""
-        if self._latest is None:
-            return
-        replays = self._captured(self._latest.programs)
+        bound = cast("BoundStep", self._latest)
+        replays = self._captured(cast("Sequence[BoundProgram]", bound.programs))
         if refused := agree(self._refusal is not None):
             self._refusal = self._refusal or f"the device of rank {refused[0]} refused: ask that rank why"
         else:
-            self._latest.replays = replays
+            bound.replays = replays
 
     def _captured(self, programs: Sequence[BoundProgram]) -> list[Exchange]:
         """Return one replay per bucket; fewer, and set a refusal, if that cannot be."""
@@ -111,11 +101,12 @@ class StepGraphs:
         return replays
 
 
+def _launches(bucket: GradientBucket) -> Repeatable:
+    return cast("Repeatable", bucket.repeatable)  # without, `StepGraphs` refuses
+
+
 def _work(bucket: GradientBucket, program: BoundProgram) -> Callable[[], None]:
-    launches = bucket.repeatable
-    if launches is None:
-        raise ValueError(NO_KERNEL)
-    tag, parts = Tag(-1, bucket.index), program.elsewhere
+    launches, tag, parts = _launches(bucket), Tag(-1, bucket.index), program.elsewhere
     launches.load(parts)
 
     def work() -> None:

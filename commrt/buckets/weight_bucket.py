@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import (
-    AVERAGED_BUFFERS,
-    MIB,
+    GONE,
     Header,
     TensorKind,
-    Unit,
+    TensorSlot,
     bucket_description,
     encode,
     plan_buckets,
@@ -35,59 +33,14 @@ from commrt.transport.protocol import Allocate, Window
 __all__ = [
     "Message",
     "Received",
-    "TensorSlot",
     "WeightBucket",
     "WeightPart",
     "build_weight_buckets",
-    "exchanged_tensors",
 ]
 
 MOST_LOOKED_AT = 256
 """A watch compares so many values of each tensor, evenly spaced."""
-GONE = "{name} is gone: detach() and attach() again after changing the model"
 _version = attrgetter("_version")
-
-
-class TensorSlot(NamedTuple):
-    """The place where a model keeps a tensor; what lies there may be replaced."""
-
-    name: str
-    module: nn.Module
-    key: str
-    is_buffer: bool
-
-    @property
-    def place(self) -> Mapping[str, Tensor | None]:
-        """The dict in which the module keeps it, by its key."""
-        return self.module._buffers if self.is_buffer else self.module._parameters  # noqa: SLF001
-
-    def tensor(self) -> Tensor:
-        """Return what lies there now, to be read and written without autograd."""
-        tensor = (self.module._buffers if self.is_buffer else self.module._parameters).get(self.key)  # noqa: SLF001
-        if tensor is None:
-            raise UsageError(GONE.format(name=self.name))
-        # A graph saves what BatchNorm counts while it trains, and does not read it: autograd need not notice the write.
-        is_unread = self.is_buffer and isinstance(self.module, _BatchNorm) and self.module.training
-        return tensor.data if is_unread else tensor.detach()
-
-
-def exchanged_tensors(model: nn.Module) -> list[TensorSlot]:
-    """Return the trainable parameters and `AVERAGED_BUFFERS`, each once, in the order of the modules.
-
-    Other buffers (masks, counters, the vectors of a spectral norm, codebooks) have no meaningful mean.
-    """
-    found: dict[int, TensorSlot] = {}
-    for prefix, module in model.named_modules():
-        for key, tensor, is_buffer in _tensors_of(module):
-            if key in AVERAGED_BUFFERS and tensor.is_floating_point() if is_buffer else tensor.requires_grad:
-                name = f"{prefix}.{key}" if prefix else key
-                found.setdefault(id(tensor), TensorSlot(name, module, key, is_buffer))
-    return [*found.values()]
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    for places, is_buffer in ((module._parameters, False), (module._buffers, True)):  # noqa: SLF001
-        yield from ((key, tensor, is_buffer) for key, tensor in places.items() if tensor is not None)
 
 
 def _spaced(tensor: Tensor) -> Tensor:
@@ -174,7 +127,6 @@ class Received(NamedTuple):
     share: float = 0.0
     """The weight of what was received; 0 if nothing came."""
     sources: Sequence[int] = ()
-    """The ranks that it came from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -283,8 +235,7 @@ def build_weight_buckets(
     With `watches` they notice who writes the weights.
     """
     tensors = [slot.tensor() for slot in held]
-    units = [Unit(slot.name, tensor.nbytes, tensor.dtype) for slot, tensor in zip(held, tensors, strict=True)]
-    plan = plan_buckets(units, cap_nbytes, min(MIB, cap_nbytes))
+    plan = plan_buckets(((tensor.nbytes, tensor.dtype) for tensor in tensors), cap_nbytes)
     return [
         WeightBucket(index, [held[i] for i in places], wire, messages, allocate, watches=watches)
         for index, places in enumerate(plan)

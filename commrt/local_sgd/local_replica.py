@@ -11,16 +11,15 @@ from typing import Any, cast
 
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import SlowMomentum
-from commrt.buckets.weight_bucket import exchanged_tensors
+from commrt.buckets.layout import exchanged_tensors
 from commrt.errors import UsageError
-from commrt.local_sgd.fragment import Fragment, InFlight, cut_fragments
-from commrt.local_sgd.fragment_exchange import FragmentExchange
+from commrt.local_sgd.fragment import Fragment, FragmentExchange, InFlight, cut_fragments
 from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.attach import Request
+from commrt.training.hooks import settings_digest
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import Replica
-from commrt.training.step_guard import settings_digest
 
 __all__ = ["LocalReplica", "attach"]
 
@@ -94,7 +93,6 @@ class LocalReplica(AfterStepReplica):
         self._report(self._step - 1, self._exchange.engine.members)
 
     def _in_flight(self) -> list[tuple[Fragment, InFlight]]:
-        """Return the fragments that are in flight."""
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
 
     def _leave(self, fragment: Fragment) -> InFlight:

@@ -27,8 +27,7 @@ from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.kernels.quantize import adding_quantized, dequantizing, key_of, quantizing
 from commrt.options import require_short_sums
 from commrt.program import Hop, Program, Transfer, chunk_bounds
-from commrt.quantization.adaptive import Adaptive, Progress
-from commrt.quantizer import Quantizer
+from commrt.quantizer import Adaptive, Progress, Quantizer
 from commrt.runtime.executor import BoundProgram, only_reads
 from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.wire import ValuesOnWire
@@ -155,7 +154,6 @@ class QuantizedProgram:
     quantizer: Quantizer
     rank: int
     nbytes_sent: int
-    """Bytes that this rank sends in one run."""
     calls: Iterator[int]
     """Numbers of the runs, where tags come again."""
     elsewhere: Parts = NO_PARTS

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 from torch.distributed import PrefixStore, Store
@@ -22,18 +22,16 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
-from commrt.store.client import call_store, parse, require
+from commrt.store.client import TimedStore, parse, require
 from commrt.threads.clock import now_s
 from commrt.torch_import import untraced
-from commrt.training.admission import check_stateful
-from commrt.training.attach import Request
+from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, StepReport
 
 __all__ = ["AfterStepReplica", "JoinProgress"]
 
-T = TypeVar("T")
 MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
 LOOK_S = 0.005
@@ -54,7 +52,6 @@ class AfterStepReplica(Replica):
     """The error about a parameter ``{name}`` that somebody else wrote while it was in flight."""
     WRITTEN: ClassVar[str]
     """The same while nothing was in flight."""
-    _reports_all = True
 
     def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:
         super().__init__(request.model, request.params, request.optimizers, request.algorithm, request.world)
@@ -114,14 +111,12 @@ class AfterStepReplica(Replica):
         self._exposed_s += perf_counter() - begin_s
 
     def _report(self, step: int, members: tuple[int, ...]) -> None:
-        """Report what was mixed since the latest report; only local SGD has steps without."""
-        if self._spans or self._reports_all:
-            self.last = StepReport(step, members, self._exposed_s, tuple(self._spans), frozenset(self._received_from))
-            self._stats = self._stats.plus(self.last)
-            self._spans, self._received_from, self._exposed_s = [], set(), 0.0
+        """Report what was mixed since the latest report."""
+        self.last = StepReport(step, members, self._exposed_s, tuple(self._spans), frozenset(self._received_from))
+        self._stats = self._stats.plus(self.last)
+        self._spans, self._received_from, self._exposed_s = [], set(), 0.0
 
     def _hooks(self) -> Iterator[RemovableHandle]:
-        """Register on gradients."""
         end_of_pass = self._weakly(self._end_of_pass)
         return (on_gradient(param, end_of_pass) for _, param in self._params)
 
@@ -232,7 +227,8 @@ class JoinProgress:
     """
 
     def __init__(self, store: Store, world: World) -> None:
-        self._store, self._world, self._has_data = store, world, True
+        self._world, self._has_data = world, True
+        self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
 
     def begin(self, steps: int) -> None:
         """Record that this rank has begun `steps` steps; costs one store operation."""
@@ -274,16 +270,11 @@ class JoinProgress:
         return max(ranks, key=lambda rank: (ranks[rank].steps, -rank))
 
     def _set(self, steps: int) -> None:
-        key, value = str(self._world.rank), f"{steps} {self._has_data:d}"
-        self._call_store(lambda: self._store.set(key, value))
+        self._store.set(str(self._world.rank), f"{steps} {self._has_data:d}")
 
     def _all(self) -> dict[int, _Place]:
-        members = self._world.members
-        data = self._call_store(lambda: {rank: self._store.get(str(rank)) for rank in members})
+        data = {rank: self._store.get(str(rank)) for rank in self._world.members}
         return {rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()}
-
-    def _call_store(self, call: Callable[[], T]) -> T:
-        return call_store(call, self._world.timeout_s, self._world.rank)
 
 
 def _place(text: bytes) -> _Place:

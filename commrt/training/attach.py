@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach a model: the entry point for custom training loops, and what every way to train does with a request."""
+"""Attach a model: the entry point for custom training loops, what it refuses, and what every way to train does then."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal, Protocol, cast
+from itertools import chain
+from typing import Any, Literal, Protocol, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
-from commrt.buckets.layout import MIB, Named
+from commrt.buckets.layout import MIB, Named, gradient_dtype, wire_dtype
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
+from commrt.options import require_compatible
+from commrt.runtime.collectives import check_algorithm, is_expanded
 from commrt.runtime.init import current
-from commrt.runtime.wire import AnyWire
+from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
 from commrt.schedule import SYNCHRONOUS, Algorithm, Schedule
-from commrt.training.admission import (
-    check_attach,
-    check_stateful,
-    comparable,
-    describe_buffers,
-    describe_optimizers,
-    require_read_only_forward,
-    wants_views,
-)
+from commrt.training.hooks import EMBEDDINGS
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, attached
 
-__all__ = ["Request", "attach"]
+__all__ = ["Request", "attach", "check_stateful", "describe_buffers"]
+
+MOST_MB = 1e9
+GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Described(Protocol):
@@ -75,7 +77,7 @@ class Request:
         """Return what must be equal on all ranks and cannot change afterwards."""
         counts = [(each, [len(group["params"]) for group in each.param_groups]) for each in self.optimizers]
         return {
-            "algorithm": comparable(repr(self.algorithm)),
+            "algorithm": _comparable(repr(self.algorithm)),
             "schedule": schedule.digest(),
             "buckets": "; ".join(bucket.description() for bucket in buckets),
             "buffers": describe_buffers(self.model),
@@ -84,7 +86,7 @@ class Request:
 
     def agree(self, claim: dict[str, str]) -> None:
         """Raise `DisagreementError` unless all ranks come with the same `claim` and the same optimizers."""
-        optimizer = describe_optimizers(self.optimizers, self.params)
+        optimizer = _describe_optimizers(self.optimizers, self.params)
         self.world.agree("attach", model=str(self.world.attached), optimizer=optimizer, **claim)
 
     def begin(self, replica: Replica) -> Replica:
@@ -161,10 +163,10 @@ def attach(  # noqa: PLR0913  # each has its default
     world = _checked(world)
     check_stateful(also, "attach(also=)")
     flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs, "same_bits": same_bits}
-    params, optimizers, wire = check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, gradients, flags)
+    params, optimizers, wire = _check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, gradients, flags)
     if world.size > 1:
-        require_read_only_forward(model)
-    kind = ViewBucket if wants_views(gradients, params, wire) else GradientBucket
+        _require_read_only_forward(model)
+    kind = ViewBucket if _wants_views(gradients, params, wire) else GradientBucket
     for (name, _), taken in zip(params, attached(param for _, param in params), strict=True):
         if taken:
             raise UsageError(f"{name} is attached already: detach() the first replica before attaching again")
@@ -188,3 +190,181 @@ def _checked(world: World | None) -> World:
             "both as one, in an nn.ModuleList, or detach() it first"
         )
     return world
+
+
+def _check_attach(
+    model: object,
+    optimizer: object,
+    algorithm: object,
+    wire: AnyWire | None,
+    cap_mb: object,
+    gradients: object,
+    flags: Mapping[str, object],
+) -> tuple[list[Named], list[Optimizer], AnyWire | None]:
+    """Return the parameters to average, the optimizers and what travels; raises `UsageError` for what cannot work."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
+        )
+    check_algorithm(algorithm)
+    own: AnyWire | None = getattr(algorithm, "wire", None)  # an algorithm may say what travels
+    if None not in (wire, own) and wire != own:
+        raise UsageError(f"wire={wire} here and wire={own} in {type(algorithm).__name__}: give it once")
+    wire = wire if own is None else own
+    check_wire(wire)
+    chosen = {
+        "graphs": flags["graphs"] is True,
+        "views": gradients == "views",
+        "no optimizer": optimizer is None,
+        "same bits": flags["same_bits"] is True,
+    }
+    require_compatible(algorithm, wire, [name for name, is_chosen in chosen.items() if is_chosen])
+    if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
+        raise UsageError(f"bucket_cap_mb={cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool) and (name, flag) != ("graphs", None):
+            raise UsageError(f"{name}={flag!r:.80}: give True or False")
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    _check_model(model, params)
+    return params, _checked_optimizers(optimizer, params), wire
+
+
+def _wants_views(gradients: object, params: Sequence[Named], wire: AnyWire | None) -> bool:
+    """Return True for ``gradients="views"``; raises `UsageError` where they cannot be views of what travels."""
+    if gradients not in ("own", "views"):
+        raise UsageError(f'gradients={gradients!r:.80}: give "own", or "views" to keep them in what travels')
+    if gradients == "own":
+        return False
+    for name, param in params:
+        own, travels = gradient_dtype(param), wire_dtype(gradient_dtype(param), wire)
+        if own != travels:
+            raise UsageError(
+                f'gradients="views" needs gradients of the dtype that travels; those of {name} are {own} and travel as '
+                f"{travels}: leave out wire= or gradients="
+            )
+    return True
+
+
+def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimizer]:
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [] if given is None else [given]
+    ours = {id(param) for _, param in params}
+    for optimizer in found:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"a {kind} was given as the optimizer: pass a torch.optim.Optimizer or a list of them, and all else by "
+                "its name (algorithm=, ...)"
+            )
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise UsageError(
+                f"the {kind} has no hooks for its steps, as its class does not call Optimizer.__init__: give the "
+                "optimizer that it wraps"
+            )
+        if not any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
+            raise UsageError(f"the {kind} steps no parameter of the model: build it from model.parameters()")
+    return found
+
+
+def check_stateful(owners: Sequence[object], call: str = "join()") -> None:
+    """Raise `UsageError` for an object without a state to send, given to `call`."""
+    if not isinstance(owners, Iterable):
+        raise UsageError(f"{call} takes a list, not a {type(owners).__name__}: put it into one")
+    for owner in owners:
+        if not isinstance(owner, Stateful):
+            raise UsageError(
+                f"{call} was given a {type(owner).__name__}, which has no state_dict() and load_state_dict(): pass "
+                "learning rate schedulers, a GradScaler and the like"
+            )
+
+
+def _check_model(model: nn.Module, params: Sequence[Named]) -> None:
+    """Raise `UsageError` unless the gradients of `params` can be averaged and all state of `model` overwritten."""
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError("the model is wrapped in DistributedDataParallel already: attach the bare module instead")
+    if torch.is_inference_mode_enabled():
+        raise UsageError("attach() under torch.inference_mode(): call it outside, gradients do not exist there")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if problem := _problem(tensor):
+            raise UsageError(f"{name} {problem}")
+    if not params:
+        raise UsageError("the model has no parameter that requires a gradient: there is nothing to average")
+    for name, param in params:
+        if (dtype := gradient_dtype(param)) not in GRADIENTS:
+            listed = ", ".join(map(str, GRADIENTS))
+            raise UsageError(f"{name} has gradients of dtype {dtype}: those of {listed} can be averaged")
+    _check_devices(chain(params, model.named_buffers()))
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UsageError(
+                f"{name or 'the model'} makes sparse gradients, which cannot be averaged: use sparse=False"
+            )
+
+
+def _require_read_only_forward(model: nn.Module) -> None:
+    """Raise `UsageError` for a module of torch whose forward pass writes parameters, by what is in a rank's batch."""
+    for name, module in model.named_modules():
+        place = name or "the model"
+        if isinstance(module, EMBEDDINGS) and module.max_norm is not None:
+            norm, most = module.norm_type, module.max_norm
+            raise UsageError(
+                f"{place} has max_norm={most}: its forward pass rescales the rows that this rank looks up, so replicas "
+                "would drift apart. Leave max_norm out, and rescale the whole table after attach() and after each "
+                f"optimizer.step(): with torch.no_grad(): weight.renorm_({norm}, 0, {most})"
+            )
+        if type(module).__name__ == "_LearnableFakeQuantize" and getattr(module, "static_enabled", [0])[0]:
+            raise UsageError(
+                f"{place} writes its parameters scale and zero_point in forward, from what this rank's batch holds: "
+                "call its enable_param_learning() before attach()"
+            )
+
+
+def _problem(tensor: Tensor) -> str | None:
+    """Return what keeps a parameter or buffer from being overwritten with rank 0's."""
+    if is_lazy(tensor):
+        return "has no shape yet: run one batch through the model before attach()"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}: only dense tensors can be sent"
+    if tensor.is_inference():
+        return "was made under torch.inference_mode(): make the model outside of it"
+    if is_expanded(tensor):
+        return "is expanded, several elements share one place in memory: use its .clone()"
+    return None
+
+
+def _check_devices(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    devices: dict[torch.device, str] = {}
+    for name, tensor in tensors:
+        devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise UsageError(f"the model lies on different devices ({where}): move the model to one device")
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise UsageError("the model is on the meta device, it has no values: use model.to_empty() and initialise it")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the model is on {device}: this version moves tensors on CPUs and NVIDIA GPUs only")
+
+
+def _comparable(value: object) -> str:
+    """Return `value` as text that ranks can compare: without the places where a process keeps objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def describe_buffers(model: nn.Module) -> str:
+    """Return names, dtypes and shapes of all buffers, as ranks compare them."""
+    return ", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers())
+
+
+def _describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:
+    """Return all that decides how `optimizers` step, but the values of their state: types, settings, who has state."""
+    names, groups = {id(param): name for name, param in params}, []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            members = [names.get(id(param), "-") + "*" * (param in optimizer.state) for param in group["params"]]
+            settings = ", ".join(
+                f"{key}={_comparable(value.tolist() if isinstance(value, Tensor) else value)}"
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            )
+            groups.append(f"{type(optimizer).__name__}({settings}) of {' '.join(members)}, * has state")
+    return "; ".join(groups)

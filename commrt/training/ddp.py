@@ -29,9 +29,6 @@ __all__ = ["DDPState", "ddp_hook"]
 
 T = TypeVar("T")
 
-OUTSIDE = -1
-"""The number of a backward pass, where there is none."""
-
 
 @dataclass
 class DDPState:
@@ -122,7 +119,7 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
             f"the hook's state is {state!r:.80}: call model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)"
         )
     work = state.begin(bucket)
-    if current_pass() != OUTSIDE:  # a rank that is in DDP's join() has none, and nothing else to do
+    if current_pass() != -1:  # a rank that is in DDP's join() has no pass, and nothing else to do
         at_end_of_backward(work.wait)  # before DDP waits, which turns any error into a RuntimeError
     else:
         work.wait()

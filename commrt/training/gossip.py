@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import Header, explain_mismatch
-from commrt.buckets.weight_bucket import Message, Received, WeightBucket, build_weight_buckets, exchanged_tensors
+from commrt.buckets.layout import Header, exchanged_tensors, explain_mismatch
+from commrt.buckets.weight_bucket import Message, Received, WeightBucket, build_weight_buckets
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, UsageError
@@ -84,8 +84,6 @@ class GossipReplica(AfterStepReplica):
         "such as SAM's first one into replica.no_sync(), and give attach() no optimizers if you update weights by hand"
     )
 
-    _reports_all = False
-
     def __init__(self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket]) -> None:
         super().__init__(request, buckets)
         self.buckets = buckets
@@ -129,7 +127,8 @@ class GossipReplica(AfterStepReplica):
         if not self._is_alone:
             for bucket in self.buckets:
                 self._mix(bucket, self._staleness)
-            self._report(self._step - 1, self._exchange.members)
+            if self._spans:  # of the step before
+                self._report(self._step - 1, self._exchange.members)
             for bucket in self.buckets:
                 self._exchange.send(bucket, self._step)
                 bucket.note()
@@ -157,7 +156,8 @@ class GossipReplica(AfterStepReplica):
         self._end_steps(self._passes)  # an optimizer has not stepped
         for bucket in self.buckets:
             self._mix(bucket, 0)
-        self._report(self._step - 1, self._exchange.members)
+        if self._spans:
+            self._report(self._step - 1, self._exchange.members)
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; what is in flight ends first. See `Replica`."""

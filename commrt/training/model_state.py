@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from pickle import PicklingError, UnpicklingError
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -21,15 +22,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from commrt.algorithms import halving_doubling
-from commrt.buckets.layout import AVERAGED_BUFFERS, MIB
+from commrt.buckets.layout import MIB
 from commrt.errors import UsageError
 from commrt.runtime.world import World
 from commrt.store.client import MALFORMED
-from commrt.transport.protocol import Tag
+from commrt.transport.protocol import Allocate, Tag
 
 __all__ = [
+    "FlatBuffer",
     "Stateful",
-    "averaged_tensors",
     "digest",
     "dump",
     "fingerprint",
@@ -45,6 +46,8 @@ __all__ = [
     "unread_buffers",
 ]
 
+ALIGNMENT_NBYTES = 16
+"""Each tensor of a `FlatBuffer` begins at a multiple of this, which suits every dtype."""
 PLAIN = (bool, int, float, complex, str, Tensor, type(None))
 
 
@@ -54,11 +57,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Take the state `state_dict`."""
-        ...
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -90,14 +91,51 @@ def unread_buffers(model: nn.Module) -> frozenset[int]:
     return frozenset(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
 
 
-def averaged_tensors(model: nn.Module) -> list[Tensor]:
-    """Return the trainable parameters and `AVERAGED_BUFFERS`, each once: those of which replicas take the mean."""
-    found: list[Tensor] = []
-    for module in model.modules():
-        buffers = module.named_buffers(recurse=False)
-        found += (param for param in module.parameters(recurse=False) if param.requires_grad)
-        found += (each for name, each in buffers if name in AVERAGED_BUFFERS and each.is_floating_point())
-    return [*{id(tensor): tensor for tensor in found}.values()]
+class FlatBuffer:
+    """Memory from `allocate` that carries tensors of the dtypes and shapes of `like` step after step, as `flat`."""
+
+    def __init__(self, like: Sequence[Tensor], allocate: Allocate) -> None:
+        sizes = [-(-tensor.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for tensor in like]
+        self._ends = [*accumulate(sizes, initial=0)]
+        self.flat = allocate(self._ends[-1], torch.uint8, like[0].device)
+        self._now = torch.zeros_like(self.flat)
+        self.parts, self._own = (
+            [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(self._ends, like, strict=False)]
+            for flat in (self.flat, self._now)
+        )
+        self._by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+        for i, tensor in enumerate(like):
+            self._by_dtype[tensor.dtype].append(i)
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy `tensors` into the buffer, in one launch per dtype."""
+        self._copy(self.parts, tensors, range(len(tensors)))
+
+    def empty(self, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
+        """Overwrite those of `tensors` that differ from the buffer; autograd notices as in `restore`.
+
+        On a GPU this waits for the tensors that are not `unread`, once if nothing differs.
+        """
+        hidden = [i for i, tensor in enumerate(tensors) if id(tensor) in unread]
+        read = [i for i, tensor in enumerate(tensors) if id(tensor) not in unread]
+        self._copy([tensor.data for tensor in tensors], self.parts, hidden)
+        if not read:
+            return
+        self._copy(self._own, self.parts, hidden)
+        self._copy(self._own, tensors, read)
+        if not torch.equal(self._now, self.flat):
+            for i in read:
+                piece = slice(self._ends[i], self._ends[i + 1])
+                if not torch.equal(self._now[piece], self.flat[piece]):
+                    with torch.no_grad():
+                        tensors[i].copy_(self.parts[i])
+
+    @torch.no_grad()
+    def _copy(self, into: Sequence[Tensor], source: Sequence[Tensor], which: Sequence[int]) -> None:
+        chosen = set(which)
+        for members in self._by_dtype.values():
+            if some := [i for i in members if i in chosen]:
+                torch._foreach_copy_([into[i] for i in some], [source[i] for i in some])
 
 
 def dump(owners: Sequence[Stateful]) -> Tensor:

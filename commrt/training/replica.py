@@ -18,25 +18,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import Named
+from commrt.buckets.layout import Named, exchanged_tensors
 from commrt.errors import UsageError
 from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
-from commrt.training.hooks import keep_alive, let_go
+from commrt.training.hooks import ParameterList, keep_alive, let_go, wrapped_as
 from commrt.training.model_state import (
     Stateful,
-    averaged_tensors,
     fingerprint,
     flatten,
     gather_values,
     mean,
     overwrite_model,
     restore,
-    unread_buffers,
 )
-from commrt.training.step_guard import ParameterList, wrapped_as
 
 __all__ = ["Replica", "Stats", "StepReport", "attached", "attached_to"]
 
@@ -183,10 +180,10 @@ class Replica(ABC):
         """
         with self._world.collective("consolidate()"):
             self.drain()
-            tensors = averaged_tensors(self.model)
+            tensors = [slot.tensor() for slot in exchanged_tensors(self.model)]
             values = self._world.membership.together(lambda: mean(self._world, tensors, self.step))
             means = [value.to(tensor.dtype) for tensor, value in zip(tensors, values, strict=True)]
-            restore(flatten(means), tensors, unread_buffers(self.model))
+            restore(flatten(means), tensors)
             self._take_from_first(buffers_only=True)
 
     def disagreement(self) -> float:

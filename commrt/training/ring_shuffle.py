@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from commrt.algorithms import halving_doubling
-from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.membership import LOST
 from commrt.runtime.world import World
 from commrt.store.client import MALFORMED, parse_int, require
 from commrt.threads.future import Future
+from commrt.training.model_state import FlatBuffer
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 __all__ = ["RingShuffle"]
@@ -108,7 +108,6 @@ class RingShuffle:
         self.passes, self._taken = self.passes + 1, 0
 
     def _places(self, batch: int) -> Tensor:
-        """Return the places of a batch in the shard."""
         passes, number = divmod(batch, len(self))
         return self._order(passes)[number * self._batch_size :][: self._batch_size]
 
@@ -130,9 +129,7 @@ class RingShuffle:
             return
         if completed > self._completed:
             self._replaced.append((places, [field[places] for field in self._fields]))
-            batch = [torch.empty_like(part) for part in self._like]
-            self._received.empty(batch)
-            self._put(places, batch)
+            self._put(places, self._received.parts)
         while self._completed > completed and self._replaced:
             self._put(*self._replaced.pop())
             self._completed -= 1

@@ -13,19 +13,23 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.flat_buffer import FlatBuffer
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.recording import within_range
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
-from commrt.training.admission import check_stateful, describe_buffers
-from commrt.training.attach import Request
-from commrt.training.hooks import INTERRUPTED, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful, overwrite_model, overwrite_states, own_residuals, unread_buffers
+from commrt.training.attach import Request, check_stateful, describe_buffers
+from commrt.training.hooks import INTERRUPTED, StepGuard, at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.model_state import (
+    FlatBuffer,
+    Stateful,
+    overwrite_model,
+    overwrite_states,
+    own_residuals,
+    unread_buffers,
+)
 from commrt.training.replica import Replica, StepReport
-from commrt.training.step_guard import StepGuard
 
 __all__ = ["SynchronousReplica", "attach"]
 
@@ -36,22 +40,14 @@ LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
 def attach(request: Request) -> Replica:
     """Return a replica whose gradients are averaged in the backward pass. Collective."""
     request.require_nobody_lost()
-    mixes = getattr(request.algorithm, "mixing_row", None) is not None
-    broadcast_buffers = request.broadcast_buffers and not mixes
     on_gpu = request.params[0][1].device.type == "cuda"
     graphs = (on_gpu if request.graphs is None else request.graphs) and not is_quantized(request.wire)
     buckets = request.build_buckets(request.params[::-1])
-    flags = {"graphs": graphs, "unpacks": True, "same_bits": request.same_bits}
-    engine = Engine(request.world, request.algorithm, buckets, **flags)
-    claim = request.claim(engine.schedule(0), engine.buckets)
-    request.agree(
-        {
-            **claim,
-            "broadcast_buffers": str(broadcast_buffers),
-            "graphs": str(graphs),
-            "same_bits": str(request.same_bits),
-        }
-    )
+    flags = {"graphs": graphs, "same_bits": request.same_bits}
+    engine = Engine(request.world, request.algorithm, buckets, unpacks=True, **flags)
+    broadcast_buffers = request.broadcast_buffers and not engine.mixes
+    chosen = {"broadcast_buffers": broadcast_buffers, **flags}
+    request.agree(request.claim(engine.schedule(0), buckets) | {name: str(flag) for name, flag in chosen.items()})
     engine.submit_preparation(0).result()
     return request.begin(SynchronousReplica(request, engine, broadcast_buffers=broadcast_buffers))
 
@@ -166,7 +162,8 @@ class SynchronousReplica(Replica):
         self._step += 1
         if not (self._order_is_observed or self._joining):
             self._observe_order()
-        self._engine.capture_graphs(self._step)
+        if self._engine.graphs is not None:
+            self._engine.capture_graphs(self._engine.graphs, self._step)
         self._guard.open()
 
     def _submit_buffers(self) -> list[Tensor]:
@@ -277,7 +274,7 @@ class SynchronousReplica(Replica):
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why buckets were not carried by a graph; see `Replica.why_not_graphs`."""
-        return self._engine.why_not_graphs()
+        return {} if self._engine.graphs is None else dict(self._engine.graphs.reasons)
 
     def detach(self) -> None:
         """Remove every hook, and free the buckets; see `Replica.detach`."""
