@@ -27,6 +27,7 @@ from failures_plan import Failure, Job
 from failures_worker import (
     CHECKPOINT,
     COMMAND,
+    DIE_SENDING,
     DONE,
     EXIT,
     EXIT_CODES,
@@ -53,7 +54,7 @@ TORCHFT_LINGER_S = 2.0
 """The same with torchft, where a process that is started last trains alone."""
 AGENT_PERIOD_S = 0.1
 """How often torchrun's agent looks at its processes: its default."""
-COMMANDS = {"exception": RAISE, "exit": EXIT}
+COMMANDS = {"exception": RAISE, "exit": EXIT, "sending": DIE_SENDING}
 
 
 @dataclass
