@@ -214,6 +214,14 @@ def test_a_roll_call_of_backup_workers_waits_while_too_few_have_answered():
     end(found)
 
 
+def test_a_roll_call_in_a_collective_evicts_a_silent_member_at_the_deadline():
+    found = members(4, needed=3)
+    at_once([arriving(member) for member in found])
+    generations = until_the_deadline(roll_calls(found[:3], [4, 4, 4]))
+    assert {(each.ranks, each.silent) for each in generations} == {((0, 1, 2), ())}
+    end(found)
+
+
 def test_a_collective_waits_for_a_member_that_was_silent_in_a_roll_call():
     found = members(3, needed=2)
     for member, generation in zip(found, roll_call(found[:2], [4, 4]), strict=False):

@@ -21,6 +21,7 @@ from commrt.elastic.generations import (
     NOBODY,
     OPEN,
     ROLL_CALL,
+    RUNNING,
     Arrival,
     Generation,
     Generations,
@@ -146,7 +147,8 @@ class StoreMembership:
         `step` is the first one in which this rank has not exchanged; the generation starts at the latest of all.
         `require_open` is called now and then, and may raise. Raises `Evicted` if the others form it without this rank.
         Once enough ranks have answered for a step of backup workers, the others get as long again, at least
-        `LEAST_ANSWER_S`. Those that are silent then stay members, without connections.
+        `LEAST_ANSWER_S`. Those that are silent then stay members, without connections; but in a collective, whose work
+        needs all members, they are waited for, and evicted.
         """
         target = self.generation.number + 1
         self._wake(self.generation, target)
@@ -159,7 +161,8 @@ class StoreMembership:
                 break
             require_open()
             here, joined = self.arrivals(key), self._joining(head, generation)
-            are_enough = self.needed > 0 and self._are_enough({*here, *joined}, generation)
+            can_leave_some = self.needed > 0 and head.phase != RUNNING
+            are_enough = can_leave_some and self._are_enough({*here, *joined}, generation)
             enough_s = min(enough_s, limit.waited_s) if are_enough else inf
             patience_s = enough_s + max(enough_s, LEAST_ANSWER_S)
             if not self.evict_absent(head, generation, here, why, limit, joined, patience_s):
