@@ -286,7 +286,7 @@ class BackupStep:
                 future.exception(LOOK_S)
             self._membership.require_open()
             if self._membership.is_called:
-                raise PeerLost("the other ranks form a new generation", Place(self._world.rank))
+                raise PeerLost("the ranks formed a new generation meanwhile", Place(self._world.rank))
         self._world.comm_thread.streams.wait_event(future.result())
 
     def _broadcast(self, running: _Pass, step: int, members: tuple[int, ...]) -> Iterable[Span]:

@@ -2,7 +2,8 @@
 """Membership of one rank: roll calls that form the next generation, eviction, and replacement of lost ranks.
 
 The one rule (docs/fault_tolerance.md): all that all ranks do together happens within one generation. A rank that misses
-a deadline there is not a member of the next generation. A process that finds that it is no member raises `Evicted`.
+a deadline there is not in the next generation, or has no connections in it. A process that finds that it is no member
+raises `Evicted`.
 """
 
 from __future__ import annotations
