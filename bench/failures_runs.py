@@ -46,7 +46,14 @@ from commrt.store.rendezvous import hold, listen
 
 __all__ = ["Run", "run"]
 
-PRELOADED = ["torch._dynamo", "torch.distributed", "commrt.training.attach", "failures_worker"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed",
+    "commrt.training.attach",
+    "commrt.backup_workers.backup_replica",
+    "commrt.c10d.process_group",
+    "failures_worker",
+]
 POLL_S = 0.004
 LINGER_S = 20.0
 """How long processes may take to end after the first one has the final model."""
