@@ -10,8 +10,8 @@ step for the first time, a rank is hit. A failure of a rank that has no process 
 * gossip, local: `Gossip()` and `LocalSGD`. The others go on without the process that ended.
 * torchft: as for backup workers, but the others repeat the step without the process that ended.
 
-Processes start forked from one that has imported torch, for all contenders. The command exits with 1 if a run does not
-end, if processes end with different weights, or if backup workers lose an update, or make one twice.
+Processes start forked from one that has imported torch and commrt, for all contenders. The command exits with 1 if a
+run does not end, if processes end with different weights, or if backup workers lose an update, or make one twice.
 """
 
 from __future__ import annotations

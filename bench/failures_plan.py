@@ -44,6 +44,8 @@ class Job:
     seed: int
     checkpoint_every: int
     timeout_s: float = 5.0
+    transport: str = ""
+    """Of commrt; by default the one that it chooses."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields, for a process that starts."""

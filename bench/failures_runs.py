@@ -27,6 +27,7 @@ from failures_plan import Failure, Job
 from failures_worker import (
     CHECKPOINT,
     COMMAND,
+    DIE_SENDING,
     DONE,
     EXIT,
     EXIT_CODES,
@@ -45,7 +46,14 @@ from commrt.store.rendezvous import hold, listen
 
 __all__ = ["Run", "run"]
 
-PRELOADED = ["torch._dynamo", "torch.distributed", "commrt.training.attach", "failures_worker"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed",
+    "commrt.training.attach",
+    "commrt.backup_workers.backup_replica",
+    "commrt.c10d.process_group",
+    "failures_worker",
+]
 POLL_S = 0.004
 LINGER_S = 20.0
 """How long processes may take to end after the first one has the final model."""
@@ -53,7 +61,7 @@ TORCHFT_LINGER_S = 2.0
 """The same with torchft, where a process that is started last trains alone."""
 AGENT_PERIOD_S = 0.1
 """How often torchrun's agent looks at its processes: its default."""
-COMMANDS = {"exception": RAISE, "exit": EXIT}
+COMMANDS = {"exception": RAISE, "exit": EXIT, "sending": DIE_SENDING}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -35,6 +36,7 @@ from dataset import TRAIN_IMAGES, Images, lenet, load
 __all__ = [
     "BATCH",
     "CHECKPOINT",
+    "DIE_SENDING",
     "OVER",
     "PID",
     "InjectedError",
@@ -54,7 +56,7 @@ LR, MOMENTUM = 0.02, 0.9
 DDP_TIMEOUT_S = 30.0
 """Longer than for the others: a start on a busy machine must not end in a timeout. A death is noticed before it."""
 PID, STEP, COMMAND, SLOW_UNTIL, DONE = range(5)
-NOTHING, RAISE, EXIT = range(3)
+NOTHING, RAISE, EXIT, DIE_SENDING = range(4)
 EXIT_CODES = {"failed": 1, "exit": 3, "QuorumLost": 20}
 CHECKPOINT, OVER = "checkpoint.pt", "over"
 """Files of a run: the latest checkpoint, and one that says that its time is over."""
@@ -159,6 +161,18 @@ class Reporter:
             if self._row[COMMAND] == EXIT:
                 os._exit(EXIT_CODES["exit"])
 
+    def dying_after(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call` of a bucket and a step; after it this process kills itself, if the parent asks for it."""
+
+        def dying(*given: Any) -> Any:
+            found = call(*given)
+            if self._row[COMMAND] == DIE_SENDING:
+                self.note("dies", step=given[1])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        return dying
+
     def counted(self, step: int, members: Iterable[int]) -> None:
         """Record that an update was made from the gradients of some ranks."""
         self.note("update", step=step, members=[int(member) for member in members])
@@ -205,11 +219,32 @@ def train_commrt(reporter: Reporter) -> None:
         last = folder / f"last-{reporter.attempt}-{reporter.rank}.pt"
         replica.before_giving_up(lambda: save_state(last, model, optimizer, base + replica.step))
         reporter.note("ready", step=base + replica.step)
+        _watch(reporter, world, replica)
         if job.contender.startswith("backup"):
             _train_with_backups(reporter, replica, model, optimizer, base)
         else:
             _train_apart(reporter, replica, model, optimizer, base, world)
         reporter.save_final(model)
+
+
+def _watch(reporter: Reporter, world: commrt.World, replica: commrt.Replica) -> None:
+    """Record how this rank comes from one generation to the next. Die between two buckets if the parent asks for it."""
+    membership, engine = world.membership, getattr(replica, "_engine", None)
+
+    def noting(call: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            reporter.note(before)
+            try:
+                return call(*given)
+            finally:
+                reporter.note(after)
+
+        return noted
+
+    membership._next_generation = noting(membership._next_generation, "leaves", "formed")  # type: ignore[attr-defined]
+    membership._connect = noting(membership._connect, "connects", "connected")  # type: ignore[attr-defined]
+    if engine is not None:
+        engine.reduce_now = reporter.dying_after(engine.reduce_now)
 
 
 def _train_with_backups(
@@ -252,6 +287,7 @@ def run_rank(given: dict[str, Any], attempt: int = 0) -> None:
     """Be one process of a run; ends the process with an exit code that says why."""
     job = Job(**given)
     torch.set_num_threads(1)
+    os.environ["COMMRT_TRANSPORT"] = job.transport
     output = os.open(Path(job.folder) / f"output-{os.environ['RANK']}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)

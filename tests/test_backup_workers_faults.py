@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from fault_cost import Fault, RunLength, reference_holds, run_with_faults
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
-AT, STEPS = 4, 16
+AT, STEPS, STOP_S = 4, 16, 6.0
 pytestmark = pytest.mark.processes
 
 
@@ -68,10 +68,12 @@ def test_one_of_four_is_struck_and_no_step_is_lost_or_done_twice(kind, where, in
     ids=str,
 )
 def test_two_of_six_are_struck_and_no_step_is_lost_or_done_twice(first, second):
-    ends = run_with_faults(6, commrt.BackupWorkers(2), [first, second], stop_s=4.0)
+    ends = run_with_faults(6, commrt.BackupWorkers(2), [first, second], stop_s=STOP_S)
     alive = survivors(ends, [fault.rank for fault in (first, second) if fault.kind == "kill"])
     assert all(end.error is None and end.value["equal"] for end in alive), [end.error for end in ends]
     reference_holds(alive, needed=4)
+    unhurt = survivors(ends, [fault.rank for fault in (first, second)])
+    assert max(end.value["longest_s"] for end in unhurt) < STOP_S / 2  # they go on without the one that is stopped
 
 
 def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():

@@ -24,7 +24,7 @@ from commrt.threads.deadline import Deadline
 LONG_S = 20.0
 
 
-def members(ranks, timeout_s=LONG_S, needed=1, store=None):
+def members(ranks, timeout_s=LONG_S, needed=0, store=None):
     store = HashStore() if store is None else store
     founders = Generation(0, dict.fromkeys(range(ranks), 0))
     found = [
@@ -84,7 +84,8 @@ def end(found):
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 3), min_size=1), st.integers(0, 9), st.text(), st.booleans())
 def test_a_generation_reads_as_it_was_written(incarnations, step, why, finished):
     ranks = dict(sorted(incarnations.items()))
-    generation = Generation(step, ranks, step, (Loss(11, step, why, finished, 3), Loss(12, step, why)))
+    losses = Loss(11, step, why, finished, 3), Loss(12, step, why)
+    generation = Generation(step, ranks, step, losses, tuple(ranks)[1:])
     assert Generation.from_json(generation.to_json().encode()) == generation
 
 
@@ -99,7 +100,7 @@ def test_the_first_proposal_for_a_generation_holds_for_all_ranks():
     logs = [Generations(TimedStore(store, 0, lambda: LONG_S), founders) for _ in range(3)]
     head, _ = logs[0].current()
     lost = [Loss(2, 4, "silent", by=0)], [Loss(0, 4, "silent", by=2)]
-    assert [log.propose(head, founders.without(each, 4)) for log, each in zip(logs[::2], lost, strict=True)] == [
+    assert [log.propose(head, founders.successor(each, 4)) for log, each in zip(logs[::2], lost, strict=True)] == [
         True,
         False,
     ]
@@ -111,7 +112,7 @@ def test_an_old_head_is_still_understood_after_another_thread_has_read_a_newer_o
     log = Generations(TimedStore(store, 0, lambda: LONG_S), founders)
     head, _ = log.current()
     old = store.get("head")
-    assert log.propose(head, founders.without([Loss(1, 0, "gone")], 0))
+    assert log.propose(head, founders.successor([Loss(1, 0, "gone")], 0))
     log.current()
     store.set("head", old)
     assert log.current() == (head, founders)
@@ -184,6 +185,50 @@ def test_an_evicted_process_cannot_come_back_by_itself():
         with pytest.raises(Evicted):
             call()
     assert found[0].current().ranks == (0,)
+    end(found)
+
+
+def test_with_backup_workers_a_roll_call_leaves_a_silent_member_without_connections():
+    found = members(4, needed=3)
+    begin_s = monotonic()
+    generations = roll_call(found[:3], [4, 4, 4])
+    assert monotonic() - begin_s < LONG_S / 4
+    assert {(each.ranks, each.connected, each.lost) for each in generations} == {((0, 1, 2, 3), (0, 1, 2), ())}
+    end(found)
+
+
+def test_a_member_that_was_silent_has_connections_again_after_its_own_roll_call():
+    found = members(4, needed=3)
+    for member, generation in zip(found, roll_call(found[:3], [4, 4, 4]), strict=False):
+        member.adopt(generation)
+    found[3].adopt(found[3].current())
+    assert {each.connected for each in roll_call(found, [4, 4, 4, 4])} == {(0, 1, 2, 3)}
+    end(found)
+
+
+def test_a_roll_call_of_backup_workers_waits_while_too_few_have_answered():
+    found = members(3, needed=2)
+    (error,) = until_the_deadline(roll_calls(found[:1], [4]))
+    assert isinstance(error, DeadlineExceeded)
+    assert "ranks [1, 2] are missing" in str(error)
+    end(found)
+
+
+def test_a_roll_call_in_a_collective_evicts_a_silent_member_at_the_deadline():
+    found = members(4, needed=3)
+    at_once([arriving(member) for member in found])
+    generations = until_the_deadline(roll_calls(found[:3], [4, 4, 4]))
+    assert {(each.ranks, each.silent) for each in generations} == {((0, 1, 2), ())}
+    end(found)
+
+
+def test_a_collective_waits_for_a_member_that_was_silent_in_a_roll_call():
+    found = members(3, needed=2)
+    for member, generation in zip(found, roll_call(found[:2], [4, 4]), strict=False):
+        member.adopt(generation)
+    assert until_the_deadline([arriving(member) for member in found[:2]]) == [(0, 1)] * 2
+    with pytest.raises(Evicted, match=r"did not come to save\(\) within"):
+        found[2].current()
     end(found)
 
 
@@ -344,9 +389,21 @@ def test_a_refusal_in_place_of_a_vote_tells_all_members_the_reason():
 
 
 def replacement(store, rank, ranks):
-    return StoreMembership(
-        store, rank, Generation(0, dict.fromkeys(range(ranks), 0)), lambda: LONG_S, host="127.0.0.1", needed=1
-    )
+    founders = Generation(0, dict.fromkeys(range(ranks), 0))
+    return StoreMembership(store, rank, founders, lambda: LONG_S, host="127.0.0.1", needed=1)
+
+
+def answering(found):
+    """The members, which answer roll calls as they train."""
+    for member in found:
+        member.needed = 1
+
+        def answer(number, member=member):
+            if number > member.generation.number:
+                member.adopt(member.roll_call(0, int))
+
+        member._on_roll_call = answer  # the tests above call it themselves
+    return found
 
 
 def test_a_replacement_of_a_live_process_is_refused():
@@ -361,8 +418,10 @@ def test_a_replacement_becomes_a_member_and_the_old_process_is_evicted(was_evict
     found = members(2, store=(store := HashStore()))
     if was_evicted:
         until_the_deadline(roll_calls(found[:1], [4]))
+        found[0].adopt(found[0].current())
     else:
         found[1].processes.close()
+    answering(found[:1])
     new = replacement(store, 1, 2)
     new.join_as_replacement(lambda: True)
     assert found[0].current().members == {0: 0, 1: 1}
@@ -375,6 +434,7 @@ def test_a_replacement_becomes_a_member_and_the_old_process_is_evicted(was_evict
 def test_only_one_of_two_replacements_for_a_rank_becomes_a_member():
     found = members(2, store=(store := HashStore()))
     found[1].processes.close()
+    answering(found[:1])
     new = [replacement(store, 1, 2) for _ in range(2)]
 
     def join(each):
@@ -395,11 +455,29 @@ def test_a_replacement_is_not_admitted_during_a_collective():
     arriving(found[0])()
     late = replacement(store, 1, 2)
     (error,) = until_the_deadline([lambda: late.join_as_replacement(lambda: True)])
-    assert "did not come out of a collective" in str(error)
+    assert "are in a collective, or did not answer" in str(error)
+    answering(found[:1])
     found[0].calls.leave()
     new = replacement(store, 1, 2)
     new.join_as_replacement(lambda: True)
     assert new.current().ranks == (0, 1)
+    end([*found, new])
+
+
+def test_a_new_process_whose_state_is_of_before_a_collective_is_not_admitted():
+    found = members(3, store=(store := HashStore()))
+    answering(found[:2])
+    found[2].processes.close()
+    new, tried = replacement(store, 2, 3), []
+
+    def fetch_while_others_make_a_collective():
+        if not tried:
+            found[0].generations.set_phase(found[0].head()[0], 1, OPEN)
+        tried.append(found[0].head()[0].collective)
+        return True
+
+    new.join_as_replacement(fetch_while_others_make_a_collective)
+    assert (len(tried), new.collective) == (2, 1)
     end([*found, new])
 
 

@@ -85,7 +85,7 @@ def waiting_for_the_first(member, store, **options):
 
 
 def goes_on_without(found):
-    found[1].generation = found[1].generation.without([Loss(0, 0, "it was silent")], 0)
+    found[1].generation = found[1].generation.successor([Loss(0, 0, "it was silent")], 0)
 
 
 LOSSES = {

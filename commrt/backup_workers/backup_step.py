@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.catch_up import Snapshot
-from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
+from commrt.backup_workers.quorum import LOOK_S, Announcement, QuorumVote, StepOutcome
 from commrt.buckets.engine import KEPT, Engine, Span
 from commrt.buckets.gradient_bucket import ReadyOrder
 from commrt.buckets.layout import Header
 from commrt.elastic.elastic_membership import make_elastic
-from commrt.errors import UsageError
+from commrt.errors import PeerLost, Place, UsageError
 from commrt.program import member_program
 from commrt.runtime.executor import BoundProgram, bind
 from commrt.runtime.membership import LOST
@@ -48,8 +48,6 @@ __all__ = ["BackupStep", "SkippingGuard", "reissued"]
 
 NOBODY = (Announcement(0, 0),)
 T = TypeVar("T")
-LOOK_S = 1.0
-"""How often the communication thread looks whether the world was given up, while it waits for a backward pass."""
 
 OVER = "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
 CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
@@ -252,9 +250,9 @@ class BackupStep:
     def _reduce(self, step: int, _: int, members: tuple[int, ...]) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it."""
         running, self._engine.members = self._carried, members
-        if self._memory_epoch != self._membership.memory_epoch:
-            self._replace_buckets(running)
         try:
+            if self._memory_epoch != self._membership.memory_epoch:
+                self._replace_buckets(running)
             running.spans = []
             for bucket, ready in zip(self._engine.buckets, running.ready, strict=False):
                 self._wait_for(ready)
@@ -281,11 +279,13 @@ class BackupStep:
             bucket.take(self._header(running, bucket.index), ready_order.is_ready)
 
     def _wait_for(self, future: Future[StreamEvent]) -> None:
-        """Wait until the training thread has come to `future`; raises if the world was given up."""
+        """Wait until the training thread has come to `future`; raises if the world was given up, or others call."""
         while not future.done():
             with suppress(TimeoutError):
                 future.exception(LOOK_S)
             self._membership.require_open()
+            if self._membership.is_called:
+                raise PeerLost("the ranks formed a new generation meanwhile", Place(self._world.rank))
         self._world.comm_thread.streams.wait_event(future.result())
 
     def _broadcast(self, running: _Pass, step: int, members: tuple[int, ...]) -> Iterable[Span]:

@@ -59,6 +59,8 @@ OLDEST_STEP = "floor"
 """The key of the oldest step whose keys the store still has."""
 PROBE_S, PROBE_MOST_S = 0.1, 1.0
 """Between two probes of the ranks that a step waits for: first, and at most."""
+LOOK_S = 0.05
+"""Between two looks whether other ranks make a roll call: less than one waits (`LEAST_ANSWER_S`)."""
 STORE_WAIT = timedelta(days=7)
 KEPT_STEPS = 64
 """The store keeps the keys of so many steps; a rank that is farther behind was late."""
@@ -246,20 +248,24 @@ class QuorumVote:
             raise
 
     def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:
-        """Return the answer to `request`; calls `check` now and then with the seconds waited."""
-        answer = start_call(request)
-        deadline, pause_s = None, PROBE_S / 20 if self._was_over else PROBE_S
+        """Return the answer to `request`; calls `check` now and then with the seconds waited, also if others call."""
+        answer, deadline = start_call(request), None
+        pause_s = PROBE_S / 20 if self._was_over else PROBE_S
+        look_s = min(pause_s, LOOK_S)
+        due_s = pause_s - look_s
         while True:
             try:
-                return answer.result(pause_s)
+                return answer.result(look_s)
             except DistNetworkError as error:
                 what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
                 raise PeerLost(what, Place(rank=self._membership.rank, peer=0)) from error
             except TimeoutError:
                 deadline = deadline or Deadline(self._membership.timeout_s())
                 self._elastic.require_open()
-                check(deadline.waited_s)
-                pause_s = min(1.5 * pause_s, PROBE_MOST_S, deadline.poll_s)
+                if (waited_s := deadline.waited_s) >= due_s or self._elastic.is_called:
+                    check(waited_s)
+                    pause_s = min(1.5 * pause_s, PROBE_MOST_S, deadline.poll_s)
+                    due_s = waited_s + pause_s
 
     def _require_answer(self, waited_s: float) -> None:
         limit_s = self._membership.timeout_s() + ANSWER_S

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from threading import Event
 
-from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Generation, Head
-from commrt.elastic.store_membership import Arrival, StoreMembership, arrival_key
+from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Arrival, Generation, Head, arrival_key
+from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import DisagreementError
 from commrt.threads.deadline import Deadline
 
@@ -61,7 +61,7 @@ class Barrier:
                 break
             if now.number != generation.number:
                 return None
-            if arrivals.keys() >= generation.members.keys():
+            if arrivals.keys() >= generation.members.keys() and not generation.silent:
                 members.generations.set_phase(head, number, RUNNING)
             # A roll call decides who lives, and takes a timeout itself.
             elif members.is_roll_called(generation) or not members.evict_absent(head, generation, arrivals, why, limit):

@@ -177,15 +177,15 @@ class ElasticMembership(Membership):
             generation = membership.roll_call(self.next_step, self.require_open)
         with self._lock:
             membership.adopt(generation)
-            self._is_broken = False
+            self._is_broken = self._transport.rank in generation.silent  # then it makes a roll call
         if generation.ranks != before.ranks:
             self._attempts = 0
         return generation
 
     def _connect(self, generation: Generation) -> None:
         """Connect the members, for host memory and each GPU; programs bound before stay broken. Collective."""
-        transport, members, options = self._transport, generation.ranks, self.reconnect_options
-        if options is not None and len(members) > 1:
+        transport, members, options = self._transport, generation.connected, self.reconnect_options
+        if options is not None and len(members) > 1 and not self._is_broken:
             connect_host = partial(options.connect, generation.number, members, transport.timeout_s)
             transport.replace_host(self._unless_lost(members, connect_host))
             for device in transport.gpus:
@@ -266,7 +266,7 @@ class ElasticMembership(Membership):
         store = PrefixStore(f"elastic {number}", self._store)
         founders = Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost)
         join = partial(StoreMembership, store, transport.rank, founders, lambda: transport.timeout_s)
-        self.on_store = join(host=self.host, needed=max(needed, 1), on_roll_call=self._on_call)
+        self.on_store = join(host=self.host, needed=needed, on_roll_call=self._on_call)
         self.is_elastic, self.barrier = True, Barrier(self.on_store)
         if founds:
             self.on_store.join_first_generation()

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from threading import Event
+from types import MappingProxyType
 from typing import NamedTuple
 
 from commrt.errors import UsageError
@@ -34,23 +35,35 @@ from commrt.threads.deadline import Timeouts
 
 __all__ = [
     "GATHERING",
+    "NOBODY",
     "OPEN",
+    "ROLL_CALL",
     "RUNNING",
+    "Arrival",
     "Generation",
     "Generations",
     "Head",
     "Listener",
     "Processes",
+    "arrival_key",
+    "joining_key",
+    "parse_arrivals",
+    "parse_departures",
+    "parse_joining",
     "probe",
+    "wake_key",
 ]
 
 HEAD = "head"
+ROLL_CALL = 0
+"""In place of the number of a collective."""
 OPEN, GATHERING, RUNNING = "open", "gathering", "running"
 """Of the latest collective: no rank is in it, ranks wait for the others, all members have come."""
 FOUNDERS = "-"
 """The proposal of generation 0, which every founder knows without the store."""
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
+NOBODY: Mapping[int, int] = MappingProxyType({})
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
 
 
@@ -64,40 +77,50 @@ class Generation(NamedTuple):
     """The first training step that they exchange in; members of gossip train alone until then."""
     lost: tuple[Loss, ...] = ()
     """All ranks that are missing, in the order in which they were lost."""
+    silent: tuple[int, ...] = ()
+    """Members that live, but did not answer the roll call. They have no connections until they make one themselves."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members, in ascending order."""
         return tuple(self.members)
 
-    def without(self, losses: Sequence[Loss], start: int) -> Generation:
-        """The next generation, in which these ranks are no members."""
-        gone = {loss.rank for loss in losses}
-        members = {rank: incarnation for rank, incarnation in self.members.items() if rank not in gone}
-        return Generation(self.number + 1, members, start, (*self.lost, *losses))
+    @property
+    def connected(self) -> tuple[int, ...]:
+        """The members that have connections to each other, in ascending order."""
+        return tuple(rank for rank in self.members if rank not in self.silent)
 
-    def including(self, rank: int, incarnation: int) -> Generation:
-        """The next generation, in which a new process has the place of `rank`."""
-        members = dict(sorted({**self.members, rank: incarnation}.items()))
-        lost = tuple(loss for loss in self.lost if loss.rank != rank)
-        return Generation(self.number + 1, members, self.start, lost)
+    def successor(
+        self, losses: Sequence[Loss], start: int, *, silent: Sequence[int] = (), joined: Mapping[int, int] = NOBODY
+    ) -> Generation:
+        """The next generation: without the lost ranks, and with the new processes that have `joined`."""
+        gone = {loss.rank for loss in losses}
+        stay = {rank: incarnation for rank, incarnation in self.members.items() if rank not in gone}
+        lost = tuple(loss for loss in (*self.lost, *losses) if loss.rank not in joined)
+        return Generation(self.number + 1, dict(sorted({**stay, **joined}.items())), start, lost, tuple(silent))
 
     def changes_since(self, before: Generation) -> list[str]:
-        """Return a sentence for each rank that was lost or replaced since the generation `before`."""
+        """Return a sentence for each rank that was lost, replaced or silent since the generation `before`."""
         lost = [str(loss) for loss in self.lost if loss not in before.lost]
         replaced = [rank for rank, process in self.members.items() if before.members.get(rank) != process]
-        return [*lost, *(f"a new process has the place of rank {rank}" for rank in replaced)]
+        silent = [rank for rank in self.silent if rank not in before.silent]
+        return [
+            *lost,
+            *(f"a new process has the place of rank {rank}" for rank in replaced),
+            *(f"rank {rank} does not answer, and is not waited for" for rank in silent),
+        ]
 
     def to_json(self) -> str:
         """All fields, for the store."""
-        return json.dumps([self.number, list(self.members.items()), self.start, self.lost])
+        return json.dumps([self.number, list(self.members.items()), self.start, self.lost, self.silent])
 
     @classmethod
     def from_json(cls, text: bytes) -> Generation:
         """Raise `ValueError` or the like for anything but the result of `to_json`."""
-        found, pairs, start, lost = parse_list(text, 4)
+        found, pairs, start, lost, silent = parse_list(text, 5)
         members = {parse_int(rank): parse_int(incarnation) for rank, incarnation in pairs}
-        return cls(parse_int(found), members, parse_int(start), tuple(_loss(*loss) for loss in lost))
+        losses = tuple(_loss(*loss) for loss in lost)
+        return cls(parse_int(found), members, parse_int(start), losses, tuple(map(parse_int, silent)))
 
 
 def _loss(rank: object, step: object, why: object, finished: object, by: object) -> Loss:
@@ -160,6 +183,53 @@ class Generations:
     def _change(self, before: Head, after: Head) -> bool:
         stands = self._store.compare_set(HEAD, before.to_json(), after.to_json())
         return bool(stands == after.to_json().encode())
+
+
+class Arrival(NamedTuple):
+    """A rank that has come to a roll call or to the collective `what`, and the first step that it has not exchanged."""
+
+    step: int
+    what: str = ""
+
+
+def arrival_key(generation: Generation, collective: int) -> str:
+    """Return the key under which members of `generation` write that they have come to a collective, or `ROLL_CALL`."""
+    return f"arrived/{generation.number}.{collective}"
+
+
+def joining_key(generation: Generation) -> str:
+    """Return the key under which new processes write that they want to be in the generation after `generation`."""
+    return f"joining/{generation.number}"
+
+
+def wake_key(rank: int, target: int) -> str:
+    """Return the key for which `rank` waits, to learn that others form generation `target`."""
+    return f"called/{rank}/{target}"
+
+
+def parse_arrivals(text: bytes) -> dict[int, Arrival]:
+    """Return the ranks that have come, from the lines under an `arrival_key`."""
+    found: dict[int, Arrival] = {}
+    for line in text.splitlines():
+        rank, step, what = parse_list(line, 3)
+        require(isinstance(what, str))
+        found[parse_int(rank)] = Arrival(parse_int(step), what)
+    return found
+
+
+def parse_joining(text: bytes) -> list[list[int]]:
+    """Return each process that wants to be a member: rank, incarnation, and the collectives that its state has made."""
+    return [[*map(parse_int, parse_list(line, 3))] for line in text.splitlines()]
+
+
+def parse_departures(text: bytes) -> list[tuple[Loss, int]]:
+    """Return each loss with the incarnation of the process that left."""
+    found: list[tuple[Loss, int]] = []
+    for line in text.splitlines():
+        rank, incarnation, why, finished = parse_list(line, 4)
+        require(isinstance(why, str) and isinstance(finished, bool))
+        found.append((Loss(parse_int(rank), 0, why, finished), parse_int(incarnation)))
+    return found
 
 
 class Listener:

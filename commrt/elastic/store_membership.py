@@ -2,7 +2,8 @@
 """Membership of one rank: roll calls that form the next generation, eviction, and replacement of lost ranks.
 
 The one rule (docs/fault_tolerance.md): all that all ranks do together happens within one generation. A rank that misses
-a deadline there is not a member of the next generation. A process that finds that it is no member raises `Evicted`.
+a deadline there is not in the next generation, or has no connections in it. A process that finds that it is no member
+raises `Evicted`.
 """
 
 from __future__ import annotations
@@ -12,51 +13,52 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from math import inf
 from threading import Event
-from typing import NamedTuple
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.elastic.generations import OPEN, Generation, Generations, Head, Processes
+from commrt.elastic.generations import (
+    NOBODY,
+    OPEN,
+    ROLL_CALL,
+    RUNNING,
+    Arrival,
+    Generation,
+    Generations,
+    Head,
+    Processes,
+    arrival_key,
+    joining_key,
+    parse_arrivals,
+    parse_departures,
+    parse_joining,
+    wake_key,
+)
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import (
-    ANSWER_S,
-    TimedStore,
-    call_store,
-    clone_connection,
-    parse,
-    parse_int,
-    parse_list,
-    require,
-)
+from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection, parse
 from commrt.threads.deadline import Deadline
 
-__all__ = ["Arrival", "StoreMembership", "arrival_key"]
+__all__ = ["StoreMembership"]
 
 POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
 """Between two reads of the store: the first pause, and the longest; each is twice as long as the one before.
 
 The k-th rank reads up to k times less often, so that many ranks do not keep the store busy; none less often than the
 third number says."""
-ROLL_CALL = 0
-"""In place of the number of a collective."""
+LEAST_ANSWER_S = 0.1
+"""For so long at least a roll call of backup workers waits for ranks that it can do without."""
 WATCH_LIMIT = timedelta(days=7)
 """One wait of the watcher thread."""
-
-
-class Arrival(NamedTuple):
-    """A rank that has come to a roll call or to the collective `what`, and the first step that it has not exchanged."""
-
-    step: int
-    what: str = ""
 
 
 class StoreMembership:
     """The membership of one rank. The communication thread changes generations, the training thread reads them.
 
-    `needed` members must be left after an eviction. A thread of this object calls `on_roll_call` with the number of the
-    generation that other ranks want to form, as often as they do.
+    `needed` ranks make a step of backup workers, 0 without them: so many must be left after an eviction. A thread of
+    this object calls `on_roll_call` with the number of the generation that other ranks want to form, as often as they
+    do.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class StoreMembership:
         timeout_s: Callable[[], float],
         *,
         host: str | None = None,
-        needed: int = 1,
+        needed: int = 0,
         on_roll_call: Callable[[int], None] = lambda _: None,
     ) -> None:
         # A connection of its own, as the first one may wait long for peers to connect.
@@ -104,7 +106,7 @@ class StoreMembership:
         target = self.generation.number + 1
         while not self._closed.is_set():
             try:
-                store.wait([_wake_key(self.rank, target)], WATCH_LIMIT)
+                store.wait([wake_key(self.rank, target)], WATCH_LIMIT)
             except DistNetworkError:
                 return  # the store is gone: the threads that need it raise that
             except RuntimeError:
@@ -136,7 +138,7 @@ class StoreMembership:
         Wake-ups may be missing: a rank may die between its proposal and the wake-up.
         """
         first = min(self.generation.number + 1, generation.number)
-        keys = [_wake_key(self.rank, number) for number in range(first, generation.number + 1)]
+        keys = [wake_key(self.rank, number) for number in range(first, generation.number + 1)]
         self.generation = generation
         self.store.multi_set(keys, ["1"] * len(keys))
 
@@ -145,18 +147,26 @@ class StoreMembership:
 
         `step` is the first one in which this rank has not exchanged; the generation starts at the latest of all.
         `require_open` is called now and then, and may raise. Raises `Evicted` if the others form it without this rank.
+        Once enough ranks have answered for a step of backup workers, the others get as long again, at least
+        `LEAST_ANSWER_S`. Those that are silent then stay members, without connections; but in a collective, whose work
+        needs all members, they are waited for, and evicted.
         """
         target = self.generation.number + 1
         self._wake(self.generation, target)
         self.arrive(key := arrival_key(self.generation, ROLL_CALL), step)
+        why, enough_s = f"it did not answer a roll call within {self.timeout_s():g} s", inf
         limit = Deadline(self.timeout_s())
         for pause_s in self.pauses(limit):
             head, generation = self.head()
             if generation.number >= target:
                 break
             require_open()
-            why = f"it did not answer a roll call within {self.timeout_s():g} s"
-            if not self.evict_absent(head, generation, self.arrivals(key), why, limit):
+            here, joined = self.arrivals(key), self._joining(head, generation)
+            can_leave_some = self.needed > 0 and head.phase != RUNNING
+            are_enough = can_leave_some and self._are_enough({*here, *joined}, generation)
+            enough_s = min(enough_s, limit.waited_s) if are_enough else inf
+            patience_s = enough_s + max(enough_s, LEAST_ANSWER_S)
+            if not self.evict_absent(head, generation, here, why, limit, joined, patience_s):
                 Event().wait(pause_s)
         return generation
 
@@ -165,30 +175,39 @@ class StoreMembership:
         return bool(self.store.check([arrival_key(generation, ROLL_CALL)]))
 
     def evict_absent(
-        self, head: Head, generation: Generation, here: Mapping[int, Arrival], why: str, limit: Deadline
+        self,
+        head: Head,
+        generation: Generation,
+        here: Mapping[int, Arrival],
+        why: str,
+        limit: Deadline,
+        joined: Mapping[int, int] = NOBODY,
+        patience_s: float = inf,
     ) -> bool:
-        """Propose the generation of the ranks that are `here`; another rank may come first with another proposal.
+        """Propose the generation of the ranks that are `here` or have `joined`; another rank may propose one first.
 
-        Return False, and do nothing, while the others may come before `limit`. Raises `DeadlineExceeded` if too few are
-        here for a step of backup workers, though others live.
+        Return False, and do nothing, while others may come before `limit`. After `patience_s` they stay members, but
+        are not waited for. Raises `DeadlineExceeded` if too few are here for a step of backup workers, though others
+        live.
         """
-        departed, silent = self.absent(generation, here)
-        if silent and limit.left_s > 0:
-            return False
-        if silent and not self._are_enough(here, generation, departed):
-            raise DeadlineExceeded(
-                f"ranks {silent} are missing ({why}), and without them fewer than {self.needed} ranks are "
-                "left: look at their output, or raise timeout_s",
-                Place(self.rank, silent[0], step=here[self.rank].step),
-            )
+        lost, silent = self.absent(generation, {*here, *joined})
+        if silent and limit.waited_s <= patience_s:
+            if limit.left_s > 0:
+                return False
+            if not self._are_enough(here, generation, lost):
+                raise DeadlineExceeded(
+                    f"ranks {silent} are missing ({why}), and without them fewer than {self.needed} ranks are "
+                    "left: look at their output, or raise timeout_s",
+                    Place(self.rank, silent[0], step=here[self.rank].step),
+                )
+            lost, silent = [*lost, *(Loss(rank, 0, why) for rank in silent)], []
         start = max(arrival.step for arrival in here.values())
-        lost = [*departed, *(Loss(rank, start, why) for rank in silent)]
         losses = [loss._replace(step=start, by=self.rank) for loss in lost]
-        if self.generations.propose(head, generation.without(losses, start)):
+        if self.generations.propose(head, generation.successor(losses, start, silent=silent, joined=joined)):
             self._wake(generation, generation.number + 1)
         return True
 
-    def _are_enough(self, ranks: Collection[int], generation: Generation, departed: Sequence[Loss]) -> bool:
+    def _are_enough(self, ranks: Collection[int], generation: Generation, departed: Sequence[Loss] = ()) -> bool:
         """Return True if `ranks` make a step of backup workers; with those that finished, who do not count as lost."""
         return len(ranks) + sum(loss.finished for loss in (*generation.lost, *departed)) >= self.needed
 
@@ -267,9 +286,9 @@ class StoreMembership:
         self._require_vacant()
         self.processes.replace()
         limit = Deadline(self.timeout_s())
-        while not self._is_admitted(fetch_state):
+        while not self._is_admitted(fetch_state, limit):
             if limit.left_s <= 0:
-                what = f"the other ranks did not come out of a collective within {self.timeout_s():g} s"
+                what = f"the other ranks are in a collective, or did not answer, for {self.timeout_s():g} s"
                 raise DeadlineExceeded(what, Place(self.rank))
             Event().wait(POLL_MOST_S)
         self._start()
@@ -282,7 +301,7 @@ class StoreMembership:
                 "or was evicted; if nobody meant that, two processes were started with one rank's variables"
             )
 
-    def _is_admitted(self, fetch_state: Callable[[], bool]) -> bool:
+    def _is_admitted(self, fetch_state: Callable[[], bool], limit: Deadline) -> bool:
         head, generation = self.generations.current()
         self.generation = generation  # liveness checks of sources need the processes of now
         if not self.absent(generation, [self.rank])[1]:
@@ -291,12 +310,25 @@ class StoreMembership:
             )
         if head.phase != OPEN or not fetch_state():
             return False
-        new = generation.including(self.rank, self.processes.incarnation)
-        if not self.generations.propose(head, new):
-            return False
         self.collective = head.collective
-        self._wake(new, new.number)
-        return True
+        line = json.dumps([self.rank, self.processes.incarnation, head.collective]) + "\n"
+        self.store.append(joining_key(generation), line)
+        self._wake(generation, generation.number + 1)
+        for pause_s in self.pauses(limit):
+            _, after = self.generations.current()
+            if after.number > generation.number or limit.left_s <= 0:
+                break
+            Event().wait(pause_s)
+        return after.members.get(self.rank) == self.processes.incarnation
+
+    def _joining(self, head: Head, generation: Generation) -> dict[int, int]:
+        """Return the processes that take the places of lost ranks now, by rank; none while members are in a collective.
+
+        Their state must be of after the latest collective.
+        """
+        text = self.store.read(joining_key(generation)) if self.needed and head.phase == OPEN else b""
+        lines = parse("joining", text, parse_joining)
+        return {rank: process for rank, process, collective in lines if collective == head.collective}
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank any more; from any thread, and safe to call twice."""
@@ -312,7 +344,7 @@ class StoreMembership:
         if self._watcher is not None and self._watcher is not threading.current_thread():
             # A thread inside the store's C++ code would abort the process while the interpreter ends.
             with suppress(RuntimeError, TransportError):
-                own = _wake_key(self.rank, self._watched)
+                own = wake_key(self.rank, self._watched)
                 call_store(lambda: self.store.connection.set(own, "0"), rank=self.rank)
             self._watcher.join(ANSWER_S)
             self._watcher = None
@@ -320,12 +352,12 @@ class StoreMembership:
 
     def _departures(self, generation: Generation) -> list[Loss]:
         """Return the members of `generation` that said that they leave."""
-        departed = parse("departures", self.store.read("departed"), _parse_departures)
+        departed = parse("departures", self.store.read("departed"), parse_departures)
         return [loss for loss, process in departed if generation.members.get(loss.rank) == process]
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
         """Return the ranks that have come, from the lines under `key`."""
-        return parse(key, self.store.read(key), _parse_arrivals)
+        return parse(key, self.store.read(key), parse_arrivals)
 
     def arrive(self, key: str, step: int, what: str = "") -> None:
         """Add this rank to those that have come, under `key`."""
@@ -341,33 +373,5 @@ class StoreMembership:
 
     def _wake(self, generation: Generation, target: int) -> None:
         """Wake the watchers of all members: they are to form generation `target`, or to learn that it exists."""
-        keys = [_wake_key(rank, target) for rank in generation.ranks]
+        keys = [wake_key(rank, target) for rank in generation.ranks]
         self.store.multi_set(keys, ["1"] * len(keys))
-
-
-def arrival_key(generation: Generation, collective: int) -> str:
-    """Return the key under which members of `generation` write that they have come to a collective, or `ROLL_CALL`."""
-    return f"arrived/{generation.number}.{collective}"
-
-
-def _wake_key(rank: int, target: int) -> str:
-    return f"called/{rank}/{target}"
-
-
-def _parse_arrivals(text: bytes) -> dict[int, Arrival]:
-    found: dict[int, Arrival] = {}
-    for line in text.splitlines():
-        rank, step, what = parse_list(line, 3)
-        require(isinstance(what, str))
-        found[parse_int(rank)] = Arrival(parse_int(step), what)
-    return found
-
-
-def _parse_departures(text: bytes) -> list[tuple[Loss, int]]:
-    """Return each loss with the incarnation of the process that left."""
-    found: list[tuple[Loss, int]] = []
-    for line in text.splitlines():
-        rank, incarnation, why, finished = parse_list(line, 4)
-        require(isinstance(why, str) and isinstance(finished, bool))
-        found.append((Loss(parse_int(rank), 0, why, finished), parse_int(incarnation)))
-    return found
