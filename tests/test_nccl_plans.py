@@ -9,11 +9,15 @@ from collections import Counter
 from itertools import chain
 from math import inf
 
+import nccl_stand_in as nccl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nccl_cut import cutting
 from nccl_messages import group_of, in_groups, messages_of, step_of
+from nccl_plans import Call, Rules, cut, find_cycle
+from transports import over_nccl
 
 import commrt.nccl_groups
 from commrt.algorithms import direct, halving_doubling
@@ -25,10 +29,7 @@ from commrt.errors import DeadlineExceeded
 from commrt.program import MOST_MESSAGES, member_program, nccl_groups, program
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
-from commrt.testing import nccl
-from commrt.testing.nccl_cut import cutting
-from commrt.testing.nccl_plans import Call, Rules, cut, find_cycle
-from commrt.testing.ranks import over_nccl, run_ranks
+from commrt.testing.ranks import run_ranks
 from commrt.transport.nccl_communicator import uncut as in_uncut
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
