@@ -22,7 +22,7 @@ from commrt.errors import UsageError
 from commrt.kernels import dispatch
 from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.layout import layout_of
-from commrt.kernels.packing import TorchPacking
+from commrt.kernels.plain_torch import TorchPacking
 from commrt.testing.ranks import run_ranks
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16

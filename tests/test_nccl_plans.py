@@ -19,7 +19,6 @@ from nccl_messages import group_of, in_groups, messages_of, step_of
 from nccl_plans import Call, Rules, cut, find_cycle
 from transports import over_nccl
 
-import commrt.nccl_groups
 from commrt.algorithms import direct, halving_doubling
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.algorithms.double_tree import DoubleTree
@@ -235,7 +234,7 @@ SMALL = Rules(22809, channels=4, channels_per_peer=1, arguments_nbytes=16 * 7)
 @pytest.fixture
 def all_are_large(monkeypatch):
     """For groups, messages of any size are large."""
-    monkeypatch.setattr(commrt.nccl_groups, "JOINED", ((inf, 1),))
+    monkeypatch.setattr("commrt.program.JOINED", ((inf, 1),))
 
 
 def small_messages(seed):

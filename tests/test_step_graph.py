@@ -32,7 +32,7 @@ from commrt.errors import TransportClosed
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
 from commrt.kernels.layout import layout_of
-from commrt.kernels.packing import bits
+from commrt.kernels.plain_torch import bits
 from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import DONE

@@ -23,8 +23,7 @@ import torch
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
-from commrt.nccl_groups import joined
-from commrt.program import MOST_MESSAGES
+from commrt.program import MOST_MESSAGES, joined
 from commrt.store.agreement import gather
 from commrt.store.client import (
     MALFORMED,

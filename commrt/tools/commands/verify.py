@@ -19,10 +19,9 @@ from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
-from commrt.nccl_groups import group_count
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import require_candidate
-from commrt.program import nccl_groups
+from commrt.program import group_count, nccl_groups
 from commrt.proof import order_of_additions, replay
 from commrt.proof.additions import Additions
 from commrt.proof.mixing import mixing, steps_to_meet_all
