@@ -14,7 +14,7 @@ import numpy as np
 from commrt.errors import UsageError
 from commrt.pricing.price import Phase
 from commrt.schedule import ADD, COPY, Combine, Schedule, Step
-from commrt.tools.pictures.traces import WARMUP_STEPS, TimelineSpan
+from commrt.tools.pictures.files import WARMUP_STEPS, TimelineSpan
 from commrt.tools.planning.timeline import StepTime
 from commrt.tools.planning.workload import FORWARD
 
