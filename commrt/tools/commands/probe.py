@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.store.launcher import launched
 from commrt.threads.deadline import require_deadlines
@@ -29,12 +28,9 @@ def probe(
     """
     from commrt.tools.measuring.probing import probed  # noqa: PLC0415  # imports torch
 
-    path = Path(out)
-    if path.suffix != ".toml" or not path.parent.is_dir():
-        raise UsageError(f"--out {out}: give a .toml file in a folder that exists")
-    require_writable("--out", out, "mine.toml")
+    require_writable("--out", out, "mine.toml", [".toml"])
     require_deadlines(**{"--timeout-s": timeout_s})
-    launch = launched()
+    launch, path = launched(), Path(out)
     cluster = probed(launch, workers, timeout_s)
     if launch is None or launch.rank == 0:  # one writes it
         text = replace(cluster, name=path.stem).text()

@@ -40,11 +40,16 @@ TIMES_FORMAT = (
 )
 
 
-def require_writable(option: str, path: str, example: str) -> None:
-    """Raise `UsageError` if no file can be written at `path`, the value of `option`; `example` is a file name."""
+def require_writable(option: str, path: str, example: str, endings: Sequence[str] = ()) -> None:
+    """Raise `UsageError` if no file can be written at `path`, the value of `option`; `example` is a file name.
+
+    With `endings` the name must end in one of them.
+    """
     if not path:
         raise UsageError(f'{option} "": the name of the file is empty: give one, such as {option} {example}')
     file = Path(path)
+    if endings and file.suffix not in endings:
+        raise UsageError(f"{option} {path}: give a file that ends in {', '.join(endings)}")
     try:
         folder, exists, is_folder = file.resolve().parent, file.exists(), file.is_dir()
     except OSError as error:  # a name that is too long, for instance
@@ -67,9 +72,7 @@ def write(option: str, path: str, save: Callable[[], object]) -> None:
 
 def require_picture(out: str) -> None:
     """Raise `UsageError` unless a picture can be written to `out`."""
-    if out and Path(out).suffix not in PICTURE_FORMATS:
-        raise UsageError(f"--out {out}: give a file that ends in {', '.join(PICTURE_FORMATS)}")
-    require_writable("--out", out, "picture.svg")
+    require_writable("--out", out, "picture.svg", PICTURE_FORMATS)
 
 
 def save_picture(figure: Figure, out: str) -> None:
