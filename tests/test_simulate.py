@@ -281,7 +281,7 @@ def test_the_published_efficiency_at_1088_gpus_lies_between_no_overlap_and_all_o
     compute_s = 32 / ABCI.compute["resnet50"]
     pricing = Pricing(Torus2D((32, 34)).schedule(0, 1088), ABCI)
     after = blocking_step(pricing, RESNET50_FP16, compute_s)
-    under = overlapped_step(pricing, Workload.resnet50().buckets(4e6, itemsize=2), compute_s)
+    under = overlapped_step(pricing, Workload.named("resnet50").buckets(4e6, itemsize=2), compute_s)
     assert after.efficiency == pytest.approx(0.88, abs=0.005)
     a_third_hidden = compute_s / (compute_s + after.exposed_s * 2 / 3)
     assert 0.90 < a_third_hidden < 0.93
@@ -294,7 +294,7 @@ def test_the_published_efficiency_at_1088_gpus_lies_between_no_overlap_and_all_o
 def test_buckets_are_those_that_a_model_is_cut_into(cap_mb, itemsize):
     units = [Unit("", 4 * prod(shape), torch.float32) for shape in reversed(GRADIENTS["resnet50"]().values())]
     cut = plan_buckets(units, cap_mb << 20, 1 << 20)
-    found = Workload.resnet50().buckets(cap_mb << 20, itemsize)
+    found = Workload.named("resnet50").buckets(cap_mb << 20, itemsize)
     built = [sum(units[i].nbytes for i in members) * itemsize / 4 for members in cut]
     assert [bucket.nbytes for bucket in found] == pytest.approx(built, rel=0.2)
 
