@@ -163,10 +163,9 @@ def _verify_collective(
 
 
 def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:
-    if isinstance(algorithm, Gossip):
-        return promise(algorithm, schedule)
-    members = range(algorithm.needed(schedule.ranks)) if isinstance(algorithm, BackupWorkers) else None
-    return all_reduce(schedule.ranks, schedule.chunks, members)
+    if isinstance(algorithm, BackupWorkers):
+        return all_reduce(schedule.ranks, schedule.chunks, range(algorithm.needed(schedule.ranks)))
+    return promise(algorithm, schedule)
 
 
 def _mixing(algorithm: Gossip, period: Sequence[Schedule]) -> dict[str, Any]:
