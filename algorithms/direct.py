@@ -224,12 +224,7 @@ class Direct:
 
 def _one_step(name: str, p: int, chunks: int, step: Callable[[], Step]) -> Schedule:
     """Return the schedule of one step; for one rank, of none."""
-
-    def steps() -> Iterator[Step]:
-        if p > 1:
-            yield step()
-
-    return Schedule(name, p, chunks, steps)
+    return Schedule(name, p, chunks, lambda: iter([step()] if p > 1 else []))
 
 
 def _others(p: int, root: int, what: str) -> IntArray:

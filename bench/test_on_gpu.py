@@ -19,7 +19,8 @@ from torch.distributed import HashStore
 from commrt.kernels import dispatch
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import Layout, layout_of
-from commrt.kernels.packing import Packing, TorchPacking, views_of
+from commrt.kernels.packing import Packing
+from commrt.kernels.plain_torch import TorchPacking, views_of
 from commrt.threads.streams import streams_of
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_communicator import load

@@ -28,7 +28,7 @@ from commrt.kernels.quantize import (
 )
 from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
-__all__ = ["add_quantized_call", "dequantize_call", "quantize_call"]
+__all__ = ["quantize_call", "sum_call"]
 
 Array = Any
 """An array of numpy, of the dtype that Numba infers; and a number of it."""
@@ -57,19 +57,8 @@ def quantize_call(
     return lambda key: _encode(x, left, tiles, np.uint64(key), kind)
 
 
-def dequantize_call(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Callable[[], None]:
-    """Return a function that dequantizes to `values`; see `quantize.dequantize`."""
-    return _sum_call([codes], values, quantizer, is_added=False)
-
-
-def add_quantized_call(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> Callable[[], None]:
-    """Return a function that adds what `received` codes stand for; see `quantize.add_quantized`."""
-    return _sum_call(received, values, quantizer, is_added=True)
-
-
-def _sum_call(
-    received: Sequence[Tensor], values: Tensor, quantizer: Quantizer, *, is_added: bool
-) -> Callable[[], None]:
+def sum_call(received: Sequence[Tensor], values: Tensor, quantizer: Quantizer, *, is_added: bool) -> Callable[[], None]:
+    """Return a function that adds what `received` codes stand for, or writes it; see `quantize.add_quantized`."""
     out, kind = values.numpy(), (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
     _sum(out[:0], _tiles(received[0], quantizer)[:0], *kind)
     at_once = PIECE_NUMEL // quantizer.tile_numel

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from commrt.kernels.layout import WIDEST_NBYTES, Layout
-from commrt.kernels.packing import Packing, Repeatable, TorchPacking
-from commrt.kernels.plain_torch import combine_into, mix_into, reduce_into
+from commrt.kernels.packing import Packing, Repeatable
+from commrt.kernels.plain_torch import TorchPacking, combine_into, mix_into, reduce_into
 
 __all__ = [
     "GPU_DTYPES",

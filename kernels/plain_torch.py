@@ -4,15 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
+from itertools import repeat
+from operator import is_not
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["combine_into", "in_pieces", "mix", "mix_into", "pack", "pack_at_once", "reduce_into", "unpack"]
+from commrt.kernels.layout import HEADER_NUMEL, Layout, refuse_count
+from commrt.kernels.packing import NO_PARTS, Parts
+
+__all__ = [
+    "TorchPacking", "bits", "combine_into", "in_pieces", "mix", "mix_into", "pack", "pack_at_once", "reduce_into",
+    "unpack", "views_of",
+]  # fmt: skip
 
 PIECE_NUMEL = 1 << 16
 """2 ** 15 to 2 ** 17 elements are equally fast; whole tensors of 1.6 million elements take 6 times as long."""
+SMALL_NUMEL = 1 << 14
+"""Tensors of so many elements, on average, are packed at once: see `pack_at_once`."""
+KEPT = 256
+"""Headers whose bits are kept: only one of a step is new."""
 
 
 def pack(sources: Sequence[Tensor | None], targets: Sequence[Tensor], scale: float) -> None:
@@ -128,3 +141,86 @@ def in_pieces(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
         return [tuple(tensors)]
     rows = max(PIECE_NUMEL * len(first) // first.numel(), 1)
     return zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
+
+
+class TorchPacking:
+    """A `Packing` in plain torch: one call per tensor, on any device."""
+
+    def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
+        self._layout, self._like = layout, like
+        self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
+        self._packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
+        self._head, self._flags, self._header = wire[: layout.head_numel], layout.flags(wire), layout.header(wire)
+        self.mismatched = False
+
+    def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
+        """See `Packing.pack`."""
+        if len(tensors) != len(self._like):
+            refuse_count(tensors, len(self._like))
+        if self._packs_at_once:
+            pack_at_once(tensors, self._views, self._row, scale)
+        else:
+            pack(tensors, self._views, scale)
+        self.seal(tensors, header)
+
+    def pack_one(self, index: int, tensor: Tensor | None, scale: float) -> None:
+        """Do what `pack` does for one tensor; `seal` then completes the wire."""
+        pack([tensor], [self._views[index]], scale)
+
+    def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
+        """Write the flags of `tensors` and the bits of `header`."""
+        self._head.copy_(_head(header, tuple(map(is_not, tensors, repeat(None))), self._head.numel()))
+
+    def present(self) -> list[bool]:
+        """See `Packing.present`."""
+        present: list[bool] = (self._flags != 0).tolist()
+        return present
+
+    def unpack(self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS) -> None:
+        """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
+        if parts.pieces:
+            raise ValueError("plain torch unpacks from the wire only")
+        if len(tensors) != len(self._like):
+            refuse_count(tensors, len(self._like))
+        self.compare(header)
+        if not self.mismatched:
+            unpack(self._views, tensors)
+
+    def compare(self, header: int) -> None:
+        """See `Packing.compare`."""
+        self.mismatched = self.mismatched or not torch.equal(self._header.bool().cpu(), bits(header))
+
+    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
+        """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
+        if len(tensors) != len(self._like):
+            refuse_count(tensors, len(self._like))
+        went = views_of(sent, self._layout, self._like)
+        mix(tensors, views_of(received, self._layout, self._like), went, weight)
+
+
+def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the views of `wire` that hold tensors of the shapes and strides of `like`."""
+    begin = wire.storage_offset()
+    pairs = zip(like, layout.places, strict=True)
+    return [wire.as_strided(t.shape, t.stride(), begin + place) for t, place in pairs]
+
+
+@lru_cache(KEPT)
+def _head(header: int, present: tuple[bool, ...], numel: int) -> Tensor:
+    """Return the head of a wire, bool [numel]: the bits of `header`, and which tensors are `present`."""
+    head = torch.zeros(numel, dtype=torch.bool, device="cpu")
+    head[:HEADER_NUMEL] = bits(header)
+    head[HEADER_NUMEL : HEADER_NUMEL + len(present)] = torch.tensor(present, device="cpu")
+    return head
+
+
+@lru_cache(KEPT)
+def bits(word: int) -> Tensor:
+    """Return the 64 bits of `word`, lowest first, bool [64], to be read only.
+
+    >>> bits(0b110).nonzero().flatten().tolist()
+    [1, 2]
+    """
+    return torch.from_numpy(
+        np.unpackbits(np.frombuffer(word.to_bytes(8, "little"), np.uint8), bitorder="little").view(np.bool_)
+    )

@@ -63,7 +63,7 @@ def dequantizing(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Combina
     if suit_kernels(values, codes):
         return cast("Combination", on_gpu("dequantize")(codes, values, quantizer))
     if numba := _numba_for(values):
-        return cast("Combination", numba.dequantize_call(codes, values, quantizer))
+        return cast("Combination", numba.sum_call([codes], values, quantizer, is_added=False))
     return lambda: dequantize(codes, values, quantizer)
 
 
@@ -72,7 +72,7 @@ def adding_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quan
     if suit_kernels(values, *received):
         return cast("Combination", on_gpu("add quantized")(values, received, quantizer))
     if numba := _numba_for(values):
-        return cast("Combination", numba.add_quantized_call(values, received, quantizer))
+        return cast("Combination", numba.sum_call(received, values, quantizer, is_added=True))
     return lambda: add_quantized(values, received, quantizer)
 
 

@@ -69,12 +69,12 @@ def _interruptible():
 
 @pytest.fixture(autouse=True, scope="session")
 def _over(request):
-    from peer_group import over_peers  # noqa: PLC0415  # after the environment is set
+    from transports import over_nccl, over_peers  # noqa: PLC0415  # after the environment is set
 
     from commrt.testing import ranks  # noqa: PLC0415
 
     before = ranks.over_threads
-    ranks.over_threads = {"threads": ranks.over_threads, "nccl": ranks.over_nccl, "peers": over_peers}[
+    ranks.over_threads = {"threads": ranks.over_threads, "nccl": over_nccl, "peers": over_peers}[
         request.config.getoption("--over")
     ]
     yield

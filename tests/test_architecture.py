@@ -80,7 +80,7 @@ def test_only_commands_print():
 
 
 def test_only_the_launch_and_the_doctor_read_the_environment():
-    free = {"launcher.py", "doctor.py", "doctor_environment.py", "processes.py"}
+    free = {"launcher.py", "machine.py", "doctor_environment.py", "processes.py"}
     assert_none(each.name for each in modules() if "os.environ" in each.text and each.path.name not in free)
 
 

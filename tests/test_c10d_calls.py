@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp, ReduceOptions, _make_nccl_premul_sum
+from transports import over_nccl
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.c10d import call_engine, group_work
@@ -21,7 +22,7 @@ from commrt.errors import TransportClosed, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection
 from commrt.runtime.world import World
-from commrt.testing.ranks import over_nccl, over_threads, run_ranks
+from commrt.testing.ranks import over_threads, run_ranks
 from commrt.threads.comm_thread import CommThread
 
 HOST = Cluster.named("host")

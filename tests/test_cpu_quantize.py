@@ -41,9 +41,9 @@ def quantized_alike(x, quantizer, key=KEY):
     cpu_quantize.quantize_call(x, tiles[1], quantizer, owed[1])(key)
     out, total = torch.full((2, len(x)), -1.0), left.repeat(2, 1)
     quantize.dequantize(tiles[0], out[0], quantizer)
-    cpu_quantize.dequantize_call(tiles[0], out[1], quantizer)()
+    cpu_quantize.sum_call([tiles[0]], out[1], quantizer, is_added=False)()
     quantize.add_quantized(total[0], [tiles[0], tiles[1]], quantizer)
-    cpu_quantize.add_quantized_call(total[1], [tiles[0], tiles[1]], quantizer)()
+    cpu_quantize.sum_call([tiles[0], tiles[1]], total[1], quantizer, is_added=True)()
     owes_alike = not quantizer.feedback or same(*owed)
     return torch.equal(*tiles) and owes_alike and same(*out) and same(*total)
 
@@ -72,7 +72,7 @@ def test_rows_are_added_in_their_order_over_many_pieces():
     want = torch.randn(numel)
     got = want.clone()
     quantize.add_quantized(want, list(rows), quantizer)
-    cpu_quantize.add_quantized_call(got, list(rows), quantizer)()
+    cpu_quantize.sum_call(list(rows), got, quantizer, is_added=True)()
     assert torch.equal(got, want)
 
 
@@ -81,7 +81,7 @@ def test_memory_that_a_transport_lends_after_binding_is_read():
     received, lent = torch.zeros(2, quantizer.nbytes(len(x)), dtype=torch.uint8)
     quantize.quantize(x, lent, quantizer)
     want, got = torch.zeros(2, len(x))
-    add = cpu_quantize.add_quantized_call(got, [received], quantizer)
+    add = cpu_quantize.sum_call([received], got, quantizer, is_added=True)
     received.set_(lent)
     quantize.dequantize(lent, want, quantizer)
     add()

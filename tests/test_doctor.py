@@ -23,7 +23,7 @@ from commrt.kernels.dispatch import TRITON_AT_LEAST
 from commrt.store.launcher import TRANSPORTS, VARIABLES, Launch, launched
 from commrt.testing.processes import run_workers
 from commrt.tools.commands.app import app
-from commrt.tools.commands.doctor import examine
+from commrt.tools.commands.machine import examine
 from commrt.tools.measuring import doctor_environment, doctor_machine
 from commrt.tools.measuring.doctor_environment import (
     AT_LEAST,

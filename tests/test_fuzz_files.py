@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.tools.commands.draw import recorded
-from commrt.tools.pictures import traces
-from commrt.tools.pictures.traces import read_times
+from commrt.tools.pictures.files import compute_times_s, read_spans, read_times
 from commrt.tools.planning.workload import Workload
 
 pytest.importorskip("matplotlib")
@@ -74,15 +73,15 @@ def with_file(content, read):
 @given(DOCUMENTS)
 def test_times_of_any_file_are_times_or_are_refused_in_words(content):
     times = met(with_file, content, lambda path, _: read_times(path))
-    assert times is None or (times.times_s > 0).all()
+    assert times is None or (times > 0).all()
 
 
 @cases(75)
 @given(DOCUMENTS)
 def test_a_timeline_of_any_file_is_one_or_is_refused_in_words(content):
-    spans = met(with_file, content, lambda path, _: traces.read_spans(path))
+    spans = met(with_file, content, lambda path, _: read_spans(path))
     if spans is not None:
-        met(traces.compute_times_s, spans)
+        met(compute_times_s, spans)
 
 
 @cases(10)

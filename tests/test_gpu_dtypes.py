@@ -14,6 +14,7 @@ import torch
 from interpreter import interpreted_gpu
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from transports import over_nccl
 
 import commrt
 from commrt.buckets.step_graph import FIRST, NO_KERNEL
@@ -21,8 +22,8 @@ from commrt.errors import UsageError
 from commrt.kernels import dispatch
 from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.layout import layout_of
-from commrt.kernels.packing import TorchPacking
-from commrt.testing.ranks import over_nccl, run_ranks
+from commrt.kernels.plain_torch import TorchPacking
+from commrt.testing.ranks import run_ranks
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 UNTRAINED = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))

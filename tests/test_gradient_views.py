@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from small_models import backward, data, gradients, local_gradients, net, sgd
 from torch import nn
 from torch.nn.functional import cross_entropy
+from transports import over_nccl
 
 import commrt
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.layout import layout_of
 from commrt.runtime.world import World
-from commrt.testing.ranks import over_nccl, run_ranks
+from commrt.testing.ranks import run_ranks
 
 
 def homes_of(replica):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.buckets.layout import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
-from commrt.kernels.packing import bits
+from commrt.kernels.plain_torch import bits
 from commrt.runtime.wire import WIRES
 
 CLAIMS = st.builds(Header, *(st.integers(0, (1 << width) - 1) for width in WIDTHS))

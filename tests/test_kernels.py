@@ -25,8 +25,7 @@ from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.device.variants import Sizes
 from commrt.kernels.layout import layout_of
-from commrt.kernels.packing import bits
-from commrt.kernels.plain_torch import mix, mix_into, pack, reduce_into, unpack
+from commrt.kernels.plain_torch import bits, mix, mix_into, pack, reduce_into, unpack
 from commrt.kernels.tables import Tables
 
 TILE = 1024

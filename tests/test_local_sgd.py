@@ -15,7 +15,6 @@ from torch import nn
 
 import commrt
 from commrt import Gossip
-from commrt.algorithms.local import stable_gain
 from commrt.errors import UsageError
 from commrt.local_sgd import (
     HeavyBall,
@@ -263,19 +262,6 @@ def test_one_period_of_local_sgd_is_synchronous_sgd():
         require_close(weights, np.tile(x, (4, 1)), "weights")
 
 
-@for_each("later", [0, 1, 2, 4])
-def test_the_bound_of_the_gain_is_where_disagreement_grows(later):
-    def left(gain):
-        e = [1.0] * (later + 1)
-        for _ in range(1000):
-            e.append(e[-1] - gain * e[-1 - later])
-        return max(map(abs, e[-10 * (later + 1) :]))
-
-    bound = stable_gain(later)
-    assert left(0.98 * bound) < 0.5
-    assert left(1.02 * bound) > 2
-
-
 RULES = [HeavyBall, Nesterov, SlowMomentum]
 
 
@@ -300,8 +286,7 @@ REFUSED = [
     (lambda: LocalSGD(period=0), "whole number from 1"),
     (lambda: LocalSGD(delay=-1), "whole number from 0"),
     (lambda: LocalSGD(period=True), "whole number"),
-    (lambda: LocalSGD(period=4, delay=5), r"less than 1 of their distance, and this one closes 1"),
-    (lambda: LocalSGD(period=4, delay=17), r"4 later exchanges .* less than 0\.347 "),
+    (lambda: LocalSGD(period=4, delay=5), r"delay=5 is longer than period=4: later exchanges would leave before"),
     (lambda: LocalSGD(period=4, fragments=5), "at most one may leave per step"),
     (lambda: LocalSGD(16, 16, outer=HeavyBall(0.7, 0.9)), r"unless the rate is below 0\.38"),
     (lambda: LocalSGD(16, 16, outer=SlowMomentum(1.0, 0.9)), r"unless the rate is below 0\.38"),

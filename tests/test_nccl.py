@@ -15,12 +15,14 @@ from time import monotonic
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import nccl_stand_in as stand_in
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import HashStore, PrefixStore
+from transports import over_nccl
 
 import commrt
 from commrt.algorithms import ring
@@ -35,8 +37,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.runtime.world import World
-from commrt.testing import nccl as stand_in
-from commrt.testing.ranks import over_nccl, over_threads, run_ranks
+from commrt.testing.ranks import over_threads, run_ranks
 from commrt.transport import nccl as transport_module
 from commrt.transport import nccl_communicator
 from commrt.transport.nccl import NcclTransport

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from itertools import product
 
+import nccl_stand_in as stand_in
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from commrt.errors import TransportError, UsageError
-from commrt.testing import nccl as stand_in
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_communicator import load
 from commrt.transport.protocol import CPU

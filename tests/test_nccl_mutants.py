@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+import nccl_stand_in as stand_in
 import pytest
 from torch.distributed import HashStore
 
 from commrt.store.client import start_call
 from commrt.testing import conformance
-from commrt.testing import nccl as stand_in
 from commrt.transport import nccl, nccl_communicator
 from commrt.transport.protocol import CPU
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 from nccl_messages import group_of, in_groups, messages_of
+from nccl_plans import Rules, cut, find_cycle
 
 from commrt.algorithms import direct
-from commrt.testing.nccl_plans import Rules, cut, find_cycle
 
 VERSIONS = (22707, 22809, 22902, 22907, 23007)
 LARGE = 1 << 26

@@ -9,13 +9,16 @@ from collections import Counter
 from itertools import chain
 from math import inf
 
+import nccl_stand_in as nccl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from nccl_cut import cutting
 from nccl_messages import group_of, in_groups, messages_of, step_of
+from nccl_plans import Call, Rules, cut, find_cycle
+from transports import over_nccl
 
-import commrt.nccl_groups
 from commrt.algorithms import direct, halving_doubling
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.algorithms.double_tree import DoubleTree
@@ -25,10 +28,7 @@ from commrt.errors import DeadlineExceeded
 from commrt.program import MOST_MESSAGES, member_program, nccl_groups, program
 from commrt.runtime.executor import bind
 from commrt.runtime.world import World
-from commrt.testing import nccl
-from commrt.testing.nccl_cut import cutting
-from commrt.testing.nccl_plans import Call, Rules, cut, find_cycle
-from commrt.testing.ranks import over_nccl, run_ranks
+from commrt.testing.ranks import run_ranks
 from commrt.transport.nccl_communicator import uncut as in_uncut
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
@@ -234,7 +234,7 @@ SMALL = Rules(22809, channels=4, channels_per_peer=1, arguments_nbytes=16 * 7)
 @pytest.fixture
 def all_are_large(monkeypatch):
     """For groups, messages of any size are large."""
-    monkeypatch.setattr(commrt.nccl_groups, "JOINED", ((inf, 1),))
+    monkeypatch.setattr("commrt.program.JOINED", ((inf, 1),))
 
 
 def small_messages(seed):

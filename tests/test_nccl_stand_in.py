@@ -7,11 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import nccl_stand_in as nccl
 import pytest
 import torch
-
-from commrt.testing import nccl
-from commrt.testing.nccl import record
+from nccl_stand_in import record
 
 PATIENT_S, SHORT_S = 20.0, 0.2
 

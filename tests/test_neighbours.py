@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from time import monotonic
 
+import nccl_stand_in as stand_in
 import pytest
 import torch
 from peer_group import ODD, TIMEOUT_S, connected
@@ -17,7 +18,6 @@ from torch.distributed import HashStore
 from commrt.errors import DisagreementError, SizeMismatch, UsageError
 from commrt.runtime.connection import connect_gpu
 from commrt.store.launcher import GPU_TRANSPORTS
-from commrt.testing import nccl as stand_in
 from commrt.transport import peers
 from commrt.transport.neighbours import Neighbours
 from commrt.transport.protocol import CPU

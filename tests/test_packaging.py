@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 import commrt
+from commrt.tools.planning.workload import MODELS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -63,7 +64,8 @@ def contents(wheel):
 def package_files():
     """As the checkout has them, under the names of the wheel."""
     rooms = [ROOT / "commrt", ROOT / "commrt" / "kernels", ROOT / "commrt" / "algorithms"]  # glob follows no links
-    files = {path for room in rooms for kind in ("*.py", "*.pyi", "*.toml", "py.typed") for path in room.rglob(kind)}
+    kinds = ("*.py", "*.pyi", "*.toml", "*.json", "py.typed")
+    files = {path for room in rooms for kind in kinds for path in room.rglob(kind)}
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
@@ -75,6 +77,7 @@ def test_the_wheel_is_the_package_and_nothing_else(dist):
     clusters = {path.name for path in (ROOT / "commrt" / "pricing" / "clusters").glob("*.toml")}
     assert clusters
     assert {f"commrt/pricing/clusters/{name}" for name in clusters} <= files
+    assert {f"commrt/tools/planning/models/{name}.json" for name in MODELS} <= files
     assert f"commrt-{commrt.__version__}.dist-info/licenses/LICENSE" in files
 
 
@@ -175,6 +178,7 @@ PROGRAM = """\
 import torch
 
 import commrt
+from commrt.tools.planning.workload import MODELS
 
 world = commrt.init(timeout_s=30.0)
 model = torch.nn.Linear(2, 1)

@@ -27,7 +27,7 @@ from commrt.kernels import device, dispatch
 from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import GRANULE, Layout, layout_of
-from commrt.kernels.packing import TorchPacking
+from commrt.kernels.plain_torch import TorchPacking
 from commrt.kernels.tables import EMPTY, Tables, alignment
 from commrt.testing.ranks import run_ranks
 

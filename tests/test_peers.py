@@ -13,6 +13,7 @@ from functools import partial
 from threading import Event
 from time import monotonic
 
+import nccl_stand_in as nccl
 import pytest
 import torch
 from moved_clock import moved_clock
@@ -28,7 +29,6 @@ from commrt.kernels.meeting import ABORT, FAILED
 from commrt.program import program
 from commrt.runtime import reading
 from commrt.runtime.executor import bind
-from commrt.testing import nccl
 from commrt.testing.ranks import over_threads, run_ranks
 from commrt.threads.streams import Streams
 from commrt.transport import nccl as nccl_module

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device graph carries a bucket's step: the same bits as call by call, whatever changes between steps.
 
-`commrt.testing.nccl.record` stands for CUDA graphs: while a thread records, launches of kernels and calls of NCCL are
+`nccl_stand_in.record` stands for CUDA graphs: while a thread records, launches of kernels and calls of NCCL are
 noted instead of made, and host code runs once. Replaying makes the noted calls again, with the same arguments.
 """
 
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 
+import nccl_stand_in as nccl
 import pytest
 import torch
 from interpreter import interpreted_gpu
@@ -31,9 +32,8 @@ from commrt.errors import TransportClosed
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
 from commrt.kernels.layout import layout_of
-from commrt.kernels.packing import bits
+from commrt.kernels.plain_torch import bits
 from commrt.runtime import reading
-from commrt.testing import nccl
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import DONE
 from commrt.transport import nccl as transport_module

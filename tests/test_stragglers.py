@@ -23,7 +23,6 @@ from commrt.tools.planning.stragglers import (
     Exponential,
     HeavyTails,
     Published,
-    Recorded,
     Scaling,
     SlowSteps,
     choose,
@@ -34,7 +33,7 @@ from commrt.tools.planning.stragglers import (
 ESTIMATED_S = {1: 1.23, 50: 1.46, 80: 1.54, 90: 1.58, 94: 1.61, 95: 1.63, 96: 1.65, 97: 1.70, 98: 1.81, 99: 2.16}
 """k to mean time of the k-th of 100 gradients, by an earlier sampling of the same family of laws; the 100th: 4.99."""
 ESTIMATED_HOURS = {50: 55.6, 80: 43.0, 90: 38.8, 94: 37.5, 95: 37.2, 96: 37.2, 97: 37.6, 98: 39.4, 99: 46.4}
-LAWS = [HeavyTails(), Exponential(), SlowSteps(), Recorded(np.array([[1.0, 2.0, 3.0, 9.0], [4.0, 4.0, 4.0, 4.0]]))]
+LAWS = [HeavyTails(), Exponential(), SlowSteps()]
 
 
 def rng(seed=0):
@@ -139,13 +138,6 @@ def test_steps_have_something_in_common():
     assert np.std(medians[0]) > 5 * apart.std()
 
 
-def test_a_recording_is_drawn_again_by_whole_steps():
-    steps = [[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [5.0, 10.0, 15.0]]
-    drawn = Recorded(np.array(steps)).sample(rng(), 200, 3).tolist()
-    assert sorted(map(list, {tuple(step) for step in drawn})) == steps
-    assert drawn != steps[:1] * 200
-
-
 @given(TIMES)
 def test_a_late_rank_that_is_not_interrupted_only_makes_steps_longer(times_s):
     kth_s = kth_time_s(times_s)
@@ -213,10 +205,6 @@ def test_a_few_steps_do_not_decide_what_many_do():
         (lambda: SlowSteps(chance=-0.1), "chance is -0.1: it must be between 0 and 1"),
         (lambda: SlowSteps(low=0.5), "low is 0.5: it must be at least 1"),
         (lambda: SlowSteps(low=5.0, high=4.0), "high is 4: it must be at least 5"),
-        (lambda: Recorded(np.ones(3)), "times of shape (3,): give them as [steps, ranks]"),
-        (lambda: Recorded(np.ones((0, 3))), "times of shape (0, 3)"),
-        (lambda: Recorded(np.array([[1.0, nan]])), "no positive number of seconds"),
-        (lambda: sampled(Recorded(np.ones((2, 3))), 4), "3 ranks were recorded, their times say nothing of 4 ranks"),
         (lambda: Scaling(1.5), "an exponent of 1.5: give one between 0"),
         (lambda: Scaling(nan), "an exponent of nan"),
         (lambda: choose(np.ones((2, 8)), Published(), rng()), "nothing is known of the updates that 8 ranks or fewer"),

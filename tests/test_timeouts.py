@@ -31,7 +31,7 @@ from commrt.store.client import TimedStore, call_store, start_call
 from commrt.store.launcher import launched
 from commrt.testing.ranks import local_worlds
 from commrt.threads.deadline import DEFAULT_TIMEOUT_S, PARTS, Deadline, Timeouts
-from commrt.tools.commands import doctor
+from commrt.tools.commands import machine
 
 
 @given(st.floats(1e-6, 2e6))
@@ -111,7 +111,7 @@ def test_other_ranks_log_nothing_at_the_start(monkeypatch, caplog):
 
 def test_the_doctor_shows_the_limits(monkeypatch):
     monkeypatch.setenv("COMMRT_TIMEOUT_S", "600")
-    (found,) = doctor._timeouts()
+    (found,) = machine._timeouts()
     assert found.detail.startswith("probe 2 s < step 300 s < collective 600 s <= start 600 s")
 
 

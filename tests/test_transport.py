@@ -10,19 +10,18 @@ from pkgutil import resolve_name
 from time import monotonic
 from types import SimpleNamespace
 
+import nccl_stand_in as stand_in
 import pytest
 import torch
 from torch.distributed import HashStore
-from transports import gloo, local, nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
+from transports import gloo, local, nccl, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
 from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS
 from commrt.testing import conformance
-from commrt.testing import nccl as stand_in
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
-from commrt.testing.ranks import over_nccl
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import FREE_S, NcclTransport
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag, Transport

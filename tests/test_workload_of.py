@@ -16,7 +16,7 @@ import commrt
 from commrt import UsageError
 from commrt.tools import Workload, workload_of
 from commrt.tools.measuring.workload_of import UNCOUNTED
-from commrt.tools.planning.workload import Layer
+from commrt.tools.planning.workload import MODELS, Layer
 
 DEVICES = ("cpu", "meta")
 
@@ -61,7 +61,19 @@ class Transformer(nn.Module):
 def test_vgg_a_has_the_layers_that_the_cost_model_ships():
     with torch.device("meta"):
         found = workload_of(vgg_a(), torch.empty(2, 3, 224, 224), name="vgg_a")
-    assert [layer[:2] for layer in found.layers] == [layer[:2] for layer in Workload.vgg_a().layers]
+    assert [layer[:2] for layer in found.layers] == [layer[:2] for layer in Workload.named("vgg_a").layers]
+
+
+def test_the_models_that_ship_have_the_published_sizes():
+    shipped = {name: Workload.named(name) for name in MODELS}
+    assert {name: model.name for name, model in shipped.items()} == {name: name for name in MODELS}
+    sizes = {name: (round(model.numel / 1e6, 1), round(2 * model.work / 1e9, 1)) for name, model in shipped.items()}
+    assert sizes == {
+        "resnet50": (25.6, 8.2),
+        "vgg_a": (132.9, 15.2),
+        "overfeat_fast": (145.9, 5.6),
+        "cd_dnn": (45.1, 0.1),
+    }
 
 
 @pytest.mark.parametrize("shape", [(768, 12, 1024, 50_257), (64, 3, 32, 100)])
@@ -259,7 +271,7 @@ def test_a_file_that_describes_no_workload_is_refused_in_words(tmp_path, text, s
 def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path):
     assert "'none.json' cannot be read" in refused("plan", "step", "--model", "none.json", "--compute-ms", 30)
     with pytest.raises(commrt.CommrtError, match="could not be written"):
-        Workload.vgg_a().save(tmp_path / "none" / "mine.json")
+        Workload.named("vgg_a").save(tmp_path / "none" / "mine.json")
 
 
 def test_what_is_no_module_is_refused():

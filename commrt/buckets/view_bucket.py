@@ -10,7 +10,8 @@ from torch.autograd.graph import increment_version
 
 from commrt.buckets.gradient_bucket import CHANGED, GradientBucket
 from commrt.errors import UsageError
-from commrt.kernels.packing import NO_PARTS, Parts, Repeatable, TorchPacking, views_of
+from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
+from commrt.kernels.plain_torch import TorchPacking, views_of
 
 __all__ = ["ViewBucket"]
 

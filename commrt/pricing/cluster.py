@@ -111,7 +111,7 @@ class Cluster:
     message_us: float = 0.0
     """What a step takes a rank for each further message, if it sends and receives more than one each."""
     group_us: float = 0.0
-    """What a step takes for each further NCCL group, if it is sent in several (`commrt.nccl_groups`)."""
+    """What a step takes for each further NCCL group, if it is sent in several (`commrt.program.nccl_groups`)."""
     code_gbytes_per_s: float | None = None
     """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes no time."""
     kernel_efficiency: Mapping[int, float] = field(default_factory=dict)

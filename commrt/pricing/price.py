@@ -23,10 +23,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import UsageError
-from commrt.nccl_groups import JOINED, group_count
 from commrt.options import require_compatible, require_short_sums
 from commrt.pricing.cluster import Cluster
-from commrt.program import nccl_groups
+from commrt.program import JOINED, group_count, nccl_groups
 from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
 from commrt.schedule import ADD, MIX, Algorithm, IntArray, Schedule, Step, require_valid
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for your tests: threads or processes as ranks, injected faults, transport checks, a stand-in for NCCL."""
+"""Helpers for your tests: threads or processes as ranks, injected faults, transport checks."""

@@ -14,12 +14,10 @@ from commrt.errors import CommrtError, PeerLost, TransportClosed
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
 from commrt.store.launcher import LOOPBACK
-from commrt.testing import nccl
 from commrt.transport.local import Fabric
-from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, Transport
+from commrt.transport.protocol import Transport
 
-__all__ = ["Connect", "local_worlds", "over_nccl", "over_threads", "run_ranks"]
+__all__ = ["Connect", "local_worlds", "over_threads", "run_ranks"]
 
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
@@ -33,18 +31,8 @@ def over_threads(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
     return [fabric.transport(rank) for rank in range(ranks)]
 
 
-def over_nccl(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
-    """Connect the ranks by `NcclTransport` over the stand-in for NCCL, which moves CPU tensors; a `Connect`."""
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: _nccl(store, rank, range(ranks), timeout_s), range(ranks)))
-
-
-def _nccl(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> NcclTransport:
-    return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, CPU, nccl)
-
-
-RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transport]] = {over_nccl: _nccl}
-"""What connects one rank again."""
+RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transport]] = {}
+"""What connects one rank again, by what connected all; `over_threads` needs no entry."""
 
 
 def local_worlds(
@@ -52,7 +40,7 @@ def local_worlds(
 ) -> list[World]:
     """Return worlds of `size` threads that share a store; transports are passed to `wrap`.
 
-    Worlds connected by one of the functions above connect again without lost ranks.
+    Worlds connected by `over_threads`, or by a function in `RECONNECTING`, connect again without lost ranks.
     """
     store, fabrics, chosen = HashStore(), dict[int, Fabric](), connect or over_threads
 

@@ -23,8 +23,7 @@ import torch
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
-from commrt.nccl_groups import joined
-from commrt.program import MOST_MESSAGES
+from commrt.program import MOST_MESSAGES, joined
 from commrt.store.agreement import gather
 from commrt.store.client import (
     MALFORMED,
@@ -63,7 +62,7 @@ READ_INTERVAL_S = 0.5
 
 
 Binding = Any
-"""The module ``cupy.cuda.nccl``, which has no types; `commrt.testing.nccl` has what is used of it."""
+"""The module ``cupy.cuda.nccl``, which has no types; `tests/support/nccl_stand_in.py` has what is used of it."""
 Communicator = Any
 """Its ``NcclCommunicator``: one rank's end, used by one thread at a time, but for `check_async_error` and `abort`."""
 

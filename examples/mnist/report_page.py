@@ -23,8 +23,7 @@ import commrt
 from commrt.errors import UsageError
 from commrt.tools.measuring.doctor_environment import cpus
 from commrt.tools.pictures.drawing import draw_recorded_step, draw_schedule
-from commrt.tools.pictures.files import require_writable
-from commrt.tools.pictures.traces import spans_of
+from commrt.tools.pictures.files import require_writable, spans_of
 
 __all__ = ["environment_facts", "page", "prepare_report"]
 

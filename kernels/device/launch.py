@@ -71,13 +71,9 @@ _loading = threading.Lock()
 
 def launch_of(variant: Variant, device: torch.device) -> Launch:
     """Return the launch of `variant` on `device`, compiled and loaded once; it needs `device` as the current one."""
-    with _loading, _on(device):  # Triton's handle is there before its code is loaded
+    there: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with _loading, there:  # Triton's handle is there before its code is loaded
         return _loaded(variant, device)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the thread's current one while code is loaded."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -41,13 +41,13 @@ def pricing(workload=DENSE, ranks=16, batch=8, compute_s=1e-3, on=None):
 
 def test_a_step_takes_its_computing_where_exchanges_take_no_time():
     for groups in (1, 4, 16):
-        step = pricing(Workload.vgg_a(), on=cluster(1e9)).uniform(groups)
+        step = pricing(Workload.named("vgg_a"), on=cluster(1e9)).uniform(groups)
         assert (groups, step.seconds) == (groups, pytest.approx(step.compute_s, rel=1e-3))
 
 
 @pytest.mark.parametrize("model", ["overfeat_fast", "cd_dnn", "resnet50"])
 def test_with_as_many_groups_as_ranks_a_step_is_that_of_data_parallelism(model):
-    workload, on = getattr(Workload, model)(), cluster(latency_us=5.0, pack_gbytes_per_s=50.0)
+    workload, on = Workload.named(model), cluster(latency_us=5.0, pack_gbytes_per_s=50.0)
     hybrid = pricing(workload, compute_s=0.05, on=on).uniform(16)
     plain = Pricing(HalvingDoubling().schedule(0, 16), on)
     buckets = workload.buckets(BUCKET_NBYTES, 4)
@@ -98,7 +98,7 @@ def test_the_closed_form_with_overlap_counts_half_of_the_gradients():
 
 @pytest.mark.parametrize(("model", "gbytes_per_s"), [("vgg_a", 1.0), ("overfeat_fast", 6.0)])
 def test_the_best_step_is_the_best_of_all_that_there_are(model, gbytes_per_s):
-    found = pricing(getattr(Workload, model)(), batch=4, compute_s=0.1, on=cluster(gbytes_per_s, 2.0))
+    found = pricing(Workload.named(model), batch=4, compute_s=0.1, on=cluster(gbytes_per_s, 2.0))
     every = product(*map(found.choices, found.workload.layers))
     assert found.best().sort_key == min(found.step(groups).sort_key for groups in every)
 

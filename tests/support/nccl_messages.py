@@ -7,11 +7,10 @@ from collections import defaultdict
 from itertools import repeat
 
 import numpy as np
+from nccl_plans import Call
 
-from commrt.nccl_groups import joined
-from commrt.program import nccl_groups
+from commrt.program import joined, nccl_groups
 from commrt.schedule import COPY, Step
-from commrt.testing.nccl_plans import Call
 
 
 def group_of(messages, ranks):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import nccl_stand_in as nccl
 import torch
 from peer_memory import HostPeerMemory
 from torch.distributed import HashStore, PrefixStore
@@ -13,7 +14,7 @@ from torch.distributed import HashStore, PrefixStore
 from commrt.program import member_program
 from commrt.runtime.executor import bind
 from commrt.runtime.reading import bind_reading
-from commrt.testing import nccl, ranks
+from commrt.testing import ranks
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.neighbours import Neighbours
 from commrt.transport.peers import PeersTransport

@@ -5,13 +5,29 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import nccl_stand_in
 from peer_group import over_peers
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from commrt.store.launcher import LOOPBACK
-from commrt.testing.ranks import over_nccl, over_threads
+from commrt.testing.ranks import RECONNECTING, over_threads
 from commrt.transport.gloo import GlooTransport, HierarchicalTransport
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU
 from commrt.transport.shared import SharedTransport
+
+
+def over_nccl(store, ranks, timeout_s):
+    """Connect the ranks by `NcclTransport` over the stand-in for NCCL; a `commrt.testing.ranks.Connect`."""
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(lambda rank: nccl_of_one(store, rank, range(ranks), timeout_s), range(ranks)))
+
+
+def nccl_of_one(store, rank, members, timeout_s):
+    return NcclTransport(PrefixStore("nccl", store), rank, members, timeout_s, CPU, nccl_stand_in)
+
+
+RECONNECTING[over_nccl] = nccl_of_one
 
 
 def local(ranks, timeout_s):

@@ -12,9 +12,8 @@ import typer
 import commrt
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.tools.commands import draw, plan, simulate, verify
-from commrt.tools.commands.doctor import doctor
+from commrt.tools.commands.machine import doctor, probe
 from commrt.tools.commands.options import spread
-from commrt.tools.commands.probe import probe
 from commrt.tools.commands.simulate_backups import backups
 
 __all__ = ["app", "in_one_line", "main"]

@@ -19,8 +19,7 @@ from commrt.tools.commands.options import ShapeOptions, StepOptions, compute_of,
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.verify import choose
 from commrt.tools.pictures.drawing import draw_recorded_step, draw_scaling, draw_schedule, draw_simulated_step
-from commrt.tools.pictures.files import require_picture, save_picture
-from commrt.tools.pictures.traces import read_spans
+from commrt.tools.pictures.files import read_spans, require_picture, save_picture
 from commrt.tools.planning.timeline import blocking_step, overlapped_step
 
 __all__ = ["recorded", "scaling", "schedule", "step"]

@@ -20,7 +20,7 @@ from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
-from commrt.tools.planning.workload import Workload
+from commrt.tools.planning.workload import MODELS, Workload
 
 __all__ = [
     "BATCH", "CLUSTER", "AlgorithmName", "BackupOptions", "Batch", "BucketCapMb", "ClusterName", "CollectiveOptions",
@@ -31,14 +31,9 @@ __all__ = [
 ]  # fmt: skip
 
 BATCH, CLUSTER = 32, "abci"
-MODELS: dict[str, Callable[[], Workload]] = {
-    "resnet50": Workload.resnet50,
-    "vgg_a": Workload.vgg_a,
-    "overfeat_fast": Workload.overfeat_fast,
-    "cd_dnn": Workload.cd_dnn,
-}
-"""What --model takes by name."""
 MOST_PARAMETERS = 10**15
+FORMS = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.tools.workload_of(...).save"
+"""What --model takes, besides a number of parameters."""
 
 Wire = StrEnum("Wire", ["fp32", "bf16", "fp16", "int8", "int4", "int2", "float8"])
 LawName = StrEnum("LawName", ["paper", "exponential", "slow"])
@@ -75,12 +70,7 @@ Nbytes = Annotated[
     ),
 ]
 Model = Annotated[
-    str,
-    option(
-        help="Exchange this model's gradients in a training step: resnet50, vgg_a, overfeat_fast, cd_dnn, "
-        "transformer:WIDTHxDEPTHxTOKENS, a number of parameters, or a .json file of "
-        "commrt.tools.workload_of(...).save."
-    ),
+    str, option(help=f"Exchange this model's gradients in a training step: {FORMS}, or a number of parameters.")
 ]
 Batch = Annotated[
     int | None,
@@ -302,7 +292,7 @@ def compute_of(
 def workload_of(model: str) -> Workload:
     """Return the workload that --model describes; raises `UsageError`."""
     if model in MODELS:
-        return MODELS[model]()
+        return Workload.named(model)
     if model.endswith(".json"):
         return Workload.read(model)
     if sizes := re.fullmatch(r"transformer:(\d{1,9})x(\d{1,5})x(\d{1,9})", model):
@@ -312,10 +302,7 @@ def workload_of(model: str) -> Workload:
     except (ValueError, OverflowError):
         numel = 0
     if not 0 < numel <= MOST_PARAMETERS:
-        known = (
-            f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.tools.workload_of(...).save"
-        )
-        raise UsageError(f"--model {model}: give {known}, or a number of parameters, such as 25.6e6")
+        raise UsageError(f"--model {model}: give {FORMS}, or a number of parameters, such as 25.6e6")
     return Workload.even(numel, parts=min(numel, 100))
 
 

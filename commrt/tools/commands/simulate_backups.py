@@ -10,20 +10,19 @@ from math import ceil, inf, isnan
 from typing import Any
 
 import numpy as np
-from numpy.random import default_rng
+from numpy.random import Generator, default_rng
 from rich.console import Console
 from rich.table import Table
 
 from commrt.errors import UsageError
 from commrt.tools.commands.options import BackupOptions, Json, json_of
-from commrt.tools.pictures.traces import read_times
+from commrt.tools.pictures.files import read_times
 from commrt.tools.planning.stragglers import (
     Exponential,
     HeavyTails,
     PerRank,
     Published,
     QuorumChoice,
-    Recorded,
     Scaling,
     SlowSteps,
     Times,
@@ -56,7 +55,8 @@ class BackupEstimate:
     """What backup workers cost and save, for each quorum."""
 
     options: BackupOptions
-    law: Sampled | Recorded
+    law: Sampled | None
+    """None for recorded times."""
     goal: Published | Scaling
     times_s: Times
     choice: QuorumChoice
@@ -71,7 +71,7 @@ class BackupEstimate:
         """Return columns [ranks] for quorums of 1 to all ranks."""
         return {
             "kth_time_s": self.choice.kth_s,
-            "hours": self.choice.goal_s * (1 / 3600 if self.goal.in_updates else np.nan),
+            "hours": self.choice.goal_s * (1 / 3600 if isinstance(self.goal, Published) else np.nan),
             "relative_time": self.choice.goal_s / float(self.choice.goal_s[-1]),
         }
 
@@ -97,7 +97,7 @@ class BackupEstimate:
     def record(self) -> dict[str, Any]:
         """Return all of it for JSON."""
         choice = self.choice
-        parameters = {"file": self.options.times} if isinstance(self.law, Recorded) else asdict(self.law)
+        parameters = {"file": self.options.times} if self.law is None else asdict(self.law)
         columns = {name: None if np.isnan(each).all() else each.tolist() for name, each in self.per_quorum.items()}
         return {
             "ranks": self.ranks,
@@ -118,7 +118,7 @@ class BackupEstimate:
         """Return where times and numbers of updates come from."""
         fitted = ", a fit of ours to two percentages published for 100 machines, as recalled"
         times = f"sampled, {self.law}{fitted * (self.law == LAWS['paper'])}"
-        if isinstance(self.law, Recorded):
+        if self.law is None:
             times = f"recorded, {self.options.times}"
         updates = "a line between Inception's with 50 and with 100 gradients each, published, as recalled"
         if isinstance(self.goal, Scaling):
@@ -129,30 +129,31 @@ class BackupEstimate:
 def estimate_backups(options: BackupOptions) -> BackupEstimate:
     """Read or sample times, then choose a quorum; raises `UsageError` if the options do not fit together."""
     rng = default_rng(options.seed)
-    law = _sampled(options) if options.times is None else _recorded(options, options.times)
-    if isinstance(law, Recorded):
-        times_s = law.times_s
-    else:
-        ranks, steps = options.ranks or RANKS, options.steps or STEPS
-        if ranks * steps > MOST_TIMES:
-            most = MOST_TIMES // ranks
-            raise UsageError(f"{steps:,} steps of {ranks:,} ranks are too many: give up to --steps {most}")
-        times_s = law.sample(rng, steps, ranks)
+    law = _law(options) if options.times is None else None
+    times_s = _recorded(options, options.times or "") if law is None else _sampled(law, options, rng)
     goal = _goal(options, times_s.shape[1])
     return BackupEstimate(options, law, goal, times_s, choose(times_s, goal, rng))
 
 
-def _recorded(options: BackupOptions, file: str) -> Recorded:
+def _sampled(law: Sampled, options: BackupOptions, rng: Generator) -> Times:
+    ranks, steps = options.ranks or RANKS, options.steps or STEPS
+    if ranks * steps > MOST_TIMES:
+        most = MOST_TIMES // ranks
+        raise UsageError(f"{steps:,} steps of {ranks:,} ranks are too many: give up to --steps {most}")
+    return law.sample(rng, steps, ranks)
+
+
+def _recorded(options: BackupOptions, file: str) -> Times:
     if options.law or options.parameters or options.steps:
         raise UsageError("--times replaces sampled times: leave out --law, --set and --steps")
-    law = read_times(file)
-    ranks = law.times_s.shape[1]
+    times_s = read_times(file)
+    ranks = times_s.shape[1]
     if options.ranks not in {None, ranks}:
         raise UsageError(f"{file} holds times of {ranks} ranks, not of {options.ranks}: leave --ranks out")
-    return law
+    return times_s
 
 
-def _sampled(options: BackupOptions) -> Sampled:
+def _law(options: BackupOptions) -> Sampled:
     law = LAWS[options.law_name]
     parameters = asdict(law)
     for text in options.parameters or ():

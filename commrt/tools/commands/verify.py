@@ -19,10 +19,9 @@ from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
-from commrt.nccl_groups import group_count
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import require_candidate
-from commrt.program import nccl_groups
+from commrt.program import group_count, nccl_groups
 from commrt.proof import order_of_additions, replay
 from commrt.proof.additions import Additions
 from commrt.proof.mixing import mixing, steps_to_meet_all
@@ -164,10 +163,9 @@ def _verify_collective(
 
 
 def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:
-    if isinstance(algorithm, Gossip):
-        return promise(algorithm, schedule)
-    members = range(algorithm.needed(schedule.ranks)) if isinstance(algorithm, BackupWorkers) else None
-    return all_reduce(schedule.ranks, schedule.chunks, members)
+    if isinstance(algorithm, BackupWorkers):
+        return all_reduce(schedule.ranks, schedule.chunks, range(algorithm.needed(schedule.ranks)))
+    return promise(algorithm, schedule)
 
 
 def _mixing(algorithm: Gossip, period: Sequence[Schedule]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.pricing.price import Phase
-from commrt.schedule import ADD, COPY, Combine, Schedule, Step
-from commrt.tools.pictures.traces import WARMUP_STEPS, TimelineSpan
+from commrt.schedule import COPY, Combine, Schedule, Step
+from commrt.tools.pictures.files import WARMUP_STEPS, TimelineSpan
 from commrt.tools.planning.timeline import StepTime
 from commrt.tools.planning.workload import FORWARD
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_RANKS, MAX_STEPS = 64, 130
 SIZE_LIMIT = f"a picture can show {MAX_RANKS} ranks and {MAX_STEPS} steps"
-COMBINE_NAMES = {ADD: "add", COPY: "copy"}
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
@@ -104,7 +103,7 @@ def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, str]]:
 
     def traits(number: int) -> tuple[bytes, bytes, str]:
         step = steps[number]
-        names = {COMBINE_NAMES.get(Combine(combine), "mix") for combine in step.combine}
+        names = {Combine(combine).name.lower() for combine in step.combine}
         return step.src.tobytes(), step.dst.tobytes(), " and ".join(sorted(names))
 
     for (_, _, name), group in groupby(range(len(steps)), traits):

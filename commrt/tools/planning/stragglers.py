@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar
 
 import numpy as np
 from numpy.random import Generator
@@ -19,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from commrt.errors import UsageError
 
 __all__ = [
-    "Exponential", "HeavyTails", "Jitter", "PerRank", "Published", "QuorumChoice", "Recorded", "Scaling", "SlowSteps",
+    "Exponential", "HeavyTails", "Jitter", "PerRank", "Published", "QuorumChoice", "Scaling", "SlowSteps",
     "Times", "choose", "kth_time_s", "step_time_s",
 ]  # fmt: skip
 
@@ -108,46 +107,21 @@ class SlowSteps:
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """Log-normal times around `base_s`; sometimes, with `chance`, `factor` times as long."""
+    """Log-normal times around `base_s`."""
 
     base_s: float = 1.0
     """The median."""
     variation: float = 0.05
     """Standard deviation divided by mean."""
-    chance: float = 0.0
-    factor: float = 2.0
 
     def __post_init__(self) -> None:
         _within(LEAST, inf, base_s=self.base_s)
         _within(0, inf, variation=self.variation)
-        _within(0, 1, chance=self.chance)
-        _within(1, inf, factor=self.factor)
 
     def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
         """Return random times of `steps` steps."""
-        times_s = self.base_s * np.exp(rng.normal(0.0, np.sqrt(np.log1p(self.variation**2)), (steps, ranks)))
-        slower: Times = np.where(rng.random((steps, ranks)) < self.chance, self.factor, 1.0)
-        return slower * times_s
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Recorded:
-    """The times of a real run. Its steps are drawn as a whole, so what their ranks have in common stays."""
-
-    times_s: Times
-
-    def __post_init__(self) -> None:
-        if self.times_s.ndim != 2 or self.times_s.size == 0:
-            raise UsageError(f"times of shape {self.times_s.shape}: give them as [steps, ranks], at least one of each")
-        if not (np.isfinite(self.times_s) & (self.times_s > 0)).all():
-            raise UsageError("a time that is no positive number of seconds: every rank needs one in every step")
-
-    def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
-        """Return random steps of the recording; raises `UsageError` unless `ranks` is what was recorded."""
-        recorded = self.times_s.shape[1]
-        if ranks != recorded:
-            raise UsageError(f"{recorded} ranks were recorded, their times say nothing of {ranks} ranks")
-        return self.times_s[rng.integers(len(self.times_s), size=steps)]
+        times_s: Times = self.base_s * np.exp(rng.normal(0.0, np.sqrt(np.log1p(self.variation**2)), (steps, ranks)))
+        return times_s
 
 
 def kth_time_s(times_s: Times) -> PerRank:
@@ -188,9 +162,6 @@ class Published:
     [137500.0, 81104.0, 76200.0]
     """
 
-    in_updates: ClassVar[bool] = True
-    """True if `iterations` counts updates; else it only compares quorums."""
-
     def iterations(self, needed: NDArray[np.int64]) -> PerRank:
         """Return the updates until the goal for each number of gradients per update; nan below 50 and above 100."""
         return np.interp(needed, [*PUBLISHED], [*PUBLISHED.values()], left=np.nan, right=np.nan)
@@ -205,7 +176,6 @@ class Scaling:
     """
 
     exponent: float = 1.0
-    in_updates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.exponent <= 1:
@@ -238,13 +208,14 @@ class QuorumChoice:
 
 
 def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
-    """Return the quorum with the least time to the goal; `rng` resamples the steps for `likely`."""
+    """Return the quorum with the least time to the goal; `rng` resamples the steps, as a whole, for `likely`."""
     steps, ranks = times_s.shape
     iterations = goal.iterations(np.arange(1, ranks + 1))
     if np.isnan(iterations).all():
         raise UsageError(f"nothing is known of the updates that {ranks} ranks or fewer need: give an exponent")
-    arrivals, kth_s = Recorded(np.sort(times_s, axis=1)), kth_time_s(times_s)
-    again = sorted(_best(arrivals.sample(rng, steps, ranks).mean(axis=0) * iterations) for _ in range(RESAMPLES))
+    arrivals_s, kth_s = np.sort(times_s, axis=1), kth_time_s(times_s)
+    drawn = (arrivals_s[rng.integers(steps, size=steps)] for _ in range(RESAMPLES))
+    again = sorted(_best(each.mean(axis=0) * iterations) for each in drawn)
     likely = again[RESAMPLES // 20], again[-RESAMPLES // 20]
     goal_s = kth_s * iterations
     return QuorumChoice(kth_s, goal_s, _best(goal_s), likely)

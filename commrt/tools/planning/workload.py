@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -15,7 +15,12 @@ from commrt.errors import CommrtError, UsageError
 from commrt.pricing.price import GRADIENT_NBYTES, Item, wire_nbytes
 from commrt.quantizer import Quantizer
 
-__all__ = ["FORWARD", "Layer", "ReadyBucket", "Workload"]
+__all__ = ["FORWARD", "MODELS", "Layer", "ReadyBucket", "Workload"]
+
+MODELS = ("resnet50", "vgg_a", "overfeat_fast", "cd_dnn")
+"""Models that ship as files in `FOLDER`: of images of 224 x 224 pixels, and 231 x 231 for `overfeat_fast`. `cd_dnn` has
+seven hidden layers for speech (Das et al., 2016)."""
+FOLDER = resources.files("commrt.tools.planning").joinpath("models")
 
 FORWARD = 1 / 3
 """Part of a step's computing before the first gradient is ready: the backward pass multiplies twice as much."""
@@ -93,48 +98,14 @@ class Workload:
         return cls(f"{numel:,} parameters", tuple(Layer(hi - lo, 1.0) for lo, hi in pairwise(bounds)))
 
     @classmethod
-    def resnet50(cls) -> Self:
-        """Return ResNet-50 for images of 224 x 224 pixels; layers take time in proportion to their multiplications.
+    def named(cls, name: str) -> Self:
+        """Return the workload of one of `MODELS`; layers take time in proportion to their multiplications.
 
-        >>> model = Workload.resnet50()
+        >>> model = Workload.named("resnet50")
         >>> model.numel, round(model.work / 1e9, 2)
         (25557032, 4.09)
         """
-        return cls("resnet50", tuple(_resnet50()))
-
-    @classmethod
-    def vgg_a(cls) -> Self:
-        """Return VGG-A (VGG-11) for images of 224 x 224 pixels.
-
-        >>> model = Workload.vgg_a()
-        >>> model.numel, round(2 * model.work / 1e9, 1)
-        (132863336, 15.2)
-        """
-        shapes = [(3, 64, 224), (64, 128, 112), (128, 256, 56), (256, 256, 56), (256, 512, 28), (512, 512, 28)]
-        shapes += [(512, 512, 14)] * 2
-        convolutions = (_convolution(inputs, outputs, 3, side, extra=1) for inputs, outputs, side in shapes)
-        return cls("vgg_a", (*convolutions, *_dense(25088, 4096, 4096, 1000)))
-
-    @classmethod
-    def overfeat_fast(cls) -> Self:
-        """Return OverFeat's fast model for images of 231 x 231 pixels.
-
-        >>> model = Workload.overfeat_fast()
-        >>> round(model.numel / 1e6, 1), round(2 * model.work / 1e9, 1)
-        (145.9, 5.6)
-        """
-        shapes = (3, 96, 11, 56), (96, 256, 5, 24), (256, 512, 3, 12), (512, 1024, 3, 12), (1024, 1024, 3, 12)
-        convolutions = (_convolution(*shape, extra=1) for shape in shapes)
-        return cls("overfeat_fast", (*convolutions, *_dense(36864, 3072, 4096, 1000)))
-
-    @classmethod
-    def cd_dnn(cls) -> Self:
-        """Return the network of seven hidden layers for speech of Das et al. (2016).
-
-        >>> round(Workload.cd_dnn().numel / 1e6, 1)
-        45.1
-        """
-        return cls("cd_dnn", tuple(_dense(429, *[2048] * 7, 9304)))
+        return cls.parsed(FOLDER.joinpath(f"{name}.json").read_text(encoding="utf-8"), name)
 
     @classmethod
     def transformer(cls, width: int, depth: int, tokens: int, vocabulary: int = 50_257) -> Self:
@@ -233,33 +204,3 @@ class Workload:
 NAME = r"[\w .,:+/()-]{1,100}"
 """What tables, pictures and messages can show as it is."""
 FORMAT = '{"name": "mine", "layers": [{"numel": 1000, "work": 1000.0}]}'
-
-
-STAGES = ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7))
-"""Width, blocks and output side of each stage; a block's output has 4 times as many channels."""
-
-
-def _resnet50() -> Iterator[Layer]:
-    yield _convolution(3, 64, 7, 112)
-    channels = 64
-    for width, blocks, side in STAGES:
-        for block in range(blocks):
-            yield _convolution(channels, width, 1, side * 2 if block == 0 and width > 64 else side)
-            yield _convolution(width, width, 3, side)
-            yield _convolution(width, 4 * width, 1, side)
-            if block == 0:
-                yield _convolution(channels, 4 * width, 1, side)
-            channels = 4 * width
-    yield from _dense(channels, 1000)
-
-
-def _convolution(inputs: int, outputs: int, kernel: int, side: int, extra: int = 2) -> Layer:
-    """Return a convolution with `extra` parameters per channel: 2 of a batch normalisation after it, or 1 as a bias."""
-    weights = inputs * outputs * kernel * kernel
-    return Layer(weights + extra * outputs, float(weights * side * side))
-
-
-def _dense(*widths: int) -> Iterator[Layer]:
-    """Yield the fully connected layers between `widths`."""
-    for inputs, outputs in pairwise(widths):
-        yield Layer((inputs + 1) * outputs, float(inputs * outputs), inputs, outputs)

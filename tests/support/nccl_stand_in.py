@@ -306,13 +306,13 @@ def _recorded(graph: RecordedGraph, communicator: NcclCommunicator, peer: int) -
 
     def on_reset() -> None:
         with changed:
-            communicator._graphs -= 1  # noqa: SLF001  # of this module
+            communicator._graphs -= 1  # of this module
             changed.notify_all()
 
-    communicator._graphs += 1  # noqa: SLF001
+    communicator._graphs += 1
     graph.on_reset(on_reset)
-    communicator._recorded[peer] += 1  # noqa: SLF001
-    return communicator._recorded[peer]  # noqa: SLF001
+    communicator._recorded[peer] += 1
+    return communicator._recorded[peer]
 
 
 def _run_now(calls: list[Posted], numbers: dict[tuple[NcclCommunicator, int], int]) -> None:
@@ -331,22 +331,22 @@ def _run_now(calls: list[Posted], numbers: dict[tuple[NcclCommunicator, int], in
 
 
 run_group: Callable[[list[Posted], dict[tuple[NcclCommunicator, int], int]], None] = _run_now
-"""Runs a group, given the numbers of recorded ones; `commrt.testing.nccl_cut` puts another in its place."""
+"""Runs a group, given the numbers of recorded ones; `nccl_cut` puts another in its place."""
 
 
 @contextmanager
 def exclusively(communicators: set[NcclCommunicator]) -> Iterator[None]:
     """Raise `NcclError` if another thread is inside one of `communicators`."""
-    if any(communicator._users for communicator in communicators):  # noqa: SLF001  # of this module
+    if any(communicator._users for communicator in communicators):  # of this module
         raise NcclError(INVALID_USAGE)
     for communicator in communicators:
-        communicator._require_open()  # noqa: SLF001
-        communicator._users += 1  # noqa: SLF001
+        communicator._require_open()
+        communicator._users += 1
     try:
         yield
     finally:
         for communicator in communicators:
-            communicator._users -= 1  # noqa: SLF001
+            communicator._users -= 1
 
 
 def _posts(calls: list[Posted]) -> dict[tuple[NcclCommunicator, int], _Post]:

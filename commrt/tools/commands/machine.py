@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor``: which packages are installed, what would fail or be slow, and what to do about it."""
+"""``commrt doctor`` and ``commrt probe``: look at the machine, and measure the links of the world that they run in."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,8 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
 from commrt.store.launcher import default_timeout_s, launched
-from commrt.threads.deadline import Timeouts
+from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.tools.commands.options import Json, json_of
 from commrt.tools.measuring.doctor_environment import (
     Finding,
@@ -29,8 +31,9 @@ from commrt.tools.measuring.doctor_environment import (
     packages,
     variables,
 )
+from commrt.tools.pictures.files import require_writable, write
 
-__all__ = ["doctor", "examine"]
+__all__ = ["doctor", "examine", "probe"]
 
 COLOURS = {"ok": "green", "absent": "yellow", "warning": "yellow", "problem": "red"}
 
@@ -86,3 +89,35 @@ def examine(quick: bool = False) -> Iterator[Finding]:
 
 def _timeouts() -> Iterator[Finding]:
     yield Finding("timeouts", "ok", f"{Timeouts.of(default_timeout_s())}, unless init() sets others")
+
+
+def probe(
+    out: Annotated[str, typer.Option(metavar="FILE", help="The file to write: a cluster description, .toml.")],
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Local processes; ignored under a launcher.")] = 4,
+    timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another one, in seconds.")] = 60.0,
+) -> None:
+    """Measure the links between ranks, for simulate and plan.
+
+    On this machine, or in the job that starts it.
+    """
+    from commrt.tools.measuring.probing import probed  # noqa: PLC0415  # imports torch
+
+    require_writable("--out", out, "mine.toml", [".toml"])
+    require_deadlines(**{"--timeout-s": timeout_s})
+    launch, path = launched(), Path(out)
+    cluster = probed(launch, workers, timeout_s)
+    if launch is None or launch.rank == 0:  # one writes it
+        text = replace(cluster, name=path.stem).text()
+        write("--out", out, lambda: path.write_text(text, encoding="utf-8"))
+        print(_sentence(cluster, out))
+
+
+def _sentence(cluster: Cluster, out: str) -> str:
+    within, between = cluster.within, cluster.between
+    links = []
+    if cluster.gpus_per_node > 1:
+        links.append(f"{within.latency_us:.0f} us and {within.gbytes_per_s:.3g} GB/s inside a host")
+    if cluster.nodes != 1:
+        rate = f"{between.nics} x {between.gbytes_per_s:.3g} GB/s"
+        links.append(f"{between.latency_us:.0f} us and {rate} between hosts")
+    return f"{out}: {', '.join(links)}"
