@@ -4,23 +4,25 @@ unexport PYTHONDONTWRITEBYTECODE# the tests start hundreds of processes, and eac
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test test-slow prove conformance check fuzz docs pictures inspect bench netlab studies gpu clean
+.PHONY: venv demo test test-slow all-tests prove conformance check fuzz docs pictures inspect bench netlab studies gpu clean
 
 venv: .venv/ready
 
-# pip compiles on one core, compileall on all; it fails for files that packages keep for other versions of Python.
+# pip compiles on one core, compileall on all, and torch while pip installs the rest; it fails for files that packages
+# keep for other versions of Python. Nobody imports the tests of packages, and hardly any model of transformers.
+COMPILE = $(BIN)/python -m compileall -qq -x '/tests?/|/transformers/models/' .venv/lib
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile torch==2.13.0
-	$(BIN)/pip install --quiet --no-compile --editable '.[demo,test]'
-	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	$(COMPILE) & $(BIN)/pip install --quiet --no-compile --editable '.[demo,test]'
+	$(COMPILE) -j 0 || true
 	touch $@
 
 demo: export PYTHONSAFEPATH =# the program finds the modules beside it
 demo: venv
 	$(BIN)/python examples/mnist/train.py --workers 4 --algorithm torus2d --compare ddp
 
-.PHONY: lint types fast-tests
+.PHONY: lint types fast-tests every-test
 check: lint types
 
 lint: venv
@@ -41,6 +43,12 @@ fast-tests: venv
 
 test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds, all pages
 	$(PYTEST) -m slow
+
+all-tests: lint  # what CI runs: `test` and `test-slow` in one run of pytest, where one waits while another computes
+	$(MAKE) --jobs 2 types every-test WORKERS=5
+
+every-test: venv
+	$(PYTEST)
 
 prove: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
 prove: venv  # all schedules, for 1 to 64 ranks and some for more, in 1 to 2 minutes

@@ -32,6 +32,7 @@ from commrt.program import MOST_MESSAGES, nccl_groups
 from commrt.proof import spec
 from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof, verify
+from commrt.proof.symbols import different
 from commrt.schedule import Schedule, Step
 
 __all__ = ["FEW", "SWEEPS", "main", "wrong"]
@@ -193,14 +194,14 @@ def most_messages(step: Step, ranks: int) -> int:
     groups = nccl_groups(step, ranks)
     group, distance = np.zeros(len(step), int) if groups is None else groups, (step.dst - step.src) % ranks
     ends = np.concatenate((step.src, step.dst)) * (group.max(initial=0) + 1) + np.tile(group, 2)
-    works = np.unique(np.stack((ends, np.tile(distance, 2))), axis=1)[0] if is_uniform(step, ranks) else ends
-    return int(np.unique(works, return_counts=True)[1].max(initial=0))
+    works = different(ends * ranks + np.tile(distance, 2)) // ranks if is_uniform(step, ranks) else ends
+    return int(np.bincount(works).max(initial=0))
 
 
 def is_uniform(step: Step, ranks: int) -> bool:
     """Return True if all ranks send and receive over the same distances, over each once."""
-    pairs = (step.dst - step.src) % ranks
-    return all(counts == ranks for counts in np.unique(pairs, return_counts=True)[1])
+    counts = np.bincount((step.dst - step.src) % ranks)
+    return bool(np.isin(counts, (0, ranks)).all())
 
 
 SWEEPS: dict[str, Sweep] = {

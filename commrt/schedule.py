@@ -102,10 +102,10 @@ class Step:
         """
         code = int(combine) if isinstance(combine, Combine) else combine  # numpy is slow with a member of an enum
         try:
-            columns = np.broadcast_arrays(src, dst, lo, hi, code, weight)
+            shape = np.broadcast(src, dst, lo, hi, code, weight).shape  # np.broadcast_arrays takes longer
         except ValueError as error:
             raise UsageError(f"columns do not fit together: {error}; give scalars, or arrays that broadcast") from error
-        return cls(*(column.reshape(-1) for column in columns))
+        return cls(*(np.full(shape, column).reshape(-1) for column in (src, dst, lo, hi, code, weight)))
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
@@ -124,7 +124,7 @@ class Step:
 
         Both ends of a transfer derive their program from this form, so they agree on order and sizes.
         """
-        full = self.rows(self.hi > self.lo)
+        full = self if (self.hi > self.lo).all() else self.rows(self.hi > self.lo)
         step = full.rows(np.lexsort((full.hi, full.lo, full.dst, full.src)))
         if len(step) < 2:
             return step

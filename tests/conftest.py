@@ -8,6 +8,7 @@ import tempfile
 from multiprocessing import set_forkserver_preload
 
 import cpu_limit
+import long_tests
 import profiles  # noqa: F401  # loads one
 import pytest
 
@@ -20,9 +21,6 @@ os.environ.setdefault("CUPY_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"co
 os.environ.setdefault("TRITON_HOME", os.path.join(tempfile.gettempdir(), f"commrt-tests-triton-{os.getuid()}"))  # noqa: PTH118
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share the cores: more threads only wait for each other
-
-LONG = ("test_docs", "test_equivalence", "test_examples", "test_compiled", "test_torch_conformance")
-"""The slowest tests begin first, so that no worker of pytest is left with one at the end."""
 
 pytest.register_assert_rewrite("late_ranks")  # checks what ranks returned
 collect_ignore = ["support"]  # helpers, some of them programs in which Triton compiles
@@ -51,8 +49,9 @@ def pytest_configure(config):
             config.pluginmanager.register(cpu_limit.AgainAlone(cpu_limit.IN_CI_S))
 
 
+@pytest.hookimpl(trylast=True)  # when those that are not chosen are gone
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items[:] = long_tests.first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def pytest_collection_finish():

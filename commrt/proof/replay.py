@@ -24,7 +24,7 @@ import numpy as np
 
 from commrt.errors import ScheduleError
 from commrt.proof.spec import MAX_RANKS, Collective, Kind
-from commrt.proof.symbols import Cells, Masks, Refuted, Weights, select
+from commrt.proof.symbols import Cells, Masks, Refuted, Weights, different, select
 from commrt.schedule import ADD, COPY, MIX, Schedule, malformed
 
 __all__ = ["CounterExample", "Proof", "Traffic", "ends_alike", "prove", "traffic", "verify"]
@@ -177,8 +177,8 @@ def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]
         moved = step.canonical()
         count, transfers = count + 1, transfers + len(moved)
         np.add.at(sent, moved.src, moved.hi - moved.lo)
-        pairs = np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src))
-        peers = max(peers, int(np.bincount(np.unique(pairs) // ranks).max(initial=0)))
+        pairs = different(np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src)))
+        peers = max(peers, int(np.bincount(pairs // ranks).max(initial=0)))
     return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers), mixes, None
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from commrt.proof.spec import ANYTHING, Collective, Kind
 from commrt.schedule import ADD, COPY, IntArray, Step
 
-__all__ = ["Cells", "Masks", "Refuted", "Weights", "select"]
+__all__ = ["Cells", "Masks", "Refuted", "Weights", "different", "select"]
 
 UNDEFINED = "sends this chunk before it holds a value"
 
@@ -42,7 +42,7 @@ class Cells:
 
 def select(step: Step, lo: int, hi: int) -> Cells:
     """Return the cells that `step` moves within chunks [lo, hi), in order of (src, lo)."""
-    first, last = np.clip(step.lo, lo, hi), np.clip(step.hi, lo, hi)
+    first, last = (np.minimum(np.maximum(column, lo), hi) for column in (step.lo, step.hi))
     length = last - first
     ordered = np.lexsort((first, step.src))
     ordered = ordered[length[ordered] > 0]
@@ -54,11 +54,25 @@ def select(step: Step, lo: int, hi: int) -> Cells:
     return Cells(src, dst, step.combine[row], step.weight[row], row)
 
 
+def different(numbers: IntArray) -> IntArray:
+    """Return the different `numbers` in order. `np.unique` hashes: 7 s for two million in steps of 7, not 0.3 s."""
+    ordered = np.sort(numbers)
+    return ordered[_is_new(ordered)]
+
+
+def _is_new(ordered: IntArray) -> NDArray[np.bool_]:
+    """Return True for each number of a sorted row that differs from the one before it."""
+    found = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=found[1:])
+    return found
+
+
 def _waves(dst: IntArray) -> list[IntArray]:
     """Return groups of indices, earlier ones first, such that no group names a cell twice."""
     order = np.argsort(dst, kind="stable")
-    position = np.arange(len(dst))
-    is_first = np.diff(dst[order], prepend=-1) != 0
+    position, is_first = np.arange(len(dst)), _is_new(dst[order])
+    if is_first.all():
+        return [position] if len(dst) else []
     nth = position - np.maximum.accumulate(np.where(is_first, position, 0))
     return [np.sort(order[nth == k]) for k in range(int(nth.max(initial=-1)) + 1)]
 
