@@ -4,7 +4,7 @@ unexport PYTHONDONTWRITEBYTECODE# the tests start hundreds of processes, and eac
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: venv demo test test-slow all-tests prove conformance check fuzz docs pictures inspect bench netlab studies gpu clean
+.PHONY: venv demo test test-slow prove conformance check fuzz docs pictures inspect bench netlab studies gpu clean
 
 venv: .venv/ready
 
@@ -22,7 +22,7 @@ demo: export PYTHONSAFEPATH =# the program finds the modules beside it
 demo: venv
 	$(BIN)/python examples/mnist/train.py --workers 4 --algorithm torus2d --compare ddp
 
-.PHONY: lint types fast-tests every-test
+.PHONY: lint types selected-tests
 check: lint types
 
 lint: venv
@@ -34,21 +34,16 @@ types: venv  # 40 s of CPU in a fresh clone, as it reads torch; 1 s later
 	$(BIN)/mypy
 
 test: lint  # all but the slow tests; types are checked beside them
-	$(MAKE) --jobs 2 types fast-tests
+	$(MAKE) --jobs 2 types selected-tests
 
 WORKERS = 4# two of them wait for ranks, on average
+SELECT = -m 'not slow'# none in CI: slow tests wait while others compute
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
-fast-tests: venv
-	$(PYTEST) -m 'not slow'
+selected-tests: venv
+	$(PYTEST) $(SELECT)
 
 test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds, all pages
 	$(PYTEST) -m slow
-
-all-tests: lint  # what CI runs: `test` and `test-slow` in one run of pytest, where one waits while another computes
-	$(MAKE) --jobs 2 types every-test WORKERS=5
-
-every-test: venv
-	$(PYTEST)
 
 prove: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
 prove: venv  # all schedules, for 1 to 64 ranks and some for more, in 1 to 2 minutes
