@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 
-__all__ = ["homes", "names_of"]
-
 
 def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and the ``__dir__`` of `package`, whose names are those of its ``__init__.pyi``."""

@@ -15,8 +15,6 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["NAME", "prepare", "register", "untraced"]
-
 T = TypeVar("T")
 
 NAME = "commrt"

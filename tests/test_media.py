@@ -17,7 +17,7 @@ from commrt.runtime.world import World
 from commrt.testing import conformance
 from commrt.testing.ranks import over_threads, run_ranks
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.streams import DONE
+from commrt.threads.future import DONE
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 

@@ -37,8 +37,7 @@ from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import cut
 from commrt.runtime.recording import within_range
 from commrt.schedule import Schedule
-from commrt.threads.future import Future
-from commrt.threads.streams import StreamEvent
+from commrt.threads.future import Future, StreamEvent
 from commrt.training.attach import Request
 from commrt.training.model_state import unread_buffers
 from commrt.training.replica import Replica, StepReport

@@ -27,8 +27,6 @@ from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 from commrt.torch_import import NAME, untraced
 
-__all__ = ["CommrtBackend", "Methods"]
-
 SHORTEST = timedelta(milliseconds=1)
 """The timeout of a barrier for which 0 is given."""
 Method = TypeVar("Method", bound=Callable[..., Any])

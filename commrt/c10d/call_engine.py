@@ -34,8 +34,6 @@ from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.transport.protocol import Tag, point
 
-__all__ = ["Call", "CallEngine", "Kind", "Piece"]
-
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""
 SPREAD = 0x9E3779B1

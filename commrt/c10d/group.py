@@ -32,8 +32,6 @@ from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
-__all__ = ["ProcessGroupWorld"]
-
 CONNECT_TRIES = 5
 """Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
 ONE_HOST = "host"

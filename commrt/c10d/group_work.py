@@ -20,8 +20,6 @@ from commrt.runtime.work import Work, new_future
 from commrt.threads.future import Future
 from commrt.torch_import import untraced
 
-__all__ = ["GroupWork", "as_dist_error", "seconds_of"]
-
 Error = TypeVar("Error", bound=CommrtError)
 NO_TIMEOUT = timedelta(0)
 """What torch passes where the caller gives none."""

@@ -24,8 +24,6 @@ from commrt.threads.future import Future
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
-__all__ = ["DeviceMessages", "HostMessages"]
-
 
 class HostMessages:
     """Sends and receives of CPU tensors. Used by any thread."""

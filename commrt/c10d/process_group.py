@@ -33,8 +33,6 @@ from commrt.c10d.group_work import as_dist_error
 from commrt.errors import UsageError
 from commrt.torch_import import NAME
 
-__all__ = ["CommrtProcessGroup"]
-
 DEVICES = [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
 KEY = "FPGA"
 """Comes after the keys of modes, and before those of devices. All ops but those below fall through it."""

@@ -33,8 +33,6 @@ from commrt.threads.comm_thread import CommThread
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag
 
-__all__ = ["AllReduce", "Sums", "check_algorithm", "check_all_reduce", "check_all_reduce_call", "is_expanded"]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 """Narrower ones would overflow: each rank adds flags to the sum as well."""

@@ -19,20 +19,6 @@ from commrt.store.launcher import GPU_TRANSPORTS, TRANSPORTS, chosen_transport, 
 from commrt.store.rendezvous import host_identity
 from commrt.transport.protocol import Transport
 
-__all__ = [
-    "Connect",
-    "ConnectGpu",
-    "HostTransport",
-    "ReconnectOptions",
-    "connect_gpu",
-    "connect_hosts",
-    "default_device",
-    "local_rank",
-    "require_gpu",
-    "suited",
-    "transport_called",
-]
-
 
 class HostTransport(Protocol):
     """A class of transports for host memory: what `TRANSPORTS` names."""

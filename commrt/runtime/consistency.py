@@ -27,8 +27,6 @@ from commrt.threads.comm_thread import RecoveredError
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import Tag
 
-__all__ = ["ConsistencyCheck"]
-
 CLAIM_NBYTES = 128
 """Room for a digest, a number and the name of a dtype."""
 SUMMARY = re.compile(r"[0-9a-f]{64} ([0-9]{1,9}) bytes")

@@ -24,22 +24,8 @@ from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
 from commrt.runtime.recording import Recorder, listening, within_range
 from commrt.schedule import ADD, COPY, Combine
-from commrt.threads.streams import StreamEvent, Streams
+from commrt.threads.future import StreamEvent, Streams
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
-
-__all__ = [
-    "Adding",
-    "BoundHop",
-    "BoundProgram",
-    "Combination",
-    "Landing",
-    "RunnableProgram",
-    "bind",
-    "combinations_of",
-    "facts_of",
-    "only_reads",
-    "scratch_numel",
-]
 
 Combination = Callable[[], object]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]

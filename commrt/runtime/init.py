@@ -16,7 +16,8 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import TransportClosed, UsageError
 from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
-from commrt.runtime.world import Hooks, World
+from commrt.runtime.membership import Hooks
+from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
 from commrt.store.client import call_store, clone_connection
 from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_timeout_s, gloo_interface, launched
@@ -26,8 +27,6 @@ from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.transport.by_device import NullTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
-
-__all__ = ["current", "init", "is_open"]
 
 _log = logging.getLogger("commrt")
 _current: World | None = None

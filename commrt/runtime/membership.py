@@ -27,8 +27,6 @@ from commrt.errors import (
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.future import Future
 
-__all__ = ["LOST", "NO_HOOKS", "REFUSALS", "Begin", "Hooks", "Loss", "Membership", "RunNow", "count_kept"]
-
 T = TypeVar("T")
 RunNow = Callable[[Tensor], object]
 """Overwrites a tensor, on the communication thread."""

@@ -23,18 +23,6 @@ from commrt.schedule import ADD, MIX, Schedule
 from commrt.threads.comm_thread import RecoveredError
 from commrt.transport.protocol import Tag, Transport
 
-__all__ = [
-    "COMPARISONS_KEPT",
-    "SCHEDULES_KEPT",
-    "Claim",
-    "Compare",
-    "Members",
-    "Prepared",
-    "PreparedRuns",
-    "cut",
-    "traits_of",
-]
-
 T = TypeVar("T")
 KEPT = 256
 """Exchanges that are kept, unless a kind says otherwise: those that were prepared last."""

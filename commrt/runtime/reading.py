@@ -21,8 +21,6 @@ from commrt.runtime.executor import BoundHop, BoundProgram, Combination, combina
 from commrt.schedule import COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, Window
 
-__all__ = ["bind_reading", "bind_receiving"]
-
 
 def bind_reading(
     program: Program,

@@ -22,22 +22,6 @@ from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
 
-__all__ = [
-    "ANSWER_S",
-    "MALFORMED",
-    "STORE_HOLDER",
-    "TimedStore",
-    "call_store",
-    "clone_connection",
-    "malformed",
-    "parse",
-    "parse_dict",
-    "parse_int",
-    "parse_list",
-    "require",
-    "start_call",
-]
-
 ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
 STORE_HOLDER = "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"

@@ -24,20 +24,6 @@ from typing import Any
 from commrt.errors import UsageError
 from commrt.threads.deadline import DEFAULT_TIMEOUT_S, require_deadlines
 
-__all__ = [
-    "VARIABLES",
-    "Launch",
-    "chosen_cluster",
-    "chosen_schedules",
-    "chosen_transport",
-    "default_timeout_s",
-    "gloo_interface",
-    "launched",
-    "nccl_variable",
-    "wants_nvtx",
-    "wants_same_bits",
-]
-
 LOOPBACK = "127.0.0.1"
 TRANSPORTS = {"shared": "commrt.transport.shared:SharedTransport", "gloo": "commrt.transport.gloo:GlooTransport"}
 """Transports for host memory by name: the class of each, which is imported when ranks connect."""

@@ -16,8 +16,6 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
 from commrt.store.client import call_store
 from commrt.store.launcher import LOOPBACK, Launch
 
-__all__ = ["hold", "host_identity", "is_loopback", "listen", "meet", "own_address"]
-
 DISCARD_PORT = 9
 """UDP's discard: no packet is sent there."""
 

@@ -23,7 +23,7 @@ from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.store.client import call_store, parse, require
-from commrt.threads.clock import now_s
+from commrt.threads.deadline import now_s
 from commrt.torch_import import untraced
 from commrt.training.admission import check_stateful
 from commrt.training.attach import Request

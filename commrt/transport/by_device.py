@@ -12,8 +12,6 @@ from torch import Tensor
 from commrt.errors import Place, TransportClosed, TransportError, UsageError
 from commrt.transport.protocol import CPU, Exchange, P2PGroup, Transport, Window
 
-__all__ = ["NullTransport", "TransportByDevice"]
-
 
 class TransportByDevice(Transport):
     """Runs groups on `host`, or on the transport of a GPU for tensors that lie on it.

@@ -25,8 +25,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.store.client import call_store
 from commrt.store.launcher import gloo_interface
-from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.deadline import now_s
 from commrt.transport.protocol import (
     CPU,
     EndLoan,
@@ -38,8 +38,6 @@ from commrt.transport.protocol import (
     split_self,
 )
 from commrt.transport.shared import SharedTransport
-
-__all__ = ["GlooTransport", "HierarchicalTransport"]
 
 MEDIUM = "Gloo"
 

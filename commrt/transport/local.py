@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
-from commrt.threads.clock import now_s, slice_s
+from commrt.threads.deadline import now_s, slice_s
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, split_self
-
-__all__ = ["Fabric", "LocalTransport"]
 
 
 @dataclass(slots=True, eq=False)

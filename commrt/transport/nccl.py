@@ -29,10 +29,9 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.store.client import start_call
-from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.threads.future import Future
-from commrt.threads.streams import DONE, Graph, StreamEvent, streams_of
+from commrt.threads.deadline import now_s
+from commrt.threads.future import DONE, Future, Graph, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
     Binding,
     Communicator,
@@ -43,8 +42,6 @@ from commrt.transport.nccl_communicator import (
     uncut,
 )
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
-
-__all__ = ["CAPTURE", "NcclTransport", "Pending"]
 
 READ_NOTICES_S = 0.1
 """Age of a pending group from which the store is read for ranks that have left."""

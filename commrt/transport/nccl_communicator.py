@@ -37,22 +37,9 @@ from commrt.store.client import (
     start_call,
 )
 from commrt.store.launcher import nccl_variable
-from commrt.threads.clock import now_s
-from commrt.threads.future import Future
-from commrt.threads.streams import Streams
+from commrt.threads.deadline import now_s
+from commrt.threads.future import Future, Streams
 from commrt.transport.protocol import P2PGroup, P2PMessage
-
-__all__ = [
-    "Binding",
-    "Communicator",
-    "ShutdownNotices",
-    "Watchdog",
-    "create",
-    "load",
-    "named",
-    "require_usable",
-    "uncut",
-]
 
 SHARES_GPUS = 23003
 """The first NCCL whose ranks can share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1."""

@@ -26,14 +26,12 @@ from commrt.program import Meeting
 from commrt.store.client import clone_connection, start_call
 from commrt.store.launcher import chosen_transport
 from commrt.store.rendezvous import host_identity
-from commrt.threads.clock import now_s
-from commrt.threads.streams import Graph
+from commrt.threads.deadline import now_s
+from commrt.threads.future import Graph
 from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending
 from commrt.transport.nccl_communicator import Binding
 from commrt.transport.neighbours import Neighbours, PeerMemory
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Window
-
-__all__ = ["PeersTransport", "connect"]
 
 _log = logging.getLogger("commrt")
 LINGER_S = 1.0

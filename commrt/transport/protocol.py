@@ -24,22 +24,6 @@ from torch import Tensor
 
 from commrt.errors import Place, UsageError
 
-__all__ = [
-    "CPU",
-    "Allocate",
-    "EndLoan",
-    "Exchange",
-    "P2PGroup",
-    "P2PMessage",
-    "Tag",
-    "Transport",
-    "Window",
-    "point",
-    "require_cpu",
-    "split_self",
-    "zeros",
-]
-
 CPU = torch.device("cpu")
 
 

@@ -31,8 +31,8 @@ from commrt.errors import (
     TransportError,
 )
 from commrt.store.client import MALFORMED, call_store
-from commrt.threads.clock import now_s, slice_s
 from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.deadline import now_s, slice_s
 from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, Segment, aligned, connect
 from commrt.transport.protocol import (
     CPU,
@@ -46,8 +46,6 @@ from commrt.transport.protocol import (
     require_cpu,
     split_self,
 )
-
-__all__ = ["SharedTransport"]
 
 MEDIUM = "shared memory"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.testing.nccl import ask
-from commrt.threads.clock import now_s
+from commrt.threads.deadline import now_s
 from commrt.transport.neighbours import PeerMemory
 
 __all__ = ["HostPeerMemory"]
