@@ -8,6 +8,7 @@ All deadlines of a process read one clock, for which tests put one that they mov
 
 from __future__ import annotations
 
+from math import inf
 from time import monotonic
 from typing import NamedTuple
 
@@ -25,10 +26,8 @@ class Clock:
     """What tells deadlines the time: the machine's clock, or one of a subclass. Called from any thread."""
 
     now_s = staticmethod(monotonic)
-
-    def slice_s(self, left_s: float) -> float:
-        """See the function `slice_s`."""
-        return max(left_s, 0.0)
+    slice_s = inf
+    """The most real seconds that a wait sleeps before it asks for the time again."""
 
 
 _clock = Clock()
@@ -41,7 +40,7 @@ def now_s() -> float:
 
 def slice_s(left_s: float) -> float:
     """Return how many real seconds a wait that has `left_s` may sleep before it asks for the time again."""
-    return _clock.slice_s(left_s)
+    return min(max(left_s, 0.0), _clock.slice_s)
 
 
 def use(clock: Clock) -> Clock:

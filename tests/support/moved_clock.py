@@ -21,6 +21,8 @@ REAL_LIMIT_S = 60.0
 class MovedClock(Clock):
     """Stands still until a test moves it. Deadlines in this process read it, on all threads; torch's do not."""
 
+    slice_s = POLL_S  # the test may move the clock meanwhile
+
     def __init__(self) -> None:
         self._now_s = now_s()  # deadlines that have begun go on
         self._readers: set[int] = set()
@@ -30,10 +32,6 @@ class MovedClock(Clock):
         now_s = self._now_s
         self._readers.add(get_ident())  # afterwards: whoever counts readers moves the clock for all of them
         return now_s
-
-    def slice_s(self, left_s: float) -> float:
-        """Return a short time: the test may move the clock meanwhile."""
-        return min(max(left_s, 0.0), POLL_S)
 
     def advance(self, seconds: float) -> None:
         """Move the clock; who waits sees it within `POLL_S` real seconds."""
