@@ -181,8 +181,6 @@ def local_rank() -> int:
 
 Connect = Callable[[int, Sequence[int], float], Transport]
 """(generation, members, timeout_s) -> a transport for host memory among them; collective, once per generation."""
-ConnectGpu = Callable[[str, torch.device], Transport]
-"""(name, device) -> a transport for that GPU's memory among the members; collective, each name once."""
 
 
 class ReconnectOptions(NamedTuple):

@@ -24,9 +24,8 @@ from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_ti
 from commrt.store.rendezvous import host_identity, is_loopback, meet, own_address
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Timeouts, require_deadlines
-from commrt.transport.by_device import NullTransport
 from commrt.transport.local import Fabric
-from commrt.transport.protocol import Transport
+from commrt.transport.protocol import NullTransport, Transport
 
 _log = logging.getLogger("commrt")
 _current: World | None = None

@@ -19,9 +19,8 @@ from commrt.importing import untraced
 from commrt.program import member_program
 from commrt.runtime.collectives import Sums, check_all_reduce_call
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
-from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import bind
-from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Loss, Membership, RunNow
+from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, ConsistencyCheck, Loss, Membership, RunNow
 from commrt.runtime.prepared import PreparedRuns, check_run, cut
 from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.wire import AnyWire
@@ -32,8 +31,7 @@ from commrt.store.client import clone_connection
 from commrt.store.launcher import wants_nvtx
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.future import streams_of
-from commrt.transport.by_device import NullTransport, TransportByDevice
-from commrt.transport.protocol import Tag, Transport
+from commrt.transport.protocol import NullTransport, Tag, Transport, TransportByDevice
 
 UNNAMED = Tag(0, "run")
 
