@@ -32,7 +32,7 @@ from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
 from commrt.store.agreement import gather
 from commrt.store.client import call_store
-from commrt.store.launcher import LOOPBACK, chosen_cluster, chosen_schedules, wants_same_bits
+from commrt.store.launcher import LOOPBACK, is_on, variable
 from commrt.store.rendezvous import host_identity
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import require_deadlines
@@ -233,7 +233,8 @@ def _unused(store: Store, rank: int, size: int) -> Store:
 def _connect(
     store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int]
 ) -> tuple[Transport, Selection]:
-    given, forced = chosen_cluster(), parse_forced(chosen_schedules(), same_bits=wants_same_bits())
+    given = variable("COMMRT_CLUSTER")
+    forced = parse_forced(variable("COMMRT_SCHEDULES"), same_bits=is_on("COMMRT_SAME_BITS"))
     cluster = Cluster.named(given or ONE_HOST)
     if size == 1:
         return Fabric(1).transport(0), Selection(cluster, [0], forced)

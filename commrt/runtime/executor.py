@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
@@ -140,15 +139,13 @@ def bind(
     bounds: Sequence[int] | None = None,
     add: Adding | None = None,
 ) -> BoundProgram:
-    """Bind `program` to `buffer` [numel], which is cut into the program's chunks at `bounds` [chunks + 1].
+    """Bind `program` to `buffer`, a contiguous row [numel], cut into the program's chunks at `bounds` [chunks + 1].
 
     Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD stands for (default:
     sums). Programs that never run at the same time may share `scratch` [>= scratch_numel], of the buffer's dtype; None
     allocates it. On `streams` that queue work, a hop's combinations run beside the next exchange if the two touch
-    different chunks. Raises `UsageError` unless the buffer is a contiguous row.
+    different chunks.
     """
-    if buffer.dim() != 1 or not buffer.is_contiguous():
-        raise UsageError(f"a buffer must be one contiguous row, not of shape {tuple(buffer.shape)}: flatten it first")
     if bounds is None:  # cut so that 16-byte accesses stay aligned in every dtype
         bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE)
     waits = dependencies(program.hops, program.chunks)

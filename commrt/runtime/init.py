@@ -20,7 +20,7 @@ from commrt.runtime.membership import Hooks
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
 from commrt.store.client import call_store, clone_connection
-from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_timeout_s, gloo_interface, launched
+from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_timeout_s, launched, variable
 from commrt.store.rendezvous import host_identity, is_loopback, meet, own_address
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Timeouts, require_deadlines
@@ -141,7 +141,7 @@ def _gloo_address(address: str) -> str | None:
     if is_loopback(address):
         return LOOPBACK
     ours = own_address(address)
-    return None if gloo_interface() or is_loopback(ours) else ours
+    return None if variable("GLOO_SOCKET_IFNAME") or is_loopback(ours) else ours
 
 
 def _address_towards(address: str | None, *, is_near: bool) -> str | None:

@@ -30,11 +30,9 @@ class Recorder(Protocol):
 
     def begin(self, name: str, facts: dict[str, Fact]) -> None:
         """Begin a range on the calling thread."""
-        ...
 
     def end(self) -> None:
         """End the calling thread's innermost range."""
-        ...
 
 
 @contextmanager

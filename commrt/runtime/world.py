@@ -28,7 +28,7 @@ from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
 from commrt.store.agreement import WorldConfig, diagnose, leave_report, wait_for_readers
 from commrt.store.client import clone_connection
-from commrt.store.launcher import wants_nvtx
+from commrt.store.launcher import is_on
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.future import streams_of
 from commrt.transport.protocol import NullTransport, Tag, Transport, TransportByDevice
@@ -72,7 +72,7 @@ class World:
         self.joined: object = None
         """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = NO_HOOKS
-        self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
+        self.recorder: Recorder | None = Nvtx() if is_on("COMMRT_NVTX") else None
         """Receives ranges of time, for profilers."""
         self._late_failure: TransportError | None = None
         self._in_collective, self._closed, self._is_inherited, self._entered = False, False, False, 0

@@ -55,11 +55,9 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Queue the work on the thread's current stream."""
-        ...
 
     def reset(self) -> None:
         """Free the graph, as soon as it is not running any more. Never waits."""
-        ...
 
 
 class Streams:
