@@ -31,9 +31,8 @@ from commrt.pricing.selection import Selection, parse_forced
 from commrt.runtime.connection import connect_hosts, local_rank
 from commrt.runtime.world import World
 from commrt.store.agreement import gather
-from commrt.store.client import call_store
+from commrt.store.client import call_store, host_identity
 from commrt.store.launcher import LOOPBACK, is_on, variable
-from commrt.store.rendezvous import host_identity
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import require_deadlines
 from commrt.threads.future import Future

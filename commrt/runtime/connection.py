@@ -14,9 +14,8 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.agreement import LINGER_S, find_disagreement, gather, wait_until_read
-from commrt.store.client import call_store, parse_int, parse_list, require
+from commrt.store.client import call_store, host_identity, parse_int, parse_list, require
 from commrt.store.launcher import GPU_TRANSPORTS, TRANSPORTS, chosen_transport, launched
-from commrt.store.rendezvous import host_identity
 from commrt.transport.protocol import Transport
 
 

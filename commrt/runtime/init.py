@@ -19,9 +19,8 @@ from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, 
 from commrt.runtime.membership import Hooks
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
-from commrt.store.client import call_store, clone_connection
+from commrt.store.client import call_store, clone_connection, host_identity, is_loopback, meet, own_address
 from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_timeout_s, launched, variable
-from commrt.store.rendezvous import host_identity, is_loopback, meet, own_address
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.transport.local import Fabric

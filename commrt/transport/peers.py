@@ -23,9 +23,8 @@ from torch.distributed import PrefixStore, Store
 from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
 from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.program import Meeting
-from commrt.store.client import clone_connection, start_call
+from commrt.store.client import clone_connection, host_identity, start_call
 from commrt.store.launcher import chosen_transport
-from commrt.store.rendezvous import host_identity
 from commrt.threads.deadline import now_s
 from commrt.threads.future import Graph
 from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending

@@ -151,7 +151,7 @@ class SharedTransport(Transport):
 
     Connects to all other `members` at construction, through a `store` that nobody else uses; raises
     `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.store.rendezvous.host_identity`. Used by one thread at a time; a process may hold several.
+    `commrt.store.client.host_identity`. Used by one thread at a time; a process may hold several.
     """
 
     kind = "shared"
