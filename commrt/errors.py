@@ -9,22 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-__all__ = [
-    "CallMismatch",
-    "CommrtError",
-    "DeadlineExceeded",
-    "DisagreementError",
-    "Evicted",
-    "PeerLost",
-    "Place",
-    "QuorumLost",
-    "ScheduleError",
-    "SizeMismatch",
-    "TransportClosed",
-    "TransportError",
-    "UsageError",
-]
-
 
 class CommrtError(Exception):
     """The base class of all errors of commrt."""

@@ -28,10 +28,9 @@ from commrt.c10d.checked_calls import CheckedCalls
 from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection, parse_forced
-from commrt.runtime.connection import connect_hosts, local_rank
+from commrt.runtime.connection import compare_starts, connect_hosts, local_rank
 from commrt.runtime.world import World
-from commrt.store.agreement import gather
-from commrt.store.client import call_store, host_identity
+from commrt.store.client import call_store
 from commrt.store.launcher import LOOPBACK, is_on, variable
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import require_deadlines
@@ -238,13 +237,10 @@ def _connect(
     if size == 1:
         return Fabric(1).transport(0), Selection(cluster, [0], forced)
     choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])
-    transport = connect_hosts(store, rank, range(size), timeout_s, choice=choice)
+    found = compare_starts(store, rank, range(size), timeout_s, choice)
+    transport, hosts = connect_hosts(store, rank, found, timeout_s), [*found.values()]
     if given:
         return transport, Selection(cluster, global_ranks, forced)
-    hosts = ["here"] * size
-    if not transport.one_host:
-        here = host_identity() or f"rank {rank}"
-        hosts = [*gather(PrefixStore("hosts", store), rank, range(size), here, timeout_s, json.loads).values()]
     per_host = max(map(hosts.count, hosts))
     return transport, Selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import TransportClosed, UsageError
-from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
+from commrt.runtime.connection import Connect, ReconnectOptions, compare_starts, connect_hosts, local_rank
 from commrt.runtime.membership import Hooks
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
@@ -156,7 +156,8 @@ def _address_towards(address: str | None, *, is_near: bool) -> str | None:
 def _connector(store: Store, rank: int, host: str | None = None) -> Connect:
     def connect(generation: int, members: Sequence[int], timeout_s: float) -> Transport:
         ours = clone_connection(store) if generation else store  # an earlier attempt may still wait on the first
-        return connect_hosts(PrefixStore(f"generation {generation}", ours), rank, members, timeout_s, host)
+        part = PrefixStore(f"generation {generation}", ours)
+        return connect_hosts(part, rank, compare_starts(part, rank, members, timeout_s), timeout_s, host)
 
     return connect
 
