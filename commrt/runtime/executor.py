@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from commrt.kernels.dispatch import adding, mixing
@@ -151,7 +150,7 @@ def bind(
     waits = dependencies(program.hops, program.chunks)
     half, other_half = _halves(program, bounds, waits)
     if scratch is None:
-        scratch = torch.empty(half + other_half, dtype=buffer.dtype, device=buffer.device)
+        scratch = buffer.new_empty(half + other_half)
     binder = _Binder(program.rank, buffer, scratch, bounds, transport, half, add or adding)
     final = final_receives(program.hops, program.chunks)
     hops = tuple(

@@ -50,16 +50,6 @@ DONE = StreamEvent()
 """An event that is reached."""
 
 
-class Graph(Protocol):
-    """A CUDA graph: work that was captured, and can be queued again at once."""
-
-    def replay(self) -> None:
-        """Queue the work on the thread's current stream."""
-
-    def reset(self) -> None:
-        """Free the graph, as soon as it is not running any more. Never waits."""
-
-
 class Streams:
     """The streams of one device, as the calling thread uses them. This class is a CPU's, which queues nothing."""
 
@@ -91,7 +81,7 @@ class Streams:
         """Make the second stream current in the body; for a thread that called `enter`."""
         return nullcontext()
 
-    def capture(self, work: Callable[[], None]) -> Graph | None:
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Return a graph of what `work` queues, without doing it; None on a CPU.
 
         `work` only queues: it must not allocate or wait. Meanwhile no other thread may use the device's random numbers,
@@ -156,7 +146,7 @@ class CudaStreams(Streams):
         """See `Streams.side_stream`."""
         return torch.cuda.stream(self._second)
 
-    def capture(self, work: Callable[[], None]) -> Graph | None:
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Capture a CUDA graph. Other threads may allocate meanwhile."""
         graph, pool, collects = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), gc.isenabled()
         gc.disable()  # what the garbage collector frees would end the capture (triton#10712)
@@ -172,7 +162,7 @@ class CudaStreams(Streams):
         finally:
             if collects:
                 gc.enable()
-        return cast("Graph", graph)
+        return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         try:

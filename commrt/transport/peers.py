@@ -26,7 +26,6 @@ from commrt.program import Meeting
 from commrt.store.client import clone_connection, host_identity, start_call
 from commrt.store.launcher import chosen_transport
 from commrt.threads.deadline import now_s
-from commrt.threads.future import Graph
 from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending
 from commrt.transport.nccl_communicator import Binding
 from commrt.transport.neighbours import Neighbours, PeerMemory
@@ -139,7 +138,7 @@ class PeersTransport(NcclTransport):
         self._captured = []
         return super().capture(work, group)
 
-    def _replay_of(self, graph: Graph, work: Callable[[], None], group: P2PGroup) -> Exchange:
+    def _replay_of(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], group: P2PGroup) -> Exchange:
         captured = self._captured
 
         def replay(tag: Tag, _kept: object = work) -> None:
