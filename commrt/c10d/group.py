@@ -30,6 +30,7 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection, parse_forced
 from commrt.runtime.connection import compare_starts, connect_hosts, local_rank
 from commrt.runtime.world import World
+from commrt.store.agreement import gather
 from commrt.store.client import call_store
 from commrt.store.launcher import LOOPBACK, is_on, variable
 from commrt.threads.comm_thread import EXIT_S
@@ -239,6 +240,8 @@ def _connect(
     choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])
     found = compare_starts(store, rank, range(size), timeout_s, choice)
     transport, hosts = connect_hosts(store, rank, found, timeout_s), [*found.values()]
+    if not transport.one_host:  # no rank goes on, and perhaps ends, while others still connect to it
+        gather(PrefixStore("connected", store), rank, range(size), None, timeout_s, json.loads)
     if given:
         return transport, Selection(cluster, global_ranks, forced)
     per_host = max(map(hosts.count, hosts))
