@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collective algorithms as pure functions from a rank count to a schedule, and algorithms for training."""
 
-from commrt.lazy import names_of
+from commrt.importing import names_of
 
 __getattr__, __dir__ = names_of(__name__)

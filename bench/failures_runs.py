@@ -41,8 +41,8 @@ from failures_worker import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from commrt.store.client import hold, listen
 from commrt.store.launcher import LOOPBACK
-from commrt.store.rendezvous import hold, listen
 
 __all__ = ["Run", "run"]
 

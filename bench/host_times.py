@@ -29,8 +29,8 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.program import program
-from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import bind
+from commrt.runtime.membership import ConsistencyCheck
 from commrt.transport.protocol import Exchange, P2PGroup, Tag
 
 TAG = Tag(0, 0)

@@ -23,7 +23,7 @@ from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder, build_buc
 from commrt.buckets.layout import MIB, Header
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.streams import streams_of
+from commrt.threads.future import streams_of
 from commrt.training.hooks import at_end_of_backward, on_gradient
 
 CLOCK = Clock()

@@ -12,8 +12,8 @@ The rest of the loop stays plain PyTorch. Names are imported when first used, so
 neither torch nor a GPU.
 """
 
-from commrt.lazy import names_of
-from commrt.torch_import import prepare as _prepare
+from commrt.importing import names_of
+from commrt.importing import prepare as _prepare
 
 __version__ = "0.1.0"
 

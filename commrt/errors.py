@@ -1,44 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that commrt raises.
 
-::
-
-    CommrtError
-    ├── UsageError                 an argument or a call that cannot work; nothing was sent
-    ├── ScheduleError              a schedule that is malformed or does not do what it promises
-    ├── DisagreementError          ranks have different schedules, layouts, settings or calls
-    └── TransportError             a transfer failed; has rank, peer, step, bucket, hop, nbytes
-        ├── DeadlineExceeded       a peer that may be alive did not respond in time
-        ├── PeerLost               the connection to a peer broke: its process is gone
-        ├── SizeMismatch           the two ends of a transfer disagree about its size
-        ├── CallMismatch           the two ends of a transfer belong to different calls
-        ├── TransportClosed        this rank closed the transport, or an earlier error did
-        ├── Evicted                the other ranks go on without this process
-        └── QuorumLost             fewer ranks are left than a step needs
-
-A message says what happened, what was expected, and what to do. ``UsageError`` is a ``ValueError`` and
-``DeadlineExceeded`` a ``TimeoutError``, so code that does not import commrt can catch them.
+A message says what happened, what was expected, and what to do. `UsageError` is a ``ValueError`` and
+`DeadlineExceeded` a ``TimeoutError``, so code that does not import commrt can catch them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-
-__all__ = [
-    "CallMismatch",
-    "CommrtError",
-    "DeadlineExceeded",
-    "DisagreementError",
-    "Evicted",
-    "PeerLost",
-    "Place",
-    "QuorumLost",
-    "ScheduleError",
-    "SizeMismatch",
-    "TransportClosed",
-    "TransportError",
-    "UsageError",
-]
 
 
 class CommrtError(Exception):

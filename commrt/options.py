@@ -15,8 +15,6 @@ import numpy as np
 from commrt.errors import UsageError
 from commrt.schedule import ADD, Schedule
 
-__all__ = ["require_compatible", "require_short_sums", "summing_steps", "traits_of"]
-
 LEAVE_OUT_GRAPHS = "leave graphs out"
 NO_ALL_REDUCE = (
     "algorithm={algorithm!r} is no all-reduce, in which every rank takes part: use Torus2D(), Ring() or "

@@ -67,7 +67,7 @@ def test_the_first_rank_leaves_after_all_others_have_read(store, monkeypatch):
 def test_ranks_that_start_with_different_worlds_need_no_deadline_to_find_it(store, sizes):
     begin = monotonic()
     errors = on_threads(
-        range(len(sizes)), lambda rank: connection._compare_starts(store, rank, range(sizes[rank]), PATIENT_S)
+        range(len(sizes)), lambda rank: connection.compare_starts(store, rank, range(sizes[rank]), PATIENT_S)
     )
     assert any(isinstance(error, DisagreementError) and error.about == "world size" for error in errors)
     assert monotonic() - begin < PATIENT_S / 2
@@ -76,7 +76,7 @@ def test_ranks_that_start_with_different_worlds_need_no_deadline_to_find_it(stor
 def test_ranks_of_different_hosts_refuse_shared_memory_alike(store, monkeypatch):
     monkeypatch.setattr(connection, "host_identity", lambda: str(monotonic()))
     monkeypatch.setattr(connection, "chosen_transport", lambda: "shared")
-    errors = on_threads(range(2), lambda rank: connection._compare_starts(store, rank, range(2), PATIENT_S))
+    errors = on_threads(range(2), lambda rank: connection.compare_starts(store, rank, range(2), PATIENT_S))
     assert all("not all ranks are on one Linux host" in str(error) for error in errors)
 
 

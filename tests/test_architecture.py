@@ -18,7 +18,7 @@ import walks
 from sources import ROOT, assert_none, modules, offences, parsed, sources
 
 import commrt
-from commrt import lazy
+from commrt import importing
 from commrt.algorithms.catalogue import ALGORITHMS
 
 STUBS = [path for folder in ("commrt", "algorithms") for path in (ROOT / folder).rglob("__init__.pyi")]
@@ -46,7 +46,7 @@ def test_the_public_surface_is_sorted_and_exists():
 def test_every_stub_names_what_is_there_and_stands_in_its_own_room_or_below():
     layers = next(each["layers"] for each in contracts() if each["name"] == "Rooms import downwards only")
     floors = {room: floor for floor, rooms in enumerate(layers) for room in rooms.split(" | ")}
-    offers = {path.parent: lazy.homes(imported(path).__name__) for path in STUBS}
+    offers = {path.parent: importing.homes(imported(path).__name__) for path in STUBS}
     assert len(offers) == 9
     for folder, homes in offers.items():
         package = imported(folder / "__init__.py")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, HashStore, ReduceOp
 
-from commrt.c10d import group, group_work
+from commrt.c10d import call_engine, group
 from commrt.c10d.backend import CommrtBackend
 from commrt.c10d.checked_calls import CheckedCalls
 from commrt.errors import TransportError
@@ -91,10 +91,10 @@ def test_what_stands_in_place_of_options_is_refused(backend, call):
 
 
 def test_a_work_is_kept_alive_until_somebody_has_waited_for_it(monkeypatch):
-    monkeypatch.setattr(group_work, "_newest", deque(maxlen=32))  # as with torch 2.8
+    monkeypatch.setattr(call_engine, "_newest", deque(maxlen=32))  # as with torch 2.8
     future = Future()
-    work = group_work.GroupWork(future, [torch.zeros(1)])
+    work = call_engine.GroupWork(future, [torch.zeros(1)])
     future.set_result(None)
-    assert list(group_work._newest) == [work]
+    assert list(call_engine._newest) == [work]
     work.wait()
-    assert not group_work._newest
+    assert not call_engine._newest

@@ -14,10 +14,10 @@ from torch.distributed import ReduceOp, ReduceOptions, _make_nccl_premul_sum
 from transports import over_nccl
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
-from commrt.c10d import call_engine, group_work
+from commrt.c10d import call_engine
 from commrt.c10d.call_engine import CallEngine
 from commrt.c10d.checked_calls import CheckedCalls
-from commrt.c10d.messages import DeviceMessages
+from commrt.c10d.group import DeviceMessages
 from commrt.errors import TransportClosed, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection
@@ -270,7 +270,7 @@ def test_a_batch_leaves_when_a_collective_begins_and_the_next_message_is_in_anot
 
 
 def test_every_question_about_a_batch_that_cannot_leave_has_the_same_answer(stand_in, monkeypatch):
-    monkeypatch.setattr(group_work, "_newest", deque(maxlen=32))  # as with torch 2.8
+    monkeypatch.setattr(call_engine, "_newest", deque(maxlen=32))  # as with torch 2.8
 
     def body(world):
         messages = DeviceMessages(world)

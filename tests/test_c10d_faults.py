@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from rank_pool import Pool
 
-from commrt.c10d.group_work import as_dist_error
+from commrt.c10d.call_engine import as_dist_error
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.store.launcher import LOOPBACK
 from commrt.testing.processes import free_port, run_processes

@@ -12,7 +12,7 @@ from interrupts import interposed
 
 from commrt.errors import DeadlineExceeded, Place, TransportClosed
 from commrt.threads.comm_thread import CommThread, RecoveredError
-from commrt.threads.streams import Streams
+from commrt.threads.future import Streams
 
 LIMIT_S = 20.0
 

@@ -17,7 +17,7 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.gossip import hypercube
 from commrt.buckets.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
-from commrt.runtime.consistency import ConsistencyCheck
+from commrt.runtime.membership import ConsistencyCheck
 from commrt.schedule import Schedule, Step
 from commrt.testing.ranks import over_threads, run_ranks
 from commrt.transport.local import LocalTransport

@@ -89,12 +89,6 @@ def test_a_rank_only_reads_what_it_adds_to_chunks_that_it_does_not_send(hop, rea
     assert [group.reads for group in groups] == [reads]
 
 
-def test_a_buffer_must_be_one_contiguous_row():
-    transport = Fabric(1).transport(0)
-    with pytest.raises(UsageError, match="flatten it first"):
-        bind(program(by_name("ring").schedule(0, 1), 0), torch.ones(2, 2), transport)
-
-
 def test_a_root_outside_the_world_is_refused():
     with pytest.raises(UsageError, match=r"choose one of 0\.\.2"):
         tree.broadcast(3, root=5)

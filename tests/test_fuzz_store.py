@@ -53,7 +53,8 @@ def test_a_charter_is_one_or_is_refused_in_words(said):
 
 @cases(40)
 @given(JUNK)
-@example(b'[2, null, "here", 1]')
+@example(b'["here", ["world size"]]')
+@example(b'["here", {"world size": 2}]')
 @example(b'["00", "zz"]')
 @example(b'[22809, null, "0"]')
 def test_a_foreign_record_is_understood_or_is_refused_in_words(said):

@@ -17,10 +17,9 @@ from commrt.errors import CommrtError, UsageError
 from commrt.store.launcher import (
     LAUNCHERS,
     Launch,
-    chosen_cluster,
-    chosen_schedules,
     chosen_transport,
     default_timeout_s,
+    is_on,
     launched,
 )
 
@@ -171,21 +170,16 @@ def test_a_transport_is_one_that_there_is(kind):
         chosen_transport({"COMMRT_TRANSPORT": kind})
 
 
-@for_each(
-    ("read", "name", "text", "unset"),
-    [
-        (chosen_transport, "COMMRT_TRANSPORT", "gloo", None),
-        (chosen_cluster, "COMMRT_CLUSTER", "cluster.toml", None),
-        (chosen_schedules, "COMMRT_SCHEDULES", "all_reduce=ring", ""),
-    ],
-)
-def test_nothing_is_asked_for_unless_it_is(read, name, text, unset):
-    assert read({name: text}) == text
-    assert read({}) == unset
+def test_no_transport_is_asked_for_unless_it_is():
+    assert chosen_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
+    assert chosen_transport({}) is None
 
 
-def test_an_empty_variable_names_no_cluster():
-    assert chosen_cluster({"COMMRT_CLUSTER": ""}) is None
+@for_each(("text", "expected"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_a_variable_is_on_unless_it_is_unset_empty_or_0(monkeypatch, text, expected):
+    monkeypatch.setenv("COMMRT_NVTX", text)
+    assert is_on("COMMRT_NVTX") is expected
+    assert not is_on("COMMRT_NO_SUCH")
 
 
 variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size")]

@@ -17,9 +17,8 @@ from commrt.runtime.world import World
 from commrt.testing import conformance
 from commrt.testing.ranks import over_threads, run_ranks
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.streams import DONE
-from commrt.transport.by_device import TransportByDevice
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
+from commrt.threads.future import DONE
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
 
 META = torch.device("meta")
 NOW = Tag(0, 0)

@@ -23,7 +23,7 @@ from commrt.algorithms import direct, halving_doubling
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.ring import Ring
-from commrt.c10d.messages import DeviceMessages
+from commrt.c10d.group import DeviceMessages
 from commrt.errors import DeadlineExceeded
 from commrt.program import MOST_MESSAGES, member_program, nccl_groups, program
 from commrt.runtime.executor import bind

@@ -185,7 +185,7 @@ def test_the_reference_has_every_public_name_and_no_other_that_does_not_exist():
 
 # Errors -------------------------------------------------------------------------------------------------------------
 
-KINDS = [name for name in errors.__all__ if issubclass(getattr(errors, name), errors.CommrtError)]
+KINDS = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.CommrtError)]
 
 
 def section(kind):

@@ -30,7 +30,7 @@ from commrt.program import program
 from commrt.runtime import reading
 from commrt.runtime.executor import bind
 from commrt.testing.ranks import over_threads, run_ranks
-from commrt.threads.streams import Streams
+from commrt.threads.future import Streams
 from commrt.transport import nccl as nccl_module
 from commrt.transport.protocol import P2PGroup, Tag
 

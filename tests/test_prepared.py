@@ -209,12 +209,25 @@ def test_what_was_bound_in_another_generation_is_bound_anew(bound_on):
     assert len(bound_on) == 2
 
 
-def test_of_many_schedules_of_one_buffer_only_the_latest_are_kept(runs):
-    buffer = torch.zeros(10)
+def test_of_many_programs_only_the_latest_are_kept(monkeypatch):
+    monkeypatch.setattr(prepared, "RUNS_KEPT", 16)
+    runs, buffer = runs_of(Nowhere()), torch.zeros(10)
     some = [Schedule(f"{number}", 2, 1, lambda: iter([Step.of(0, 1, 0, 1, COPY)])) for number in range(17)]
     for schedule in some:
         runs.run(schedule, buffer, NOW)
     assert [runs.known(schedule, buffer) is not None for schedule in some] == [False] + [True] * 16
+
+
+def test_a_buffer_that_dies_takes_its_own_programs_only(runs):
+    one, other = torch.zeros(10), torch.zeros(10)
+    for buffer in (one, other):
+        for schedule in (RING, commrt.HalvingDoubling().schedule(0, 2)):
+            runs.run(schedule, buffer, NOW)
+    bound = ref(runs.known(RING, one).group.sends[0].data)
+    del one, buffer
+    gc.collect()
+    assert bound() is None
+    assert all(runs.known(schedule, other) is not None for schedule in (RING, commrt.HalvingDoubling().schedule(0, 2)))
 
 
 def test_buffers_of_one_dtype_share_scratch_memory(runs, monkeypatch):

@@ -12,9 +12,9 @@ import pytest
 import rendezvous_ranks
 
 from commrt.errors import DeadlineExceeded, TransportError
-from commrt.store import rendezvous
+from commrt.store import client
+from commrt.store.client import is_loopback, meet
 from commrt.store.launcher import Launch
-from commrt.store.rendezvous import is_loopback, meet
 from commrt.testing.processes import free_port, run_processes
 
 LIMIT_S = 80.0
@@ -143,8 +143,8 @@ def test_a_store_listens_on_the_address_of_its_launch_alone(monkeypatch, address
         hosts.append(host)
         raise OSError("none of this machine's own")
 
-    monkeypatch.setattr(rendezvous, "listen", listen)
-    assert rendezvous._number(address)
-    assert rendezvous._listener(Launch("torchrun", 0, 2, 0, 2, address, 29500)) is None
+    monkeypatch.setattr(client, "listen", listen)
+    assert client._number(address)
+    assert client._listener(Launch("torchrun", 0, 2, 0, 2, address, 29500)) is None
     assert hosts == [asked]
-    assert rendezvous._number("node1") is None
+    assert client._number("node1") is None

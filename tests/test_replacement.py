@@ -18,8 +18,7 @@ from commrt.errors import DisagreementError, TransportClosed, UsageError
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
 from commrt.testing.processes import RESTART, run_processes
-from commrt.transport.by_device import NullTransport
-from commrt.transport.protocol import P2PGroup, P2PMessage
+from commrt.transport.protocol import NullTransport, P2PGroup, P2PMessage
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from fault_cost import Fault, reference_holds, run_with_faults

@@ -35,7 +35,7 @@ from commrt.kernels.layout import layout_of
 from commrt.kernels.plain_torch import bits
 from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
-from commrt.threads.streams import DONE
+from commrt.threads.future import DONE
 from commrt.transport import nccl as transport_module
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag

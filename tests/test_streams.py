@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commrt.threads.streams import DONE, CudaStreams, Streams, streams_of
+from commrt.threads.future import DONE, CudaStreams, Streams, streams_of
 
 GPU = torch.device("cuda", 3)
 POOL, MODE = (7, 8), ("capture_error_mode", "thread_local")

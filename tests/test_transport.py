@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pkgutil import resolve_name
 from time import monotonic
-from types import SimpleNamespace
 
 import nccl_stand_in as stand_in
 import pytest
@@ -146,12 +145,10 @@ def nccl_rank(store, rank, members, timeout_s):
     return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
 
 
-def test_ranks_of_a_host_share_its_memory_and_reach_others_by_sockets(monkeypatch):
-    starts = {rank: SimpleNamespace(transport=None, host=f"host {rank % 2}") for rank in range(4)}
-    monkeypatch.setattr(connection, "_compare_starts", lambda *_: starts)
-    store = HashStore()
+def test_ranks_of_a_host_share_its_memory_and_reach_others_by_sockets():
+    store, hosts = HashStore(), {rank: f"host {rank % 2}" for rank in range(4)}
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda rank: connection.connect_hosts(store, rank, range(4), 10.0, LOOPBACK), range(4)))
+        made = list(pool.map(lambda rank: connection.connect_hosts(store, rank, hosts, 10.0, LOOPBACK), range(4)))
     assert [[*transport._local.members] for transport in made] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     for transport in made:
         transport.close()
@@ -244,7 +241,7 @@ def test_the_table_of_transports_names_the_class_of_each(name):
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_transport_that_is_asked_for_is_the_one_that_connects(name, monkeypatch):
     monkeypatch.setenv("COMMRT_TRANSPORT", name)
-    with closing(connection.connect_hosts(HashStore(), 0, [0], 10.0, LOOPBACK)) as made:
+    with closing(connection.connect_hosts(HashStore(), 0, {0: "here"}, 10.0, LOOPBACK)) as made:
         assert made.kind == name
 
 

@@ -13,8 +13,8 @@ from time import monotonic, sleep
 import pytest
 
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
+from commrt.store.client import meet
 from commrt.store.launcher import launched
-from commrt.store.rendezvous import meet
 from commrt.testing import processes
 from commrt.testing.processes import run_workers
 

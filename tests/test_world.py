@@ -19,9 +19,9 @@ import commrt
 from commrt.algorithms import ring, tree
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.runtime import world as world_module
-from commrt.runtime.consistency import ConsistencyCheck
+from commrt.runtime.membership import ConsistencyCheck, Hooks
 from commrt.runtime.prepared import COMPARISONS_KEPT, SCHEDULES_KEPT, traits_of
-from commrt.runtime.world import Hooks, World
+from commrt.runtime.world import World
 from commrt.schedule import MIX, Schedule, Step
 from commrt.store.launcher import LOOPBACK, TRANSPORTS
 from commrt.testing.processes import free_port, run_processes

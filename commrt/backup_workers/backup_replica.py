@@ -29,8 +29,8 @@ from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
+from commrt.store.client import host_identity
 from commrt.store.launcher import chosen_transport
-from commrt.store.rendezvous import host_identity
 from commrt.training import synchronous
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients

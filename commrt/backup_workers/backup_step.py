@@ -36,8 +36,7 @@ from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import cut
 from commrt.runtime.recording import within_range
 from commrt.schedule import Schedule
-from commrt.threads.future import Future
-from commrt.threads.streams import StreamEvent
+from commrt.threads.future import Future, StreamEvent
 from commrt.training.attach import Request
 from commrt.training.hooks import StepGuard, closure_in
 from commrt.training.model_state import FlatBuffer, unread_buffers

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from commrt.torch_import import NAME, register
+from commrt.importing import NAME, register
 
 __all__ = ["NAME", "create", "register"]
 

@@ -20,8 +20,6 @@ from commrt.kernels.dispatch import OPERATIONS
 from commrt.pricing.selection import WIRE_NBYTES, slots_of
 from commrt.runtime.collectives import is_expanded
 
-__all__ = ["CheckedCalls", "memory_of", "option"]
-
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members
 NAMES = {
     _OPS.SUM: "sum",

@@ -1,38 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process group of torch.distributed: a world of its own, its collectives, and its sends and receives."""
+"""One process group of torch.distributed: a world of its own, its collectives, and its sends and receives.
+
+Two ranks send and receive in any order, with tags, beside the collectives. CPU tensors travel on sockets of Gloo, which
+connects two ranks when they first exchange. Tensors on a GPU travel through NCCL, in batches: all sends and receives
+since the last wait are one group, as NCCL has no tags. A batch leaves when one of its works is waited for, or a
+collective begins. The first use of a GPU by a group connects all its ranks, so all must take part in it.
+"""
 
 from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
 from weakref import WeakSet
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from commrt.c10d.call_engine import CallEngine
+from commrt.c10d.call_engine import NO_TIMEOUT, CallEngine, GroupWork, as_dist_error, seconds_of
 from commrt.c10d.checked_calls import CheckedCalls
-from commrt.c10d.group_work import as_dist_error
-from commrt.c10d.messages import DeviceMessages, HostMessages
-from commrt.errors import CommrtError, TransportClosed
+from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection, parse_forced
-from commrt.runtime.connection import connect_hosts, local_rank
+from commrt.runtime.connection import compare_starts, connect_hosts, local_rank
 from commrt.runtime.world import World
 from commrt.store.agreement import gather
 from commrt.store.client import call_store
-from commrt.store.launcher import LOOPBACK, chosen_cluster, chosen_schedules, wants_same_bits
-from commrt.store.rendezvous import host_identity
+from commrt.store.launcher import LOOPBACK, is_on, variable
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import require_deadlines
+from commrt.threads.future import Future
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
-from commrt.transport.protocol import Transport
-
-__all__ = ["ProcessGroupWorld"]
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport
 
 CONNECT_TRIES = 5
 """Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
@@ -98,6 +104,121 @@ class ProcessGroupWorld:
         self.host_messages.close()
 
 
+class HostMessages:
+    """Sends and receives of CPU tensors. Used by any thread."""
+
+    def __init__(self, gloo: GlooTransport, world: World) -> None:
+        self._gloo, self._world = gloo, world
+        self.timeout_s = world.timeout_s
+        """Of what is waited for from now on. Gloo connects two ranks within the timeout that the group began with."""
+
+    def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
+        """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
+        place = Place(
+            self._world.rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes
+        )
+        try:
+            work = self._gloo.post(data, peer, tag, is_send=is_send)
+        except RuntimeError as error:
+            raise self.explained(error, place) from error
+        return HostWork(work, data, partial(self.explained, place=place), self.timeout_s)
+
+    def explained(self, error: RuntimeError, place: Place) -> TransportError:
+        """Return what Gloo's `error` means. It may say only that connecting took too long, to a rank that is gone."""
+        ended = self._world.comm_thread.failure
+        is_gone = isinstance(ended, PeerLost) and place.peer is not None and ended.place.peer == place.peer
+        is_late = "imed out" in str(error) or "imeout" in str(error)
+        if is_late and not is_gone and "refused" not in str(error):  # "Connection refused": nobody listens
+            what = "the peer did not do its part in time: slow, stopped, or running another program"
+            return DeadlineExceeded(what, place)
+        return PeerLost("the connection to the peer broke: its process ended or gave up; look at its own output", place)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._gloo.close()
+
+
+class HostWork(dist.Work):
+    """A send or a receive of Gloo, with errors that name the peer."""
+
+    def __init__(
+        self, work: dist.Work, data: Tensor, explained: Callable[[RuntimeError], TransportError], timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._work, self._data, self._explained, self._timeout_s = work, data, explained, timeout_s
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return True when it is done; see `GroupWork.wait`."""
+        try:
+            return self._work.wait(timedelta(seconds=seconds_of(timeout) or self._timeout_s))
+        except RuntimeError as error:
+            raise as_dist_error(self._explained(error)) from error
+
+    def is_completed(self) -> bool:
+        """Return True if it is done. Never waits."""
+        return self._work.is_completed()
+
+    def result(self) -> list[Tensor]:
+        """Return the tensor that was sent or received."""
+        return [self._data]
+
+    def source_rank(self) -> int:
+        """Return the rank that a receive from any rank had its data from."""
+        return self._work._source_rank()  # noqa: SLF001  # torch calls both
+
+    _source_rank = source_rank
+
+
+class DeviceMessages:
+    """Sends and receives of tensors on a GPU, batched until somebody waits. Used by the thread that calls."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sends: list[P2PMessage] = []
+        self._recvs: list[P2PMessage] = []
+        self.waiting: list[BatchWork] = []
+        """The works of the batch, which has yet to leave."""
+
+    def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
+        """Add a send to `peer`, or a receive from there, to the batch."""
+        if peer is None:
+            raise UsageError("a receive from any rank needs CPU tensors, as NCCL has none: name the source")
+        self._world.connect(data.device)
+        (self._sends if is_send else self._recvs).append(P2PMessage(peer, data.view(-1)))
+        self.waiting.append(BatchWork(self, data))
+        return self.waiting[-1]
+
+    def flush(self) -> None:
+        """Let the batch leave, if there is one."""
+        if self.waiting:
+            group, works = P2PGroup(self._sends, self._recvs), self.waiting
+            tag = Tag(0, "send and receive")
+            try:
+                future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))
+            except TransportClosed as error:
+                future = Future()
+                future.set_exception(error)  # which each wait raises
+            self._sends, self._recvs, self.waiting = [], [], []
+            for work in works:
+                work.future = future
+
+
+class BatchWork(GroupWork):
+    """A send or a receive in a batch, which leaves when somebody asks for it."""
+
+    future: Future[Any] | None = None
+    """Of the batch, once that has left."""
+
+    def __init__(self, messages: DeviceMessages, data: Tensor) -> None:
+        super().__init__(None, [data], "the message")
+        self._messages, self._is_observed = messages, False
+
+    def _task(self) -> Future[Any]:
+        if self.future is None:
+            self._messages.flush()
+        return cast("Future[Any]", self.future)
+
+
 def _unused(store: Store, rank: int, size: int) -> Store:
     """Return a part of `store` in which nothing stands yet, the same on all ranks of the group.
 
@@ -111,18 +232,18 @@ def _unused(store: Store, rank: int, size: int) -> Store:
 def _connect(
     store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int]
 ) -> tuple[Transport, Selection]:
-    given, forced = chosen_cluster(), parse_forced(chosen_schedules(), same_bits=wants_same_bits())
+    given = variable("COMMRT_CLUSTER")
+    forced = parse_forced(variable("COMMRT_SCHEDULES"), same_bits=is_on("COMMRT_SAME_BITS"))
     cluster = Cluster.named(given or ONE_HOST)
     if size == 1:
         return Fabric(1).transport(0), Selection(cluster, [0], forced)
     choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])
-    transport = connect_hosts(store, rank, range(size), timeout_s, choice=choice)
+    found = compare_starts(store, rank, range(size), timeout_s, choice)
+    transport, hosts = connect_hosts(store, rank, found, timeout_s), [*found.values()]
+    if not transport.one_host:  # no rank goes on, and perhaps ends, while others still connect to it
+        gather(PrefixStore("connected", store), rank, range(size), None, timeout_s, json.loads)
     if given:
         return transport, Selection(cluster, global_ranks, forced)
-    hosts = ["here"] * size
-    if not transport.one_host:
-        here = host_identity() or f"rank {rank}"
-        hosts = [*gather(PrefixStore("hosts", store), rank, range(size), here, timeout_s, json.loads).values()]
     per_host = max(map(hosts.count, hosts))
     return transport, Selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced)
 

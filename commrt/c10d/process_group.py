@@ -28,12 +28,10 @@ from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.backend import Methods
+from commrt.c10d.call_engine import as_dist_error
 from commrt.c10d.group import ProcessGroupWorld
-from commrt.c10d.group_work import as_dist_error
 from commrt.errors import UsageError
-from commrt.torch_import import NAME
-
-__all__ = ["CommrtProcessGroup"]
+from commrt.importing import NAME
 
 DEVICES = [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
 KEY = "FPGA"

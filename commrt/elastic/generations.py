@@ -28,8 +28,7 @@ from typing import NamedTuple
 
 from commrt.errors import UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import TimedStore, parse, parse_int, parse_list, require
-from commrt.store.rendezvous import own_address
+from commrt.store.client import TimedStore, own_address, parse, parse_int, parse_list, require
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import Timeouts
 

@@ -30,10 +30,7 @@ from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.wire import AnyWire, ValuesOnWire, carrier_of, check_wire, is_quantized, travels_as, wire_text
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.comm_thread import CommThread
-from commrt.transport.by_device import TransportByDevice
-from commrt.transport.protocol import Tag
-
-__all__ = ["AllReduce", "Sums", "check_algorithm", "check_all_reduce", "check_all_reduce_call", "is_expanded"]
+from commrt.transport.protocol import Tag, TransportByDevice
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)

@@ -14,24 +14,9 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.agreement import LINGER_S, find_disagreement, gather, wait_until_read
-from commrt.store.client import call_store, parse_int, parse_list, require
+from commrt.store.client import call_store, host_identity, parse_list, require
 from commrt.store.launcher import GPU_TRANSPORTS, TRANSPORTS, chosen_transport, launched
-from commrt.store.rendezvous import host_identity
 from commrt.transport.protocol import Transport
-
-__all__ = [
-    "Connect",
-    "ConnectGpu",
-    "HostTransport",
-    "ReconnectOptions",
-    "connect_gpu",
-    "connect_hosts",
-    "default_device",
-    "local_rank",
-    "require_gpu",
-    "suited",
-    "transport_called",
-]
 
 
 class HostTransport(Protocol):
@@ -55,18 +40,16 @@ class HostTransport(Protocol):
 
 
 def connect_hosts(
-    store: Store, rank: int, members: Sequence[int], timeout_s: float, address: str | None = None, choice: str = ""
+    store: Store, rank: int, hosts: Mapping[int, str], timeout_s: float, address: str | None = None
 ) -> Transport:
-    """Connect `members` for CPU tensors. Collective. `choice` is what else must be equal on all of them.
+    """Connect the members for CPU tensors, whose `hosts` are what `compare_starts` returned. Collective.
 
     COMMRT_TRANSPORT chooses the transport; by default it is `suited` to the hosts. `address` is where this rank listens
     for others in the network.
     """
-    starts = _compare_starts(store, rank, members, timeout_s, choice)
-    hosts = {peer: starts[peer].host for peer in members}
-    connects = transport_called(starts[rank].transport) or suited([*hosts.values()])
-    neighbours = [peer for peer in members if hosts[peer] == hosts[rank]]
-    return connects(PrefixStore(connects.kind, store), rank, members, timeout_s, address, neighbours)
+    connects = transport_called(chosen_transport()) or suited([*hosts.values()])
+    neighbours = [peer for peer, host in hosts.items() if host == hosts[rank]]
+    return connects(PrefixStore(connects.kind, store), rank, [*hosts], timeout_s, address, neighbours)
 
 
 def transport_called(name: str | None) -> HostTransport | None:
@@ -88,30 +71,32 @@ MIXED = "commrt.transport.gloo:HierarchicalTransport"
 """For several ranks on each of several hosts."""
 
 
-class _Start(NamedTuple):
-    """What a rank tells the others before they connect."""
-
-    size: int
-    transport: str | None
-    host: str
-    choice: str
-
-
-def _compare_starts(
+def compare_starts(
     store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: str = ""
-) -> dict[int, _Start]:
-    """Return what all `members` start with; all but the host is the same."""
-    own = _Start(len(members), chosen_transport(), host_identity() or f"none that rank {rank} can share", choice)
-    starts: dict[int, _Start] = {}
+) -> dict[int, str]:
+    """Return the host of each of `members`, once all else that they start with is the same. Collective.
+
+    `choice` is what else must be equal. Raises `DisagreementError`, and `UsageError` for hosts that COMMRT_TRANSPORT
+    cannot connect.
+    """
+    asked, starts = chosen_transport(), dict[int, tuple[str, Mapping[str, str]]]()
+    claim = {
+        "world size": str(len(members)),
+        "COMMRT_TRANSPORT": asked or "not set",
+        "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS": choice,
+    }
+    own = host_identity() or f"none that rank {rank} can share", claim
     try:
         for some in (members[:1], members):  # a rank that differs from the first one need not wait for all
             found = call_store(partial(gather, store, rank, some, own, timeout_s, _parse_start), timeout_s)
             starts = {**found, rank: own}
-            _require_same_start(starts)
-        asked = transport_called(own.transport)
-        if asked is not None and asked.one_host and len({start.host for start in starts.values()}) > 1:
+            if error := find_disagreement("init", {peer: each for peer, (_, each) in starts.items()}):
+                raise error
+        hosts = {peer: starts[peer][0] for peer in members}
+        connects = transport_called(asked)
+        if connects is not None and connects.one_host and len(set(hosts.values())) > 1:
             raise UsageError(  # after all ranks have read why
-                f"COMMRT_TRANSPORT={own.transport}, but not all ranks are on one Linux host and in one network "
+                f"COMMRT_TRANSPORT={asked}, but not all ranks are on one Linux host and in one network "
                 "namespace: unset it, or start them all on one"
             )
     except CommrtError:
@@ -119,26 +104,13 @@ def _compare_starts(
             call_store(lambda: wait_until_read(store, rank, members), LINGER_S)
         raise
     call_store(lambda: store.add("read", 1), rank=rank)
-    return starts
+    return hosts
 
 
-def _require_same_start(starts: Mapping[int, _Start]) -> None:
-    claims = {
-        peer: {
-            "world size": str(start.size),
-            "COMMRT_TRANSPORT": start.transport or "not set",
-            "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS": start.choice,
-        }
-        for peer, start in starts.items()
-    }
-    if error := find_disagreement("init", claims):
-        raise error
-
-
-def _parse_start(text: bytes) -> _Start:
-    size, transport, host, choice = parse_list(text, 4)
-    require(isinstance(transport, str | None) and isinstance(host, str) and isinstance(choice, str))
-    return _Start(parse_int(size), transport, host, choice)
+def _parse_start(text: bytes) -> tuple[str, Mapping[str, str]]:
+    host, claim = parse_list(text, 2)
+    require(isinstance(host, str) and all(isinstance(value, str) for value in claim.values()))
+    return host, claim
 
 
 NCCL_BINDING = "commrt.transport.nccl_communicator:load"
@@ -195,8 +167,6 @@ def local_rank() -> int:
 
 Connect = Callable[[int, Sequence[int], float], Transport]
 """(generation, members, timeout_s) -> a transport for host memory among them; collective, once per generation."""
-ConnectGpu = Callable[[str, torch.device], Transport]
-"""(name, device) -> a transport for that GPU's memory among the members; collective, each name once."""
 
 
 class ReconnectOptions(NamedTuple):

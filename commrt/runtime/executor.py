@@ -14,32 +14,16 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
 from commrt.runtime.recording import Recorder, listening, within_range
 from commrt.schedule import ADD, COPY, Combine
-from commrt.threads.streams import StreamEvent, Streams
+from commrt.threads.future import StreamEvent, Streams
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
-
-__all__ = [
-    "Adding",
-    "BoundHop",
-    "BoundProgram",
-    "Combination",
-    "Landing",
-    "RunnableProgram",
-    "bind",
-    "combinations_of",
-    "facts_of",
-    "only_reads",
-    "scratch_numel",
-]
 
 Combination = Callable[[], object]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
@@ -154,21 +138,19 @@ def bind(
     bounds: Sequence[int] | None = None,
     add: Adding | None = None,
 ) -> BoundProgram:
-    """Bind `program` to `buffer` [numel], which is cut into the program's chunks at `bounds` [chunks + 1].
+    """Bind `program` to `buffer`, a contiguous row [numel], cut into the program's chunks at `bounds` [chunks + 1].
 
     Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD stands for (default:
     sums). Programs that never run at the same time may share `scratch` [>= scratch_numel], of the buffer's dtype; None
     allocates it. On `streams` that queue work, a hop's combinations run beside the next exchange if the two touch
-    different chunks. Raises `UsageError` unless the buffer is a contiguous row.
+    different chunks.
     """
-    if buffer.dim() != 1 or not buffer.is_contiguous():
-        raise UsageError(f"a buffer must be one contiguous row, not of shape {tuple(buffer.shape)}: flatten it first")
     if bounds is None:  # cut so that 16-byte accesses stay aligned in every dtype
         bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE)
     waits = dependencies(program.hops, program.chunks)
     half, other_half = _halves(program, bounds, waits)
     if scratch is None:
-        scratch = torch.empty(half + other_half, dtype=buffer.dtype, device=buffer.device)
+        scratch = buffer.new_empty(half + other_half)
     binder = _Binder(program.rank, buffer, scratch, bounds, transport, half, add or adding)
     final = final_receives(program.hops, program.chunks)
     hops = tuple(

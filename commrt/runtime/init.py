@@ -15,19 +15,16 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import TransportClosed, UsageError
-from commrt.runtime.connection import Connect, ReconnectOptions, connect_hosts, local_rank
-from commrt.runtime.world import Hooks, World
+from commrt.runtime.connection import Connect, ReconnectOptions, compare_starts, connect_hosts, local_rank
+from commrt.runtime.membership import Hooks
+from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
-from commrt.store.client import call_store, clone_connection
-from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_timeout_s, gloo_interface, launched
-from commrt.store.rendezvous import host_identity, is_loopback, meet, own_address
+from commrt.store.client import call_store, clone_connection, host_identity, is_loopback, meet, own_address
+from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_timeout_s, launched, variable
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Timeouts, require_deadlines
-from commrt.transport.by_device import NullTransport
 from commrt.transport.local import Fabric
-from commrt.transport.protocol import Transport
-
-__all__ = ["current", "init", "is_open"]
+from commrt.transport.protocol import NullTransport, Transport
 
 _log = logging.getLogger("commrt")
 _current: World | None = None
@@ -143,7 +140,7 @@ def _gloo_address(address: str) -> str | None:
     if is_loopback(address):
         return LOOPBACK
     ours = own_address(address)
-    return None if gloo_interface() or is_loopback(ours) else ours
+    return None if variable("GLOO_SOCKET_IFNAME") or is_loopback(ours) else ours
 
 
 def _address_towards(address: str | None, *, is_near: bool) -> str | None:
@@ -159,7 +156,8 @@ def _address_towards(address: str | None, *, is_near: bool) -> str | None:
 def _connector(store: Store, rank: int, host: str | None = None) -> Connect:
     def connect(generation: int, members: Sequence[int], timeout_s: float) -> Transport:
         ours = clone_connection(store) if generation else store  # an earlier attempt may still wait on the first
-        return connect_hosts(PrefixStore(f"generation {generation}", ours), rank, members, timeout_s, host)
+        part = PrefixStore(f"generation {generation}", ours)
+        return connect_hosts(part, rank, compare_starts(part, rank, members, timeout_s), timeout_s, host)
 
     return connect
 

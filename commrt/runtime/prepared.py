@@ -23,23 +23,11 @@ from commrt.schedule import ADD, MIX, Schedule
 from commrt.threads.comm_thread import RecoveredError
 from commrt.transport.protocol import Tag, Transport
 
-__all__ = [
-    "COMPARISONS_KEPT",
-    "SCHEDULES_KEPT",
-    "Claim",
-    "Compare",
-    "Members",
-    "Prepared",
-    "PreparedRuns",
-    "cut",
-    "traits_of",
-]
-
 T = TypeVar("T")
 KEPT = 256
 """Exchanges that are kept, unless a kind says otherwise: those that were prepared last."""
-RUNS_KEPT, SCHEDULES_OF_A_BUFFER = 4096, 16
-"""Programs of `World.run`: of all buffers, and of one."""
+RUNS_KEPT = 1024
+"""Programs of `World.run`."""
 COMPARISONS_KEPT = 256
 """Comparisons that each set of ranks remembers."""
 SCHEDULES_KEPT = 16
@@ -92,7 +80,7 @@ class Prepared(Generic[T]):
     def forget(self) -> None:
         """Let go of all memory, and begin anew; on all ranks alike, if they compare."""
         self._generation = self._world.membership.number
-        self._bound: dict[Hashable, T] = {}
+        self._bound: dict[tuple[Schedule, Members, Hashable], T] = {}
         self._compared: dict[tuple[int, ...], set[str]] = {}
 
     def forget_bound(self) -> None:
@@ -102,6 +90,11 @@ class Prepared(Generic[T]):
     def forget_one(self, schedule: Schedule, members: Members, memory: Hashable) -> None:
         """Let go of one exchange, if it is there. A rank may do so alone, on any thread."""
         self._bound.pop((schedule, members, memory), None)
+
+    def forget_memory(self, memory: Hashable) -> None:
+        """Let go of all exchanges that use `memory`, the same object. A rank may do so alone, on any thread."""
+        for key in [key for key in tuple(self._bound) if key[2] is memory]:
+            self._bound.pop(key, None)
 
     def known(self, schedule: Schedule, members: Members, memory: Hashable) -> T | None:
         """Return the exchange if it is prepared, else None. On any thread."""
@@ -171,7 +164,7 @@ class _Run(NamedTuple):
 
 
 class PreparedRuns:
-    """The programs of `World.run`. Each is kept as long as its buffer lives; all share scratch memory.
+    """The programs of `World.run`. The latest are kept, as long as their buffers live; all share scratch memory.
 
     Memory that a buffer has left, by ``buffer.data = ...``, is freed when the buffer runs again, or dies. An error that
     all ranks raise alike, before anything is sent, leaves the world usable.
@@ -180,7 +173,6 @@ class PreparedRuns:
     def __init__(self, transport: Transport, world: HasMembership, compare: Compare) -> None:
         self._transport, self._world = transport, world
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._schedules: dict[ref[Tensor], dict[Schedule, None]] = {}  # of each buffer, the oldest first
         self._prepared = Prepared(world, self._bind, claim=self._claim, compare=compare, kept=RUNS_KEPT)
 
     def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
@@ -201,28 +193,12 @@ class PreparedRuns:
         """Run `schedule`, of all ranks, on `buffer` [numel]. On the communication thread."""
         program = self.known(schedule, buffer)
         if program is None:
-            self._make_room(schedule, ref(buffer))
+            self._prepared.forget_one(schedule, None, ref(buffer))  # it may be bound to memory that the buffer has left
             program = self._prepared.get(schedule, None, ref(buffer)).program
         program.run(tag)
 
-    def _make_room(self, schedule: Schedule, memory: ref[Tensor]) -> None:
-        """Let go of what is bound to other memory of the buffer, and of its oldest program if there are many."""
-        self._prepared.forget_one(schedule, None, memory)
-        latest = self._schedules.setdefault(memory, {})
-        latest.pop(schedule, None)
-        if len(latest) == SCHEDULES_OF_A_BUFFER:
-            oldest = next(iter(latest))
-            del latest[oldest]
-            self._prepared.forget_one(oldest, None, memory)
-        latest[schedule] = None
-
-    def _forget_buffer(self, memory: ref[Tensor]) -> None:
-        for schedule in self._schedules.pop(memory, {}):
-            self._prepared.forget_one(schedule, None, memory)
-
     def forget(self) -> None:
         """Let go of all memory."""
-        self._schedules.clear()
         self._prepared.forget()
         self._scratch.clear()
 
@@ -247,7 +223,7 @@ class PreparedRuns:
             self._scratch[key] = torch.empty(need, dtype=row.dtype, device=row.device)
         program = bind(mine, row, self._transport, self._scratch[key], bounds=bounds)
         place = buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
-        return _Run(program, place, ref(buffer, lambda _: self._forget_buffer(memory)))
+        return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_memory(memory)))
 
 
 def cut(schedule: Schedule, row: Tensor) -> list[int]:

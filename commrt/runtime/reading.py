@@ -8,9 +8,7 @@ What ranks of other hosts send is received as in `commrt.runtime.executor`, with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from commrt.kernels.dispatch import copying
@@ -20,8 +18,6 @@ from commrt.program import Hop, Meeting, Program, Transfer, chunk_bounds, meetin
 from commrt.runtime.executor import BoundHop, BoundProgram, Combination, combinations_of, facts_of
 from commrt.schedule import COPY
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, Window
-
-__all__ = ["bind_reading", "bind_receiving"]
 
 
 def bind_reading(
@@ -43,7 +39,7 @@ def bind_reading(
     With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
     `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
-    reader = _Reader(program, buffer, window, transport, bounds, copied, scratch or partial(_new, buffer))
+    reader = _Reader(program, buffer, window, transport, bounds, copied, scratch or buffer.new_empty)
     hops = [bound for number, hop in enumerate(program.hops) if not hop.idle for bound in reader.hop(number, hop)]
     nbytes = sum(message.data.nbytes for message in reader.sends)
     group, end = reader.group(), reader.end()
@@ -75,10 +71,6 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
         rest(tag)
 
     return run
-
-
-def _new(like: Tensor, numel: int) -> Tensor:
-    return torch.empty(numel, dtype=like.dtype, device=like.device)
 
 
 class _Reader:

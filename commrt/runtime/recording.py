@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 
-__all__ = ["Event", "Nvtx", "Recorder", "Timeline", "TorchProfiler", "chrome_trace", "listening", "within_range"]
-
 DOMAIN = "commrt"
 EVENTS_KEPT = 500_000
 """By a `Timeline`: about 270 MB."""
@@ -32,11 +30,9 @@ class Recorder(Protocol):
 
     def begin(self, name: str, facts: dict[str, Fact]) -> None:
         """Begin a range on the calling thread."""
-        ...
 
     def end(self) -> None:
         """End the calling thread's innermost range."""
-        ...
 
 
 @contextmanager

@@ -17,20 +17,6 @@ from commrt.runtime.executor import BoundProgram, RunnableProgram
 from commrt.schedule import Schedule
 from commrt.transport.protocol import Transport
 
-__all__ = [
-    "WIRES",
-    "AnyWire",
-    "Carrier",
-    "QuantizedWire",
-    "StepQuantizer",
-    "ValuesOnWire",
-    "carrier_of",
-    "check_wire",
-    "is_quantized",
-    "travels_as",
-    "wire_text",
-]
-
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that may travel in place of wider ones."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from commrt.errors import DeadlineExceeded, Place, UsageError
 from commrt.threads.future import Future
 
-__all__ = ["Work", "new_future"]
-
 _log = logging.getLogger("commrt")
 
 

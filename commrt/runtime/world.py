@@ -15,12 +15,12 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
+from commrt.importing import untraced
 from commrt.program import member_program
 from commrt.runtime.collectives import Sums, check_all_reduce_call
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
-from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import bind
-from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Hooks, Loss, Membership, RunNow
+from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, ConsistencyCheck, Loss, Membership, RunNow
 from commrt.runtime.prepared import PreparedRuns, check_run, cut
 from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.wire import AnyWire
@@ -28,14 +28,10 @@ from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
 from commrt.store.agreement import WorldConfig, diagnose, leave_report, wait_for_readers
 from commrt.store.client import clone_connection
-from commrt.store.launcher import wants_nvtx
+from commrt.store.launcher import is_on
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
-from commrt.threads.streams import streams_of
-from commrt.torch_import import untraced
-from commrt.transport.by_device import NullTransport, TransportByDevice
-from commrt.transport.protocol import Tag, Transport
-
-__all__ = ["Hooks", "World"]
+from commrt.threads.future import streams_of
+from commrt.transport.protocol import NullTransport, Tag, Transport, TransportByDevice
 
 UNNAMED = Tag(0, "run")
 
@@ -62,9 +58,13 @@ class World:
     ) -> None:
         self.config, self.is_replacement = config, config is not None
         """The configuration that this process must fit until it has taken a lost rank's place; whether it takes one."""
+        self.rank = transport.rank
+        """This rank, 0..size-1."""
+        self.size = len(transport.members)
+        """The number of ranks at the start."""
         self.transport = TransportByDevice(transport)
         self.store, self.local_rank, self.launcher = store, local_rank, launcher
-        self.comm_thread = CommThread(self._on_failure, f"commrt-rank{transport.rank}", lambda: self.timeout_s)
+        self.comm_thread = CommThread(self._on_failure, f"commrt-rank{self.rank}", lambda: self.timeout_s)
         self.holds_store = holds_store
         """True if the store ends with this process."""
         self.attached = 0
@@ -72,7 +72,7 @@ class World:
         self.joined: object = None
         """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = NO_HOOKS
-        self.recorder: Recorder | None = Nvtx() if wants_nvtx() else None
+        self.recorder: Recorder | None = Nvtx() if is_on("COMMRT_NVTX") else None
         """Receives ranges of time, for profilers."""
         self._late_failure: TransportError | None = None
         self._in_collective, self._closed, self._is_inherited, self._entered = False, False, False, 0
@@ -85,16 +85,6 @@ class World:
         self._runs = PreparedRuns(self.transport, self, self.consistency.require_same_call_now)
         self._sums = Sums(self.transport, self.comm_thread, self, self.consistency.require_same_call_now)
         release_in_forked_child(self)
-
-    @property
-    def rank(self) -> int:
-        """This rank, 0..size-1."""
-        return self.transport.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks at the start."""
-        return self.transport.ranks
 
     @property
     def device(self) -> torch.device:
@@ -139,11 +129,11 @@ class World:
         Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if
         they differ; the world stays usable.
         """
-        check_run(schedule, buffer, tag, self.transport.ranks)
+        check_run(schedule, buffer, tag, self.size)
         is_ready = not async_op and self._runs.known(schedule, buffer) is not None
         if is_ready and self._is_plain:
             self.comm_thread.run(lambda: self._runs.run(schedule, buffer, tag)).result()
-            return Work([buffer], self.transport.rank)
+            return Work([buffer], self.rank)
 
         def begin() -> RunNow:
             self._runs.require_possible(schedule, buffer)

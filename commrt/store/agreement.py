@@ -15,20 +15,7 @@ from torch.distributed import DistNetworkError, Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
 from commrt.store.client import MALFORMED, call_store, parse, parse_dict, parse_int, require
-from commrt.threads.clock import now_s
-from commrt.threads.deadline import Deadline
-
-__all__ = [
-    "LINGER_S",
-    "TOPIC",
-    "WorldConfig",
-    "diagnose",
-    "find_disagreement",
-    "gather",
-    "leave_report",
-    "wait_for_readers",
-    "wait_until_read",
-]
+from commrt.threads.deadline import Deadline, now_s
 
 TOPIC = "topic"
 LINGER_S, REPORTS_LINGER_S = 5.0, 3.0

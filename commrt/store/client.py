@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to torch's store that end in time, and parsers for what other ranks wrote there.
+"""torch's store: how the ranks of a launch find it, calls to it that end in time, and parsers for what ranks write.
+
+Rank 0 holds the store, unless the launcher does.
 
 torch's own timeouts do not help when the process that holds the store is stopped: after one has expired, the client
 asks the store to cancel the request, and waits without limit for its answer (torch 2.13).
@@ -9,40 +11,34 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, Store
+from torch.distributed import DistNetworkError, Store, TCPStore
 
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
+from commrt.store.launcher import LOOPBACK, Launch
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
-
-__all__ = [
-    "ANSWER_S",
-    "MALFORMED",
-    "STORE_HOLDER",
-    "TimedStore",
-    "call_store",
-    "clone_connection",
-    "malformed",
-    "parse",
-    "parse_dict",
-    "parse_int",
-    "parse_list",
-    "require",
-    "start_call",
-]
 
 ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
 STORE_HOLDER = "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, struct.error)
 """Exceptions that parsing malformed data can raise."""
+DISCARD_PORT = 9
+"""UDP's discard: no packet is sent there."""
+
+_held: dict[tuple[str, int], Store] = {}
+"""Stores that live in this process until it ends: the next world uses the same port."""
 
 T = TypeVar("T")
 _idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
@@ -103,15 +99,12 @@ class TimedStore:
         self._rank, self._timeout_s = rank, timeout_s
 
     def __getattr__(self, request: str) -> Callable[..., Any]:
-        return lambda *args: self._call(lambda: getattr(self.connection, request)(*args))
-
-    def _call(self, request: Callable[[], T]) -> T:
-        return call_store(request, self._timeout_s(), self._rank)
+        return lambda *args: call_store(lambda: getattr(self.connection, request)(*args), self._timeout_s(), self._rank)
 
     def read(self, key: str) -> bytes:
         """Return what stands under `key`, empty if nothing does."""
         store = self.connection
-        return self._call(lambda: store.get(key) if store.check([key]) else b"")
+        return call_store(lambda: store.get(key) if store.check([key]) else b"", self._timeout_s(), self._rank)
 
 
 def clone_connection(store: Store) -> Store:
@@ -166,3 +159,115 @@ def parse_dict(text: bytes) -> Mapping[str, Any]:
     found = json.loads(text)
     require(isinstance(found, dict))
     return dict(found)
+
+
+def meet(launch: Launch, timeout_s: float) -> Store:
+    """Return the store of `launch`; its rank 0 makes one if the launcher holds none.
+
+    Raises `DeadlineExceeded` if none answers within `timeout_s`, `TransportError` if the port is taken.
+    """
+    where = launch.address, launch.port
+    if where in _held:
+        return _held[where]
+    holds_it = launch.rank == 0 and not launch.store_exists
+    store = _open(launch, holds_it, timeout_s)
+    if holds_it:
+        _held[where] = store
+    return store
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if no other machine can reach `address`."""
+    number = _number(address)
+    return number is not None and number.is_loopback
+
+
+def own_address(towards: str) -> str:
+    """Return the address of this host that leads to the host `towards`."""
+    family, kind, _, _, target = socket.getaddrinfo(towards, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing: the kernel only chooses
+        return str(probe.getsockname()[0])
+
+
+def host_identity() -> str | None:
+    """Return a text that is equal in two processes if they can share memory; None if this platform cannot.
+
+    It contains the network namespace, because abstract socket names are not visible outside of it.
+    """
+    try:
+        os.close(os.memfd_create("commrt-probe"))
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).close()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+    except (AttributeError, OSError):
+        return None
+
+
+def _number(address: str) -> IPv4Address | IPv6Address | None:
+    """Return None for a name, which other hosts may resolve to another address."""
+    with suppress(ValueError):
+        return ip_address(_numeric(address))
+    return None
+
+
+def _numeric(address: str) -> str:
+    return LOOPBACK if address.lower() == "localhost" else address
+
+
+def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
+    at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
+    listener = _listener(launch) if holds_it and _number(launch.address) else None
+    try:
+        return call_store(lambda: _store(launch, holds_it, timeout_s, listener), timeout_s, launch.rank)
+    except DeadlineExceeded as error:
+        what = (
+            f"what listens at {at} did not answer as a store within {timeout_s:g} s: is it rank 0 of this job, and "
+            "not stopped? If it is another program, set MASTER_PORT to a free port on every rank"
+        )
+        raise DeadlineExceeded(what, place) from error
+    except (RuntimeError, PeerLost) as error:
+        if holds_it and "EADDRINUSE" in f"{error} {error.__cause__}":
+            what = f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on every rank"
+            raise TransportError(what, Place(rank=launch.rank)) from error
+        what = (
+            f"no store at {at} within {timeout_s:g} s: is rank 0 running there, is the port free, "
+            "and do MASTER_ADDR and MASTER_PORT say the same on every rank"
+        )
+        raise DeadlineExceeded(what, place) from error
+
+
+def _store(launch: Launch, holds_it: bool, timeout_s: float, listener: int | None) -> Store:
+    """Open the store so that ``torch.distributed`` groups of this process can share it (multi_tenant)."""
+    return TCPStore(
+        launch.address,
+        launch.port,
+        is_master=holds_it,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
+
+
+def _listener(launch: Launch) -> int | None:
+    """Return a socket that listens on the launch's address only; torch itself would listen on all.
+
+    None if the port is taken, perhaps by a store of this process, which torch shares; and if the address is not this
+    machine's own, as behind NAT.
+    """
+    with suppress(OSError):
+        return listen(_numeric(launch.address), launch.port).detach()
+    return None
+
+
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Return a listening socket for `hold`; on a free port if none is given."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+def hold(listener: socket.socket) -> Store:
+    """Return a store in this process for the ranks that connect to `listener`, which it takes over."""
+    host, port = listener.getsockname()[:2]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

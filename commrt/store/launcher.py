@@ -24,30 +24,16 @@ from typing import Any
 from commrt.errors import UsageError
 from commrt.threads.deadline import DEFAULT_TIMEOUT_S, require_deadlines
 
-__all__ = [
-    "VARIABLES",
-    "Launch",
-    "chosen_cluster",
-    "chosen_schedules",
-    "chosen_transport",
-    "default_timeout_s",
-    "gloo_interface",
-    "launched",
-    "nccl_variable",
-    "wants_nvtx",
-    "wants_same_bits",
-]
-
 LOOPBACK = "127.0.0.1"
 TRANSPORTS = {"shared": "commrt.transport.shared:SharedTransport", "gloo": "commrt.transport.gloo:GlooTransport"}
 """Transports for host memory by name: the class of each, which is imported when ranks connect."""
 GPU_TRANSPORTS = {"peers": "commrt.transport.peers:connect", "nccl": "commrt.transport.nccl:NcclTransport"}
 """Transports for GPUs by name: what connects a rank. The first one is taken where COMMRT_TRANSPORT names none."""
 VARIABLES = (
-    "COMMRT_CLUSTER",
-    "COMMRT_NVTX",
-    "COMMRT_SAME_BITS",
-    "COMMRT_SCHEDULES",
+    "COMMRT_CLUSTER",  # name or file of the cluster for which the backend chooses schedules
+    "COMMRT_NVTX",  # 1: ranges for Nsight
+    "COMMRT_SAME_BITS",  # 1: the backend adds in order of ranks, whatever that costs
+    "COMMRT_SCHEDULES",  # schedules to take whatever they cost, such as "all_reduce=ring"
     "COMMRT_TIMEOUT_S",
     "COMMRT_TRANSPORT",
 )
@@ -112,24 +98,14 @@ LAUNCHERS = (
 variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's own mpiexec sets."""
 
 
-def gloo_interface() -> str | None:
-    """The network card that Gloo is told to use (GLOO_SOCKET_IFNAME); None if it is told nothing."""
-    return os.environ.get("GLOO_SOCKET_IFNAME") or None
+def variable(name: str) -> str:
+    """Return an environment variable, empty if it is not set: one of commrt's own, or one that Gloo or NCCL reads."""
+    return os.environ.get(name, "")
 
 
-def wants_nvtx() -> bool:
-    """COMMRT_NVTX=1: ranges for Nsight."""
-    return os.environ.get("COMMRT_NVTX", "0") not in {"", "0"}
-
-
-def wants_same_bits() -> bool:
-    """COMMRT_SAME_BITS=1: the backend adds in order of ranks, whatever that costs."""
-    return os.environ.get("COMMRT_SAME_BITS", "0") not in {"", "0"}
-
-
-def nccl_variable(name: str) -> str | None:
-    """What NCCL itself will read as ``NCCL_`` and `name`; None if it is not set."""
-    return os.environ.get(f"NCCL_{name}")
+def is_on(name: str) -> bool:
+    """Return True if a variable such as COMMRT_NVTX is set, and not to 0."""
+    return variable(name) not in {"", "0"}
 
 
 def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
@@ -187,16 +163,6 @@ def chosen_transport(env: Mapping[str, str] = os.environ) -> str | None:
     if kind not in (None, *known):
         raise UsageError(f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(known)}, or unset it")
     return kind
-
-
-def chosen_cluster(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return COMMRT_CLUSTER, the name or file of the cluster for which schedules are chosen; None if it is not set."""
-    return env.get("COMMRT_CLUSTER") or None
-
-
-def chosen_schedules(env: Mapping[str, str] = os.environ) -> str:
-    """Return COMMRT_SCHEDULES, schedules to take whatever they cost, such as "all_reduce=ring"."""
-    return env.get("COMMRT_SCHEDULES", "")
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None, form: re.Pattern[str] = NUMBER) -> int:

@@ -31,8 +31,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 from torch.distributed import Store
 
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
+from commrt.store.client import hold, listen
 from commrt.store.launcher import LOOPBACK
-from commrt.store.rendezvous import hold, listen
 
 __all__ = ["RESTART", "Outcome", "free_port", "run_processes", "run_workers"]
 

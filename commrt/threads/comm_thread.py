@@ -17,10 +17,7 @@ import torch
 
 from commrt.errors import DeadlineExceeded, Evicted, TransportClosed, TransportError, UsageError
 from commrt.threads.deadline import Deadline
-from commrt.threads.future import ON_COMM_THREAD, Future
-from commrt.threads.streams import HOST, StreamEvent
-
-__all__ = ["EXIT_S", "CommThread", "RecoveredError", "release_in_forked_child"]
+from commrt.threads.future import HOST, ON_COMM_THREAD, Future, StreamEvent
 
 _log = logging.getLogger("commrt")
 

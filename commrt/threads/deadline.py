@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long waits may take: all limits follow from one number, and a pause of this process hardly counts."""
+"""How long waits may take: all limits follow from one number, and a pause of this process hardly counts.
+
+All deadlines of a process read one clock, for which tests put one that they move. A wait asks `now_s` for the time, and
+`slice_s` how long it may sleep before it asks again. So a test of a deadline waits for nothing
+(`tests/support/moved_clock.py`). Waits inside torch's stores and Gloo keep the time of the machine.
+"""
 
 from __future__ import annotations
 
+from math import inf
+from time import monotonic
 from typing import NamedTuple
 
 from commrt.errors import UsageError
-from commrt.threads.clock import now_s
-
-__all__ = ["DEFAULT_TIMEOUT_S", "Deadline", "Timeouts", "require_deadlines"]
 
 DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S = 300.0, 2e6
 """Sockets count milliseconds in 32 bits."""
@@ -16,6 +20,34 @@ PROBE_S = 2.0
 """The most that a probe takes, since hosts that can be reached answer sooner."""
 PARTS = 4
 """A pause of this process counts as one part of the limit at most, so peers have time to answer after it wakes up."""
+
+
+class Clock:
+    """What tells deadlines the time: the machine's clock, or one of a subclass. Called from any thread."""
+
+    now_s = staticmethod(monotonic)
+    slice_s = inf
+    """The most real seconds that a wait sleeps before it asks for the time again."""
+
+
+_clock = Clock()
+
+
+def now_s() -> float:
+    """Return the seconds that deadlines count, since some fixed moment."""
+    return _clock.now_s()
+
+
+def slice_s(left_s: float) -> float:
+    """Return how many real seconds a wait that has `left_s` may sleep before it asks for the time again."""
+    return min(max(left_s, 0.0), _clock.slice_s)
+
+
+def use(clock: Clock) -> Clock:
+    """Let all deadlines of this process read `clock` from now on, and return the one that they read before."""
+    global _clock  # the one state of this module
+    before, _clock = _clock, clock
+    return before
 
 
 class Timeouts(NamedTuple):

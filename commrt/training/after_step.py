@@ -19,12 +19,12 @@ from commrt.buckets.engine import Span
 from commrt.buckets.weight_bucket import WeightPart
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
+from commrt.importing import untraced
 from commrt.runtime.membership import LOST
 from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, require
-from commrt.threads.clock import now_s
-from commrt.torch_import import untraced
+from commrt.threads.deadline import now_s
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.model_state import Stateful, overwrite_states

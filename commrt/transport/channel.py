@@ -42,20 +42,7 @@ from torch.distributed import Store
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.agreement import gather
 from commrt.store.client import parse_list, require
-from commrt.threads.clock import now_s, slice_s
-
-__all__ = [
-    "OFFER",
-    "SEGMENT_NBYTES",
-    "SMALL_NBYTES",
-    "Arena",
-    "Channel",
-    "Offer",
-    "Packet",
-    "Segment",
-    "aligned",
-    "connect",
-]
+from commrt.threads.deadline import now_s, slice_s
 
 RANK = struct.Struct("<I")
 PASSWORD_NBYTES = 16

@@ -24,9 +24,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.store.client import call_store
-from commrt.store.launcher import gloo_interface
-from commrt.threads.clock import now_s
+from commrt.store.launcher import variable
 from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.deadline import now_s
 from commrt.transport.protocol import (
     CPU,
     EndLoan,
@@ -38,8 +38,6 @@ from commrt.transport.protocol import (
     split_self,
 )
 from commrt.transport.shared import SharedTransport
-
-__all__ = ["GlooTransport", "HierarchicalTransport"]
 
 MEDIUM = "Gloo"
 
@@ -298,7 +296,7 @@ def _device(address: str | None, lazy: bool) -> Any:
     how: Any = {"lazy_init": True} if lazy and "lazy_init" in str(ProcessGroupGloo.create_device.__doc__) else {}
     if address:
         return ProcessGroupGloo.create_device(hostname=address, **how)
-    if interface := gloo_interface():
+    if interface := variable("GLOO_SOCKET_IFNAME"):
         return ProcessGroupGloo.create_device(interface=interface, **how)
     return ProcessGroupGloo.create_default_device(**how)
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
-from commrt.threads.clock import now_s, slice_s
+from commrt.threads.deadline import now_s, slice_s
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, split_self
-
-__all__ = ["Fabric", "LocalTransport"]
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +29,6 @@ class _Post:
     mismatch: type[TransportError] | None = None
 
 
-@dataclass(slots=True)
-class _Line:
-    """Posted sends and receives from one rank to another, oldest first."""
-
-    sends: deque[_Post] = field(default_factory=deque)
-    recvs: deque[_Post] = field(default_factory=deque)
-
-
 class Fabric:
     """Connects the ranks of one process. All copies happen under its one lock."""
 
@@ -46,7 +36,8 @@ class Fabric:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._lines: defaultdict[tuple[int, int], _Line] = defaultdict(_Line)
+        self._sends, self._recvs = (defaultdict[tuple[int, int], deque[_Post]](deque) for _ in range(2))
+        """What waits from one rank to another, oldest first."""
         self._gone: set[int] = set()
 
     def transport(self, rank: int) -> LocalTransport:
@@ -87,19 +78,18 @@ class Fabric:
         posts = []
         for message in group.sends:
             posts.append(post := _Post(message.peer, message.data, call))
-            line = self._lines[rank, post.peer]
-            line.sends.append(post)
-            self._match(line)
+            self._sends[rank, post.peer].append(post)
+            self._match(rank, post.peer)
         for message in group.recvs:
             posts.append(post := _Post(message.peer, message.data, call))
-            line = self._lines[post.peer, rank]
-            line.recvs.append(post)
-            self._match(line)
+            self._recvs[post.peer, rank].append(post)
+            self._match(post.peer, rank)
         return posts
 
-    def _match(self, line: _Line) -> None:
-        while line.sends and line.recvs:
-            send, recv = line.sends.popleft(), line.recvs.popleft()
+    def _match(self, src: int, dst: int) -> None:
+        sends, recvs = self._sends[src, dst], self._recvs[src, dst]
+        while sends and recvs:
+            send, recv = sends.popleft(), recvs.popleft()
             if send.call != recv.call:
                 send.mismatch = recv.mismatch = CallMismatch
             elif send.data.numel() != recv.data.numel() or send.data.dtype != recv.data.dtype:
@@ -111,8 +101,8 @@ class Fabric:
 
     def _waits(self) -> str:
         """Return the wait-for graph as text: one edge per rank that waits for another."""
-        edges = {(src, dst) for (src, dst), line in self._lines.items() if line.sends}
-        edges |= {(dst, src) for (src, dst), line in self._lines.items() if line.recvs}
+        edges = {key for key, posts in self._sends.items() if posts}
+        edges |= {(dst, src) for (src, dst), posts in self._recvs.items() if posts}
         return ", ".join(f"{a}->{b}" for a, b in sorted(edges))
 
 

@@ -29,10 +29,9 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.store.client import start_call
-from commrt.threads.clock import now_s
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.threads.future import Future
-from commrt.threads.streams import DONE, Graph, StreamEvent, streams_of
+from commrt.threads.deadline import now_s
+from commrt.threads.future import DONE, Future, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
     Binding,
     Communicator,
@@ -43,8 +42,6 @@ from commrt.transport.nccl_communicator import (
     uncut,
 )
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
-
-__all__ = ["CAPTURE", "NcclTransport", "Pending"]
 
 READ_NOTICES_S = 0.1
 """Age of a pending group from which the store is read for ranks that have left."""
@@ -213,7 +210,7 @@ class NcclTransport(Transport):
             self._capturing, pending.end = False, DONE
         return None if graph is None else self._replay_of(graph, work, group)
 
-    def _replay_of(self, graph: Graph, work: Callable[[], None], group: P2PGroup) -> Exchange:
+    def _replay_of(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], group: P2PGroup) -> Exchange:
         def replay(tag: Tag, _kept: object = work) -> None:  # with all memory that the graph uses
             self._require_open(group.hop, tag)
             self._queue(graph.replay, group, tag)
@@ -221,7 +218,7 @@ class NcclTransport(Transport):
         self._keep(graph, replay)
         return replay
 
-    def _keep(self, graph: Graph, replay: Exchange) -> None:
+    def _keep(self, graph: torch.cuda.CUDAGraph, replay: Exchange) -> None:
         """Keep `graph` as long as the function `replay` exists, which replays it."""
         self._graphs[:] = [each for each in self._graphs if each.alive]
         self._graphs.append(weakref.finalize(replay, graph.reset))

@@ -35,23 +35,10 @@ from commrt.store.client import (
     require,
     start_call,
 )
-from commrt.store.launcher import nccl_variable
-from commrt.threads.clock import now_s
-from commrt.threads.future import Future
-from commrt.threads.streams import Streams
+from commrt.store.launcher import variable
+from commrt.threads.deadline import now_s
+from commrt.threads.future import Future, Streams
 from commrt.transport.protocol import P2PGroup, P2PMessage
-
-__all__ = [
-    "Binding",
-    "Communicator",
-    "ShutdownNotices",
-    "Watchdog",
-    "create",
-    "load",
-    "named",
-    "require_usable",
-    "uncut",
-]
 
 SHARES_GPUS = 23003
 """The first NCCL whose ranks can share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1."""
@@ -89,7 +76,7 @@ def require_usable(binding: Binding) -> None:
         raise UsageError(
             "CuPy finds no NCCL library: install the one of your torch, such as pip install nvidia-nccl-cu13"
         )
-    if nccl_variable("COMM_BLOCKING") == "0":
+    if variable("NCCL_COMM_BLOCKING") == "0":
         raise UsageError(
             "NCCL_COMM_BLOCKING=0 makes calls return before they are done, which CuPy takes for an error: unset it"
         )
@@ -164,7 +151,7 @@ def _gpu(device: torch.device) -> str | None:
     """Return the GPU's name among all hosts; where NCCL_HOSTID is set, NCCL takes that for the host."""
     if device.type != "cuda":
         return None
-    return f"{nccl_variable('HOSTID') or ''} {torch.cuda.get_device_properties(device).uuid}"
+    return f"{variable('NCCL_HOSTID')} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _parse_info(data: bytes) -> _RankInfo:
@@ -184,7 +171,7 @@ def _require_one_version(infos: Mapping[int, _RankInfo]) -> None:
 
 
 def _require_a_gpu_each(infos: Mapping[int, _RankInfo]) -> None:
-    if next(iter(infos.values())).nccl >= SHARES_GPUS and nccl_variable("MULTI_RANK_GPU_ENABLE") == "1":
+    if next(iter(infos.values())).nccl >= SHARES_GPUS and variable("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
     for (one, first), (other, second) in combinations(infos.items(), 2):
         if first.gpu is not None and first.gpu == second.gpu:

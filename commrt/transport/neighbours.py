@@ -28,8 +28,6 @@ from commrt.kernels.meeting import MeetingPlan
 from commrt.store.agreement import gather
 from commrt.store.client import call_store, parse_int, parse_list, require
 
-__all__ = ["Neighbours", "PeerMemory", "Words"]
-
 T = TypeVar("T")
 
 WORD_NBYTES = 128

@@ -23,17 +23,13 @@ from torch.distributed import PrefixStore, Store
 from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
 from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.program import Meeting
-from commrt.store.client import clone_connection, start_call
+from commrt.store.client import clone_connection, host_identity, start_call
 from commrt.store.launcher import chosen_transport
-from commrt.store.rendezvous import host_identity
-from commrt.threads.clock import now_s
-from commrt.threads.streams import Graph
+from commrt.threads.deadline import now_s
 from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending
 from commrt.transport.nccl_communicator import Binding
 from commrt.transport.neighbours import Neighbours, PeerMemory
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Window
-
-__all__ = ["PeersTransport", "connect"]
 
 _log = logging.getLogger("commrt")
 LINGER_S = 1.0
@@ -142,7 +138,7 @@ class PeersTransport(NcclTransport):
         self._captured = []
         return super().capture(work, group)
 
-    def _replay_of(self, graph: Graph, work: Callable[[], None], group: P2PGroup) -> Exchange:
+    def _replay_of(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], group: P2PGroup) -> Exchange:
         captured = self._captured
 
         def replay(tag: Tag, _kept: object = work) -> None:

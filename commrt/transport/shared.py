@@ -31,8 +31,8 @@ from commrt.errors import (
     TransportError,
 )
 from commrt.store.client import MALFORMED, call_store
-from commrt.threads.clock import now_s, slice_s
 from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.deadline import now_s, slice_s
 from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, Segment, aligned, connect
 from commrt.transport.protocol import (
     CPU,
@@ -46,8 +46,6 @@ from commrt.transport.protocol import (
     require_cpu,
     split_self,
 )
-
-__all__ = ["SharedTransport"]
 
 MEDIUM = "shared memory"
 
@@ -153,7 +151,7 @@ class SharedTransport(Transport):
 
     Connects to all other `members` at construction, through a `store` that nobody else uses; raises
     `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.store.rendezvous.host_identity`. Used by one thread at a time; a process may hold several.
+    `commrt.store.client.host_identity`. Used by one thread at a time; a process may hold several.
     """
 
     kind = "shared"

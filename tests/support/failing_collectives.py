@@ -17,8 +17,8 @@ import commrt
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import PeerLost, Place, TransportError
 from commrt.runtime.collectives import Sums
-from commrt.runtime.consistency import ConsistencyCheck
 from commrt.runtime.executor import BoundProgram
+from commrt.runtime.membership import ConsistencyCheck
 from commrt.store import client
 from commrt.store.client import call_store, clone_connection
 

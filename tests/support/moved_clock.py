@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Event, get_ident
 from time import monotonic
 
-from commrt.threads import clock
+from commrt.threads.deadline import Clock, now_s, use
 
 __all__ = ["MovedClock", "moved_clock"]
 
@@ -18,11 +18,13 @@ REAL_LIMIT_S = 60.0
 """Real seconds in which what a test waits for must happen."""
 
 
-class MovedClock(clock.Clock):
+class MovedClock(Clock):
     """Stands still until a test moves it. Deadlines in this process read it, on all threads; torch's do not."""
 
+    slice_s = POLL_S  # the test may move the clock meanwhile
+
     def __init__(self) -> None:
-        self._now_s = clock.now_s()  # deadlines that have begun go on
+        self._now_s = now_s()  # deadlines that have begun go on
         self._readers: set[int] = set()
 
     def now_s(self) -> float:
@@ -30,10 +32,6 @@ class MovedClock(clock.Clock):
         now_s = self._now_s
         self._readers.add(get_ident())  # afterwards: whoever counts readers moves the clock for all of them
         return now_s
-
-    def slice_s(self, left_s: float) -> float:
-        """Return a short time: the test may move the clock meanwhile."""
-        return min(max(left_s, 0.0), POLL_S)
 
     def advance(self, seconds: float) -> None:
         """Move the clock; who waits sees it within `POLL_S` real seconds."""
@@ -67,8 +65,8 @@ def _pause(end_s: float, what: str) -> None:
 def moved_clock() -> Iterator[MovedClock]:
     """Let all deadlines of this process read a `MovedClock` inside the block; end there what begins there."""
     moved = MovedClock()
-    before = clock.use(moved)
+    before = use(moved)
     try:
         yield moved
     finally:
-        clock.use(before)
+        use(before)

@@ -20,7 +20,7 @@ from nccl_stand_in import ask
 from torch import Tensor
 
 from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
-from commrt.threads.clock import now_s
+from commrt.threads.deadline import now_s
 from commrt.transport.neighbours import PeerMemory
 
 __all__ = ["HostPeerMemory"]

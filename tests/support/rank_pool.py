@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commrt.runtime import init as world_of_this_process
-from commrt.store.rendezvous import hold, listen
+from commrt.store.client import hold, listen
 from commrt.testing.processes import Outcome, _context, _environment
 
 LIMIT_S = 60.0

@@ -24,8 +24,8 @@ from commrt.proof.spec import all_reduce
 from commrt.runtime.connection import suited, transport_called
 from commrt.runtime.init import init
 from commrt.schedule import Schedule
+from commrt.store.client import host_identity
 from commrt.store.launcher import Launch, chosen_transport
-from commrt.store.rendezvous import host_identity
 from commrt.testing.processes import run_workers
 from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
 

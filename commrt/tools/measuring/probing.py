@@ -32,8 +32,8 @@ from commrt.runtime.init import init
 from commrt.runtime.world import World
 from commrt.schedule import COPY, Schedule, Step
 from commrt.store.agreement import gather
+from commrt.store.client import host_identity
 from commrt.store.launcher import Launch
-from commrt.store.rendezvous import host_identity
 from commrt.testing.processes import run_workers
 from commrt.transport.protocol import Tag
 

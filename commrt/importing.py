@@ -1,26 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``import commrt`` does once torch is imported, before it or after it. It imports no torch itself.
+"""What ``import commrt`` does without torch: it names what is imported later, and prepares torch once that is imported.
 
-torch.distributed learns the name of the backend, whose code is imported when a group is opened. torch's compiler learns
-that it must leave alone what runs between the graphs of a compiled model or step: the backend's functions, and those
-that exchange after an optimizer's step. It still traces the hooks of an attached model, which would cut its graphs.
+Names of a package are imported when they are first used. Its ``__init__.pyi`` is the one list of them, for type
+checkers and at run time: each line imports names from the modules that define them, and nothing reads it before a name
+is used.
+
+torch may be imported before commrt or after it. torch.distributed learns the name of the backend, whose code is
+imported when a group is opened. torch's compiler learns that it must leave alone what runs between the graphs of a
+compiled model or step: the backend's functions, and those that exchange after an optimizer's step. It still traces the
+hooks of an attached model, which would cut its graphs.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["NAME", "prepare", "register", "untraced"]
-
 T = TypeVar("T")
 
 NAME = "commrt"
 """Of the backend."""
+
+
+def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return the ``__getattr__`` and the ``__dir__`` of `package`, whose names are those of its ``__init__.pyi``."""
+
+    def get(name: str) -> object:
+        if name == "__all__":
+            return sorted(name for name, home in homes(package).items() if home != package)
+        if name.startswith("__") or name not in homes(package):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes(package)[name]
+        return import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes(package)})
+
+
+@cache
+def homes(package: str) -> dict[str, str]:
+    """Return by name the module that defines it; for a package inside `package`, that is `package`."""
+    import ast  # noqa: PLC0415  # takes as long as the rest of ``import commrt``
+    from pkgutil import get_data  # noqa: PLC0415  # reads from archives too
+
+    stub = ast.parse(get_data(package, "__init__.pyi") or b"")
+    imports = [each for each in stub.body if isinstance(each, ast.ImportFrom)]
+    return {alias.name: str(each.module) for each in imports for alias in each.names}
 
 
 def prepare() -> None:

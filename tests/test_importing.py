@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 OPEN = """
 import sys
 import torch.distributed as dist
-assert not any("torch_import" in type(finder).__module__ and finder._name == "torch" for finder in sys.meta_path)
+assert not any("importing" in type(finder).__module__ and finder._name == "torch" for finder in sys.meta_path)
 dist.init_process_group("commrt", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(tensor := torch.ones(3))
 print(dist.get_backend(), tensor.tolist())
@@ -35,7 +35,7 @@ class Backend:
 REGISTERED = """
 import sys
 import torch.distributed as dist
-assert not any("torch_import" in type(finder).__module__ and finder._name == "torch" for finder in sys.meta_path)
+assert not any("importing" in type(finder).__module__ and finder._name == "torch" for finder in sys.meta_path)
 dist.init_process_group("commrt")
 """
 
@@ -90,7 +90,7 @@ import torch
         "import importlib.util, commrt; importlib.util.find_spec('torch'); import torch",
         "import threading, commrt; threading.Thread(target=__import__, args=['torch']).start(); import torch",
         "import commrt, importlib; importlib.reload(commrt); import torch",
-        "import commrt, sys; sys.modules.pop('commrt'); sys.modules.pop('commrt.torch_import'); import commrt, torch",
+        "import commrt, sys; sys.modules.pop('commrt'); sys.modules.pop('commrt.importing'); import commrt, torch",
         BROKEN,
     ],
 )
