@@ -15,8 +15,6 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
 
-__all__ = ["BackupWorkers"]
-
 
 @dataclass(frozen=True, slots=True)
 class BackupWorkers:

@@ -15,8 +15,6 @@ import numpy as np
 from commrt.algorithms.parts import backwards, wrapped
 from commrt.schedule import ADD, Schedule, Step
 
-__all__ = ["all_gather", "barrier", "reduce_scatter"]
-
 
 @lru_cache
 def all_gather(p: int) -> Schedule:

@@ -19,8 +19,6 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
 
-__all__ = ["ALGORITHMS", "BACKUP", "COLLECTIVES", "DIRECT", "GOSSIP", "LOCAL", "ROOTED", "by_name", "candidates"]
-
 GOSSIP, BACKUP, DIRECT, LOCAL = "gossip", "backup", "direct", "local"
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {

@@ -15,8 +15,6 @@ from commrt.algorithms.parts import backwards, require_root
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step
 
-__all__ = ["broadcast", "reduce"]
-
 
 @lru_cache
 def broadcast(p: int, root: int = 0, slices: int | None = None) -> Schedule:

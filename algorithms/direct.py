@@ -16,21 +16,6 @@ from commrt.algorithms.parts import backwards, require_maker, require_root, requ
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Algorithm, IntArray, Schedule, Step
 
-__all__ = [
-    "MOST_RANKS",
-    "Direct",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_within",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "pairwise_all_to_all",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 DIRECT = "direct"
 MOST_RANKS = 1024
 """Most ranks that all exchange with all others in one step."""

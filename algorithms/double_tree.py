@@ -19,8 +19,6 @@ from commrt.algorithms.parts import require_whole, two_levels
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, IntArray, Schedule, Step
 
-__all__ = ["DoubleTree", "all_reduce", "parents", "second_tree"]
-
 MAX_SLICES = 1 << 12
 
 

@@ -19,8 +19,6 @@ from commrt.algorithms.parts import require_whole
 from commrt.errors import UsageError
 from commrt.schedule import MIX, SYNCHRONOUS, IntArray, Schedule, Step, empty
 
-__all__ = ["Gossip", "Topology", "dissemination", "hypercube", "period", "permutation"]
-
 Topology = Literal["dissemination", "hypercube"]
 Payload = Literal["weights", "gradients"]
 

@@ -17,8 +17,6 @@ from commrt.algorithms.parts import folded
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step
 
-__all__ = ["HalvingDoubling", "all_gather", "all_reduce", "doubling", "reduce_scatter"]
-
 
 @lru_cache
 def reduce_scatter(p: int) -> Schedule:

@@ -24,8 +24,6 @@ from commrt.errors import UsageError
 from commrt.quantizer import Int4
 from commrt.schedule import Algorithm, Schedule
 
-__all__ = ["CORRECT", "LocalSGD", "Mix", "cocod", "dasgd", "diloco", "noloco", "streaming_diloco"]
-
 CORRECT: Final = "correct"
 OUTER_STEPS = 10
 """So many times 1 / (1 - momentum) outer steps are needed before their momentum helps."""

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from commrt.errors import UsageError
 
-__all__ = ["HeavyBall", "Nesterov", "Outer", "SlowMomentum", "Values"]
-
 Values = Any
 """A numpy array or a tensor."""
 

@@ -10,17 +10,6 @@ import numpy as np
 from commrt.errors import ScheduleError, UsageError
 from commrt.schedule import ADD, COPY, Combine, IntArray, Schedule, Step
 
-__all__ = [
-    "MAX_HELPERS",
-    "backwards",
-    "folded",
-    "require_maker",
-    "require_root",
-    "require_whole",
-    "two_levels",
-    "wrapped",
-]
-
 MAX_HELPERS = 8
 """Most helpers per extra rank: NCCL runs up to 8 point-to-point operations of a group in one batch."""
 

@@ -17,8 +17,6 @@ from commrt.algorithms.parts import require_whole
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Combine, Schedule, Step
 
-__all__ = ["Ring", "Rings", "all_gather", "all_reduce", "all_reduce_on_rings", "reduce_scatter"]
-
 
 @lru_cache
 def reduce_scatter(p: int) -> Schedule:

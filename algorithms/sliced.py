@@ -10,8 +10,6 @@ from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.schedule import Algorithm, Schedule
 
-__all__ = ["Sliced"]
-
 MAX_SLICES = 1 << 16
 
 

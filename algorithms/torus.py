@@ -17,8 +17,6 @@ from commrt.algorithms.parts import folded, two_levels
 from commrt.errors import UsageError
 from commrt.schedule import Schedule
 
-__all__ = ["Torus2D", "all_reduce", "best_grid", "both_ways", "fold_core"]
-
 Grid = tuple[int, int]
 """(X, Y): ranks in a row, ranks in a column."""
 

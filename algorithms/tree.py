@@ -15,8 +15,6 @@ from commrt.algorithms import ring
 from commrt.algorithms.parts import backwards, require_root, wrapped
 from commrt.schedule import ADD, COPY, Schedule, Step
 
-__all__ = ["broadcast", "broadcast_in_parts", "gather", "reduce", "reduce_in_parts", "scatter"]
-
 
 @lru_cache
 def broadcast(p: int, root: int = 0) -> Schedule:

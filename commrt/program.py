@@ -21,27 +21,6 @@ from numpy.typing import NDArray
 
 from commrt.schedule import COPY, Combine, IntArray, Schedule, Step, require_valid
 
-__all__ = [
-    "JOINED",
-    "MOST_MESSAGES",
-    "Dependencies",
-    "Hop",
-    "Meeting",
-    "Meetings",
-    "Program",
-    "Transfer",
-    "chunk_bounds",
-    "dependencies",
-    "final_receives",
-    "group_count",
-    "joined",
-    "meetings",
-    "member_program",
-    "nccl_groups",
-    "permuted_program",
-    "program",
-]
-
 MOST_MESSAGES = 7
 """Of a rank in a hop that NCCL never cuts: a kernel takes 254 batches, of which 32 stay free, a message up to 32."""
 JOINED = ((1 << 16, 18), (1 << 19, 3), (inf, 1))

@@ -19,22 +19,6 @@ from typing import ClassVar, NamedTuple
 
 from commrt.errors import UsageError
 
-__all__ = [
-    "BITS",
-    "NEAREST",
-    "STOCHASTIC",
-    "TILE_BLOCKS",
-    "Adaptive",
-    "Float8",
-    "Int2",
-    "Int4",
-    "Int8",
-    "Progress",
-    "Quantizer",
-    "adaquant",
-    "dq",
-]
-
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 BITS = range(2, 9)
 """Bits that an integer code may have."""

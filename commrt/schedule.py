@@ -23,22 +23,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import CommrtError, ScheduleError, UsageError
 
-__all__ = [
-    "ADD",
-    "COPY",
-    "MIX",
-    "SYNCHRONOUS",
-    "Algorithm",
-    "Combine",
-    "IntArray",
-    "Schedule",
-    "Step",
-    "beside",
-    "empty",
-    "malformed",
-    "require_valid",
-]
-
 IntArray = NDArray[np.int64]
 
 MAX_STEPS = 1 << 18

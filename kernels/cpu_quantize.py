@@ -28,8 +28,6 @@ from commrt.kernels.quantize import (
 )
 from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
-__all__ = ["quantize_call", "sum_call"]
-
 Array = Any
 """An array of numpy, of the dtype that Numba infers; and a number of it."""
 compiled = njit(nogil=True, cache=True, error_model="numpy")

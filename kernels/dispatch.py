@@ -19,20 +19,6 @@ from commrt.kernels.layout import WIDEST_NBYTES, Layout
 from commrt.kernels.packing import Packing, Repeatable
 from commrt.kernels.plain_torch import TorchPacking, combine_into, mix_into, reduce_into
 
-__all__ = [
-    "GPU_DTYPES",
-    "ON_GPUS",
-    "OPERATIONS",
-    "TRITON_AT_LEAST",
-    "adding",
-    "combining",
-    "copying",
-    "mixing",
-    "on_gpu",
-    "packing",
-    "repeatable",
-]
-
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the Triton kernels offer."""
 

@@ -14,8 +14,6 @@ from typing import NoReturn
 
 from torch import Tensor
 
-__all__ = ["GRANULE", "HEADER_NUMEL", "WIDEST_NBYTES", "Layout", "layout_of", "padded", "refuse_count"]
-
 WIDEST_NBYTES = 16
 """The widest access of a GPU thread."""
 GRANULE = 16

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ABORT", "BACK", "ENDED", "FAILED", "HOST_WORDS", "PLACES", "TIMEOUT_NS", "MeetingPlan"]
-
 HOST_WORDS = ABORT, TIMEOUT_NS, FAILED, ENDED = range(4)
 """Words in host memory: not 0 to give up; the deadline; what failed: a meeting's number times `PLACES`, plus 1 and the
 rank of the peer that did not come; how many programs have ended."""

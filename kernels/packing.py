@@ -9,8 +9,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["NO_PARTS", "Packing", "Parts", "Repeatable"]
-
 
 @dataclass(frozen=True, eq=False)
 class Parts:

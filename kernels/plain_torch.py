@@ -15,11 +15,6 @@ from torch import Tensor
 from commrt.kernels.layout import HEADER_NUMEL, Layout, refuse_count
 from commrt.kernels.packing import NO_PARTS, Parts
 
-__all__ = [
-    "TorchPacking", "bits", "combine_into", "in_pieces", "mix", "mix_into", "pack", "pack_at_once", "reduce_into",
-    "unpack", "views_of",
-]  # fmt: skip
-
 PIECE_NUMEL = 1 << 16
 """2 ** 15 to 2 ** 17 elements are equally fast; whole tensors of 1.6 million elements take 6 times as long."""
 SMALL_NUMEL = 1 << 14

@@ -21,18 +21,6 @@ from torch import Tensor
 from commrt.kernels.dispatch import Combination, on_gpu, suit_kernels
 from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
-__all__ = [
-    "add_quantized",
-    "adding_quantized",
-    "compiled_quantize",
-    "dequantize",
-    "dequantizing",
-    "key_of",
-    "quantize",
-    "quantizing",
-    "uniform",
-]
-
 PIECE_NUMEL = 1 << 18
 """Values that are quantized at once: few calls of torch, and 1 MiB that stays in a cache."""
 SCALES_NBYTES = 2 * TILE_BLOCKS

@@ -16,8 +16,6 @@ from commrt.kernels.layout import GRANULE, WIDEST_NBYTES, Layout, refuse_count
 
 IntArray = NDArray[np.integer[Any]]
 
-__all__ = ["Tables", "alignment"]
-
 EMPTY = WIDEST_NBYTES
 """Address of an empty tensor, instead of torch's 0, which marks an absent one; it is never accessed."""
 

@@ -37,8 +37,6 @@ from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, c
 from commrt.training.model_state import Stateful, dump, fingerprint, flatten, gather_integers, load
 from commrt.training.replica import Replica, StepReport, attached_to
 
-__all__ = ["BackupWorkersReplica", "attach"]
-
 T = TypeVar("T")
 _log = logging.getLogger("commrt")
 ENDED = (

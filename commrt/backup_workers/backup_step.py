@@ -43,8 +43,6 @@ from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica, StepReport
 from commrt.transport.protocol import Tag
 
-__all__ = ["BackupStep", "SkippingGuard", "reissued"]
-
 NOBODY = (Announcement(0, 0),)
 T = TypeVar("T")
 

@@ -34,18 +34,6 @@ from commrt.store.client import TimedStore, parse, parse_int, require
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
-__all__ = [
-    "CatchUp",
-    "FinalCalls",
-    "ReplicaState",
-    "Snapshot",
-    "StateServer",
-    "StateTransfer",
-    "pack",
-    "request_state",
-    "unpack",
-]
-
 _log = logging.getLogger("commrt")
 PASS_SHARE = 1 / 3
 """For this share of the time of a probe a source waits until it comes to its next forward pass."""

@@ -35,22 +35,6 @@ from commrt.store.client import (
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.future import Future
 
-__all__ = [
-    "DONE",
-    "FAILED",
-    "NO_MEMBERS",
-    "OLDEST_STEP",
-    "Announcement",
-    "QuorumVote",
-    "StepOutcome",
-    "choose_members",
-    "decide",
-    "delete_once",
-    "parse_announcements",
-    "quorum_key",
-    "set_once",
-]
-
 DONE, FAILED = "done", "failed"
 """How an attempt ended."""
 NO_MEMBERS = "void"

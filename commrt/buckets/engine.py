@@ -32,8 +32,6 @@ from commrt.schedule import Algorithm, Schedule
 from commrt.threads.future import Future
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport, Window
 
-__all__ = ["Engine", "Span"]
-
 KEPT = 16
 """Schedules and members whose bound programs are kept: those that were new last."""
 

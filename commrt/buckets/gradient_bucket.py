@@ -34,8 +34,6 @@ from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
 from commrt.runtime.wire import AnyWire, QuantizedWire, is_quantized
 from commrt.transport.protocol import Allocate, zeros
 
-__all__ = ["CHANGED", "GradientBucket", "OverlapCheck", "ReadyOrder", "build_buckets"]
-
 CHANGED = (
     "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
     "and step or zero them, only after backward() has returned (hooks that change them: register these before attach())"

@@ -16,23 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from commrt.errors import UsageError
 from commrt.runtime.wire import AnyWire, is_quantized
 
-__all__ = [
-    "GONE",
-    "MIB",
-    "WIDTHS",
-    "Header",
-    "Named",
-    "TensorKind",
-    "TensorSlot",
-    "bucket_description",
-    "encode",
-    "exchanged_tensors",
-    "explain_mismatch",
-    "gradient_dtype",
-    "plan_buckets",
-    "wire_dtype",
-]
-
 AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
 GONE = "{name} is gone: detach() and attach() again after changing the model"

@@ -17,8 +17,6 @@ from commrt.kernels.packing import Repeatable
 from commrt.runtime.executor import BoundProgram, RunnableProgram
 from commrt.transport.protocol import Exchange, Tag, Transport
 
-__all__ = ["BoundStep", "StepGraphs"]
-
 BY_CALLS = 2
 """Steps before a schedule is captured: peers connect in them, and a schedule that never comes back costs nothing."""
 FIRST = f"the first {BY_CALLS} steps with a schedule are carried call by call"

@@ -13,8 +13,6 @@ from commrt.errors import UsageError
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
 from commrt.kernels.plain_torch import TorchPacking, views_of
 
-__all__ = ["ViewBucket"]
-
 GRAPH = (
     "the gradient of {name} has a graph of its own, by create_graph=True, which would end where its values are moved: "
     'attach without gradients="views"'

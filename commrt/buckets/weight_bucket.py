@@ -30,14 +30,6 @@ from commrt.kernels.packing import Packing
 from commrt.threads.future import Future
 from commrt.transport.protocol import Allocate, Window
 
-__all__ = [
-    "Message",
-    "Received",
-    "WeightBucket",
-    "WeightPart",
-    "build_weight_buckets",
-]
-
 MOST_LOOKED_AT = 256
 """A watch compares so many values of each tensor, evenly spaced."""
 _version = attrgetter("_version")

@@ -15,8 +15,6 @@ from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import DisagreementError
 from commrt.threads.deadline import Deadline
 
-__all__ = ["Barrier"]
-
 WHOLE, LOST, REFUSED = "whole", "lost", "refused "
 """The outcomes of a vote; a refusal is followed by its reason."""
 

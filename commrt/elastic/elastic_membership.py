@@ -38,8 +38,6 @@ from commrt.store.client import start_call
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
 
-__all__ = ["ElasticMembership", "make_elastic"]
-
 T = TypeVar("T")
 ATTEMPTS = 5
 """Generations of the same members, with no exchange done in between, before an error is final."""

@@ -32,27 +32,6 @@ from commrt.store.client import TimedStore, own_address, parse, parse_int, parse
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import Timeouts
 
-__all__ = [
-    "GATHERING",
-    "NOBODY",
-    "OPEN",
-    "ROLL_CALL",
-    "RUNNING",
-    "Arrival",
-    "Generation",
-    "Generations",
-    "Head",
-    "Listener",
-    "Processes",
-    "arrival_key",
-    "joining_key",
-    "parse_arrivals",
-    "parse_departures",
-    "parse_joining",
-    "probe",
-    "wake_key",
-]
-
 HEAD = "head"
 ROLL_CALL = 0
 """In place of the number of a collective."""

@@ -40,8 +40,6 @@ from commrt.runtime.membership import Loss
 from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection, parse
 from commrt.threads.deadline import Deadline
 
-__all__ = ["StoreMembership"]
-
 POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
 """Between two reads of the store: the first pause, and the longest; each is twice as long as the one before.
 

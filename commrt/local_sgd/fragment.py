@@ -36,8 +36,6 @@ from commrt.threads.future import Future
 from commrt.training.attach import Request
 from commrt.transport.protocol import Allocate
 
-__all__ = ["Fragment", "FragmentExchange", "InFlight", "cut_fragments"]
-
 
 @dataclass(slots=True, eq=False)
 class InFlight:

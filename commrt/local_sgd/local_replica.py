@@ -21,8 +21,6 @@ from commrt.training.hooks import settings_digest
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import Replica
 
-__all__ = ["LocalReplica", "attach"]
-
 _log = logging.getLogger("commrt")
 
 

@@ -21,8 +21,6 @@ import numpy as np
 
 from commrt.errors import UsageError
 
-__all__ = ["Between", "Cluster", "Link", "Racks", "builtin_clusters"]
-
 T = TypeVar("T")
 FOLDER = resources.files("commrt.pricing").joinpath("clusters")
 LARGEST, SMALLEST_SPEED = 1e9, 1e-9

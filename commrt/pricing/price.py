@@ -29,21 +29,6 @@ from commrt.program import JOINED, group_count, nccl_groups
 from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
 from commrt.schedule import ADD, MIX, Algorithm, IntArray, Schedule, Step, require_valid
 
-__all__ = [
-    "GRADIENT_NBYTES",
-    "ITEMS",
-    "QUANTIZERS",
-    "Item",
-    "Phase",
-    "Price",
-    "Pricing",
-    "Seconds",
-    "all_reduce_bound_s",
-    "exchange_bound_s",
-    "require_carried",
-    "wire_nbytes",
-]
-
 Seconds = NDArray[np.float64]
 """[ranks], since the first rank began."""
 Item = int | Quantizer

@@ -14,19 +14,6 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import collective_of
 from commrt.schedule import Schedule
 
-__all__ = [
-    "SUMS",
-    "WIRE_NBYTES",
-    "Choice",
-    "Selection",
-    "choices",
-    "parse_forced",
-    "require_candidate",
-    "size_class",
-    "slice_nbytes",
-    "slots_of",
-]
-
 WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 """What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each way."""
 ALIGNMENT_NBYTES = 256

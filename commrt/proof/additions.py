@@ -22,8 +22,6 @@ from commrt.errors import UsageError
 from commrt.proof.symbols import select
 from commrt.schedule import COPY, MIX, IntArray, Schedule, Step
 
-__all__ = ["Additions", "order_of_additions", "require_one_order"]
-
 BLOCK_CELLS = 1 << 24
 """Chunks are replayed in blocks of so many cells (rank, chunk)."""
 SHOWN = 200

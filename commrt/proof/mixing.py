@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Algorithm, Schedule
 
-__all__ = ["Mixing", "mixing", "steps_to_meet_all"]
-
 Shares = NDArray[np.float64]
 """[ranks, chunks, origins]: how much of each origin's chunk a rank holds."""
 

@@ -27,8 +27,6 @@ from commrt.proof.spec import MAX_RANKS, Collective, Kind
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, different, select
 from commrt.schedule import ADD, COPY, MIX, Schedule, malformed
 
-__all__ = ["CounterExample", "Proof", "Traffic", "ends_alike", "prove", "traffic", "verify"]
-
 BLOCK_BYTES = 1 << 28
 """Chunks are replayed in blocks whose symbolic state stays below this size."""
 MAX_CELLS = 1 << 32

@@ -16,25 +16,6 @@ from numpy.typing import NDArray
 from commrt.errors import ScheduleError, UsageError
 from commrt.schedule import Algorithm, IntArray, Schedule
 
-__all__ = [
-    "ANYTHING",
-    "MAX_RANKS",
-    "Collective",
-    "Kind",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "average",
-    "broadcast",
-    "collective_of",
-    "doubly_stochastic",
-    "gather",
-    "promise",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 MAX_RANKS = 1 << 17
 MAX_DIFFERENT = 1 << 28
 """Most (rank, chunk) pairs of a collective that does not promise the same to all ranks."""

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from commrt.proof.spec import ANYTHING, Collective, Kind
 from commrt.schedule import ADD, COPY, IntArray, Step
 
-__all__ = ["Cells", "Masks", "Refuted", "Weights", "different", "select"]
-
 UNDEFINED = "sends this chunk before it holds a value"
 
 

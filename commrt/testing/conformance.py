@@ -26,8 +26,6 @@ from torch import Tensor
 from commrt.errors import DeadlineExceeded, TransportClosed, TransportError, UsageError
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
-__all__ = ["CHECKS", "Check", "Make", "name"]
-
 Make = Callable[[int, float], Sequence[Transport]]
 """(ranks, timeout_s) -> the transports of a new world, by rank; may connect in threads of its own."""
 Check = Callable[[Make], None]

@@ -12,8 +12,6 @@ from typing import Any, Literal, cast
 from commrt.errors import TransportError
 from commrt.transport.protocol import EndLoan, Exchange, P2PGroup, Tag, Transport
 
-__all__ = ["Fault", "delay_at", "drop_at", "fail_at", "with_faults"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:

@@ -34,8 +34,6 @@ from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageEr
 from commrt.store.client import hold, listen
 from commrt.store.launcher import LOOPBACK
 
-__all__ = ["RESTART", "Outcome", "free_port", "run_processes", "run_workers"]
-
 IMPORTED = ["torch._dynamo", "torch.distributed", "commrt.training.attach"]
 BAD_INPUT = {kind.__name__: kind for kind in (UsageError, ScheduleError, DisagreementError)}
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -17,8 +17,6 @@ from commrt.store.launcher import LOOPBACK
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import Transport
 
-__all__ = ["Connect", "local_worlds", "over_threads", "run_ranks"]
-
 T = TypeVar("T")
 Wrap = Callable[[Transport], Transport]
 Connect = Callable[[Store, int, float], Sequence[Transport]]

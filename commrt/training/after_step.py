@@ -30,8 +30,6 @@ from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, StepReport
 
-__all__ = ["AfterStepReplica", "JoinProgress"]
-
 MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
 LOOK_S = 0.005

@@ -33,8 +33,6 @@ from commrt.training.hooks import EMBEDDINGS
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, attached
 
-__all__ = ["Request", "attach", "check_stateful", "describe_buffers"]
-
 MOST_MB = 1e9
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

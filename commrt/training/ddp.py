@@ -25,8 +25,6 @@ from commrt.schedule import Algorithm
 from commrt.training.hooks import at_end_of_backward, current_pass
 from commrt.transport.protocol import Tag
 
-__all__ = ["DDPState", "ddp_hook"]
-
 T = TypeVar("T")
 
 

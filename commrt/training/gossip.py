@@ -36,8 +36,6 @@ from commrt.training.hooks import ModuleHook
 from commrt.training.replica import Replica
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
-__all__ = ["GossipExchange", "GossipReplica", "attach"]
-
 KEPT = 1024
 """Orders of the ranks whose programs are kept: those used last."""
 PROGRAMS_BOUND = 64

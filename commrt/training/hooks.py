@@ -30,23 +30,6 @@ from torch.utils.hooks import RemovableHandle
 from commrt.buckets.layout import WIDTHS
 from commrt.errors import UsageError
 
-__all__ = [
-    "EMBEDDINGS",
-    "INTERRUPTED",
-    "ModuleHook",
-    "ParameterList",
-    "StepGuard",
-    "at_end_of_backward",
-    "closure_in",
-    "current_pass",
-    "keep_alive",
-    "let_go",
-    "on_dense_gradients",
-    "on_gradient",
-    "settings_digest",
-    "wrapped_as",
-]
-
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 INTERRUPTED = (
     "{what} came from a backward pass inside or after one that did not end: an error interrupted it, or reentrant "

@@ -21,8 +21,6 @@ from torch.utils.data import Sampler
 from commrt.errors import UsageError
 from commrt.training.replica import Replica
 
-__all__ = ["BatchSizeControl", "Part", "Rate", "lars"]
-
 MOST_COUNT = 1_000_000_000
 Rule = Literal["keep", "sqrt", "linear"]
 RULES: Mapping[str, float] = {"keep": 0.0, "sqrt": 0.5, "linear": 1.0}

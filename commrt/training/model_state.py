@@ -28,24 +28,6 @@ from commrt.runtime.world import World
 from commrt.store.client import MALFORMED
 from commrt.transport.protocol import Allocate, Tag
 
-__all__ = [
-    "FlatBuffer",
-    "Stateful",
-    "digest",
-    "dump",
-    "fingerprint",
-    "flatten",
-    "gather_integers",
-    "gather_values",
-    "load",
-    "mean",
-    "overwrite_model",
-    "overwrite_states",
-    "own_residuals",
-    "restore",
-    "unread_buffers",
-]
-
 ALIGNMENT_NBYTES = 16
 """Each tensor of a `FlatBuffer` begins at a multiple of this, which suits every dtype."""
 PLAIN = (bool, int, float, complex, str, Tensor, type(None))

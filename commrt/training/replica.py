@@ -35,8 +35,6 @@ from commrt.training.model_state import (
     restore,
 )
 
-__all__ = ["Replica", "Stats", "StepReport", "attached", "attached_to"]
-
 
 class Replica(ABC):
     """One rank's attached model; made by `attach`.

@@ -27,8 +27,6 @@ from commrt.threads.future import Future
 from commrt.training.model_state import FlatBuffer
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
-__all__ = ["RingShuffle"]
-
 UNDO_BATCHES = 8
 """How many exchanged batches can be taken back; a rank may be ahead by so many of one that lost its neighbour."""
 TAG = Tag(0, "samples")

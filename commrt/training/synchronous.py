@@ -31,8 +31,6 @@ from commrt.training.model_state import (
 )
 from commrt.training.replica import Replica, StepReport
 
-__all__ = ["SynchronousReplica", "attach"]
-
 LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
 """In place of a backward pass's number: averaging in the optimizer's step, and by `Replica.average`."""
 

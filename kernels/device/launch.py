@@ -25,21 +25,6 @@ from commrt.kernels.meeting import MeetingPlan
 from commrt.kernels.tables import Tables
 from commrt.quantizer import Quantizer
 
-__all__ = [
-    "Bound",
-    "Launch",
-    "add_launch",
-    "add_quantized_launch",
-    "arch_of",
-    "dequantize_launch",
-    "launch_of",
-    "meet_launch",
-    "mix_launch",
-    "quantize_launch",
-    "require_aligned",
-    "spacing",
-]
-
 Launch = Callable[..., None]
 """``launch(programs, *arguments)`` on the current stream of the kernel's device; addresses and numbers as integers."""
 

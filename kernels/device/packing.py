@@ -18,8 +18,6 @@ from commrt.kernels.layout import WIDEST_NBYTES, Layout
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.kernels.tables import Tables
 
-__all__ = ["TritonPacking"]
-
 ALIGNMENTS = (16, 8, 4, 2)
 
 

@@ -25,22 +25,6 @@ from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.layout import WIDEST_NBYTES
 from commrt.quantizer import STOCHASTIC, Quantizer
 
-__all__ = [
-    "SIZES",
-    "Sizes",
-    "Variant",
-    "add_quantized",
-    "compiled",
-    "dequantize",
-    "meet",
-    "mix",
-    "pack",
-    "quantize",
-    "reduce",
-    "sizes_for",
-    "unpack",
-]
-
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i32"}

@@ -16,8 +16,6 @@ from commrt.tools.commands.machine import doctor, probe
 from commrt.tools.commands.options import spread
 from commrt.tools.commands.simulate_backups import backups
 
-__all__ = ["app", "in_one_line", "main"]
-
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 PRICE, MACHINE = "Prove, price and draw", "Look at a machine"

@@ -22,8 +22,6 @@ from commrt.tools.pictures.drawing import draw_recorded_step, draw_scaling, draw
 from commrt.tools.pictures.files import read_spans, require_picture, save_picture
 from commrt.tools.planning.timeline import blocking_step, overlapped_step
 
-__all__ = ["recorded", "scaling", "schedule", "step"]
-
 RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 

@@ -33,8 +33,6 @@ from commrt.tools.measuring.doctor_environment import (
 )
 from commrt.tools.pictures.files import require_writable, write
 
-__all__ = ["doctor", "examine", "probe"]
-
 COLOURS = {"ok": "green", "absent": "yellow", "warning": "yellow", "problem": "red"}
 
 

@@ -22,14 +22,6 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import MODELS, Workload
 
-__all__ = [
-    "BATCH", "CLUSTER", "AlgorithmName", "BackupOptions", "Batch", "BucketCapMb", "ClusterName", "CollectiveOptions",
-    "ComputeMs", "Delay", "ExchangeOptions", "Fragments", "JitterOptions", "Json",
-    "LocalOptions", "Model", "Nbytes", "Out", "Period", "PlanOptions", "Ranks", "ShapeOptions",
-    "StepOptions", "Wire", "WireDtype", "below", "compute_of", "json_of", "leave_out", "local_option", "spread",
-    "workload_of",
-]  # fmt: skip
-
 BATCH, CLUSTER = 32, "abci"
 MOST_PARAMETERS = 10**15
 FORMS = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.tools.workload_of(...).save"

@@ -45,8 +45,6 @@ from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchan
 from commrt.tools.planning.stragglers import step_time_s
 from commrt.tools.planning.timeline import LocalSteps, hiding_period
 
-__all__ = ["backups", "collective", "exchange", "step"]
-
 SHOWN = 8
 MIN_WIDTH = 124
 """Of the table: names that are cut off cannot be told apart."""

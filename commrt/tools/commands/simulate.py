@@ -51,8 +51,6 @@ from commrt.tools.planning.timeline import (
 )
 from commrt.tools.planning.workload import FORWARD, Workload
 
-__all__ = ["ExchangeEstimate", "StepEstimate", "exchange", "local", "quantizer_sentence", "step", "step_table", "times"]
-
 OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
 """Commands for algorithms whose steps are no exchange of gradients by all ranks."""
 MOST_JITTER_TIMES = 10_000_000

@@ -30,8 +30,6 @@ from commrt.tools.planning.stragglers import (
     step_time_s,
 )
 
-__all__ = ["BackupEstimate", "backups", "estimate_backups"]
-
 Sampled = HeavyTails | Exponential | SlowSteps
 LAWS: dict[str, Sampled] = {"paper": HeavyTails(), "exponential": Exponential(), "slow": SlowSteps()}
 RANKS, STEPS, MOST_TIMES = 100, 10_000, 20_000_000

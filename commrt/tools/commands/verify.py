@@ -30,8 +30,6 @@ from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import MIX, Algorithm, Schedule
 from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, json_of, leave_out
 
-__all__ = ["choose", "verify"]
-
 PERIODS = 2
 """Periods of gossip that are verified: before and after the partners change."""
 MOST_STEPS_TO_MEET = 100_000

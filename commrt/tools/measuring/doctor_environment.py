@@ -19,10 +19,6 @@ from packaging.version import Version
 
 from commrt.store.launcher import VARIABLES, Launch
 
-__all__ = [
-    "AT_LEAST", "HARMS", "Finding", "cpus", "guarded", "installed", "interfaces", "launcher", "packages", "variables",
-]  # fmt: skip
-
 Verdict = Literal["ok", "absent", "warning", "problem"]
 """absent: not installed, and not always needed; warning: works, but slowly or oddly; problem: fails."""
 

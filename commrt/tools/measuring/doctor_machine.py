@@ -29,8 +29,6 @@ from commrt.store.launcher import Launch, chosen_transport
 from commrt.testing.processes import run_workers
 from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
 
-__all__ = ["Exchanged", "examine", "exchange", "files", "gpus", "measure", "nccl", "needed_files", "processors"]
-
 FILES_ALONE, FILES_PER_PEER = 40, 6
 """Upper bounds of what ranks of 2 to 8 processes hold: 14, and 4 (Gloo) or 5 (shared memory) for each peer."""
 RANKS, LIMIT_S = 2, 4.0

@@ -37,8 +37,6 @@ from commrt.store.launcher import Launch
 from commrt.testing.processes import run_workers
 from commrt.transport.protocol import Tag
 
-__all__ = ["Line", "Rings", "all_gather", "fit_line", "probe", "probed", "ranks_per_host", "ring_shift"]
-
 FEW_NBYTES = 1 << 10
 ROUNDS = {1 << 10: 20, 1 << 14: 20, 1 << 16: 20, 1 << 18: 6, 1 << 20: 3, 1 << 22: 3}
 """The number of rounds in a row, by the bytes of a message."""

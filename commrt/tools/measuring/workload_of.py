@@ -19,8 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from commrt.errors import UsageError
 from commrt.tools.planning.workload import Layer, Workload
 
-__all__ = ["workload_of"]
-
 Batch: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 Shape: TypeAlias = Sequence[int]
 

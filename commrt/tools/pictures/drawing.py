@@ -18,8 +18,6 @@ from commrt.tools.pictures.files import WARMUP_STEPS, TimelineSpan
 from commrt.tools.planning.timeline import StepTime
 from commrt.tools.planning.workload import FORWARD
 
-__all__ = ["draw_recorded_step", "draw_scaling", "draw_schedule", "draw_simulated_step", "label_ranks", "new_figure"]
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

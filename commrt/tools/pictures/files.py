@@ -23,11 +23,6 @@ from commrt.tools.planning.stragglers import Times
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "WARMUP_STEPS", "TimelineSpan", "compute_times_s", "read_spans", "read_times", "require_picture",
-    "require_writable", "save_picture", "spans_of", "write",
-]  # fmt: skip
-
 PICTURE_FORMATS = (".svg", ".png", ".pdf")
 WARMUP_STEPS = 3
 """The first steps, in which programs are made."""

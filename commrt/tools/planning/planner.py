@@ -23,20 +23,6 @@ from commrt.schedule import Algorithm
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.workload import Workload
 
-__all__ = [
-    "CAPS_MB",
-    "BackupCost",
-    "Candidate",
-    "Plan",
-    "all_reduce_candidates",
-    "coded_candidates",
-    "exchange_plans",
-    "priced_candidates",
-    "short_name",
-    "step_plans",
-    "tried_in_steps",
-]
-
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 """Bucket sizes that are tried."""
 FEW_CAPS_MB, MOST_FOR_ALL_CAPS = (8.0, 100.0), 4096

@@ -17,11 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import UsageError
 
-__all__ = [
-    "Exponential", "HeavyTails", "Jitter", "PerRank", "Published", "QuorumChoice", "Scaling", "SlowSteps",
-    "Times", "choose", "kth_time_s", "step_time_s",
-]  # fmt: skip
-
 Times = NDArray[np.float64]
 """[steps, ranks]: seconds from the begin of a step until a rank has its gradient."""
 PerRank = NDArray[np.float64]

@@ -21,17 +21,6 @@ from commrt.pricing.price import Pricing, Seconds
 from commrt.tools.planning.stragglers import Times
 from commrt.tools.planning.workload import ReadyBucket
 
-__all__ = [
-    "BucketTimes",
-    "LocalSteps",
-    "StepTime",
-    "blocking_step",
-    "gossip_efficiency",
-    "hiding_period",
-    "mean_efficiency",
-    "overlapped_step",
-]
-
 ROUNDING = 1e-9
 """Of a quotient of two times, relative to it."""
 

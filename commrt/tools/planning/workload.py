@@ -15,8 +15,6 @@ from commrt.errors import CommrtError, UsageError
 from commrt.pricing.price import GRADIENT_NBYTES, Item, wire_nbytes
 from commrt.quantizer import Quantizer
 
-__all__ = ["FORWARD", "MODELS", "Layer", "ReadyBucket", "Workload"]
-
 MODELS = ("resnet50", "vgg_a", "overfeat_fast", "cd_dnn")
 """Models that ship as files in `FOLDER`: of images of 224 x 224 pixels, and 231 x 231 for `overfeat_fast`. `cd_dnn` has
 seven hidden layers for speech (Das et al., 2016)."""
