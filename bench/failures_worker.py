@@ -287,7 +287,8 @@ def run_rank(given: dict[str, Any], attempt: int = 0) -> None:
     """Be one process of a run; ends the process with an exit code that says why."""
     job = Job(**given)
     torch.set_num_threads(1)
-    os.environ["COMMRT_TRANSPORT"] = job.transport
+    if job.transport:
+        os.environ["COMMRT_TRANSPORT"] = job.transport
     output = os.open(Path(job.folder) / f"output-{os.environ['RANK']}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -240,3 +240,13 @@ def test_late_ranks_copy_weights_from_a_program_that_ends_without_closing_its_wo
     said = [process.communicate(timeout=100) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], said
     assert len({out for out, _ in said}) == 1
+
+
+def test_a_ring_shuffle_is_refused_as_ranks_do_different_numbers_of_steps():
+    def body(world):
+        model = torch.nn.Linear(2, 1)
+        commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
+        with pytest.raises(UsageError, match="with BackupWorkers ranks make different numbers of steps"):
+            list(commrt.RingShuffle(torch.ones(4, 2), batch_size=2, world=world))
+
+    run_ranks(3, body)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from threading import Event
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,8 @@ from moved_clock import moved_clock
 from torch.distributed import HashStore
 
 from commrt.elastic.barrier import Barrier
-from commrt.elastic.generations import GATHERING, OPEN, Generation, Generations, Head
+from commrt.elastic.elastic_membership import ElasticMembership
+from commrt.elastic.generations import GATHERING, OPEN, Generation, Generations, Head, arrival_key, joining_key
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, Evicted, TransportClosed, UsageError
 from commrt.runtime.membership import Loss
@@ -85,7 +88,7 @@ def end(found):
 def test_a_generation_reads_as_it_was_written(incarnations, step, why, finished):
     ranks = dict(sorted(incarnations.items()))
     losses = Loss(11, step, why, finished, 3), Loss(12, step, why)
-    generation = Generation(step, ranks, step, losses, tuple(ranks)[1:])
+    generation = Generation(step, ranks, step, losses, tuple(ranks)[1:], step)
     assert Generation.from_json(generation.to_json().encode()) == generation
 
 
@@ -219,6 +222,41 @@ def test_a_roll_call_in_a_collective_evicts_a_silent_member_at_the_deadline():
     at_once([arriving(member) for member in found])
     generations = until_the_deadline(roll_calls(found[:3], [4, 4, 4]))
     assert {(each.ranks, each.silent) for each in generations} == {((0, 1, 2), ())}
+    end(found)
+
+
+def test_ranks_that_answer_late_do_not_leave_out_each_other_for_ever():
+    found = answering(members(5), needed=3, late_s={3: 0.3, 4: 0.6}.items())
+    found[0].adopt(found[0].roll_call(0, int))
+    waited = Deadline(LONG_S)
+    while (now := found[0].current()).silent or now.number < 2:
+        assert waited.left_s > 0
+        Event().wait(0.05)
+    assert now.number < 9
+    end(found)
+
+
+def test_a_member_that_stays_silent_does_not_make_later_roll_calls_longer():
+    generation = Generation(0, dict.fromkeys(range(4), 0))
+    for _ in range(3):
+        generation = generation.successor([], 0, silent=[3])
+    assert generation.haste == 0
+    assert generation.successor([], 0, silent=[2, 3]).successor([], 0, silent=[1, 2]).haste == 2
+
+
+def test_no_collective_begins_while_a_member_has_no_connections():
+    found = members(3, needed=2)
+    for member, generation in zip(found, roll_call(found[:2], [4, 4]), strict=False):
+        member.adopt(generation)
+    found[2].adopt(found[2].current())
+    with ThreadPoolExecutor(3) as pool:
+        begun = [
+            pool.submit(member.calls.arrive, "sum()", 4, lambda m=member: m.adopt(m.current())) for member in found
+        ]
+        while len(found[0].arrivals(arrival_key(found[0].generation, 1))) < 3:
+            Event().wait(0.01)
+        roll_call(found, [4, 4, 4])
+        assert {each.result(LONG_S).silent for each in begun} == {()}
     end(found)
 
 
@@ -393,13 +431,14 @@ def replacement(store, rank, ranks):
     return StoreMembership(store, rank, founders, lambda: LONG_S, host="127.0.0.1", needed=1)
 
 
-def answering(found):
-    """The members, which answer roll calls as they train."""
+def answering(found, needed=1, late_s=()):
+    """The members, which answer roll calls as they train; and call one if they were silent."""
     for member in found:
-        member.needed = 1
+        member.needed = needed
 
         def answer(number, member=member):
-            if number > member.generation.number:
+            Event().wait(dict(late_s).get(member.rank, 0.0))
+            while number > member.generation.number or member.rank in member.generation.silent:
                 member.adopt(member.roll_call(0, int))
 
         member._on_roll_call = answer  # the tests above call it themselves
@@ -464,6 +503,30 @@ def test_a_replacement_is_not_admitted_during_a_collective():
     end([*found, new])
 
 
+def test_a_new_process_makes_a_step_possible_beside_a_member_that_is_silent():
+    found = members(3, store=(store := HashStore()))
+    answering(found[:1], needed=2)
+    found[2].processes.close()
+    new = replacement(store, 2, 3)
+    begin_s = monotonic()
+    new.join_as_replacement(lambda: True)
+    assert monotonic() - begin_s < LONG_S / 2
+    generation = found[0].current()
+    assert (generation.ranks, generation.connected) == ((0, 1, 2), (0, 2))
+    end([*found, new])
+
+
+def test_a_new_process_that_is_gone_does_not_become_a_member():
+    found = members(3, store=(store := HashStore()), needed=1)
+    found[2].processes.close()
+    new = replacement(store, 2, 3)
+    new.processes.replace()
+    new.store.append(joining_key(found[0].generation), "[2, 1, 0]\n")
+    new.processes.close()
+    assert {generation.ranks for generation in roll_call(found[:2], [4, 4])} == {(0, 1)}
+    end([*found, new])
+
+
 def test_a_new_process_whose_state_is_of_before_a_collective_is_not_admitted():
     found = members(3, store=(store := HashStore()))
     answering(found[:2])
@@ -488,3 +551,14 @@ def test_a_replacement_is_refused_where_all_others_have_finished():
     with pytest.raises(UsageError, match="all others have finished or are gone"):
         replacement(store, 1, 2).join_as_replacement(lambda: True)
     end(found)
+
+
+def test_gpus_connect_without_a_silent_member():
+    membership, asked = object.__new__(ElasticMembership), []
+    membership._transport = SimpleNamespace(gpus=["cuda:0"], timeout_s=LONG_S, replace_host=list, add=lambda *_: None)
+    membership.reconnect_options = SimpleNamespace(connect=lambda _, ranks, __: asked.append(ranks) or ())
+    membership._connect_gpu = lambda _, __, ranks: asked.append(ranks)
+    membership.on_store = members(1)[0]
+    membership._comm_thread, membership._is_broken = SimpleNamespace(failure=None), False
+    membership._connect(Generation(1, dict.fromkeys(range(3), 0), silent=(1,)))
+    assert asked == [(0, 2), (0, 2)]

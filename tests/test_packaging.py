@@ -203,7 +203,7 @@ def test_mypy_finds_the_types_of_the_installed_package(environment):
     options = ["--python-executable", environment.python, "--config-file", "strict.ini", "--cache-dir", "mypy"]
     checked = run(sys.executable, "-m", "mypy", *options, "program.py", cwd=environment.home, check=False)
     wrong = 'Incompatible types in assignment (expression has type "int", variable has type "str")  [assignment]'
-    assert re.findall(r"^(\S+) error: (.*)$", checked.stdout, re.MULTILINE) == [("program.py:10:", wrong)], (
+    assert re.findall(r"^(\S+) error: (.*)$", checked.stdout, re.MULTILINE) == [("program.py:11:", wrong)], (
         checked.stdout
     )
 

@@ -241,6 +241,7 @@ class BackupStep:
                     bucket.unpack()
             if outcome.members[0] == self._world.rank:
                 self.votes.delete_old_steps(step)
+        if outcome.members:
             membership.progress()
         return outcome
 

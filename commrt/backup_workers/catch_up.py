@@ -247,9 +247,9 @@ class CatchUp:
         limits = Timeouts.of(self._world.timeout_s)
         limit = Deadline(limits.collective_s, limits.probe_s + limits.step_s)
         while True:
-            is_late, members = limit.left_s <= 0, self._membership.generation.members
+            is_late, connected = limit.left_s <= 0, self._membership.generation.connected
             for rank in sources:
-                if rank in members and (answer := self._ask_source(rank, version, limits)) is not None:
+                if rank in connected and (answer := self._ask_source(rank, version, limits)) is not None:
                     return answer
             self._require_sources(version, sources, is_late=is_late)
             Event().wait(AGAIN_S)

@@ -44,7 +44,7 @@ OLDEST_STEP = "floor"
 PROBE_S, PROBE_MOST_S = 0.1, 1.0
 """Between two probes of the ranks that a step waits for: first, and at most."""
 LOOK_S = 0.05
-"""Between two looks whether other ranks make a roll call: less than one waits (`LEAST_ANSWER_S`)."""
+"""Between two looks whether other ranks make a roll call: less than it waits (`PATIENCE_S`)."""
 STORE_WAIT = timedelta(days=7)
 KEPT_STEPS = 64
 """The store keeps the keys of so many steps; a rank that is farther behind was late."""
@@ -235,11 +235,10 @@ class QuorumVote:
         """Return the answer to `request`; calls `check` now and then with the seconds waited, also if others call."""
         answer, deadline = start_call(request), None
         pause_s = PROBE_S / 20 if self._was_over else PROBE_S
-        look_s = min(pause_s, LOOK_S)
-        due_s = pause_s - look_s
+        due_s = max(pause_s - LOOK_S, 0.0)
         while True:
             try:
-                return answer.result(look_s)
+                return answer.result(min(pause_s, LOOK_S))
             except DistNetworkError as error:
                 what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
                 raise PeerLost(what, Place(rank=self._membership.rank, peer=0)) from error

@@ -41,7 +41,7 @@ from commrt.threads.future import Future
 T = TypeVar("T")
 ATTEMPTS = 5
 """Generations of the same members, with no exchange done in between, before an error is final."""
-PROBE_EVERY_S = 0.1
+PROBE_EVERY_S = 0.05
 """Between two looks whether a rank was lost, while ranks connect."""
 _log = logging.getLogger("commrt")
 
@@ -149,17 +149,18 @@ class ElasticMembership(Membership):
         """Move to generation `number` or a later one, with working connections, and return it."""
         while self._is_broken or self.generation.number < max(number, self._called):
             before, generation = self.generation, self._next_generation()
-            level = logging.WARNING if self._transport.rank == generation.ranks[0] else logging.INFO
+            level = logging.WARNING if self._transport.rank == generation.connected[0] else logging.INFO
             for change in generation.changes_since(before):
-                _log.log(level, "commrt: %s; %d ranks go on", change, len(generation.members))
+                _log.log(level, "commrt: %s; %d ranks go on", change, len(generation.connected))
             self.on_store.require_enough(generation, self.next_step)
             try:
                 self._connect(generation)
             except TransportClosed:
                 raise
             except TransportError as failure:  # a member was lost on the way, or stopped
-                self._count(failure)
                 self._is_broken = True
+                if not self.is_called:
+                    self._count(failure)
             self.memory_epoch += 1
         return self.generation
 
@@ -187,7 +188,7 @@ class ElasticMembership(Membership):
             connect_host = partial(options.connect, generation.number, members, transport.timeout_s)
             transport.replace_host(self._unless_lost(members, connect_host))
             for device in transport.gpus:
-                connect_gpu = partial(self._connect_gpu, f"generation {generation.number}", device)
+                connect_gpu = partial(self._connect_gpu, f"generation {generation.number}", device, members)
                 transport.add(device, self._unless_lost(members, connect_gpu))
         self.require_open()
 

@@ -57,6 +57,8 @@ class Generation(NamedTuple):
     """All ranks that are missing, in the order in which they were lost."""
     silent: tuple[int, ...] = ()
     """Members that live, but did not answer the roll call. They have no connections until they make one themselves."""
+    haste: int = 0
+    """How many generations in a row, up to this one, left out a rank that the one before had."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -75,7 +77,9 @@ class Generation(NamedTuple):
         gone = {loss.rank for loss in losses}
         stay = {rank: incarnation for rank, incarnation in self.members.items() if rank not in gone}
         lost = tuple(loss for loss in (*self.lost, *losses) if loss.rank not in joined)
-        return Generation(self.number + 1, dict(sorted({**stay, **joined}.items())), start, lost, tuple(silent))
+        haste = 0 if {*silent} <= {*self.silent} else self.haste + 1
+        members = dict(sorted({**stay, **joined}.items()))
+        return Generation(self.number + 1, members, start, lost, tuple(silent), haste)
 
     def changes_since(self, before: Generation) -> list[str]:
         """Return a sentence for each rank that was lost, replaced or silent since the generation `before`."""
@@ -90,15 +94,16 @@ class Generation(NamedTuple):
 
     def to_json(self) -> str:
         """All fields, for the store."""
-        return json.dumps([self.number, list(self.members.items()), self.start, self.lost, self.silent])
+        return json.dumps([self.number, list(self.members.items()), *self[2:]])
 
     @classmethod
     def from_json(cls, text: bytes) -> Generation:
         """Raise `ValueError` or the like for anything but the result of `to_json`."""
-        found, pairs, start, lost, silent = parse_list(text, 5)
+        found, pairs, start, lost, silent, haste = parse_list(text, 6)
         members = {parse_int(rank): parse_int(incarnation) for rank, incarnation in pairs}
         losses = tuple(_loss(*loss) for loss in lost)
-        return cls(parse_int(found), members, parse_int(start), losses, tuple(map(parse_int, silent)))
+        silent_ranks = tuple(map(parse_int, silent))
+        return cls(parse_int(found), members, parse_int(start), losses, silent_ranks, parse_int(haste))
 
 
 def _loss(rank: object, step: object, why: object, finished: object, by: object) -> Loss:

@@ -45,8 +45,9 @@ POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
 
 The k-th rank reads up to k times less often, so that many ranks do not keep the store busy; none less often than the
 third number says."""
-LEAST_ANSWER_S = 0.1
-"""For so long at least a roll call of backup workers waits for ranks that it can do without."""
+PATIENCE_S, MOST_HASTE = 0.2, 10
+"""For so long a roll call of backup workers waits for ranks that it can do without; twice as long after each
+`Generation.haste`, at most so often."""
 WATCH_LIMIT = timedelta(days=7)
 """One wait of the watcher thread."""
 
@@ -145,16 +146,17 @@ class StoreMembership:
 
         `step` is the first one in which this rank has not exchanged; the generation starts at the latest of all.
         `require_open` is called now and then, and may raise. Raises `Evicted` if the others form it without this rank.
-        Once enough ranks have answered for a step of backup workers, the others get as long again, at least
-        `LEAST_ANSWER_S`. Those that are silent then stay members, without connections; but in a collective, whose work
-        needs all members, they are waited for, and evicted.
+        Once enough ranks have answered for a step of backup workers, the others get `PATIENCE_S`, and twice as long
+        after each generation that left out another rank: or ranks that are slow to answer would leave out each other
+        for ever. Those that are silent then stay members, without connections; but in a collective, whose work needs
+        all members, they are waited for, and evicted.
         """
         target = self.generation.number + 1
         self._wake(self.generation, target)
         self.arrive(key := arrival_key(self.generation, ROLL_CALL), step)
         why, enough_s = f"it did not answer a roll call within {self.timeout_s():g} s", inf
-        limit = Deadline(self.timeout_s())
-        for pause_s in self.pauses(limit):
+        limit, patience_s = Deadline(self.timeout_s()), PATIENCE_S * 2 ** min(self.generation.haste, MOST_HASTE)
+        for pause_s in self.pauses(limit, patience_s / 4):
             head, generation = self.head()
             if generation.number >= target:
                 break
@@ -163,8 +165,8 @@ class StoreMembership:
             can_leave_some = self.needed > 0 and head.phase != RUNNING
             are_enough = can_leave_some and self._are_enough({*here, *joined}, generation)
             enough_s = min(enough_s, limit.waited_s) if are_enough else inf
-            patience_s = enough_s + max(enough_s, LEAST_ANSWER_S)
-            if not self.evict_absent(head, generation, here, why, limit, joined, patience_s):
+            leaves_silent = are_enough and limit.waited_s >= min(enough_s + patience_s, self.timeout_s())
+            if not self.evict_absent(head, generation, here, why, limit, joined, leaves_silent=leaves_silent):
                 Event().wait(pause_s)
         return generation
 
@@ -180,19 +182,20 @@ class StoreMembership:
         why: str,
         limit: Deadline,
         joined: Mapping[int, int] = NOBODY,
-        patience_s: float = inf,
+        *,
+        leaves_silent: bool = False,
     ) -> bool:
         """Propose the generation of the ranks that are `here` or have `joined`; another rank may propose one first.
 
-        Return False, and do nothing, while others may come before `limit`. After `patience_s` they stay members, but
-        are not waited for. Raises `DeadlineExceeded` if too few are here for a step of backup workers, though others
-        live.
+        Return False, and do nothing, while others may come before `limit`; if it `leaves_silent` ones, they stay
+        members, and are not waited for. Raises `DeadlineExceeded` if too few are here for a step of backup workers,
+        though others live.
         """
         lost, silent = self.absent(generation, {*here, *joined})
-        if silent and limit.waited_s <= patience_s:
+        if silent and not leaves_silent:
             if limit.left_s > 0:
                 return False
-            if not self._are_enough(here, generation, lost):
+            if not self._are_enough({*here, *joined}, generation, lost):
                 raise DeadlineExceeded(
                     f"ranks {silent} are missing ({why}), and without them fewer than {self.needed} ranks are "
                     "left: look at their output, or raise timeout_s",
@@ -308,25 +311,25 @@ class StoreMembership:
             )
         if head.phase != OPEN or not fetch_state():
             return False
+        now, self.generation = self.generations.current()
+        if now[1:] != head[1:]:  # the state lacks a collective
+            return False
         self.collective = head.collective
         line = json.dumps([self.rank, self.processes.incarnation, head.collective]) + "\n"
-        self.store.append(joining_key(generation), line)
-        self._wake(generation, generation.number + 1)
+        self.store.append(joining_key(self.generation), line)
+        self._wake(self.generation, self.generation.number + 1)
         for pause_s in self.pauses(limit):
             _, after = self.generations.current()
-            if after.number > generation.number or limit.left_s <= 0:
+            if after.number > self.generation.number or limit.left_s <= 0:
                 break
             Event().wait(pause_s)
         return after.members.get(self.rank) == self.processes.incarnation
 
     def _joining(self, head: Head, generation: Generation) -> dict[int, int]:
-        """Return the processes that take the places of lost ranks now, by rank; none while members are in a collective.
-
-        Their state must be of after the latest collective.
-        """
-        text = self.store.read(joining_key(generation)) if self.needed and head.phase == OPEN else b""
-        lines = parse("joining", text, parse_joining)
-        return {rank: process for rank, process, collective in lines if collective == head.collective}
+        """Return the processes that take the places of lost ranks now, by rank: with the latest collective in them."""
+        lines = parse("joining", self.store.read(joining_key(generation)) if self.needed else b"", parse_joining)
+        found = {rank: process for rank, process, collective in lines if collective == head.collective}
+        return {rank: process for rank, process in found.items() if not self.processes.is_gone(rank, process)}
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank any more; from any thread, and safe to call twice."""
@@ -361,10 +364,10 @@ class StoreMembership:
         """Add this rank to those that have come, under `key`."""
         self.store.append(key, json.dumps([self.rank, step, what]) + "\n")
 
-    def pauses(self, limit: Deadline) -> Iterator[float]:
-        """Yield the seconds to wait between two reads of the store."""
+    def pauses(self, limit: Deadline, most_s: float = POLL_CROWD_S) -> Iterator[float]:
+        """Yield the seconds to wait between two reads of the store, at most `most_s`."""
         place = 1 + self.generation.ranks.index(self.rank) if self.rank in self.generation.members else 1
-        pause_s, most_s = POLL_S, min(POLL_MOST_S * place, POLL_CROWD_S, limit.poll_s)
+        pause_s, most_s = POLL_S, min(POLL_MOST_S * place, most_s, limit.poll_s)
         while True:
             yield pause_s
             pause_s = min(2 * pause_s, most_s)

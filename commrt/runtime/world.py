@@ -282,12 +282,12 @@ class World:
         streams.enter()
         absent = NullTransport(self.rank, self.members, self.timeout_s)
         is_member, name = self.config is None, f"connect {self.membership.number}"
-        self.transport.add(device, self.connect_gpu(name, device) if is_member else absent)
+        self.transport.add(device, self.connect_gpu(name, device, self.members) if is_member else absent)
         self.comm_thread.streams = streams
 
-    def connect_gpu(self, name: str, device: torch.device) -> Transport:
-        """Connect `device` with the members' GPUs, under a `name` that was not used before. Collective."""
-        store, members = PrefixStore(name, clone_connection(self.store)), self.members
+    def connect_gpu(self, name: str, device: torch.device, members: Sequence[int]) -> Transport:
+        """Connect `device` with the GPUs of `members`, under a `name` that was not used before. Collective."""
+        store = PrefixStore(name, clone_connection(self.store))
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
     def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> int:

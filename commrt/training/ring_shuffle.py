@@ -169,6 +169,11 @@ class RingShuffle:
             self._sent, self._received = (FlatBuffer(self._like, self._world.transport.allocate) for _ in range(2))
             self._bound: Exchange | None = None
         self._sent.fill([field[places] for field in self._fields])
+        if self._world.membership.needed:
+            raise UsageError(
+                "RingShuffle passes a batch on in each step, and with BackupWorkers ranks make different numbers of "
+                "steps: let each rank draw from all samples, as torch's DistributedSampler does"
+            )
         self._in_flight = places, self._world.comm_thread.submit(partial(self._exchange, self._completed))
 
     def _exchange(self, completed: int) -> int | None:
