@@ -161,15 +161,14 @@ class Reporter:
             if self._row[COMMAND] == EXIT:
                 os._exit(EXIT_CODES["exit"])
 
-    def dying_after(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` of a bucket and a step; after it this process kills itself, if the parent asks for it."""
+    def dying_before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call`; in place of it this process kills itself, if the parent asks for it."""
 
         def dying(*given: Any) -> Any:
-            found = call(*given)
             if self._row[COMMAND] == DIE_SENDING:
-                self.note("dies", step=given[1])
+                self.note("dies")
                 os.kill(os.getpid(), signal.SIGKILL)
-            return found
+            return call(*given)
 
         return dying
 
@@ -228,7 +227,7 @@ def train_commrt(reporter: Reporter) -> None:
 
 
 def _watch(reporter: Reporter, world: commrt.World, replica: commrt.Replica) -> None:
-    """Record how this rank comes from one generation to the next. Die between two buckets if the parent asks for it."""
+    """Record how this rank comes to new generations. Die before a bucket is sent, if the parent asks for it."""
     membership, engine = world.membership, getattr(replica, "_engine", None)
 
     def noting(call: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
@@ -244,7 +243,7 @@ def _watch(reporter: Reporter, world: commrt.World, replica: commrt.Replica) -> 
     membership._next_generation = noting(membership._next_generation, "leaves", "formed")  # type: ignore[attr-defined]
     membership._connect = noting(membership._connect, "connects", "connected")  # type: ignore[attr-defined]
     if engine is not None:
-        engine.reduce_now = reporter.dying_after(engine.reduce_now)
+        engine.reduce_now = reporter.dying_before(engine.reduce_now)
 
 
 def _train_with_backups(

@@ -4,7 +4,7 @@
 Five processes train the CNN of ``examples/mnist`` over shared memory, or over Gloo. Rows, each the median over all
 failures of a run, with the 20th and 80th percentile:
 
-* A rank with a counted gradient is killed between two buckets (`BackupWorkers(1)`). Since its death: until the last of
+* A rank whose gradient counts is killed before it sends it (`BackupWorkers(1)`). Since its death: until the last of
   the others has noticed it, is in the next generation, has connections again, and has made the update.
 * A process that takes its place: from its start (torch is imported) until it is a member, and until its gradient
   counts; and the longest time between two updates of the others meanwhile.
@@ -76,7 +76,7 @@ def _rows(root: Path, transport: str, runs: int) -> Iterator[tuple[str, list[flo
     stopped = [replace(each, victim=(each.victim + 1) % RANKS, kind="stop", lasts_s=STOPPED_S) for each in kills]
     found = _run(root, "backup1", transport, sending)
     for stage, row in after_deaths(found.events).items():
-        yield f"killed while it sends, until the others {stage}", row
+        yield f"killed before it sends, until the others {stage}", row
     for stage, row in joins(found.events).items():
         yield f"a new process, {stage}", row
     both = [each for pair in zip(stopped, kills, strict=True) for each in pair]
@@ -108,10 +108,12 @@ def after_deaths(events: Sequence[Event]) -> Rows:
     deaths = [event for event in events if event["kind"] == "dies"]
     rows: Rows = {name: [] for name in (*STAGES.values(), "have the next update")}
     for death in deaths:
-        done_s = min(event["at_s"] for event in events if event["kind"] == "update" and event["step"] >= death["step"])
-        during = [event for event in events if death["at_s"] < event["at_s"] < done_s]
+        after = [event for event in events if event["at_s"] > death["at_s"]]
+        ready_s = next(event["at_s"] for event in after if event["kind"] == "connected")
+        done_s = next(event["at_s"] for event in after if event["kind"] == "update" and event["at_s"] > ready_s)
         for kind, name in STAGES.items():
-            rows[name].append(max(event["at_s"] for event in during if event["kind"] == kind) - death["at_s"])
+            times = [event["at_s"] for event in after if event["kind"] == kind and event["at_s"] < done_s]
+            rows[name].append(max(times) - death["at_s"])
         rows["have the next update"].append(done_s - death["at_s"])
     return rows
 
