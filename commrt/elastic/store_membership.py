@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from math import inf
 from threading import Event
 
 from torch.distributed import DistNetworkError, Store
@@ -146,26 +145,25 @@ class StoreMembership:
 
         `step` is the first one in which this rank has not exchanged; the generation starts at the latest of all.
         `require_open` is called now and then, and may raise. Raises `Evicted` if the others form it without this rank.
-        Once enough ranks have answered for a step of backup workers, the others get `PATIENCE_S`, and twice as long
-        after each generation that left out another rank: or ranks that are slow to answer would leave out each other
-        for ever. Those that are silent then stay members, without connections; but in a collective, whose work needs
-        all members, they are waited for, and evicted.
+        With backup workers it ends after `PATIENCE_S` if there are enough ranks for a step, or as soon as there are;
+        after twice as long for each generation before that left out another rank, or ranks that are slow to answer
+        would leave out each other for ever. Those that are silent then stay members, without connections; but in a
+        collective, whose work needs all members, they are waited for, and evicted.
         """
         target = self.generation.number + 1
         self._wake(self.generation, target)
         self.arrive(key := arrival_key(self.generation, ROLL_CALL), step)
-        why, enough_s = f"it did not answer a roll call within {self.timeout_s():g} s", inf
-        limit, patience_s = Deadline(self.timeout_s()), PATIENCE_S * 2 ** min(self.generation.haste, MOST_HASTE)
+        why = f"it did not answer a roll call within {self.timeout_s():g} s"
+        limit = Deadline(self.timeout_s())
+        patience_s = min(PATIENCE_S * 2 ** min(self.generation.haste, MOST_HASTE), self.timeout_s())
         for pause_s in self.pauses(limit, patience_s / 4):
             head, generation = self.head()
             if generation.number >= target:
                 break
             require_open()
             here, joined = self.arrivals(key), self._joining(head, generation)
-            can_leave_some = self.needed > 0 and head.phase != RUNNING
-            are_enough = can_leave_some and self._are_enough({*here, *joined}, generation)
-            enough_s = min(enough_s, limit.waited_s) if are_enough else inf
-            leaves_silent = are_enough and limit.waited_s >= min(enough_s + patience_s, self.timeout_s())
+            can_leave_some = self.needed > 0 and head.phase != RUNNING and limit.waited_s >= patience_s
+            leaves_silent = can_leave_some and self._are_enough({*here, *joined}, generation)
             if not self.evict_absent(head, generation, here, why, limit, joined, leaves_silent=leaves_silent):
                 Event().wait(pause_s)
         return generation
