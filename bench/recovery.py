@@ -108,8 +108,11 @@ def after_deaths(events: Sequence[Event]) -> Rows:
     deaths = [event for event in events if event["kind"] == "dies"]
     rows: Rows = {name: [] for name in (*STAGES.values(), "have the next update")}
     for death in deaths:
-        after = [event for event in events if event["at_s"] > death["at_s"]]
-        ready_s = next(event["at_s"] for event in after if event["kind"] == "connected")
+        same_start = (event for event in events if event["attempt"] == death["attempt"])
+        after = [event for event in same_start if event["at_s"] > death["at_s"]]
+        ready_s = next((event["at_s"] for event in after if event["kind"] == "connected"), None)
+        if ready_s is None:  # the death of one more than there are backups: all started again
+            continue
         done_s = next(event["at_s"] for event in after if event["kind"] == "update" and event["at_s"] > ready_s)
         for kind, name in STAGES.items():
             times = [event["at_s"] for event in after if event["kind"] == kind and event["at_s"] < done_s]
