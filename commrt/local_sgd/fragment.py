@@ -80,19 +80,26 @@ class _Tensor:
 class Fragment(WeightPart):
     """Tensors that leave together. All calls belong to the thread that trains."""
 
+    IN_FLIGHT = (
+        "{name} was written while an average of the old weights was in flight, and not by a step of an optimizer given "
+        "to attach(): call replica.drain() on all ranks before you write weights, or replica.load_state_dict() after a "
+        "checkpoint was loaded"
+    )
+    WRITTEN = (
+        "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: "
+        "leave outer out if your loop writes weights. After a checkpoint was loaded call replica.load_state_dict(), or "
+        "replica.overwrite_with_first() to begin anew"
+    )
     in_flight: InFlight | None
 
     def __init__(self, index: int, held: Sequence[TensorSlot], algorithm: LocalSGD) -> None:
         super().__init__(index, held)
-        self.exchanges = self.left = 0
-        """How many have begun; the step after which the weights left last."""
+        self.exchanges = self.left = 0  # how many have begun; the step after which the weights left last
         self._algorithm, self._is_gossip = algorithm, algorithm.is_gossip
         self.is_relied_on = algorithm.outer is not None
         self.ids = [id(slot.place[slot.key]) for slot in held]
-        """Of its parameters and buffers."""
         self._tensors = [_Tensor(slot, algorithm) for slot in held]
         self.outgoing: list[Named] = [(each.slot.name, each.outgoing) for each in self._tensors]
-        """The differences that travel."""
         self.anchors = [each.anchor for each in self._tensors]
         self.note()
 
@@ -135,9 +142,9 @@ class Fragment(WeightPart):
 
     @torch.no_grad()
     def merge(self, in_flight: InFlight, learned: Sequence[Tensor] | None, outer: Outer | None) -> None:
-        """Move the anchor by the averages that have arrived, and merge it with the weights; nothing is in flight then.
+        """Move the anchor by the averages that have arrived, and merge it with the weights.
 
-        `learned` is None where the anchor replaces the weights.
+        `learned` is None where the anchor replaces them.
         """
         merge = self._algorithm.merge
         for i, each in enumerate(self._tensors):
@@ -178,7 +185,7 @@ class Fragment(WeightPart):
         return state | {key: {name: each.clone() for name, each in kept.items()} for key, kept in self._kept().items()}
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors that a checkpoint keeps, by their names."""
+        """Return what a checkpoint keeps, by name."""
         velocities = {each.slot.name: each.velocity for each in self._tensors if each.velocity is not None}
         return {"anchors": {each.slot.name: each.anchor for each in self._tensors}, "velocities": velocities}
 
@@ -333,10 +340,7 @@ class FragmentExchange:
         return residuals
 
     def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
-        """Wait until all ranks have the average of `fragment`, and return what it cost.
-
-        The average is then on the wire of the bucket's buckets.
-        """
+        """Wait until all ranks have the average of `fragment`, on the wires of its buckets; return what it cost."""
         if not self._all_have(in_flight):
             with self._membership.collective(f"merging what left after step {in_flight.step}"):
                 self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
