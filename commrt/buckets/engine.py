@@ -229,8 +229,7 @@ class Engine:
             schedule, members = self._round_of(step, members)
         quantizer = None if self.quantizer is None else self.quantizer.at(step)
         with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
-            known = self._prepared.known(schedule, members, quantizer)
-            bound = known or self._prepared.get(schedule, members, quantizer, step)
+            bound = self._prepared.get(schedule, members, quantizer, step)
             own = bound.programs[bucket.index]
             if self.graphs is None or not self._replay(self.graphs, bucket, bound, tag):
                 with within_range(recorder, "pack"):
