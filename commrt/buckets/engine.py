@@ -92,7 +92,9 @@ class Engine:
         self.algorithm = algorithm
         self._row: int | None = getattr(algorithm, "mixing_row", None)
         self.mixes = self._row is not None  # so that ranks do not become equal
-        self._rounds = cast("Rounds", algorithm) if _has_rounds(type(algorithm)) else None
+        kind = next((each for each in type(algorithm).__mro__ if "schedule" in vars(each)), object)
+        # A class that overrides `schedule` alone says nothing of its rounds.
+        self._rounds = cast("Rounds", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
         self._first: str | None = None  # the digest of the schedule of step 0, which ranks compare in `attach`
 
     def schedule(self, step: int) -> Schedule:
@@ -348,12 +350,6 @@ class Engine:
         if like.dtype not in self._scratch or self._scratch[like.dtype].numel() < need:
             self._scratch[like.dtype] = self.world.transport.allocate(need, like.dtype, like.device)
         return self._scratch[like.dtype]
-
-
-def _has_rounds(kind: type) -> bool:
-    """Return True if the class that says what `kind` has as its schedules says it in rounds as well."""
-    owner = next((each for each in kind.__mro__ if "schedule" in vars(each)), object)
-    return {"rounds", "order"} <= vars(owner).keys()
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:

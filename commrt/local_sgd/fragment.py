@@ -309,8 +309,12 @@ class FragmentExchange:
             if self._shares_memory:
                 bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
         in_flight.generation, in_flight.buckets = generation, buckets
-        if self.engine.quantizer is not None:
-            self._restore_residuals(in_flight)
+        if self.engine.quantizer is not None:  # remember the residuals, for an exchange that is done again
+            own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}
+            if in_flight.residuals is None:
+                in_flight.residuals = {name: part.clone() for name, part in own.items()}
+            for name, part in own.items():
+                part.copy_(in_flight.residuals[name])
         in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number, votes=votes))
 
     def _average(self, in_flight: InFlight, generation: Generation, number: int, *, votes: bool) -> tuple[Span, ...]:
@@ -323,14 +327,6 @@ class FragmentExchange:
             self.world.transport.wait()
             self._membership.barrier.promise(in_flight.vote, generation)
         return spans
-
-    def _restore_residuals(self, in_flight: InFlight) -> None:
-        """Remember this rank's residuals, for an exchange that is done again, or go back to that."""
-        own = {name: part for bucket in in_flight.buckets for name, part in bucket.residuals().items()}
-        if in_flight.residuals is None:
-            in_flight.residuals = {name: part.clone() for name, part in own.items()}
-        for name, part in own.items():
-            part.copy_(in_flight.residuals[name])
 
     def residuals(self) -> dict[str, Tensor]:
         """Return this rank's residuals to the averages of what is still to leave, and of what is in flight."""
@@ -357,26 +353,21 @@ class FragmentExchange:
             if not membership.is_elastic:
                 raise
             membership.barrier.decline(in_flight.vote)
-        return not membership.is_elastic or self._membership.barrier.outcome(in_flight.vote, in_flight.generation)
+        return not membership.is_elastic or membership.barrier.outcome(in_flight.vote, in_flight.generation)
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
-        """Average again, and return the number of the generation in which all did so."""
-        self._renew()
-        generation = self._membership.generation
-        self._submit(fragment, in_flight, generation, votes=False)
-        in_flight.result()
-        return generation.number
-
-    def _renew(self) -> None:
-        """Average over the ranks that are left, with memory that no lost rank reads."""
-        members = tuple(self.world.members)
-        self.engine.members = members
+        """Average again over the ranks that are left; return the number of the generation in which all did so."""
+        self.engine.members = members = tuple(self.world.members)
         self.engine.use_algorithm(self.algorithm.among(len(members)))
         if self._memory_epoch != self._membership.memory_epoch:
             self._memory_epoch = self._membership.memory_epoch
             residuals, self._buckets = self.engine.residuals(), self._new_buckets()
             self.engine.replace_buckets(self._flat())
             self.engine.restore_residuals(residuals)
+        generation = self._membership.generation
+        self._submit(fragment, in_flight, generation, votes=False)
+        in_flight.result()
+        return generation.number
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""
