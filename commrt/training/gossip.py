@@ -148,15 +148,9 @@ class GossipReplica(AfterStepReplica):
         if self._spans:
             self._report(self._step - 1, self._exchange.members)
 
-    def overwrite_with_first(self) -> None:
-        """Send parameters and buffers of rank 0 to all; what is in flight ends first. See `Replica`."""
+    def _take_from_first(self, *, buffers_only: bool = False) -> None:
         self.drain()
-        super().overwrite_with_first()
-
-    def sync_buffers(self) -> None:
-        """Overwrite this rank's buffers with rank 0's; what is in flight ends first. See `Replica`."""
-        self.drain()
-        super().sync_buffers()
+        super()._take_from_first(buffers_only=buffers_only)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer; each rank saves a model of its own."""
