@@ -20,10 +20,8 @@ from typing import ClassVar, NamedTuple
 from commrt.errors import UsageError
 
 NEAREST, STOCHASTIC = "nearest", "stochastic"
-BITS = range(2, 9)
-"""Bits that an integer code may have."""
-TILE_BLOCKS = 8
-"""Blocks of a tile: their scales fill 16 bytes, so that codes are aligned."""
+BITS = range(2, 9)  # of an integer code
+TILE_BLOCKS = 8  # their scales fill 16 bytes, so that codes are aligned
 SCALE_NBYTES = 2
 BLOCKS = (64, 128, 256, 512, 1024)
 """Sizes of a block, in values."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
-from itertools import repeat
-from operator import is_not
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.layout import HEADER_NUMEL, Layout, refuse_count
+from commrt.kernels.layout import Layout, refuse_count
 from commrt.kernels.packing import NO_PARTS, Parts
 
 PIECE_NUMEL = 1 << 16
@@ -145,7 +143,7 @@ class TorchPacking:
         self._layout, self._like = layout, like
         self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
         self._packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
-        self._head, self._flags, self._header = wire[: layout.head_numel], layout.flags(wire), layout.header(wire)
+        self._flags, self._header = layout.flags(wire), layout.header(wire)
         self.mismatched = False
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
@@ -164,7 +162,11 @@ class TorchPacking:
 
     def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
         """Write the flags of `tensors` and the bits of `header`."""
-        self._head.copy_(_head(header, tuple(map(is_not, tensors, repeat(None))), self._head.numel()))
+        self._header.copy_(bits(header))
+        self._flags.fill_(1)
+        for index, tensor in enumerate(tensors):
+            if tensor is None:
+                self._flags[index] = 0
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
@@ -198,15 +200,6 @@ def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tenso
     begin = wire.storage_offset()
     pairs = zip(like, layout.places, strict=True)
     return [wire.as_strided(t.shape, t.stride(), begin + place) for t, place in pairs]
-
-
-@lru_cache(KEPT)
-def _head(header: int, present: tuple[bool, ...], numel: int) -> Tensor:
-    """Return the head of a wire, bool [numel]: the bits of `header`, and which tensors are `present`."""
-    head = torch.zeros(numel, dtype=torch.bool, device="cpu")
-    head[:HEADER_NUMEL] = bits(header)
-    head[HEADER_NUMEL : HEADER_NUMEL + len(present)] = torch.tensor(present, device="cpu")
-    return head
 
 
 @lru_cache(KEPT)

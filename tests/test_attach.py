@@ -144,7 +144,6 @@ def test_a_gossip_whose_schedule_is_not_what_would_run_is_refused(world, step):
         ),
         (lambda model: {"algorithm": commrt.Ring}, r"algorithm=<class .*Ring'> makes no schedules: pass an object"),
         (lambda model: {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a positive number"),
-        (lambda model: {"world": 1}, r"world=1 is no world: pass what commrt\.init\(\) returned"),
         (lambda model: {"model": sgd(model)}, r"the model is a SGD: attach\(\) takes a torch\.nn\.Module first"),
     ],
 )

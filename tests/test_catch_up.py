@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import for_each, on_ranks
+from cases import for_each
 from late_ranks import (
     AT,
     LATE,
@@ -335,15 +335,6 @@ def test_a_layer_that_is_frozen_during_training_is_copied_unchanged():
         return weights(model)
 
     assert all_are_equal(Loop(late_by=3).run(body))
-
-
-@on_ranks(2)
-def test_also_must_be_a_list(world):
-    model = deepcopy(MODEL)
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with pytest.raises(UsageError, match=r"attach\(also=\) takes a list, not a ExponentialLR: put it into one"):
-        commrt.attach(model, optimizer, commrt.BackupWorkers(0), world=world, also=scheduler)
 
 
 def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources_are_gone():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -174,3 +175,16 @@ def test_a_schedule_that_a_class_overrides_alone_is_the_one_that_runs():
         return found
 
     assert run_ranks(4, body) == [[0.5] * 3, [0.5] * 3, [2.5] * 3, [2.5] * 3]
+
+
+def test_the_time_in_which_buffers_are_sent_counts():
+    def body(world):
+        ends, send = [], world.broadcast_now
+        world.broadcast_now = lambda *sent: (send(*sent), ends.append(perf_counter()))[0]
+        model = nn.BatchNorm1d(2)
+        replica = commrt.attach(model, world=world)
+        model(torch.ones(3, 2)).sum().backward()
+        (state,) = (span for span in replica.last.spans if span.bucket == "state")
+        return any(state.begin_s < end <= state.end_s for end in ends)
+
+    assert run_ranks(2, body, connect=over_threads) == [True, True]

@@ -159,7 +159,7 @@ class BackupWorkersReplica(Replica):
 
     def _on_gradient(self, name: str) -> None:
         if not self._is_synchronous:
-            self._guard.hold_back()
+            self._guard.held_back = True
             return
         if self._phase not in IN_PASS or self._pass_number != current_pass():
             if self._phase in IN_PASS:

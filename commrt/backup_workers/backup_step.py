@@ -176,8 +176,8 @@ class BackupStep:
         return running
 
     def _header(self, running: _Pass, index: int) -> Header:
-        model = self._engine.buckets[index].model
-        return Header(0, model, self._guard.steps, self.version, index, running.settings)
+        header = self._engine.buckets[index].header
+        return header._replace(optimizer_steps=self._guard.steps, step=self.version, settings=running.settings)
 
     def finish(self) -> tuple[StepReport, StepOutcome]:
         """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came too late."""

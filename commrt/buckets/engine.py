@@ -30,10 +30,10 @@ from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.future import Future
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport, Window
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Window
 
 KEPT = 16
-"""Schedules and members whose bound programs are kept: those that were new last."""
+"""Schedules and members whose bound programs are kept: the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,7 @@ class Engine:
     ) -> None:
         """With `unpacks`, averages end in the gradients, and ranks compare new schedules; else callers see to both."""
         self.world = world
-        self.members = tuple(range(world.size))
-        """The ranks that take part in the step; inside ``join()`` those that still have data."""
+        self.members = tuple(range(world.size))  # that take part in the step; in ``join()`` those that still have data
         self._usual_ranks = world.size if ranks is None else ranks  # in a step without late or lost ranks
         self._uses_graphs, self._unpacks, self._same_bits = graphs, unpacks, same_bits
         self.use_algorithm(algorithm)
@@ -89,10 +88,13 @@ class Engine:
         self.replace_buckets(buckets)
 
     def use_algorithm(self, algorithm: Algorithm) -> None:
-        """Run the schedules of `algorithm` from now on."""
+        """Run the schedules of `algorithm`."""
         self.algorithm = algorithm
         self._row: int | None = getattr(algorithm, "mixing_row", None)
-        self._rounds = cast("Rounds", algorithm) if _has_rounds(type(algorithm)) else None
+        self.mixes = self._row is not None  # so that ranks do not become equal
+        kind = next((each for each in type(algorithm).__mro__ if "schedule" in vars(each)), object)
+        # A class that overrides `schedule` alone says nothing of its rounds.
+        self._rounds = cast("Rounds", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
         self._first: str | None = None  # the digest of the schedule of step 0, which ranks compare in `attach`
 
     def schedule(self, step: int) -> Schedule:
@@ -135,7 +137,6 @@ class Engine:
         self._prepared.forget()
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
-        """Carry buckets by device graphs; None if they are off."""
         wire = self.buckets[0].quantized if self.buckets else None
         self.quantizer = None if wire is None else carrier_of(wire).step_quantizer(wire)
         """Chooses the quantizer of each step; None if values travel as they are."""
@@ -150,7 +151,7 @@ class Engine:
             part.copy_(residuals.get(name, part.new_zeros(())))
 
     def release(self) -> None:
-        """Let go of all memory, behind what is in flight; nothing more can be carried."""
+        """Let go of all memory, behind what is in flight."""
         with suppress(TransportClosed):  # it was closed by another thread meanwhile
             if not self.world.closed:
                 behind = self.world.comm_thread.run(lambda: None)
@@ -165,7 +166,17 @@ class Engine:
 
     def submit_preparation(self, step: int) -> Future[None]:
         """Bind and connect what `step` needs if every rank takes part, so that no step waits for it."""
-        return self.world.comm_thread.submit(lambda: self._prepare(step))
+
+        def prepare() -> None:
+            schedule, players = self.schedule(step), tuple(range(self.world.size))
+            if self._usual_ranks == self.world.size:
+                self._share()
+            if self._rounds is not None:
+                schedule, players = self._round_of(step, players)
+            self._prepared.get(schedule, players, None if self.quantizer is None else self.quantizer.at(step), step)
+            self._connect_peers(schedule, players, step)
+
+        return self.world.comm_thread.submit(prepare if self.world.size > 1 else lambda: None)
 
     def submit(self, bucket: GradientBucket, step: int) -> Future[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there."""
@@ -181,10 +192,6 @@ class Engine:
 
         return self.world.comm_thread.submit(share)
 
-    def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
-        """Overwrite `flat` with the first member's."""
-        return self.world.comm_thread.submit(lambda: self.broadcast_now(flat, step))
-
     def submit_has_data(self, present: bool, step: int) -> Future[None]:
         """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
 
@@ -193,21 +200,11 @@ class Engine:
 
         return self.world.comm_thread.submit(ask)
 
-    def _prepare(self, step: int) -> None:
-        if self.world.size > 1:
-            self._share()
-            schedule, players = self.schedule(step), tuple(range(self.world.size))
-            if self._rounds is not None:
-                schedule, players = self._round_of(step, players)
-            self._prepared.get(schedule, players, None if self.quantizer is None else self.quantizer.at(step), step)
-            self._connect_peers(schedule, players, step)
-
     def _share(self) -> None:
-        """Let GPUs of this host read the buckets, in place of messages, if all ranks take part in every step."""
-        if self._usual_ranks == self.world.size:
-            shown = [bucket for bucket in self.buckets if bucket.quantized is None]
-            windows = self.world.transport.share([bucket.wire for bucket in shown])
-            self._windows = {bucket.index: window for bucket, window in zip(shown, windows, strict=False)}
+        """Let GPUs of this host read the buckets, in place of messages: all ranks take part in every step."""
+        shown = [bucket for bucket in self.buckets if bucket.quantized is None]
+        windows = self.world.transport.share([bucket.wire for bucket in shown])
+        self._windows = {bucket.index: window for bucket, window in zip(shown, windows, strict=False)}
 
     def _connect_peers(self, schedule: Schedule, members: Sequence[int], step: int) -> None:
         """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
@@ -224,9 +221,10 @@ class Engine:
     def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
         """Pack `bucket`, add it up over `members`, and unpack the average, or leave it on the wire."""
         begin_s, recorder, tag = perf_counter(), self.world.recorder, Tag(step, bucket.index)
-        if len(self.members) == 1:
-            return self._keep(bucket, begin_s)
-        members = self.members
+        if len(members := self.members) == 1:
+            if not self._unpacks:
+                bucket.pack(self.scale())
+            return Span(bucket.index, begin_s, perf_counter(), 0)
         if self._rounds is None:
             schedule = self.algorithm.schedule(step, len(members))
         else:
@@ -247,24 +245,11 @@ class Engine:
                     own.finish(tag)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
-    def _keep(self, bucket: GradientBucket, begin_s: float) -> Span:
-        """Do for a rank that is alone what is left: there is nothing to decode."""
-        if not self._unpacks:
-            bucket.pack(self.scale())
-            if self.quantizer is not None:
-                self.quantizer.note(bucket.wire[bucket.head_numel :])
-        return Span(bucket.index, begin_s, perf_counter(), 0)
-
     def _round_of(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
         """Return the round of `step`, and who plays it."""
         rounds = cast("Rounds", self._rounds)
         some, order = rounds.rounds(len(members)), rounds.order(step, len(members))
         return some[step % len(some)], tuple(map(members.__getitem__, order.tolist()))
-
-    @property
-    def mixes(self) -> bool:
-        """True if the schedules mix, so that ranks do not become equal."""
-        return self._row is not None
 
     def scale(self) -> float:
         """Return the weight of a rank's gradients in what the schedule adds."""
@@ -272,10 +257,8 @@ class Engine:
 
     def _replay(self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
-        if self.world.joined is not None:
-            return False
         with within_range(self.world.recorder, "graph"):
-            return graphs.carry(bucket, bound, self.scale(), tag)
+            return self.world.joined is None and graphs.carry(bucket, bound, self.scale(), tag)
 
     def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
         """Let devices capture the step before `step`, if it is time for that; between steps, with nothing in flight."""
@@ -308,15 +291,16 @@ class Engine:
         if self._shared is not None and flat is self._shared[0]:
             bound = self._shared[1](self.members)
             bound.run(tag, self.world.recorder)
-            return Span("state", begin_s, perf_counter(), bound.nbytes_sent)
-        return Span("state", begin_s, perf_counter(), self.world.broadcast_now(flat, self.members, tag))
+            nbytes_sent = bound.nbytes_sent
+        else:
+            nbytes_sent = self.world.broadcast_now(flat, self.members, tag)
+        return Span("state", begin_s, perf_counter(), nbytes_sent)
 
     def _bind_broadcast(self, flat: Tensor, window: Window, members: tuple[int, ...]) -> BoundProgram:
         mine = member_program(tree.broadcast(len(members)), members, self.world.rank, self.world.size)
         return bind_reading(mine, flat, window, self.world.transport)
 
     def _ranks_with_flag(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
-        """Return those of the `asked` ranks that say yes."""
         flags = torch.zeros(self.world.size, device="cpu")
         flags[self.world.rank] = float(mine)
         self.world.run_now(halving_doubling.all_reduce(len(asked)), flags, tag, asked)
@@ -331,12 +315,11 @@ class Engine:
     def _bind_messages(self, mine: Program, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
         transport, streams = self.world.transport, self.world.comm_thread.streams
         heads = [bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire for bucket in self.buckets]
-        cuts = [_cut(bucket, mine) for bucket in self.buckets]
-        for wire, cut in zip(heads, cuts, strict=True):
+        heads_and_cuts = [*zip(heads, [_cut(bucket, mine) for bucket in self.buckets], strict=True)]
+        for wire, cut in heads_and_cuts:
             self._scratch_like(wire, scratch_numel(mine, wire.numel(), cut))
         programs = [
-            bind(mine, wire, transport, self._scratch[wire.dtype], streams, bounds=cut)
-            for wire, cut in zip(heads, cuts, strict=True)
+            bind(mine, wire, transport, self._scratch[wire.dtype], streams, bounds=cut) for wire, cut in heads_and_cuts
         ]
         if quantizer is None:
             return programs
@@ -344,8 +327,10 @@ class Engine:
             ValuesOnWire(head, bucket.wire[bucket.head_numel :], bucket.residual)
             for head, bucket in zip(programs, self.buckets, strict=True)
         ]
-        allocate = partial(_allocate_bytes, transport, values[0].values.device)
-        return carrier_of(quantizer).bind_values(mine, quantizer, values, transport, allocate)
+        device = values[0].values.device
+        return carrier_of(quantizer).bind_values(
+            mine, quantizer, values, transport, lambda _, nbytes: transport.allocate(nbytes, torch.uint8, device)
+        )
 
     def _bind_reading(self, mine: Program, bucket: GradientBucket) -> BoundProgram:
         """Return the program in peers' memory, from which kernels unpack where they can."""
@@ -365,16 +350,6 @@ class Engine:
         if like.dtype not in self._scratch or self._scratch[like.dtype].numel() < need:
             self._scratch[like.dtype] = self.world.transport.allocate(need, like.dtype, like.device)
         return self._scratch[like.dtype]
-
-
-def _has_rounds(kind: type) -> bool:
-    """Return True if the class that says what `kind` has as its schedules says it in rounds as well."""
-    owner = next((each for each in kind.__mro__ if "schedule" in vars(each)), object)
-    return {"rounds", "order"} <= vars(owner).keys()
-
-
-def _allocate_bytes(transport: Transport, device: torch.device, _: str, nbytes: int) -> Tensor:
-    return transport.allocate(nbytes, torch.uint8, device)
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:

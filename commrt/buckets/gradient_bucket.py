@@ -47,22 +47,17 @@ Block = tuple[int, int, str]
 class OverlapCheck:
     """Finds gradients that share memory, which would be averaged twice; one for all buckets of a model.
 
-    It compares addresses when the last bucket of a step is taken. As that bucket is not sent then, no rank completes
-    the step.
+    It compares addresses when the last bucket of a step is taken: that is not sent then, so no rank completes the step.
     """
 
     def __init__(self) -> None:
         self._wires: list[range] = []  # addresses of gradients that live on the wire
         self._taken: dict[int, list[Block]] = {}
         self.buckets = 0
-        """How many there are."""
 
     def check(self, bucket: int, blocks: list[Block]) -> None:
-        """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step.
-
-        A bucket that comes again begins the next step.
-        """
-        if bucket in self._taken:
+        """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step."""
+        if bucket in self._taken:  # the next step
             self._taken = {}
         self._taken[bucket] = blocks
         if len(self._taken) == self.buckets:
@@ -91,8 +86,7 @@ class GradientBucket:
     Nobody else may touch the gradients meanwhile: all of these raise `UsageError` if somebody did.
     """
 
-    unpacks_wire = True
-    """False if gradients stay on the wire."""
+    unpacks_wire = True  # False if gradients stay on the wire
 
     def __init__(
         self,
@@ -106,7 +100,6 @@ class GradientBucket:
     ) -> None:
         self.index, self.params, self.layout, self.wire = index, params, layout, wire
         self._device = wire.device
-        self.model = model
         self.header = Header(0, model, 0, 0, index, 0)
         """What its wire says in every step; the first bucket's says more."""
         self.quantized = quantized
@@ -115,8 +108,7 @@ class GradientBucket:
         feeds_back = quantized is not None and quantized.feedback
         self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
         """What this rank still owes to the averages, behind the head; None without feedback."""
-        self.names = tuple(name for name, _ in params)
-        """In wire order."""
+        self.names = tuple(name for name, _ in params)  # in wire order
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
         self._overlaps.buckets += 1
         self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in params]
@@ -131,8 +123,7 @@ class GradientBucket:
         self._made: dict[int, Tensor] = {}  # gradients that only other ranks had, by place
         self._versions: list[int] = []  # how often each of them was written to when it was taken
         self._writes = 0  # by commrt since then
-        self.is_whole = True
-        """True if this rank has all gradients of the step."""
+        self.is_whole = True  # this rank has all gradients of the step
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
@@ -194,10 +185,6 @@ class GradientBucket:
         self._require_unchanged()
         launches.aim(self._grads, scale, self._word)
 
-    def queue_unpack(self, launches: Repeatable, parts: Parts = NO_PARTS) -> None:
-        """Queue what a device graph does in place of `unpack`."""
-        launches.unpack_aimed(parts)
-
     def finish_replay(self, launches: Repeatable) -> None:
         """Do what the replayed `launches` left to `unpack`: gradients that only other ranks had."""
         launches.repeated(self._grads)
@@ -241,19 +228,13 @@ class GradientBucket:
         present = self._packing.present()
         missing = [i for i, grad in enumerate(self._grads) if grad is None]
         self._made = {i: self._memory_for(i) for i in missing if present[i]}
-        self._restore_residuals([i for i in missing if not present[i]])
+        residuals = self.residuals()
+        for i in (i for i in missing if residuals and not present[i]):  # nobody will use what ranks have sent for it
+            residuals[self.names[i]].add_(self.layout.tensor(self.wire, i), alpha=self._scale)
         return [self._made.get(i, grad) for i, grad in enumerate(self._grads)]
 
     def _memory_for(self, place: int) -> Tensor:
-        """Return memory for a gradient that only other ranks had."""
         return torch.empty_like(self._like[place], device=self.wire.device)
-
-    def _restore_residuals(self, dropped: Sequence[int]) -> None:
-        """Put back into the residuals what ranks have sent for gradients that nobody had, as nobody will use it."""
-        if self.residual is not None:
-            for place, count in ((self.layout.places[i], self.layout.counts[i]) for i in dropped):
-                sent = self.wire[place : place + count]
-                self.residual[place - self.head_numel :][:count].add_(sent, alpha=self._scale)
 
     def _refuse_sum(self) -> NoReturn:
         why = explain_mismatch(self.layout.header(self.wire))
@@ -292,7 +273,6 @@ class ReadyOrder:
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
         self._names = [frozenset(some) for some in names]
         self.bucket_of = {name: bucket for bucket, some in enumerate(names) for name in some}
-        """Number of each gradient's bucket."""
         self.arm()
 
     def arm(self) -> None:

@@ -20,8 +20,6 @@ AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
 GONE = "{name} is gone: detach() and attach() again after changing the model"
 MIB = 1 << 20
-KEPT = 256
-"""Headers whose words are kept: only one of a step is new."""
 
 Named = tuple[str, nn.Parameter]
 """A parameter and its name in the model."""
@@ -101,7 +99,7 @@ class TensorKind(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorKind:
-        """Return the kind of `tensor`."""
+        """Return that of `tensor`."""
         return cls(tensor.dtype, tensor.shape, tensor.stride())
 
     def lies_like(self, strides: tuple[int, ...]) -> bool:
@@ -172,7 +170,7 @@ EXPLANATIONS = {
 }
 
 
-@lru_cache(KEPT)
+@lru_cache(256)  # only one of a step is new
 def encode(header: Header) -> int:
     """Return `header` as the 64-bit word that `Packing.pack` writes: low bits for zeros, high bits for ones.
 

@@ -32,14 +32,10 @@ Agree = Callable[[bool], Sequence[int]]
 class BoundStep:
     """A schedule that is bound to the buckets, and the graphs that replay it."""
 
-    programs: Sequence[RunnableProgram]
-    """One per bucket."""
-    steps: int = 0
-    """Carried call by call."""
-    latest: int | None = None
-    """The last of them."""
-    replays: Sequence[Exchange] = ()
-    """One per bucket, once captured."""
+    programs: Sequence[RunnableProgram]  # one per bucket
+    steps: int = 0  # carried call by call
+    latest: int | None = None  # the last of them
+    replays: Sequence[Exchange] = ()  # one per bucket, once captured
 
 
 class StepGraphs:
@@ -110,7 +106,10 @@ def _work(bucket: GradientBucket, program: BoundProgram) -> Callable[[], None]:
     def work() -> None:
         launches.pack_aimed()
         program.run(tag)
-        bucket.queue_unpack(launches, parts)
+        if bucket.unpacks_wire:
+            launches.unpack_aimed(parts)
+        else:
+            launches.compare_aimed()
         program.finish(tag)
 
     return work

@@ -31,13 +31,11 @@ class ViewBucket(GradientBucket):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # .data: a original counts its own writes, and is no view that autograd treats specially
+        # .data: an original counts its own writes, and is no view that autograd treats specially
         self._originals = [view.data for view in self._views()]
         self._addresses = [original.data_ptr() for original in self._originals]
         self._places = {name: place for place, name in enumerate(self.names)}
-        self._moved: dict[
-            int, int
-        ] = {}  # by place, how often the original was written to when the gradient had moved in
+        self._moved: dict[int, int] = {}  # by place, how often the original was written to by the end of `move_in`
         self._torch = self._packing if isinstance(self._packing, TorchPacking) else None
         self._overlaps.claim(self.wire)
 
@@ -95,13 +93,9 @@ class ViewBucket(GradientBucket):
         self._torch.seal(self._grads, self._word)
 
     def unpack(self, parts: Parts = NO_PARTS) -> None:  # gradients live on the wire, so nothing is elsewhere
-        """Compare the headers, as `GradientBucket.unpack` does; gradients are where they belong."""
+        """Compare the headers; gradients are where they belong."""
         self._packing.compare(self._word)
         self._settle()
-
-    def queue_unpack(self, launches: Repeatable, parts: Parts = NO_PARTS) -> None:  # as above
-        """See `GradientBucket.queue_unpack`: compare the headers."""
-        launches.compare_aimed()
 
     def finish_replay(self, launches: Repeatable) -> None:
         """See `GradientBucket.finish_replay`."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from commrt.buckets.layout import (
     TensorSlot,
     bucket_description,
     encode,
-    plan_buckets,
     wire_dtype,
 )
 from commrt.errors import UsageError
@@ -30,8 +29,7 @@ from commrt.kernels.packing import Packing
 from commrt.threads.future import Future
 from commrt.transport.protocol import Allocate, Window
 
-MOST_LOOKED_AT = 256
-"""A watch compares so many values of each tensor, evenly spaced."""
+MOST_LOOKED_AT = 256  # values of each tensor, evenly spaced
 _version = attrgetter("_version")
 
 
@@ -57,6 +55,10 @@ class WeightPart:
     which are compared: ``.data`` is not counted. On a GPU the host would have to wait for values.
     """
 
+    IN_FLIGHT: ClassVar[str]
+    """The error about a parameter ``{name}`` that somebody else wrote while it was in flight."""
+    WRITTEN: ClassVar[str]
+    """The same while nothing was in flight."""
     in_flight: object = None
     """What has left and was not mixed; false if there is nothing."""
     is_relied_on = False
@@ -99,6 +101,11 @@ class WeightPart:
         noted = torch.split(self._values, [len(view) for view in self._views])
         return self._name_of([_differ(now, before) for now, before in zip(views, noted, strict=True)])
 
+    def require_unwritten(self, *, anyway: bool = False) -> None:
+        """Raise `UsageError` if somebody else has written a parameter; see `written`."""
+        if name := self.written(anyway=anyway):
+            raise UsageError((self.IN_FLIGHT if self.in_flight else self.WRITTEN).format(name=name))
+
     def _look(self) -> tuple[list[Tensor], list[int], list[int]]:
         """Return the parameters, how often autograd saw each written, and where each lies."""
         try:
@@ -129,19 +136,26 @@ class Message:
     received: Tensor
     packing: Packing
     """Packs to and from `sent`."""
-    windows: Sequence[Window] = ()
-    """Of `sent` and `received`, where peers can read them."""
-    memory_epoch: int = 0
-    """See `WeightBucket.packed`."""
+    windows: Sequence[Window] = ()  # of `sent` and `received`, where peers can read them
+    memory_epoch: int = 0  # see `WeightBucket.packed`
     answer: Future[Received] | None = None
 
 
 class WeightBucket(WeightPart):
-    """Weights that gossip sends together.
+    """Weights that gossip sends together, with memory for so many `messages` at once.
 
     In each step the thread that trains calls `packed`, the communication thread exchanges the message, and the thread
     that trains calls `mix`. Whoever sends moves the message from `free` to `in_flight`, where the oldest comes first.
     """
+
+    IN_FLIGHT = (
+        "{name} was written while its exchange was in flight, and not by a step of an optimizer given to attach(): "
+        "call replica.drain() before you write weights"
+    )
+    WRITTEN = (
+        "{name} was written after a backward pass, and not by a step of an optimizer given to attach(): put a pass "
+        "such as SAM's first one into replica.no_sync(), and give attach() no optimizers if you update weights by hand"
+    )
 
     def __init__(
         self,
@@ -157,19 +171,14 @@ class WeightBucket(WeightPart):
         self._kinds = [TensorKind.of(slot.tensor()) for slot in held]
         self._layout = layout_of([kind.shape.numel() for kind in self._kinds])
         self._wire = wire_dtype(self._kinds[0].dtype, wire)
+        self.rounds = self._wire != self._kinds[0].dtype  # the wire is narrower than the weights
         self.free = deque(self._message(allocate) for _ in range(messages))
-        """The messages that are not in flight."""
         self.in_flight: deque[Message] = deque()
 
     def _message(self, allocate: Allocate, memory_epoch: int = 0) -> Message:
         like = self._tensors()
         sent, received = (allocate(self._layout.numel, self._wire, like[0].device) for _ in range(2))
         return Message(sent, received, packing(sent, self._layout, like), memory_epoch=memory_epoch)
-
-    @property
-    def rounds(self) -> bool:
-        """True if the wire is narrower than the weights."""
-        return self._wire != self._kinds[0].dtype
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
@@ -178,8 +187,7 @@ class WeightBucket(WeightPart):
     def packed(self, header: Header, memory_epoch: int, allocate: Allocate) -> Message:
         """Write the weights to a free message, and return it; on a GPU in stream order.
 
-        `memory_epoch` numbers the memory that may be reused. If an exchange was broken off, a partner may still read a
-        message of an earlier number, so this allocates a new one.
+        A partner may still read one of an earlier `memory_epoch`, so this allocates another in its place.
         """
         if self.free[0].memory_epoch != memory_epoch:
             self.free[0] = self._message(allocate, memory_epoch)
@@ -211,24 +219,3 @@ class WeightBucket(WeightPart):
                     "again after changing the model"
                 )
         return tensors
-
-
-def build_weight_buckets(
-    held: Sequence[TensorSlot],
-    wire: torch.dtype | None,
-    cap_nbytes: int,
-    messages: int,
-    allocate: Allocate,
-    *,
-    watches: bool,
-) -> list[WeightBucket]:
-    """Return buckets of about `cap_nbytes`, each with memory for `messages` at once; the first bucket is small.
-
-    With `watches` they notice who writes the weights.
-    """
-    tensors = [slot.tensor() for slot in held]
-    plan = plan_buckets(((tensor.nbytes, tensor.dtype) for tensor in tensors), cap_nbytes)
-    return [
-        WeightBucket(index, [held[i] for i in places], wire, messages, allocate, watches=watches)
-        for index, places in enumerate(plan)
-    ]

@@ -80,19 +80,26 @@ class _Tensor:
 class Fragment(WeightPart):
     """Tensors that leave together. All calls belong to the thread that trains."""
 
+    IN_FLIGHT = (
+        "{name} was written while an average of the old weights was in flight, and not by a step of an optimizer given "
+        "to attach(): call replica.drain() on all ranks before you write weights, or replica.load_state_dict() after a "
+        "checkpoint was loaded"
+    )
+    WRITTEN = (
+        "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: "
+        "leave outer out if your loop writes weights. After a checkpoint was loaded call replica.load_state_dict(), or "
+        "replica.overwrite_with_first() to begin anew"
+    )
     in_flight: InFlight | None
 
     def __init__(self, index: int, held: Sequence[TensorSlot], algorithm: LocalSGD) -> None:
         super().__init__(index, held)
-        self.exchanges = self.left = 0
-        """How many have begun; the step after which the weights left last."""
+        self.exchanges = self.left = 0  # how many have begun; the step after which the weights left last
         self._algorithm, self._is_gossip = algorithm, algorithm.is_gossip
         self.is_relied_on = algorithm.outer is not None
         self.ids = [id(slot.place[slot.key]) for slot in held]
-        """Of its parameters and buffers."""
         self._tensors = [_Tensor(slot, algorithm) for slot in held]
         self.outgoing: list[Named] = [(each.slot.name, each.outgoing) for each in self._tensors]
-        """The differences that travel."""
         self.anchors = [each.anchor for each in self._tensors]
         self.note()
 
@@ -135,9 +142,9 @@ class Fragment(WeightPart):
 
     @torch.no_grad()
     def merge(self, in_flight: InFlight, learned: Sequence[Tensor] | None, outer: Outer | None) -> None:
-        """Move the anchor by the averages that have arrived, and merge it with the weights; nothing is in flight then.
+        """Move the anchor by the averages that have arrived, and merge it with the weights.
 
-        `learned` is None where the anchor replaces the weights.
+        `learned` is None where the anchor replaces them.
         """
         merge = self._algorithm.merge
         for i, each in enumerate(self._tensors):
@@ -178,7 +185,7 @@ class Fragment(WeightPart):
         return state | {key: {name: each.clone() for name, each in kept.items()} for key, kept in self._kept().items()}
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors that a checkpoint keeps, by their names."""
+        """Return what a checkpoint keeps, by name."""
         velocities = {each.slot.name: each.velocity for each in self._tensors if each.velocity is not None}
         return {"anchors": {each.slot.name: each.anchor for each in self._tensors}, "velocities": velocities}
 
@@ -302,8 +309,12 @@ class FragmentExchange:
             if self._shares_memory:
                 bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
         in_flight.generation, in_flight.buckets = generation, buckets
-        if self.engine.quantizer is not None:
-            self._restore_residuals(in_flight)
+        if self.engine.quantizer is not None:  # remember the residuals, for an exchange that is done again
+            own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}
+            if in_flight.residuals is None:
+                in_flight.residuals = {name: part.clone() for name, part in own.items()}
+            for name, part in own.items():
+                part.copy_(in_flight.residuals[name])
         in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number, votes=votes))
 
     def _average(self, in_flight: InFlight, generation: Generation, number: int, *, votes: bool) -> tuple[Span, ...]:
@@ -317,14 +328,6 @@ class FragmentExchange:
             self._membership.barrier.promise(in_flight.vote, generation)
         return spans
 
-    def _restore_residuals(self, in_flight: InFlight) -> None:
-        """Remember this rank's residuals, for an exchange that is done again, or go back to that."""
-        own = {name: part for bucket in in_flight.buckets for name, part in bucket.residuals().items()}
-        if in_flight.residuals is None:
-            in_flight.residuals = {name: part.clone() for name, part in own.items()}
-        for name, part in own.items():
-            part.copy_(in_flight.residuals[name])
-
     def residuals(self) -> dict[str, Tensor]:
         """Return this rank's residuals to the averages of what is still to leave, and of what is in flight."""
         residuals = self.engine.residuals()
@@ -333,10 +336,7 @@ class FragmentExchange:
         return residuals
 
     def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
-        """Wait until all ranks have the average of `fragment`, and return what it cost.
-
-        The average is then on the wire of the bucket's buckets.
-        """
+        """Wait until all ranks have the average of `fragment`, on the wires of its buckets; return what it cost."""
         if not self._all_have(in_flight):
             with self._membership.collective(f"merging what left after step {in_flight.step}"):
                 self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
@@ -353,26 +353,21 @@ class FragmentExchange:
             if not membership.is_elastic:
                 raise
             membership.barrier.decline(in_flight.vote)
-        return not membership.is_elastic or self._membership.barrier.outcome(in_flight.vote, in_flight.generation)
+        return not membership.is_elastic or membership.barrier.outcome(in_flight.vote, in_flight.generation)
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
-        """Average again, and return the number of the generation in which all did so."""
-        self._renew()
-        generation = self._membership.generation
-        self._submit(fragment, in_flight, generation, votes=False)
-        in_flight.result()
-        return generation.number
-
-    def _renew(self) -> None:
-        """Average over the ranks that are left, with memory that no lost rank reads."""
-        members = tuple(self.world.members)
-        self.engine.members = members
+        """Average again over the ranks that are left; return the number of the generation in which all did so."""
+        self.engine.members = members = tuple(self.world.members)
         self.engine.use_algorithm(self.algorithm.among(len(members)))
         if self._memory_epoch != self._membership.memory_epoch:
             self._memory_epoch = self._membership.memory_epoch
             residuals, self._buckets = self.engine.residuals(), self._new_buckets()
             self.engine.replace_buckets(self._flat())
             self.engine.restore_residuals(residuals)
+        generation = self._membership.generation
+        self._submit(fragment, in_flight, generation, votes=False)
+        in_flight.result()
+        return generation.number
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""

@@ -42,17 +42,6 @@ def attach(request: Request) -> Replica:
 class LocalReplica(AfterStepReplica):
     """Trains alone, and merges averages at steps that all ranks know; in between it waits for nobody."""
 
-    IN_FLIGHT = (
-        "{name} was written while an average of the old weights was in flight, and not by a step of an optimizer given "
-        "to attach(): call replica.drain() on all ranks before you write weights, or replica.load_state_dict() after a "
-        "checkpoint was loaded"
-    )
-    WRITTEN = (
-        "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: "
-        "leave outer out if your loop writes weights. After a checkpoint was loaded call replica.load_state_dict(), or "
-        "replica.overwrite_with_first() to begin anew"
-    )
-
     def __init__(self, request: Request, exchange: FragmentExchange) -> None:
         super().__init__(request, exchange.fragments)
         self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
@@ -94,7 +83,8 @@ class LocalReplica(AfterStepReplica):
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
 
     def _leave(self, fragment: Fragment) -> InFlight:
-        self._refuse_writes(fragment)
+        if not self._stepping:
+            fragment.require_unwritten()
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
         in_flight = InFlight(self._step, settings, [*map(rates.get, fragment.ids)])
         fragment.leave(in_flight)

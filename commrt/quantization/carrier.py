@@ -37,15 +37,11 @@ from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Trans
 Quantize = Callable[[int], None]
 """Codes with the random numbers that a key selects."""
 KEYS = 1 << 64
-ZEROS = repeat(0)
-"""Numbers of calls whose tags tell them apart."""
+ZEROS = repeat(0)  # numbers of calls whose tags tell them apart
 
 
 class step_quantizer:  # noqa: N801  # a function of `Carrier`
-    """The quantizer of each step: always the same one, or what an `Adaptive` wire's rule says.
-
-    State of the communication thread.
-    """
+    """The quantizer of each step: always the same one, or what an `Adaptive` wire's rule says."""
 
     def __init__(self, wire: Quantizer | Adaptive) -> None:
         self._wire = wire
@@ -125,14 +121,12 @@ def _bounds(program: Program, buffer: ValuesOnWire, quantizer: Quantizer) -> lis
 class _QuantizedHop:
     """One hop: what is quantized before its exchange, and what is added after it."""
 
-    quantizings: tuple[tuple[int, Quantize], ...]
-    """(first chunk, what codes it and those that follow it)"""
+    quantizings: tuple[tuple[int, Quantize], ...]  # (first chunk, what codes it and those that follow it)
     exchange: Exchange
     additions: tuple[Callable[[], object], ...]
     number: int
 
     def run(self, key: int, tag: Tag) -> None:
-        """Code, exchange and add."""
         for first, quantize in self.quantizings:
             quantize((key + first) % KEYS)  # other random numbers for each chunk
         return_borrowed = self.exchange(tag)
@@ -152,10 +146,8 @@ class QuantizedProgram:
     quantizer: Quantizer
     rank: int
     nbytes_sent: int
-    calls: Iterator[int]
-    """Numbers of the runs, where tags come again."""
-    elsewhere: Parts = NO_PARTS
-    """Nothing: all values are dequantized to the buffer."""
+    calls: Iterator[int]  # numbers of the runs, where tags come again
+    elsewhere: Parts = NO_PARTS  # all values are dequantized to the buffer
 
     def finish(self, tag: Tag) -> None:
         """Do nothing; see `BoundProgram.finish`."""
@@ -183,10 +175,8 @@ class _Binder:
 
     program: Program
     buffer: ValuesOnWire
-    codes: Tensor
-    """uint8 [at least quantizer.nbytes(numel)]"""
-    scratch: Tensor
-    """uint8 [at least _scratch_nbytes]"""
+    codes: Tensor  # uint8 [at least quantizer.nbytes(numel)]
+    scratch: Tensor  # uint8 [at least _scratch_nbytes]
     quantizer: Quantizer
     transport: Transport
     bounds: Sequence[int] = field(init=False)

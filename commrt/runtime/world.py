@@ -74,7 +74,8 @@ class World:
         self.hooks = NO_HOOKS
         self.recorder: Recorder | None = Nvtx() if is_on("COMMRT_NVTX") else None
         """Receives ranges of time, for profilers."""
-        self._late_failure: TransportError | None = None
+        self.unraised_failure: TransportError | None = None
+        """The error that ended a transfer on a GPU, while no call has raised it; or None."""
         self._in_collective, self._closed, self._is_inherited, self._entered = False, False, False, 0
         self.reconnect_options = reconnect_options
         """How ranks connect again after one was lost; None in a world that cannot."""
@@ -109,12 +110,7 @@ class World:
     @property
     def closed(self) -> bool:
         """True after `close`, `abort`, or a failure."""
-        return self._closed or bool(self.comm_thread.failure or self._late_failure)
-
-    @property
-    def unraised_failure(self) -> TransportError | None:
-        """The error that ended a transfer on a GPU, while no call has raised it; or None."""
-        return None if self._closed or self.comm_thread.failure is not None else self._late_failure
+        return self._closed or bool(self.comm_thread.failure or self.unraised_failure)
 
     def run(self, schedule: Schedule, buffer: Tensor, tag: Tag = UNNAMED, *, async_op: bool = False) -> Work:
         """Run `schedule` on `buffer` [numel] in place. Collective among the ranks that the schedule names.
@@ -303,6 +299,7 @@ class World:
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the other ranks, close the connections, then find out which rank failed first."""
+        self.unraised_failure = None
         if isinstance(failure, Evicted):  # the others go on, and must not hear from this process
             self.transport.abort()
             return
@@ -316,7 +313,7 @@ class World:
     def _on_late_failure(self, failure: TransportError) -> None:
         """Note what ended an exchange on a GPU: no call waits for it here, but other ranks may wait for this one."""
         if not self.membership.is_elastic:  # else each exchange has a call that waits for it
-            self._late_failure = failure
+            self.unraised_failure = None if self.comm_thread.failure or self._closed else failure
             leave_report(self.store, self.rank, failure)
             self.transport.abort_host()
 
@@ -325,7 +322,7 @@ class World:
         self.comm_thread.require_other_thread()
         if not self.closed:
             self.hooks.before_close()
-        self._closed = True
+        self._closed, self.unraised_failure = True, None
         if self._is_inherited:
             return
         try:
@@ -356,6 +353,7 @@ class World:
         is_news = False
         try:
             is_news = self.comm_thread.give_up(reason) and not isinstance(reason, Evicted)
+            self.unraised_failure = None
             if is_news:
                 self.membership.depart(f"it gave up: {reason}")
                 leave_report(self.store, self.rank, reason)
@@ -366,7 +364,7 @@ class World:
 
     def leave_to_parent(self) -> None:
         """Close the world in a forked child, and tell nobody: to the other ranks the parent is this rank."""
-        self._closed = self._is_inherited = True
+        self._closed, self._is_inherited, self.unraised_failure = True, True, None
         self.comm_thread.leave_to_parent()
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch.distributed import PrefixStore, Store
@@ -46,14 +46,10 @@ class AfterStepReplica(Replica):
     What the `parts` of the model rely on may be written by the given optimizers only.
     """
 
-    IN_FLIGHT: ClassVar[str]
-    """The error about a parameter ``{name}`` that somebody else wrote while it was in flight."""
-    WRITTEN: ClassVar[str]
-    """The same while nothing was in flight."""
-
     def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:
         super().__init__(request.model, request.params, request.optimizers, request.algorithm, request.world)
         self._number, self._parts = request.world.attached, parts
+        self._checks = [part.require_unwritten for part in parts]
         self._passes = 0  # backward passes so far; the steps of those after `_step` have not ended
         self._pass: int | None = None  # the latest
         self._stepped: dict[int, int] = {}  # by optimizer: how many passes had come when it last stepped
@@ -80,7 +76,8 @@ class AfterStepReplica(Replica):
             return
         if not self._stepping:  # else `_check_step` has looked
             self._parameters.require_unchanged()
-            self._refuse_writes()
+            for part in self._parts:
+                part.require_unwritten()
         if not self._optimizers:
             self._used_passes = self._passes
         while self._step < until:
@@ -93,15 +90,11 @@ class AfterStepReplica(Replica):
         self._passes = self._used_passes = step
         self._stepped = {}
 
-    def _refuse_writes(self, part: WeightPart | None = None) -> None:
-        for each in self._parts if part is None else (part,):
-            if (name := each.written()) and not self._stepping:
-                raise UsageError((self.IN_FLIGHT if each.in_flight else self.WRITTEN).format(name=name))
-
     @contextmanager
     def _waiting_for(self, part: WeightPart) -> Iterator[None]:
         """Mix in the body what has come for `part`, and count how long that takes."""
-        self._refuse_writes(part)
+        if not self._stepping:
+            part.require_unwritten()
         begin_s = perf_counter()
         with within_range(self._world.recorder, "wait", number=part.index):
             yield
@@ -109,7 +102,6 @@ class AfterStepReplica(Replica):
         self._exposed_s += perf_counter() - begin_s
 
     def _report(self, step: int, members: tuple[int, ...]) -> None:
-        """Report what was mixed since the latest report."""
         self.last = StepReport(step, members, self._exposed_s, tuple(self._spans), frozenset(self._received_from))
         self._stats = self._stats.plus(self.last)
         self._spans, self._received_from, self._exposed_s = [], set(), 0.0
@@ -219,10 +211,7 @@ class _Place(NamedTuple):
 
 
 class JoinProgress:
-    """How far each member of `world` is in its loop, so that ranks without data outlast the others.
-
-    Needs a store prefix of its own.
-    """
+    """How far each member of `world` is in its loop; needs a store prefix of its own."""
 
     def __init__(self, store: Store, world: World) -> None:
         self._world, self._has_data = world, True

@@ -29,7 +29,6 @@ from commrt.runtime.init import current
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
 from commrt.schedule import SYNCHRONOUS, Algorithm, Schedule
-from commrt.training.hooks import EMBEDDINGS
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, attached
 
@@ -178,8 +177,6 @@ def attach(  # noqa: PLR0913  # each has its default
 
 
 def _checked(world: World | None) -> World:
-    if world is not None and not isinstance(world, World):
-        raise UsageError(f"world={world!r} is no world: pass what commrt.init() returned, or leave it out")
     world = current() if world is None else world
     world.require_all_ranks("attach()")
     if world.membership.needed:
@@ -265,8 +262,6 @@ def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimize
 
 def check_stateful(owners: Sequence[object], call: str = "join()") -> None:
     """Raise `UsageError` for an object without a state to send, given to `call`."""
-    if not isinstance(owners, Iterable):
-        raise UsageError(f"{call} takes a list, not a {type(owners).__name__}: put it into one")
     for owner in owners:
         if not isinstance(owner, Stateful):
             raise UsageError(
@@ -299,20 +294,14 @@ def _check_model(model: nn.Module, params: Sequence[Named]) -> None:
 
 
 def _require_read_only_forward(model: nn.Module) -> None:
-    """Raise `UsageError` for a module of torch whose forward pass writes parameters, by what is in a rank's batch."""
+    """Raise `UsageError` for an embedding whose forward pass writes the rows that are in a rank's batch."""
     for name, module in model.named_modules():
-        place = name or "the model"
-        if isinstance(module, EMBEDDINGS) and module.max_norm is not None:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             norm, most = module.norm_type, module.max_norm
             raise UsageError(
-                f"{place} has max_norm={most}: its forward pass rescales the rows that this rank looks up, so replicas "
-                "would drift apart. Leave max_norm out, and rescale the whole table after attach() and after each "
-                f"optimizer.step(): with torch.no_grad(): weight.renorm_({norm}, 0, {most})"
-            )
-        if type(module).__name__ == "_LearnableFakeQuantize" and getattr(module, "static_enabled", [0])[0]:
-            raise UsageError(
-                f"{place} writes its parameters scale and zero_point in forward, from what this rank's batch holds: "
-                "call its enable_param_learning() before attach()"
+                f"{name or 'the model'} has max_norm={most}: its forward pass rescales the rows that this rank looks "
+                "up, so replicas would drift apart. Leave max_norm out, and rescale the whole table after attach() and "
+                f"after each optimizer.step(): with torch.no_grad(): weight.renorm_({norm}, 0, {most})"
             )
 
 

@@ -56,8 +56,6 @@ class DDPState:
     def __post_init__(self) -> None:
         check_wire(self.wire)
         check_all_reduce(self.algorithm, self.wire)
-        if not isinstance(self.world, World | None):
-            raise UsageError(f"world={self.world!r:.80} is no world: pass what commrt.init() returned, or leave it out")
 
     def begin(self, bucket: GradBucket) -> Work:
         """Send `bucket` on its way."""
@@ -137,7 +135,6 @@ def _owner(state: DDPState, param: Tensor) -> DistributedDataParallel | None:
 
 
 def _holders(kind: type[T], things: Sequence[object]) -> list[T]:
-    """Return the objects of `kind` that refer to one of `things`."""
     return [one for one in gc.get_referrers(*things) if issubclass(type(one), kind)]
 
 

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import Header, exchanged_tensors, explain_mismatch
-from commrt.buckets.weight_bucket import Message, Received, WeightBucket, build_weight_buckets
+from commrt.buckets.layout import Header, exchanged_tensors, explain_mismatch, plan_buckets
+from commrt.buckets.weight_bucket import Message, Received, WeightBucket
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, UsageError
@@ -46,14 +46,16 @@ def attach(request: Request) -> Replica:
     """Return a replica that exchanges its weights with one partner after each step. Collective."""
     world, algorithm = request.world, cast("Gossip", request.algorithm)
     exchange = GossipExchange(world, algorithm, world.attached)
-    buckets = build_weight_buckets(
+    held, wire = (
         exchanged_tensors(request.model),
-        cast("torch.dtype | None", request.wire),  # quantized ones were refused
-        request.cap_nbytes,
-        algorithm.staleness + 1,
-        world.transport.allocate_shared,
-        watches=bool(request.optimizers),
-    )
+        cast("torch.dtype | None", request.wire),
+    )  # or it was refused
+    messages, allocate, watches = algorithm.staleness + 1, world.transport.allocate_shared, bool(request.optimizers)
+    plan = plan_buckets(((slot.tensor().nbytes, slot.tensor().dtype) for slot in held), request.cap_nbytes)
+    buckets = [
+        WeightBucket(index, [held[i] for i in places], wire, messages, allocate, watches=watches)
+        for index, places in enumerate(plan)
+    ]
     if algorithm.within > 1 and any(bucket.rounds for bucket in buckets):
         raise UsageError(
             "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
@@ -73,21 +75,10 @@ class GossipReplica(AfterStepReplica):
     weights are sent before the forward pass.
     """
 
-    IN_FLIGHT = (
-        "{name} was written while its exchange was in flight, and not by a step of an optimizer given to attach(): "
-        "call replica.drain() before you write weights"
-    )
-    WRITTEN = (
-        "{name} was written after a backward pass, and not by a step of an optimizer given to attach(): put a pass "
-        "such as SAM's first one into replica.no_sync(), and give attach() no optimizers if you update weights by hand"
-    )
-
     def __init__(self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket]) -> None:
         super().__init__(request, buckets)
-        self.buckets = buckets
-        """The buckets, in the order in which they are sent."""
-        self._exchange, self._staleness = exchange, exchange.staleness
-        self._is_alone = request.world.size == 1
+        self.buckets = buckets  # in the order in which they are sent
+        self._exchange, self._staleness = exchange, cast("Gossip", request.algorithm).staleness
         self._hooked: set[int] = set()  # buckets whose modules have called a forward hook since the last step
         self._live([*self._register_on_modules(), *self._hooks()], self._before_step, self._after_step)
 
@@ -112,9 +103,9 @@ class GossipReplica(AfterStepReplica):
     def _before_forward(self, indices: Sequence[int], *_: Any) -> None:
         if self._passes > self._step and torch.is_grad_enabled() and self.model.training:
             if not (self._have_stepped or self._stepping):
-                names = (bucket.written(anyway=True) for bucket in self.buckets if not bucket.in_flight)
-                if name := next(filter(None, names), None):
-                    raise UsageError(self.WRITTEN.format(name=name))
+                for bucket in self.buckets:
+                    if not bucket.in_flight:
+                        bucket.require_unwritten(anyway=True)
             self._end_steps(self._passes)  # an optimizer has not stepped
         self._hooked.update(indices)
         for index in indices:
@@ -122,7 +113,7 @@ class GossipReplica(AfterStepReplica):
 
     def _advance(self) -> None:
         """Send the weights as they are now."""
-        if not self._is_alone:
+        if self._world.size > 1:
             for bucket in self.buckets:
                 self._mix(bucket, self._staleness)
             if self._spans:  # of the step before
@@ -157,15 +148,9 @@ class GossipReplica(AfterStepReplica):
         if self._spans:
             self._report(self._step - 1, self._exchange.members)
 
-    def overwrite_with_first(self) -> None:
-        """Send parameters and buffers of rank 0 to all; what is in flight ends first. See `Replica`."""
+    def _take_from_first(self, *, buffers_only: bool = False) -> None:
         self.drain()
-        super().overwrite_with_first()
-
-    def sync_buffers(self) -> None:
-        """Overwrite this rank's buffers with rank 0's; what is in flight ends first. See `Replica`."""
-        self.drain()
-        super().sync_buffers()
+        super()._take_from_first(buffers_only=buffers_only)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides model and optimizer; each rank saves a model of its own."""
@@ -173,7 +158,7 @@ class GossipReplica(AfterStepReplica):
         return super().state_dict()
 
     def detach(self) -> None:
-        """Remove all hooks, and drop exchanges that are in flight; not collective."""
+        """See `Replica.detach`; drops exchanges that are in flight."""
         super().detach()
         for bucket in self.buckets:
             bucket.in_flight.clear()
@@ -191,9 +176,7 @@ class GossipExchange:
 
     def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
         self.world, self._attached, self._number = world, algorithm, number
-        self.staleness = algorithm.staleness
         self.membership = make_elastic(world)
-        """That of the world; it goes on without lost ranks."""
         self._generation = self._shared = -1
         self._program = lru_cache(KEPT)(self._program_of)
         self._bound = lru_cache(PROGRAMS_BOUND)(lambda program: cache(partial(self._bind, program)))
@@ -206,7 +189,6 @@ class GossipExchange:
         self._adopt(self.membership.generation)
         algorithm, ranks = self._algorithm, len(self.members)
         first = algorithm.schedule(0, ranks)
-        prove(first, promise(algorithm, first))
         for step in range(len(self._rounds) + 1):  # the last one is of another permutation
             renamed = self._rounds[step % len(self._rounds)].over(algorithm.order(step, ranks))
             if renamed.digest() != algorithm.schedule(step, ranks).digest():
@@ -216,7 +198,6 @@ class GossipExchange:
         return first
 
     def _adopt(self, generation: Generation) -> None:
-        """Exchange among the members of `generation` from now on."""
         self.release()  # it was bound to connections of another generation
         self._generation, self.members = generation.number, generation.ranks
         self._ranks, ranks = np.array(self.members), len(self.members)
@@ -273,7 +254,7 @@ class GossipExchange:
         return Received(Span(bucket, begin_s, perf_counter(), nbytes_sent), share, sources)
 
     def _exchange(self, program: Program, message: Message, tag: Tag) -> tuple[int, float]:
-        """Return how many bytes this rank sent, and the weight of what it received."""
+        """Return the bytes sent, and the weight of what was received."""
         run, nbytes_sent, share = self._bound(program)(message)
         run(tag)
         if message.received.is_cuda:

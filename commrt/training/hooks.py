@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.buckets.layout import WIDTHS
 from commrt.errors import UsageError
 
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 INTERRUPTED = (
     "{what} came from a backward pass inside or after one that did not end: an error interrupted it, or reentrant "
     "activation checkpointing is on (use use_reentrant=False)"
@@ -98,14 +98,11 @@ class ModuleHook:
 
 
 def _nothing(*args: Any) -> None:
-    """Do nothing, on a copy of a module."""
+    pass
 
 
-class _Keeper:
-    """Keeps `kept` alive; a copy or a pickle of it is None."""
-
-    def __init__(self, kept: object) -> None:
-        self.kept = kept
+class _Keeper(list[object]):
+    """Keeps its items alive; a copy or a pickle of it is None."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -114,7 +111,7 @@ class _Keeper:
 def keep_alive(kept: object, modules: Iterable[nn.Module]) -> None:
     """Keep `kept` alive until the last of `modules` is gone, or `let_go`."""
     for module in modules:
-        module.__dict__[ATTRIBUTE] = _Keeper(kept)
+        module.__dict__[ATTRIBUTE] = _Keeper([kept])
 
 
 def let_go(modules: Iterable[nn.Module]) -> None:
@@ -133,24 +130,19 @@ class ParameterList:
         self._model = model
         self._names = _names(model)
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
-        modules = model.named_modules()
-        self._tables = [each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None]
         self._remember()
 
     def require_unchanged(self) -> None:
-        """Raise `UsageError` if a parameter came or went, requires a gradient now, or is written by a forward pass."""
+        """Raise `UsageError` if a parameter came or went, or requires a gradient now."""
         if not self._is_as_before():
             _refuse(self._changed_parameter())
             self._remember()
         for name, param in self._frozen:
             if param.requires_grad:
                 _refuse(f"{name} was frozen and is not any more")
-        for name, table in self._tables:
-            if table.max_norm is not None:
-                _refuse(f"max_norm of {name or 'it'} was set")
 
     def names(self) -> Mapping[int, str]:
-        """Return the names of the parameters that the model has now, by their ids."""
+        """Return the names of the model's present parameters by their ids."""
         return self._names if self._is_as_before() else _names(self._model)
 
     def _is_as_before(self) -> bool:
@@ -174,7 +166,6 @@ class ParameterList:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Return the names of the parameters of `model` by their ids."""
     return {id(param): name for name, param in model.named_parameters()}
 
 
@@ -194,51 +185,45 @@ class StepGuard:
     ) -> None:
         self._optimizers, self._take_part = optimizers, take_part
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
-        self._held_back = self._closed = False
+        self.held_back = False  # True after a backward pass that added to gradients without averaging them
+        self._closed = False
         self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
         self.steps = 0
         """The sum of all steps, each with the weight of its optimizer: it shows if ranks step different optimizers."""
 
-    def hold_back(self) -> None:
-        """Note that a backward pass has added to gradients without averaging them."""
-        self._held_back = True
-
     def close(self, step: int) -> tuple[int, int]:
-        """Refuse steps, as gradients are on their way; return the steps so far, and the digest of all settings.
-
-        Both go into the header of the first bucket: ranks that differ are told so at the end of this backward pass.
-        """
+        """Refuse steps, as gradients are on their way; return what ranks compare: steps so far, digest of settings."""
         self._closed = True
         return self.steps, settings_digest(self._optimizers, step)
 
     def open(self) -> None:
         """Allow each optimizer a step: all gradients have been averaged."""
-        self._held_back = self._closed = False
+        self.held_back = self._closed = False
         self._unused_by = set(self._weights)
 
     def drop(self) -> None:
         """Note that the gradients at hand are not to be used."""
-        self._held_back = self._closed = False
+        self.held_back = self._closed = False
         self._unused_by.clear()
 
     @property
     def is_due(self) -> bool:
         """True if averaged gradients are at hand for an optimizer that has not stepped with them."""
         unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
-        return any(_is_filled(param) for each in unused for group in each.param_groups for param in group["params"])
+        return not _are_zeroed(param for each in unused for group in each.param_groups for param in group["params"])
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Refuse a step with other gradients than averaged ones; return its arguments if a closure makes them."""
         if self._closed:
             raise UsageError(MIDWAY)
-        if self._are_zeroed():  # since the last backward pass: what is known is about older gradients
-            self._held_back = False
+        if _are_zeroed(self._params):  # since the last backward pass: what is known is about older gradients
+            self.held_back = False
             self._unused_by.clear()
         if (closure := closure_in(args, kwargs)) is not None:
             guarded = self._guarded(optimizer, closure)
             return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
-        if self._held_back:
+        if self.held_back:
             raise UsageError(UNAVERAGED)
         if id(optimizer) not in self._unused_by:
             self._take_part()
@@ -250,38 +235,36 @@ class StepGuard:
         @wraps(closure)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             value = closure(*args, **kwargs)
-            if self._held_back:
+            if self.held_back:
                 raise UsageError(UNAVERAGED)
             if id(optimizer) not in self._unused_by:
-                if not self._are_zeroed():
+                if not _are_zeroed(self._params):
                     raise UsageError(UNAVERAGED_BY_CLOSURE)
                 self._take_part()
             return value
 
         return guarded
 
-    def _are_zeroed(self) -> bool:
-        """Return True if no parameter has a gradient but zeros; ranks whose gradients were averaged find the same."""
-        return not any(map(_is_filled, self._params))
-
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Note that `optimizer` has stepped."""
         self._unused_by.discard(id(optimizer))
         self.steps += self._weights[id(optimizer)]
-        if self._held_back:  # a closure was given, and not called
+        if self.held_back:  # a closure was given, and not called
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 
 
-def _is_filled(param: Tensor) -> bool:
-    """Return True if `param` has a gradient other than zeros; on a GPU, which would have to be waited for, any."""
-    grad = param.grad
-    return grad is not None and (grad.is_cuda or grad.layout != torch.strided or bool(grad.any()))
+def _are_zeroed(params: Iterable[Tensor]) -> bool:
+    """Return True if no gradient has other values than zeros; one on a GPU, which would have to be waited for, has."""
+    for param in params:
+        grad = param.grad
+        if grad is not None and (grad.is_cuda or grad.layout != torch.strided or grad.any()):
+            return False
+    return True
 
 
 def closure_in(args: Any, kwargs: Any) -> Callable[..., Any] | None:
     """Return the closure given to ``step(optimizer, closure)``."""
-    closure: Callable[..., Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure
+    return cast("Callable[..., Any] | None", args[1] if len(args) > 1 else kwargs.get("closure"))
 
 
 def settings_digest(optimizers: Sequence[Optimizer], step: int) -> int:
@@ -294,21 +277,19 @@ def settings_digest(optimizers: Sequence[Optimizer], step: int) -> int:
     numbers, salt = list[float](), step % (1 << WIDTHS.step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for key in sorted(group):  # loaded ones come in other orders
-                if key != "params":
-                    _add_numbers(group[key], numbers)
+            values = [*map(group.get, sorted(group.keys() - {"params"}, reverse=True))]  # loaded ones in other orders
+            while values:
+                value = values.pop()
+                if isinstance(value, tuple | list):
+                    values += reversed(value)
+                elif isinstance(value, NUMBERS) or (
+                    isinstance(value, Tensor)
+                    and value.device.type == "cpu"
+                    and value.numel() == 1
+                    and not value.is_complex()
+                ):
+                    numbers.append(float(value))
     return blake2b(pack(f"q{len(numbers)}d", salt, *numbers), digest_size=1).digest()[0]
-
-
-def _add_numbers(value: object, numbers: list[float]) -> None:
-    """Append to `numbers` those that `value` holds."""
-    if isinstance(value, int | float | np.integer | np.floating | np.bool_):
-        numbers.append(float(value))
-    elif isinstance(value, tuple | list):
-        for part in value:
-            _add_numbers(part, numbers)
-    elif isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1 and not value.is_complex():
-        numbers.append(float(value))
 
 
 def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:

@@ -85,9 +85,6 @@ class FlatBuffer:
             [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(self._ends, like, strict=False)]
             for flat in (self.flat, self._now)
         )
-        self._by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-        for i, tensor in enumerate(like):
-            self._by_dtype[tensor.dtype].append(i)
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy `tensors` into the buffer, in one launch per dtype."""
@@ -114,10 +111,11 @@ class FlatBuffer:
 
     @torch.no_grad()
     def _copy(self, into: Sequence[Tensor], source: Sequence[Tensor], which: Sequence[int]) -> None:
-        chosen = set(which)
-        for members in self._by_dtype.values():
-            if some := [i for i in members if i in chosen]:
-                torch._foreach_copy_([into[i] for i in some], [source[i] for i in some])
+        by_dtype = defaultdict[torch.dtype, list[int]](list)
+        for i in which:
+            by_dtype[source[i].dtype].append(i)
+        for some in by_dtype.values():
+            torch._foreach_copy_([into[i] for i in some], [source[i] for i in some])
 
 
 def dump(owners: Sequence[Stateful]) -> Tensor:
@@ -215,10 +213,7 @@ def _plain(value: Any) -> Any:
 
 
 def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what `rank` owes by a replica's `state`, for the `wanted` parameters of a wire with feedback.
-
-    Raises `UsageError` if another rank saved it, or another model.
-    """
+    """Return what `rank` owes to `wanted` parameters by `state`; raises `UsageError` for another rank's or model's."""
     found = state.get("residuals") if isinstance(state, Mapping) else None
     if not isinstance(state, Mapping) or not found or not wanted:
         return {}
@@ -274,11 +269,7 @@ def _broadcast(world: World, flat: Tensor, step: int, source: int | None) -> boo
 
 
 def overwrite_states(world: World, owners: Sequence[Stateful], step: int, source: int | None = None) -> None:
-    """Overwrite the state of `owners` with the source's.
-
-    Ranks need not have as much state as the source. It loads its own state as well, so that it fails where the others
-    fail.
-    """
+    """Overwrite the state of `owners` with the source's, which loads its own as well, to fail where the others fail."""
     if not owners or len(world.members) == 1:
         return
     is_source = min(world.members, key=lambda rank: (rank != source, rank)) == world.rank

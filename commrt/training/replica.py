@@ -59,11 +59,12 @@ class Replica(ABC):
         self._stats, self._step = Stats(), 0
         self._is_synchronous = True
         self._handles: list[RemovableHandle] = []
+        self._checks: Sequence[Callable[[], None]] = ()  # raise if others have written what an exchange relies on
 
     def _live(
         self, handles: Iterable[RemovableHandle], before_step: Callable[..., Any], after_step: Callable[..., None]
     ) -> None:
-        """Begin to act on the optimizers and on what the `handles` stand for; `detach` removes these."""
+        """Begin to act on the optimizers and on what the `handles` stand for."""
         self._handles += handles
         self._handles += (each.register_step_pre_hook(before_step) for each in self._optimizers)
         self._handles += (each.register_step_post_hook(after_step) for each in self._optimizers)
@@ -92,7 +93,8 @@ class Replica(ABC):
                 if id(param) not in self._averaged and param.grad is not None:
                     self._require_attached(param)
         if not self._stepping:
-            self._refuse_writes()
+            for check in self._checks:
+                check()
         self._stepping.append(optimizer)
 
     def _check_stranger(self, optimizer: Optimizer) -> None:
@@ -105,9 +107,6 @@ class Replica(ABC):
                 if id(param) in names and param.grad is not None:
                     self._require_attached(param)
                     self._refuse_stranger(optimizer, names[id(param)])
-
-    def _refuse_writes(self) -> None:  # noqa: B027  # only gossip and local SGD rely on weights between steps
-        """Raise `UsageError` if somebody else has written parameters that an exchange relies on."""
 
     def _require_attached(self, param: Tensor) -> None:
         """Raise `UsageError` if `param`, which is to be stepped, belongs to no replica."""
@@ -157,8 +156,7 @@ class Replica(ABC):
     def join(self, *also: Stateful) -> AbstractContextManager[None]:
         """Let ranks run out of data at different times; collective, around the whole loop."""
 
-    @abstractmethod
-    def drain(self) -> None:
+    def drain(self) -> None:  # noqa: B027  # between synchronous steps nothing is in flight
         """Wait for all exchanges that are in flight, and use their results. Collective with `LocalSGD` only.
 
         Call it before you save or look at weights.

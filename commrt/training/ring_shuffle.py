@@ -159,10 +159,7 @@ class RingShuffle:
         self._replaced.clear()  # the shard was replaced
 
     def _send(self, places: Tensor) -> None:
-        """Send the samples at `places` of the shard; no other batch may be in flight.
-
-        A smaller batch repeats its last sample, so that one exchange is bound for all.
-        """
+        # A smaller batch repeats its last sample, so that one exchange is bound for all.
         places = torch.cat([places, places[-1:].expand(len(self._like[0]) - len(places))])
         if self._memory_epoch != self._world.membership.memory_epoch:  # a rank of an earlier generation may still read
             self._memory_epoch = self._world.membership.memory_epoch

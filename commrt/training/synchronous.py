@@ -66,7 +66,6 @@ class SynchronousReplica(Replica):
         self._guard = StepGuard(self._optimizers, [param for _, param in named], partial(self._average, LATE))
         self._alone = self._world.size == 1
         self._moves_in = isinstance(engine.buckets[0], ViewBucket) and not self._alone
-        self._joining = False  # ranks may have left, so each step begins with the question who has data
         self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
         buffers = [*self.model.buffers()]
@@ -90,13 +89,13 @@ class SynchronousReplica(Replica):
 
     def _on_gradient(self, name: str) -> None:
         if not self._is_synchronous:
-            self._guard.hold_back()
+            self._guard.held_back = True
             return
         if self._number != (number := current_pass()):
             self._begin(number, f"the gradient of {name}")
             at_end_of_backward(self._finish)
         leaving = self._order.mark(name)
-        if self._moves_in and not self._joining:  # there, only `_has_data` tells the scale
+        if self._moves_in and self._world.joined is None:  # there, only `_has_data` tells the scale
             bucket = self._engine.buckets[self._order.bucket_of[name]]
             cast("ViewBucket", bucket).move_in(name, self._engine.scale())
         if leaving:
@@ -113,10 +112,7 @@ class SynchronousReplica(Replica):
             self._finish()
 
     def _begin(self, number: int, what: str) -> None:
-        """Start the step of backward pass `number`, from which `what` comes.
-
-        Raises `UsageError` if another pass has not ended, unless nobody else waits for it.
-        """
+        """Start the step of backward pass `number`, from which `what` comes; refuse it inside of another pass."""
         if self._number is not None and not self._alone and not self._world.closed:
             raise UsageError(INTERRUPTED.format(what=what))
         if self._world.joined not in (None, self):
@@ -128,10 +124,10 @@ class SynchronousReplica(Replica):
             steps, settings = self._guard.close(self._step)
             late, first = int(number == LATE), self._engine.buckets[0].header
             self._header = first._replace(late=late, optimizer_steps=steps, step=self._step, settings=settings)
-        self._has_data = self._engine.submit_has_data(True, self._step) if self._joining else None
+        # In join() ranks may have left, so each step begins with the question who has data.
+        self._has_data = None if self._world.joined is None else self._engine.submit_has_data(True, self._step)
 
     def _submit(self, indices: Iterable[int]) -> None:
-        """Send the buckets at `indices` on their way."""
         for i in indices:
             bucket = self._engine.buckets[i]
             if not self._alone:
@@ -142,9 +138,7 @@ class SynchronousReplica(Replica):
         """Send what is left, and wait until all averages are in ``param.grad``."""
         begin_s = perf_counter()
         self._submit(self._order.rest())
-        buffers = (
-            self._submit_buffers() if self._broadcasts_buffers else []
-        )  # behind the gradients: they may change until the backward pass has ended
+        buffers = self._submit_buffers() if self._broadcasts_buffers else []  # which the backward pass may have changed
         if self._has_data:
             self._has_data.result()  # first: if it failed, the others only know that something did
         with within_range(self._world.recorder, "wait", step=self._step):
@@ -158,7 +152,7 @@ class SynchronousReplica(Replica):
         self._stats = self._stats.plus(self.last)
         self._number = None
         self._step += 1
-        if not (self._order_is_observed or self._joining):
+        if not self._order_is_observed and self._world.joined is None:
             self._observe_order()
         if self._engine.graphs is not None:
             self._engine.capture_graphs(self._engine.graphs, self._step)
@@ -174,7 +168,8 @@ class SynchronousReplica(Replica):
             )
         if self._flat_buffers is not None:
             self._flat_buffers.fill(buffers)
-            self._in_flight.append(self._engine.submit_broadcast(self._flat_buffers.flat, self._step))
+            flat, comm_thread = self._flat_buffers.flat, self._world.comm_thread
+            self._in_flight.append(comm_thread.submit(partial(self._engine.broadcast_now, flat, self._step)))
         return buffers
 
     def _observe_order(self) -> None:
@@ -182,7 +177,7 @@ class SynchronousReplica(Replica):
         place = {name: i for i, (name, _) in enumerate(self._params)}
         seen = [place[name] for name in self._order.seen]
         order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))], device="cpu")
-        self._engine.submit_broadcast(order, self._step).result()
+        self._world.comm_thread.submit(partial(self._engine.broadcast_now, order, self._step)).result()
         self._reorder(order.tolist())
 
     def _reorder(self, places: Sequence[int]) -> None:
@@ -214,12 +209,12 @@ class SynchronousReplica(Replica):
         self._engine.require_any_members()
         check_stateful(also, "join()")
         self._world.agree("join", also=", ".join(type(owner).__name__ for owner in also))
-        self._joining, self._world.joined = True, self
+        self._world.joined = self
         try:
             yield
             self._outlast(also)
         finally:
-            self._joining, self._world.joined = False, None
+            self._world.joined = None
             self._engine.forget()
             self._engine.members = tuple(range(self._world.size))
 
@@ -260,11 +255,8 @@ class SynchronousReplica(Replica):
         if self._world.all_equal("the order of gradients", str(order)) and len(order) == len(place) and not self._alone:
             self._reorder(order)
 
-    def drain(self) -> None:
-        """Do nothing: between steps no exchange is in flight."""
-
     def consolidate(self) -> None:
-        """Make all replicas equal; averaged ones are equal already, but for buffers. See `Replica.consolidate`."""
+        """See `Replica.consolidate`; averaged replicas are equal already, but for buffers."""
         if self._engine.mixes:
             super().consolidate()
         else:
