@@ -21,10 +21,9 @@ from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
-from commrt.tools.planning.workload import MODELS, Workload
+from commrt.tools.planning.workload import MODELS, MOST_NUMEL, Workload
 
 BATCH, CLUSTER = 32, "abci"
-MOST_PARAMETERS = 10**15
 FORMS = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.tools.workload_of(...).save"
 """What --model takes, besides a number of parameters."""
 
@@ -263,9 +262,9 @@ def workload_of(model: str) -> Workload:
         numel = int(float(model))
     except (ValueError, OverflowError):
         numel = 0
-    if not 0 < numel <= MOST_PARAMETERS:
+    if not 0 < numel <= MOST_NUMEL:
         raise UsageError(f"--model {model}: give {FORMS}, or a number of parameters, such as 25.6e6")
-    return Workload.even(numel, parts=min(numel, 100))
+    return Workload.even(numel, parts=100)
 
 
 def leave_out(why: str, options: Mapping[str, object]) -> None:

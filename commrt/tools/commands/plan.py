@@ -39,7 +39,6 @@ MIN_WIDTH = 124
 """Of the table: names that are cut off cannot be told apart."""
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
-AUTO = "auto"
 EXPOSED = 0.2
 """If more of the best step is exposed, local SGD is named too."""
 LOCAL_PERIODS = 16, 512
@@ -235,7 +234,7 @@ def _waitings(backups: str, options: opt.BackupOptions) -> tuple[int, list[Backu
     For auto: with one, and with as many as are best if nothing is exchanged.
     """
     found = estimate_backups(options)
-    if backups == AUTO:
+    if backups == "auto":
         tried = {0, found.best_if_late_finish["backups"]} | ({1} if found.ranks > 2 else set())
     elif re.fullmatch("[0-9]{1,9}", backups):
         tried = {0, int(backups)}

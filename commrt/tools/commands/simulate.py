@@ -44,7 +44,6 @@ OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
 """Commands for algorithms whose steps are no exchange of gradients by all ranks."""
 MOST_JITTER_TIMES = 10_000_000
 """The most ranks x steps that are simulated one by one."""
-NOT_HIDDEN = "none within the period"
 
 
 @dataclass(frozen=True)
@@ -307,5 +306,5 @@ def _show_local(record: dict[str, Any], exchange: ExchangeEstimate, algorithm: L
     rows = {"synchronous": record["synchronous"], **{str(each["delay"]): each for each in record["delays"]}}
     Console().print(step_table(title, "delay", rows, str(record["delay"])))
     hiding = record["hiding_delay"]
-    print(f"smallest delay that hides the exchange: {NOT_HIDDEN if hiding is None else hiding}")
+    print(f"smallest delay that hides the exchange: {'none within the period' if hiding is None else hiding}")
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
