@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.parts import require_maker
+from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
@@ -37,8 +37,7 @@ class BackupWorkers:
     trained_by: ClassVar[str] = "commrt.backup_workers.backup_replica"
 
     def __post_init__(self) -> None:
-        if isinstance(self.backups, bool) or not isinstance(self.backups, int) or self.backups < 0:
-            raise UsageError(f"backups={self.backups!r} is no number of ranks: give 0, 1, 2, ...")
+        require_whole("backups", self.backups, 0)
         require_maker("inner", self.inner)
         if not isinstance(self.early, bool):
             raise UsageError(f"early={self.early!r:.80}: give True or False")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 from commrt.algorithms import bruck, chain, direct, double_tree, halving_doubling, ring, tree
 from commrt.algorithms.backup import BackupWorkers
@@ -44,11 +45,7 @@ def by_name(name: str) -> Algorithm:
     return offered[name]()
 
 
-def _any_root(build: Callable[[int], Schedule]) -> Callable[[int, int], Schedule]:
-    return lambda ranks, _: build(ranks)
-
-
-COLLECTIVES: Mapping[str, Mapping[str, Callable[[int, int], Schedule]]] = {
+COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {
     "broadcast": {
         "tree": tree.broadcast,
         "direct": direct.broadcast,
@@ -64,32 +61,30 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[[int, int], Schedule]]] = {
     "gather": {"tree": tree.gather, "direct": direct.gather},
     "scatter": {"tree": tree.scatter, "direct": direct.scatter},
     "all_gather": {
-        "ring": _any_root(ring.all_gather),
-        "doubling": _any_root(halving_doubling.all_gather),
-        "bruck": _any_root(bruck.all_gather),
-        "direct": _any_root(direct.all_gather),
+        "ring": ring.all_gather,
+        "doubling": halving_doubling.all_gather,
+        "bruck": bruck.all_gather,
+        "direct": direct.all_gather,
     },
     "reduce_scatter": {
-        "ring": _any_root(ring.reduce_scatter),
-        "halving": _any_root(halving_doubling.reduce_scatter),
-        "bruck": _any_root(bruck.reduce_scatter),
-        "direct": _any_root(direct.reduce_scatter),
+        "ring": ring.reduce_scatter,
+        "halving": halving_doubling.reduce_scatter,
+        "bruck": bruck.reduce_scatter,
+        "direct": direct.reduce_scatter,
     },
     "all_reduce": {
-        "ring": _any_root(ring.all_reduce),
-        "halving_doubling": _any_root(halving_doubling.all_reduce),
-        "torus2d": _any_root(lambda ranks: Torus2D().schedule(0, ranks)),
-        "doubling": _any_root(halving_doubling.doubling),
-        "double_tree": _any_root(double_tree.all_reduce),
-        "direct": _any_root(direct.all_reduce),
+        "ring": ring.all_reduce,
+        "halving_doubling": halving_doubling.all_reduce,
+        "torus2d": partial(Torus2D().schedule, 0),
+        "doubling": halving_doubling.doubling,
+        "double_tree": double_tree.all_reduce,
+        "direct": direct.all_reduce,
     },
-    "all_to_all": {"pairwise": _any_root(direct.pairwise_all_to_all), "direct": _any_root(direct.all_to_all)},
-    "barrier": {"dissemination": _any_root(bruck.barrier)},
+    "all_to_all": {"pairwise": direct.pairwise_all_to_all, "direct": direct.all_to_all},
+    "barrier": {"dissemination": bruck.barrier},
 }
-"""For each collective its schedules by name, as functions of (ranks, root)."""
-
+"""For each collective its schedules by name, as functions of the ranks, and of the root for those of `ROOTED`."""
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-"""Collectives that have a root. The others ignore it."""
 
 
 def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule]:
@@ -103,8 +98,9 @@ def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule
     if collective not in COLLECTIVES:
         raise UsageError(f"no collective is called {collective!r}: choose one of {', '.join(sorted(COLLECTIVES))}")
     require_root(ranks, root, collective)
+    given = (ranks, root) if collective in ROOTED else (ranks,)
     found = {}
     for name, build in COLLECTIVES[collective].items():
         with suppress(UsageError):  # it takes other rank counts only
-            found[name] = build(ranks, root)
+            found[name] = build(*given)
     return found

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from commrt.algorithms import ring
-from commrt.algorithms.parts import require_whole
+from commrt.algorithms.parts import require_whole, two_levels
 from commrt.errors import UsageError
 from commrt.schedule import MIX, SYNCHRONOUS, IntArray, Schedule, Step, empty
 
@@ -120,8 +120,7 @@ class Gossip:
         if self.staleness and self.payload == "gradients":
             raise UsageError("staleness=1 is for payload='weights': a late gradient belongs to weights that are gone")
         require_whole("seed", self.seed, 0)
-        if type(self.within) is not int or self.within < 1:
-            raise UsageError(f"within={self.within!r:.80}: give the number of ranks in a row, such as those of a node")
+        require_whole("within", self.within)
         if isinstance(self.weight, bool) or not isinstance(self.share, int | float):
             raise UsageError(f"weight={self.weight!r:.80}: give a number, or None for the default")
         if not 0 < self.share <= WEIGHT or (self.staleness and self.share >= WEIGHT):
@@ -206,14 +205,11 @@ def _order(rows: int, within: int, number: int, seed: int) -> IntArray:
 
 @lru_cache
 def _round(topology: str, rows: int, k: int, share: float, within: int) -> Schedule:
-    p = rows * within
     across = ROUNDS[topology](rows, k, share) if rows > 1 else empty(1)
     if within == 1:
         return across
-    rank = np.arange(p).reshape(rows, within)
-    scatter, gather = (make(within).over(rank, p) for make in (ring.reduce_scatter, ring.all_gather))
-    column = across.within(0, 1, within).over(rank.T, p, shift=np.arange(within))
-    return scatter.then(column).then(gather, f"{across.name} of rows of {within}")
+    name = f"{across.name} of rows of {within}"
+    return two_levels(ring.reduce_scatter(within), across, ring.all_gather(within), name)
 
 
 def _require_one_of(what: str, given: str, offered: tuple[str, ...]) -> None:

@@ -13,27 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from commrt.algorithms.parts import folded
+from commrt.algorithms.parts import backwards, folded
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step
-
-
-@lru_cache
-def reduce_scatter(p: int) -> Schedule:
-    """Sum chunk r over all ranks at rank r; raises `UsageError` unless `p` is a power of two.
-
-    Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
-    """
-    _require_power_of_two(p)
-
-    def steps() -> Iterator[Step]:
-        rank = np.arange(p)
-        for distance in _halved(p):
-            partner = rank ^ distance
-            lo = partner & -distance
-            yield Step.of(src=rank, dst=partner, lo=lo, hi=lo + distance, combine=ADD)
-
-    return Schedule("recursive halving", p, p, steps)
 
 
 @lru_cache
@@ -42,15 +24,25 @@ def all_gather(p: int) -> Schedule:
 
     Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
     """
-    _require_power_of_two(p)
+    if p < 1 or p & (p - 1):
+        raise UsageError(f"halving and doubling take 1, 2, 4, 8, ... ranks, not {p}; a ring takes any number")
 
     def steps() -> Iterator[Step]:
         rank = np.arange(p)
-        for distance in reversed(_halved(p)):
+        for distance in (1 << k for k in range(p.bit_length() - 1)):
             lo = rank & -distance
             yield Step.of(src=rank, dst=rank ^ distance, lo=lo, hi=lo + distance, combine=COPY)
 
     return Schedule("recursive doubling", p, p, steps)
+
+
+@lru_cache
+def reduce_scatter(p: int) -> Schedule:
+    """Sum chunk r over all ranks at rank r: `all_gather` backwards.
+
+    Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
+    """
+    return backwards(all_gather(p), ADD, "recursive halving")
 
 
 @lru_cache
@@ -62,8 +54,8 @@ def all_reduce(p: int) -> Schedule:
 
     >>> print(all_reduce(4))
     halving-doubling: 4 ranks, 4 chunks
-      0  add  0->1 [2:4)  2->3 [2:4)  1->0 [0:2)  3->2 [0:2)
-      1  add  0->2 [1:2)  2->0 [0:1)  1->3 [3:4)  3->1 [2:3)
+      0  add  1->0 [0:2)  3->2 [0:2)  0->1 [2:4)  2->3 [2:4)
+      1  add  2->0 [0:1)  0->2 [1:2)  3->1 [2:3)  1->3 [3:4)
       2  copy  0->2 [0:1)  2->0 [1:2)  1->3 [2:3)  3->1 [3:4)
       3  copy  0->1 [0:2)  2->3 [0:2)  1->0 [2:4)  3->2 [2:4)
     """
@@ -103,15 +95,6 @@ def _mirrored(p: int) -> list[int]:
     """
     digits = p.bit_length() - 1
     return [int(f"{rank:0{digits}b}"[::-1], 2) if digits else 0 for rank in range(p)]
-
-
-def _require_power_of_two(p: int) -> None:
-    if p < 1 or p & (p - 1):
-        raise UsageError(f"halving and doubling take 1, 2, 4, 8, ... ranks, not {p}; a ring takes any number")
-
-
-def _halved(p: int) -> list[int]:
-    return [p >> k for k in range(1, p.bit_length())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,13 +104,12 @@ class SlowMomentum(HeavyBall):
         anchor -= self.rate * inner_rate * velocity
 
 
-def _require_stable(rule: object, rate: object, momentum: object, bound: float) -> None:
+def _require_stable(rule: object, rate: float, momentum: float, bound: float) -> None:
     """Raise `UsageError` for settings that diverge even if each period of local training ended in the minimum."""
     name = type(rule).__name__
     for key, value in (("rate", rate), ("momentum", momentum)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UsageError(f"{name}({key}={value!r:.80}): give a number")
-    assert isinstance(rate, int | float) and isinstance(momentum, int | float)  # noqa: S101, PT018  # for mypy
     if not 0 <= momentum < 1:
         raise UsageError(f"{name}(momentum={momentum:g}): it must be from 0 on and below 1")
     if not 0 < rate < bound:

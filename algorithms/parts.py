@@ -56,10 +56,10 @@ def wrapped(src: IntArray, dst: IntArray, first: IntArray, count: IntArray, p: i
 
 
 def two_levels(scatter: Schedule, between: Schedule, gather: Schedule, name: str) -> Schedule:
-    """Return an all-reduce over a grid: `scatter` along rows, `between` along columns, `gather` along rows.
+    """Return a schedule over a grid: `scatter` along rows, `between` along columns, `gather` along rows.
 
-    `scatter` is a reduce-scatter and `gather` an all-gather over the X ranks of a row, `between` an all-reduce over the
-    Y ranks of a column. Rank r is in column ``r % X`` of row ``r // X``.
+    `scatter` is a reduce-scatter and `gather` an all-gather over the X ranks of a row, `between` an all-reduce or an
+    exchange over the Y ranks of a column. Rank r is in column ``r % X`` of row ``r // X``.
     """
     x, y, own = scatter.ranks, between.ranks, between.chunks
     p, chunks = x * y, x * own

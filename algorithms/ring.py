@@ -15,7 +15,7 @@ import numpy as np
 
 from commrt.algorithms.parts import require_whole
 from commrt.errors import UsageError
-from commrt.schedule import ADD, COPY, Combine, Schedule, Step
+from commrt.schedule import ADD, COPY, Schedule, Step, beside
 
 
 @lru_cache
@@ -95,17 +95,11 @@ def all_reduce_on_rings(nodes: int, per_node: int, count: int) -> Schedule:
       4  copy  0->1 [3:4)  1->2 [0:1)  2->3 [1:2)  3->0 [2:3)  1->0 [7:8)  0->3 [4:5)  3->2 [5:6)  2->1 [6:7)
       5  copy  0->1 [2:3)  1->2 [3:4)  2->3 [0:1)  3->0 [1:2)  1->0 [6:7)  0->3 [7:8)  3->2 [4:5)  2->1 [5:6)
     """
-    p, ring = nodes * per_node, np.arange(count)[:, None]
+    p = nodes * per_node
     node, place = np.divmod(np.arange(p), per_node)
-    order = node * per_node + (place + ring * per_node // count) % per_node
-    one = all_reduce(p)
-
-    def steps() -> Iterator[Step]:
-        for step in one.steps():
-            lo = step.lo + p * ring
-            yield Step.of(order[:, step.src], order[:, step.dst], lo, lo + 1, Combine(step.combine[0]))
-
-    return Schedule(f"{count} rings", p, count * p, steps)
+    orders = (node * per_node + (place + ring * per_node // count) % per_node for ring in range(count))
+    rings = [all_reduce(p).over(order).within(p * ring, p * (ring + 1), p * count) for ring, order in enumerate(orders)]
+    return beside(rings, f"{count} rings")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,10 @@ class Packing(Protocol):
         """Compare the wire's header with `header`, as `unpack` does, and leave all tensors alone."""
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
-        """Compute ``tensor += weight * (received - sent)`` of wires of this layout."""
+        """Compute ``tensor += weight * (received - sent)`` of wires of this layout.
+
+        What one rank gains its peer loses, even where the wire rounds, so the mean over ranks stays the same.
+        """
 
 
 class Repeatable(Packing, Protocol):

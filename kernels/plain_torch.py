@@ -53,17 +53,6 @@ def pack_at_once(sources: Sequence[Tensor | None], targets: Sequence[Tensor], ro
         row.mul_(scale)
 
 
-def unpack(sources: Sequence[Tensor], targets: Sequence[Tensor | None]) -> None:
-    """Write ``cast(source)`` to the target of each pair except None."""
-    present, values = list[Tensor](), list[Tensor]()
-    for source, target in zip(sources, targets, strict=True):
-        if target is not None:
-            present.append(target)
-            values.append(source)
-    if present:
-        torch._foreach_copy_(present, values)
-
-
 def reduce_into(out: Tensor, summands: Sequence[Tensor]) -> None:
     """Compute ``out = cast(summands[0] + summands[1] + ...)``, from left to right, rounded once; `out` is one of them.
 
@@ -97,17 +86,6 @@ def combine_into(function: Callable[..., Tensor], out: Tensor, operands: Sequenc
     """Compute ``out = function(function(operands[0], operands[1]), ...)``; `out` is one of them."""
     for target, first, *others, last in in_pieces([out, *operands]):
         function(reduce(function, others, first), last, out=target)
-
-
-def mix(tensors: Sequence[Tensor | None], received: Sequence[Tensor], sent: Sequence[Tensor], weight: float) -> None:
-    """Compute ``own += weight * (received - sent)`` for each of `tensors` except None.
-
-    `received` and `sent` are the values on the wire. What one rank gains its peer loses, even where the wire rounds, so
-    the mean over ranks stays the same.
-    """
-    for own, came, went in zip(tensors, received, sent, strict=True):
-        if own is not None:
-            mix_into(own, came, weight, went)
 
 
 def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None = None) -> None:
@@ -180,8 +158,13 @@ class TorchPacking:
         if len(tensors) != len(self._like):
             refuse_count(tensors, len(self._like))
         self.compare(header)
-        if not self.mismatched:
-            unpack(self._views, tensors)
+        present, values = list[Tensor](), list[Tensor]()
+        for tensor, value in zip(tensors, self._views, strict=True):
+            if tensor is not None:
+                present.append(tensor)
+                values.append(value)
+        if present and not self.mismatched:
+            torch._foreach_copy_(present, values)
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`."""
@@ -191,8 +174,11 @@ class TorchPacking:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
         if len(tensors) != len(self._like):
             refuse_count(tensors, len(self._like))
-        went = views_of(sent, self._layout, self._like)
-        mix(tensors, views_of(received, self._layout, self._like), went, weight)
+        layout, like = self._layout, self._like
+        received_views, sent_views = views_of(received, layout, like), views_of(sent, layout, like)
+        for own, came, went in zip(tensors, received_views, sent_views, strict=True):
+            if own is not None:
+                mix_into(own, came, weight, went)
 
 
 def views_of(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[Tensor]:

@@ -87,15 +87,12 @@ class Tables:
             refuse_count(tensors, len(self._known))
         now = [0 if tensor is None else tensor.data_ptr() or EMPTY for tensor in tensors]
         if now != self._known:
-            self._upload(now)
+            if len(self._staging) < STAGINGS:
+                self._staging.append(Staging(self.addresses))
+            self._staging.rotate()
+            self._staging[0].send(now)
+            self.uploads += 1
             self._known, self.align = now, alignment(now)
-
-    def _upload(self, addresses: list[int]) -> None:
-        if len(self._staging) < STAGINGS:
-            self._staging.append(Staging(self.addresses))
-        self._staging.rotate()
-        self._staging[0].send(addresses)
-        self.uploads += 1
 
 
 STAGINGS = 2

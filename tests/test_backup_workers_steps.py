@@ -231,9 +231,9 @@ def test_as_many_backups_as_members_are_refused(ranks, backups, most):
 @for_each(
     ("make", "what"),
     [
-        (lambda: commrt.BackupWorkers(-1), "no number of ranks"),
-        (lambda: commrt.BackupWorkers(1.5), "no number of ranks"),
-        (lambda: commrt.BackupWorkers(True), "no number of ranks"),
+        (lambda: commrt.BackupWorkers(-1), "give a whole number from 0 on"),
+        (lambda: commrt.BackupWorkers(1.5), "give a whole number from 0 on"),
+        (lambda: commrt.BackupWorkers(True), "give a whole number from 0 on"),
         (lambda: commrt.BackupWorkers(1, commrt.Gossip()), "no all-reduce"),
         (lambda: commrt.BackupWorkers(1, commrt.BackupWorkers(1)), "no all-reduce"),
         (lambda: commrt.BackupWorkers(1, commrt.Ring), "makes no schedules"),

@@ -127,7 +127,7 @@ def test_a_png_is_one(tmp_path):
         ),
         (["scaling", "--model", "resnet50", "--ranks", 8, "--out", "a.svg"], "8 ranks: how algorithms scale is drawn"),
         (["step", "gossip", "--model", "resnet50", "--out", "step.svg"], "gossip exchanges between steps"),
-        (["step", "local", "--model", "resnet50", "--out", "step.svg"], "local SGD exchanges between steps"),
+        (["step", "local", "--model", "resnet50", "--out", "step.svg"], "local exchanges between steps"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_words(args, says):

@@ -137,7 +137,7 @@ def test_a_late_message_counts_a_quarter():
         ({"staleness": 1, "payload": "gradients"}, "a late gradient belongs to weights that are gone"),
         ({"weight": 0.0}, "must be above 0 and at most 1/2"),
         ({"weight": 0.6}, "must be above 0 and at most 1/2"),
-        ({"within": 0}, "give the number of ranks in a row"),
+        ({"within": 0}, "within=0: give a whole number from 1 on"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_the_reason(settings, words):

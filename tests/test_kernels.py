@@ -25,7 +25,7 @@ from commrt.kernels.device.reduce import reduce_kernel
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.device.variants import Sizes
 from commrt.kernels.layout import layout_of
-from commrt.kernels.plain_torch import bits, mix, mix_into, pack, reduce_into, unpack
+from commrt.kernels.plain_torch import bits, mix_into, pack, reduce_into
 from commrt.kernels.tables import Tables
 
 TILE = 1024
@@ -152,7 +152,7 @@ def unpacked_alike(dtype, wire, skew):
     case = Case(tensors(dtype, skew), wire)
     want = [tensor.clone() for tensor in case.tensors]
     case.wire[:] = random(case.wire.numel(), wire, seed=99)
-    unpack(case.places(), want)
+    torch._foreach_copy_(want, case.places())
     case.unpack()
     return all_equal("unpack", case.tensors, want)
 
@@ -165,7 +165,8 @@ def mixed_alike(dtype, wire, skew):
     case = Case(tensors(dtype, skew), wire)
     want = [tensor.clone() for tensor in case.tensors]
     received, sent = (random(case.wire.numel(), wire, seed) for seed in (50, 51))
-    mix(want, case.places(received), case.places(sent), 0.3)
+    for own, came, went in zip(want, case.places(received), case.places(sent), strict=True):
+        mix_into(own, came, 0.3, went)
     case.mix(received, sent, 0.3)
     return all_equal("mix", case.tensors, want)
 
@@ -257,7 +258,7 @@ def test_an_absent_tensor_is_not_mixed():
     case = Case([None, random(1030, torch.float32, 1)], torch.float32)
     want = case.tensors[1].clone()
     received, sent = (random(case.wire.numel(), torch.float32, seed) for seed in (50, 51))
-    mix([want], case.places(received)[1:], case.places(sent)[1:], 0.3)
+    mix_into(want, case.places(received)[1], 0.3, case.places(sent)[1])
     case.mix(received, sent, 0.3)
     assert torch.equal(case.tensors[1], want)
 
@@ -269,7 +270,7 @@ FAR = 2**31 // TILE + 3
 def test_a_tile_and_its_place_are_found_beyond_what_an_int32_can_count():
     own, received, sent = (random(40, torch.float32, seed) for seed in range(3))
     want, place = own.clone(), 2**31 // 16 + 5
-    mix([want], [received], [sent], 0.3)
+    mix_into(want, received, 0.3, sent)
     address = torch.tensor([own.data_ptr() - 4 * FAR * TILE])
     table = [torch.tensor([number], dtype=torch.int32) for number in (0, FAR, 40, place)]
     weight = torch.tensor([0.3])

@@ -254,7 +254,7 @@ class Case(NamedTuple):
 
 def cases() -> Iterator[Case]:
     for ranks in RANKS:
-        found = [(name, COLLECTIVES["all_reduce"][name](ranks, 0)) for name in FIRST]
+        found = [(name, COLLECTIVES["all_reduce"][name](ranks)) for name in FIRST]
         for name, schedule in [*found, ("both ways", Torus2D(both_ways=True).schedule(0, ranks))]:
             task = Task("all_reduce", ranks, schedule.chunks)
             yield Case(f"{name}-{ranks}", task, schedule, PER_KIND, PER_PROGRAMS)

@@ -24,7 +24,6 @@ from commrt.buckets.gradient_bucket import GradientBucket, OverlapCheck
 from commrt.buckets.layout import Header
 from commrt.errors import UsageError
 from commrt.kernels import device, dispatch
-from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import GRANULE, Layout, layout_of
 from commrt.kernels.plain_torch import TorchPacking
@@ -229,12 +228,6 @@ def test_integers_are_added_by_torch_wherever_they_are_and_keep_all_bits(backend
         own = torch.arange(5, dtype=dtype) + 2**24
         dispatch.adding(own, [*(own.clone() for _ in range(received)), own])()
         assert own.tolist() == [(number + 2**24) * (1 + received) for number in range(5)], (dtype, received)
-
-
-def test_the_kernels_refuse_a_dtype_that_they_do_not_offer_before_anything_is_made():
-    layout = layout_of([5])
-    with interpreted_gpu(), pytest.raises(ValueError, match=r"torch\.float64 tensors .* only .*float32"):
-        TritonPacking(torch.zeros(layout.numel), layout, torch.float64)
 
 
 def test_received_buffers_may_lie_anywhere():

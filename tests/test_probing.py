@@ -75,11 +75,6 @@ def test_a_cluster_with_all_it_can_have_is_read_as_it_was_written():
     assert Cluster.parsed(whole.text(), "desk") == whole
 
 
-def test_one_rank_has_no_links():
-    with pytest.raises(UsageError, match="one rank has no links"):
-        run_ranks(1, probe)
-
-
 @pytest.mark.processes
 def test_probe_writes_a_file_to_simulate_with(tmp_path):
     path = tmp_path / "here.toml"

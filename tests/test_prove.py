@@ -70,5 +70,5 @@ def test_a_name_that_no_sweep_has_is_refused_with_all_names(capsys):
 
 def test_collectives_that_take_no_such_rank_count_are_left_out():
     with pytest.raises(UsageError):
-        COLLECTIVES["all_gather"]["doubling"](6, 0)
+        COLLECTIVES["all_gather"]["doubling"](6)
     assert prove.wrong("all_gather", [6]) == (3, [])

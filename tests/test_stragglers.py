@@ -207,7 +207,6 @@ def test_a_few_steps_do_not_decide_what_many_do():
         (lambda: SlowSteps(low=5.0, high=4.0), "high is 4: it must be at least 5"),
         (lambda: Scaling(1.5), "an exponent of 1.5: give one between 0"),
         (lambda: Scaling(nan), "an exponent of nan"),
-        (lambda: choose(np.ones((2, 8)), Published(), rng()), "nothing is known of the updates that 8 ranks or fewer"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(build, says):

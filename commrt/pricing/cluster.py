@@ -274,7 +274,6 @@ def _shares_by_samples(what: str, given: Mapping[Any, Any]) -> dict[int, float]:
 
 
 def _short(value: object) -> str:
-    """Return `value` as a part of a sentence."""
     try:
         return f"{value!r:.80}"
     except ValueError:  # Python's error for whole numbers of more than 4,300 digits

@@ -128,11 +128,9 @@ class _Pattern:
     """[transfers], like `s_per_byte`."""
     s_per_byte: Seconds
     """Time that the busiest link of the path needs for all that passes it, per byte of a chunk."""
-    adding_s_per_byte: Seconds | float
-    """[ranks] time to add all that a rank receives, per byte of a chunk; 0.0 if adding takes no time."""
+    adding_s_per_byte: Seconds
+    """[ranks] time to add all that a rank receives, per byte of a chunk."""
     adds: bool
-    is_one_each: bool
-    """True if no rank sends twice, and none receives twice."""
     most_chunks: float
     """Chunks of the largest message."""
     groups_s: dict[float, float]
@@ -140,7 +138,7 @@ class _Pattern:
     even: tuple[float, float] | None = None
     """Seconds of a step, and seconds per byte of a chunk, if all ranks that begin together also end together."""
 
-    def play(self, clock_s: Seconds, chunk_nbytes: float, times: int = 1) -> Seconds:
+    def play(self, clock_s: Seconds, chunk_nbytes: float, times: int) -> Seconds:
         """Return when each rank has finished `times` steps that follow each other, if it was ready at `clock_s`.
 
         Once a step takes all ranks equally long, every later one does: a common delay of all begins delays all ends.
@@ -162,12 +160,8 @@ class _Pattern:
         begin_s = np.maximum(clock_s[self.src], clock_s[self.dst])
         sent_s = begin_s + (self.latency_s + self.s_per_byte * chunk_nbytes + self._groups_s(chunk_nbytes))
         after_s = clock_s.copy()
-        if self.is_one_each:  # ufunc.at takes many times as long
-            after_s[self.src] = sent_s
-            after_s[self.dst] = np.maximum(after_s[self.dst], sent_s)
-        else:
-            np.maximum.at(after_s, self.src, sent_s)
-            np.maximum.at(after_s, self.dst, sent_s)
+        np.maximum.at(after_s, self.src, sent_s)
+        np.maximum.at(after_s, self.dst, sent_s)
         return after_s + self.adding_s_per_byte * chunk_nbytes
 
 
@@ -191,22 +185,19 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
     latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
     added = np.bincount(dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0.0), ranks).astype(np.float64)
-    adds = bool(added.any())
     moves = src != dst
     latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
     s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
-    adding_s_per_byte = add_s_per_byte * added if adds and add_s_per_byte else np.zeros(1)
-    sent, received = (np.bincount(ends, minlength=ranks) for ends in (src, dst))
-    is_busy = bool(sent.all() and received.all())
+    adding_s_per_byte = add_s_per_byte * added
+    is_busy = all(np.bincount(ends, minlength=ranks).all() for ends in (src, dst))
     is_even = is_busy and not any(np.ptp(column) for column in (latency_s, s_per_byte, adding_s_per_byte))
     return _Pattern(
         src=src,
         dst=dst,
         latency_s=latency_s,
         s_per_byte=s_per_byte,
-        adding_s_per_byte=adding_s_per_byte if adding_s_per_byte.any() else 0.0,
-        adds=adds,
-        is_one_each=bool(sent.max() <= 1 and received.max() <= 1),
+        adding_s_per_byte=adding_s_per_byte,
+        adds=bool(added.any()),
         most_chunks=float(chunks.max(initial=0)),
         groups_s=_groups_s(step, ranks, cluster),
         even=(float(latency_s[0]), float(s_per_byte[0] + adding_s_per_byte[0])) if is_even else None,

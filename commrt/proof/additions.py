@@ -71,8 +71,8 @@ def order_of_additions(schedule: Schedule) -> Additions:
         ends, places = np.unique(held.T, return_index=True)
         for tree, place in zip(ends.tolist(), places.tolist(), strict=True):
             first.setdefault(tree, lo + place // schedule.ranks)
-    most = max(map(trees.count, first))
-    kept = [tree for tree in first if trees.count(tree) == most > 1][:2]
+    most = max(trees.counts[tree] for tree in first)
+    kept = [tree for tree in first if trees.counts[tree] == most > 1][:2]
     return Additions(schedule.name, tuple(map(trees.text, kept)), tuple(first[tree] for tree in kept))
 
 
@@ -110,7 +110,8 @@ class _Trees:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._parts: list[tuple[int, ...]] = [()] * ranks
-        self._counts = [1] * ranks
+        self.counts = [1] * ranks
+        """Of each tree, the number of contributions that it adds."""
         self._numbers: dict[tuple[int, ...], int] = {}
 
     def sum_of(self, summands: Sequence[int]) -> int:
@@ -119,12 +120,8 @@ class _Trees:
         if parts not in self._numbers:
             self._numbers[parts] = len(self._parts)
             self._parts.append(parts)
-            self._counts.append(sum(self._counts[part] for part in parts))
+            self.counts.append(sum(self.counts[part] for part in parts))
         return self._numbers[parts]
-
-    def count(self, tree: int) -> int:
-        """Return the number of contributions that `tree` adds."""
-        return self._counts[tree]
 
     def text(self, tree: int) -> str:
         """Return `tree` as text, at most `SHOWN` characters of it."""

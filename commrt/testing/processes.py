@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -89,7 +88,9 @@ def run_processes(
     Processes are forked from one that has imported torch and done nothing else, in 0.1 s each; with `start` "spawn"
     each is new, and imports for itself, in 2 to 3 s.
     """
-    crew = _Crew(size, body, args, _context(start), listen() if holds_store else None, 0.9 * limit_s)
+    context: Any = get_context(start)
+    context.set_forkserver_preload(IMPORTED)  # of "forkserver" only
+    crew = _Crew(size, body, args, context, listen() if holds_store else None, 0.9 * limit_s)
     try:
         crew.start()
         crew.listen(limit_s, on_message)
@@ -214,8 +215,7 @@ def _work(_: object, body: Callable[[], object], listener: socket.socket, parent
 
     The parent alone handles Ctrl-C, which reaches all processes of a terminal.
     """
-    if sys.platform == "linux":  # the kernel kills this process when its parent ends
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills this process when its parent ends
     if os.getppid() != parent:
         os._exit(1)
     for number in ENDING:
@@ -281,13 +281,6 @@ def _signals_blocked() -> Iterator[None]:
     finally:
         gc.unfreeze()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _context(start: Start) -> Any:
-    context = get_context(start)
-    if start == "forkserver":
-        context.set_forkserver_preload(IMPORTED)
-    return context
 
 
 def free_port() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
-from weakref import finalize
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from commrt.kernels.device import variants
 from commrt.kernels.device.launch import Launch, arch_of, launch_of, require_aligned
-from commrt.kernels.device.variants import DTYPES, Variant, sizes_for
+from commrt.kernels.device.variants import Variant, sizes_for
 from commrt.kernels.layout import WIDEST_NBYTES, Layout
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.kernels.tables import Tables
@@ -31,8 +31,6 @@ class TritonPacking:
     """
 
     def __init__(self, wire: Tensor, layout: Layout, dtype: torch.dtype) -> None:
-        if dtype not in DTYPES or wire.dtype not in DTYPES:
-            raise ValueError(f"{dtype} tensors on a {wire.dtype} wire: on GPUs only {[*map(str, DTYPES)]} are offered")
         require_aligned(wire)
         self.tables = Tables(layout, sizes_for(arch_of(wire.device)).tile, wire.device)
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
@@ -46,7 +44,7 @@ class TritonPacking:
         self._nothing = torch.zeros(1, dtype=torch.int64, device=wire.device)  # a table of one absent tensor
         self._nowhere = (*[self._nothing.data_ptr()] * len(self.tables.columns), wire.data_ptr())
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
-        self._columns: dict[int, Tensor] = {}  # of places, by the identity of parts that exist
+        self._columns = WeakKeyDictionary[Parts, Tensor]()  # of places
         self._kernels: dict[tuple[object, ...], Launch] = {}
         self._alignments = [align for align in ALIGNMENTS if align >= dtype.itemsize]
         for align in self._alignments:
@@ -124,9 +122,8 @@ class TritonPacking:
         """Return the first arguments of a kernel that reads `parts` where they lie."""
         if not parts:
             return self._fixed
-        if (column := self._columns.get(id(parts))) is None:
-            column = self._columns[id(parts)] = self.tables.places_in(self._wire, parts.pieces)
-            finalize(parts, self._columns.pop, id(parts))
+        if (column := self._columns.get(parts)) is None:
+            column = self._columns[parts] = self.tables.places_in(self._wire, parts.pieces)
         return (*self._fixed[:-2], column.data_ptr(), self._fixed[-1])
 
     def _held_pack(self) -> Launch:

@@ -30,6 +30,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -228,7 +229,8 @@ def run_commands(page):
     """(line, what they printed) for each block of commands of `page`, run in one process and folder."""
     if not any(block.language == "sh" and block.is_executed for block in blocks(page)):
         return []
-    context = processes._context("forkserver")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(processes.IMPORTED)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_commands, args=(theirs, str(page), dict(os.environ)))
     process.start()  # no daemon, as it starts workers

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,7 +65,9 @@ def started(*args, env=None, program=COMMRT):
     """Start the command, the `app` of module `program`; it does not outlive the block."""
     with TemporaryDirectory() as folder:
         given = [str(arg) for arg in args], dict(os.environ if env is None else env), Path(folder), program
-        process = processes._context("forkserver").Process(target=_main, args=given)
+        context = get_context("forkserver")
+        context.set_forkserver_preload(processes.IMPORTED)
+        process = context.Process(target=_main, args=given)
         process.start()
         try:
             yield Started(process, Path(folder))

@@ -15,7 +15,6 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.commands import options as opt
-from commrt.tools.commands.options import ShapeOptions, StepOptions, compute_of, workload_of
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.verify import choose
 from commrt.tools.pictures.drawing import draw_recorded_step, draw_scaling, draw_schedule, draw_simulated_step
@@ -28,7 +27,7 @@ RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 def schedule(
     algorithm: opt.AlgorithmName,
     out: opt.Out,
-    shape: ShapeOptions,
+    shape: opt.ShapeOptions,
     ranks: Annotated[int, typer.Option(min=1, max=65536, help="Number of ranks, at most 64.")] = 4,
     cluster: opt.ClusterName = opt.CLUSTER,
 ) -> None:
@@ -51,15 +50,13 @@ def recorded(
     save_picture(figure, out)
 
 
-def step(algorithm: opt.AlgorithmName, out: opt.Out, options: StepOptions, shape: ShapeOptions) -> None:
+def step(algorithm: opt.AlgorithmName, out: opt.Out, options: opt.StepOptions, shape: opt.ShapeOptions) -> None:
     """Draw a simulated training step, and what of its exchange is not hidden."""
     cluster = Cluster.named(options.cluster)
     chosen = choose(algorithm, shape, cluster)
     require_picture(out)
-    if isinstance(chosen, Gossip):
-        raise UsageError("gossip exchanges between steps: draw its schedule, or how it scales")
-    if isinstance(chosen, LocalSGD):
-        raise UsageError("local SGD exchanges between steps: draw its schedule, or use commrt simulate local")
+    if isinstance(chosen, Gossip | LocalSGD):
+        raise UsageError(f"{algorithm} exchanges between steps: draw its schedule, or use commrt simulate")
     found = StepEstimate.of(chosen, options, cluster)
     pricing, nbytes = found.exchange.pricing, found.exchange.nbytes
     ways = {
@@ -82,8 +79,8 @@ def scaling(
 ) -> None:
     """Draw the efficiency of all algorithms over the number of ranks."""
     require_picture(out)
-    place, workload = Cluster.named(cluster), workload_of(model)
-    compute_s, _ = compute_of(workload, place, batch, compute_ms)
+    place, workload = Cluster.named(cluster), opt.workload_of(model)
+    compute_s, _ = opt.compute_of(workload, place, batch, compute_ms)
     nbytes = wire_nbytes(workload.numel, ITEMS[wire])
     most = min(place.ranks(), ranks)
     counts = [count for count in RANK_COUNTS if count <= most]
@@ -93,7 +90,7 @@ def scaling(
     left_out = {DIRECT} if place.between.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
     plain = [name for name in (*ALGORITHMS, GOSSIP) if name not in left_out]
     for name in [DIRECT] if wire in QUANTIZERS else plain:
-        algorithm = choose(name, ShapeOptions(), place)
+        algorithm = choose(name, opt.ShapeOptions(), place)
         estimates = (ExchangeEstimate(algorithm, count, place, nbytes, wire) for count in counts)
         efficiencies[name] = [compute_s / (compute_s + each.price.seconds) for each in estimates]
     where = f"exchanged after the step, on {place.name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
@@ -13,6 +13,7 @@ from math import ceil
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
+from rich.table import Table
 
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.direct import Direct
@@ -20,10 +21,9 @@ from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
-from commrt.tools.planning.workload import MODELS, Workload
+from commrt.tools.planning.workload import MODELS, MOST_NUMEL, Workload
 
 BATCH, CLUSTER = 32, "abci"
-MOST_PARAMETERS = 10**15
 FORMS = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.tools.workload_of(...).save"
 """What --model takes, besides a number of parameters."""
 
@@ -54,16 +54,9 @@ Out = Annotated[str, option(metavar="FILE", help="The picture: .svg, .png or .pd
 Ranks = Annotated[int, option(min=1, max=65536, help="Number of ranks.")]
 ClusterName = Annotated[str, option(metavar="NAME|FILE", help="A cluster that commrt ships, or a TOML file.")]
 Nbytes = Annotated[
-    float,
-    option(
-        min=0,
-        callback=below(1e18),
-        help="Bytes that each rank contributes; before they are quantized, if --wire names codes.",
-    ),
+    float, option(min=0, callback=below(1e18), help="Bytes that each rank contributes, before they are quantized.")
 ]
-Model = Annotated[
-    str, option(help=f"Exchange this model's gradients in a training step: {FORMS}, or a number of parameters.")
-]
+Model = Annotated[str, option(help=f"The model that trains: {FORMS}, or a number of parameters.")]
 Batch = Annotated[
     int | None,
     option(min=1, max=1_000_000_000, show_default="32", help="Images per rank, if the cluster's speed is known."),
@@ -82,18 +75,11 @@ Period = Annotated[
 ]
 Delay = Annotated[
     int | None,
-    local_option(
-        min=0,
-        max=MOST_STEPS,
-        show_default="0",
-        help="Steps after which the average is used, at most the period. They hide the exchange.",
-    ),
+    local_option(min=0, max=MOST_STEPS, show_default="0", help="Steps, up to the period, until the average is used."),
 ]
 Fragments = Annotated[
     int | None,
-    local_option(
-        min=1, max=MOST_STEPS, show_default="1", help="Parts of the model that leave one after the other in a period."
-    ),
+    local_option(min=1, max=MOST_STEPS, show_default="1", help="Parts of the model that leave in turn in a period."),
 ]
 
 
@@ -138,8 +124,7 @@ class JitterOptions(NamedTuple):
     """How much the computing of ranks varies."""
 
     jitter: Annotated[
-        float | None,
-        option(min=0, callback=below(1e9), help="How much computing varies: standard deviation / mean."),
+        float | None, option(min=0, callback=below(1e9), help="How much computing varies: standard deviation / mean.")
     ] = None
     steps: Annotated[int, option(min=1, help="With --jitter: number of steps to sample.")] = 50
     seed: Seed = 0
@@ -148,23 +133,12 @@ class JitterOptions(NamedTuple):
 class ShapeOptions(NamedTuple):
     """The shape of an algorithm; None if an option was not given."""
 
-    grid: Annotated[str | None, shape_option(help="For torus2d: ranks in a row x ranks in a column, such as 4x3.")] = (
-        None
-    )
-    both_ways: Annotated[bool, shape_option("--both-ways", help="For torus2d: half row-first, half column-first.")] = (
-        False
-    )
+    grid: Annotated[str | None, shape_option(help="For torus2d: ranks in a row x in a column, such as 4x3.")] = None
+    both_ways: Annotated[bool, shape_option("--both-ways", help="For torus2d: send half of it column-first.")] = False
     topology: Annotated[str | None, shape_option(help="For gossip: dissemination or hypercube.")] = None
-    within: Annotated[
-        int | None,
-        shape_option(
-            help="For gossip and direct: ranks in a row, such as those of a node. For rings, double_tree: ranks of a "
-            "node."
-        ),
-    ] = None
+    within: Annotated[int | None, shape_option(help="For gossip, direct, rings, double_tree: ranks of a node.")] = None
     rings: Annotated[
-        int | None,
-        shape_option(min=1, show_default="one per network card", help="For rings: how many, one per network card."),
+        int | None, shape_option(min=1, show_default="one per network card", help="For rings: how many.")
     ] = None
 
     def given(self) -> dict[str, object]:
@@ -176,12 +150,8 @@ class ShapeOptions(NamedTuple):
 class CollectiveOptions(NamedTuple):
     """What a collective is proven with; None if an option was not given."""
 
-    schedule: Annotated[str | None, option(show_default="all", help="For a collective: which schedule to prove.")] = (
-        None
-    )
-    root: Annotated[int | None, option(min=0, show_default="0", help="For broadcast, reduce, gather and scatter.")] = (
-        None
-    )
+    schedule: Annotated[str | None, option(show_default="all", help="For a collective: which to prove.")] = None
+    root: Annotated[int | None, option(min=0, show_default="0", help="For broadcast, reduce, gather, scatter.")] = None
 
 
 class BackupOptions(NamedTuple):
@@ -204,8 +174,7 @@ class BackupOptions(NamedTuple):
     times: Annotated[
         str | None,
         slow_option(
-            metavar="FILE",
-            help="Use recorded times: a timeline, or JSON or CSV with each rank's seconds per step.",
+            metavar="FILE", help="Use recorded times: a timeline, or JSON or CSV with each rank's seconds per step."
         ),
     ] = None
     exponent: Annotated[
@@ -293,15 +262,25 @@ def workload_of(model: str) -> Workload:
         numel = int(float(model))
     except (ValueError, OverflowError):
         numel = 0
-    if not 0 < numel <= MOST_PARAMETERS:
+    if not 0 < numel <= MOST_NUMEL:
         raise UsageError(f"--model {model}: give {FORMS}, or a number of parameters, such as 25.6e6")
-    return Workload.even(numel, parts=min(numel, 100))
+    return Workload.even(numel, parts=100)
 
 
 def leave_out(why: str, options: Mapping[str, object]) -> None:
     """Raise `UsageError` for the first option that was given: it would be ignored."""
     if given := [name for name, value in options.items() if value is not None]:
         raise UsageError(f"{why}: leave {given[0]} out")
+
+
+def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], bold: int | None = 0) -> Table:
+    """Return a table of numbers, whose first column names them; the row number `bold` stands out."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="left" if name == columns[0] else "right", no_wrap=True)
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="bold" if number == bold else None)
+    return table
 
 
 def json_of(facts: object) -> str:

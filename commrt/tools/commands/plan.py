@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from commrt.algorithms.backup import BackupWorkers
+from commrt.algorithms.catalogue import COLLECTIVES
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.ring import Ring, Rings
 from commrt.errors import UsageError
@@ -27,18 +27,7 @@ from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, Pricing, all_reduc
 from commrt.pricing.selection import Choice, choices, size_class, slice_nbytes, slots_of
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, collective_of
-from commrt.tools.commands.options import (
-    BackupOptions,
-    ClusterName,
-    ExchangeOptions,
-    Json,
-    PlanOptions,
-    Ranks,
-    below,
-    compute_of,
-    json_of,
-    workload_of,
-)
+from commrt.tools.commands import options as opt
 from commrt.tools.commands.simulate import quantizer_sentence
 from commrt.tools.commands.simulate_backups import estimate_backups
 from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchange_plans, python_call, step_plans
@@ -50,7 +39,6 @@ MIN_WIDTH = 124
 """Of the table: names that are cut off cannot be told apart."""
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
-AUTO = "auto"
 EXPOSED = 0.2
 """If more of the best step is exposed, local SGD is named too."""
 LOCAL_PERIODS = 16, 512
@@ -76,38 +64,36 @@ UNKNOWN = {"barrier", "all_to_all"}
 """Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes of all."""
 
 
-def exchange(options: ExchangeOptions, as_json: Json = False) -> None:
+def exchange(options: opt.ExchangeOptions, as_json: opt.Json = False) -> None:
     """Recommend an algorithm for an exchange."""
     cluster = Cluster.named(options.cluster)
-    cluster.require_capacity(options.ranks)
     quantized = options.wire if options.wire in QUANTIZERS else None
     plans = exchange_plans(cluster, options.ranks, options.wire_nbytes, quantized)
     _report(plans, cluster, options.ranks, options.nbytes, None, as_json)
 
 
-def step(options: PlanOptions, ranks: Ranks = 4, as_json: Json = False) -> None:
+def step(options: opt.PlanOptions, ranks: opt.Ranks = 4, as_json: opt.Json = False) -> None:
     """Recommend algorithm, wire and buckets for a training step."""
     _plan_step(options, ranks, as_json, ())
 
 
 def backups(
-    options: PlanOptions,
-    slow: BackupOptions,
+    options: opt.PlanOptions,
+    slow: opt.BackupOptions,
     backups: Annotated[str, typer.Option(help="auto, or a number of ranks that a step does not wait for.")] = "auto",
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Recommend how many backup workers a training step has, and algorithm, wire and buckets with them."""
     ranks, waitings = _waitings(backups, slow)
     _plan_step(options, ranks, as_json, waitings)
 
 
-def _plan_step(options: PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost]) -> None:
-    cluster, workload = Cluster.named(options.cluster), workload_of(options.model)
-    cluster.require_capacity(ranks)
+def _plan_step(options: opt.PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost]) -> None:
+    cluster, workload = Cluster.named(options.cluster), opt.workload_of(options.model)
     wires = ["fp32", "bf16"] if options.wire is None else [options.wire.value]
     for number, wire in product({cost.backups for cost in waitings} - {0}, wires):
         require_carried(BackupWorkers(number, Direct()), ranks, wire)
-    compute_s, _ = compute_of(workload, cluster, options.batch, options.compute_ms)
+    compute_s, _ = opt.compute_of(workload, cluster, options.batch, options.compute_ms)
     plans = step_plans(cluster, ranks, workload, compute_s, wires, *([waitings] if waitings else []))
     local = None if waitings else _local(plans[0], ranks, cluster)
     _report(plans, cluster, ranks, workload.numel * GRADIENT_NBYTES, local, as_json)
@@ -117,9 +103,9 @@ def _report(
     plans: Sequence[Plan], cluster: Cluster, ranks: int, nbytes: float, local: dict[str, Any] | None, as_json: bool
 ) -> None:
     """Prove the best plan for an exchange of `nbytes` in fp32, and print all plans."""
-    best, is_proven = plans[0], ranks <= PROVEN_RANKS
-    if ranks - best.backups <= PROVEN_RANKS:
-        schedule = best.algorithm.schedule(0, ranks - best.backups)
+    best = plans[0]
+    schedule = best.algorithm.schedule(0, ranks - best.backups)
+    if is_proven := schedule.ranks <= PROVEN_RANKS:
         prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
     if as_json:
         record = {
@@ -132,7 +118,7 @@ def _report(
             "local_sgd": local,
             "plans": [_record(plan) for plan in plans],
         }
-        print(json_of(record))
+        print(opt.json_of(record))
         return
     _show(f"{ranks:,} ranks of {cluster.name}", plans[:SHOWN])
     print(_reason(plans, cluster))
@@ -165,12 +151,8 @@ def _record(plan: Plan) -> dict[str, Any]:
 def _show(title: str, plans: Sequence[Plan]) -> None:
     """Print `plans` as a table, the first one in bold, without columns that are empty."""
     shown = {name: cell for name, cell in COLUMNS.items() if any(cell(plan) for plan in plans)}
-    table = Table(title=title)
-    for name in shown:
-        table.add_column(name, justify="left" if name == "algorithm" else "right", no_wrap=True)
-    for plan in plans:
-        table.add_row(*(cell(plan) or "-" for cell in shown.values()), style="bold" if plan is plans[0] else None)
-    Console(width=max(Console().width, MIN_WIDTH)).print(table)
+    rows = ([cell(plan) or "-" for cell in shown.values()] for plan in plans)
+    Console(width=max(Console().width, MIN_WIDTH)).print(opt.table_of(title, [*shown], rows))
 
 
 def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
@@ -230,7 +212,6 @@ def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
 
 
 def _local_sentence(local: Mapping[str, Any]) -> str:
-    """Return what local SGD would gain, and what it changes."""
     late = f"{local['delay']} step{'s' * (local['delay'] != 1)}"
     return (
         f"{local['python']} would hide the exchange, with steps of {1e3 * local['step_seconds']:.2f} ms; weights are "
@@ -247,13 +228,13 @@ def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:
         yield f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name}, {ratio} to the goal"
 
 
-def _waitings(backups: str, options: BackupOptions) -> tuple[int, list[BackupCost]]:
+def _waitings(backups: str, options: opt.BackupOptions) -> tuple[int, list[BackupCost]]:
     """Return the number of ranks, and how steps change with no backups and with `backups`.
 
     For auto: with one, and with as many as are best if nothing is exchanged.
     """
     found = estimate_backups(options)
-    if backups == AUTO:
+    if backups == "auto":
         tried = {0, found.best_if_late_finish["backups"]} | ({1} if found.ranks > 2 else set())
     elif re.fullmatch("[0-9]{1,9}", backups):
         tried = {0, int(backups)}
@@ -270,22 +251,13 @@ def _waitings(backups: str, options: BackupOptions) -> tuple[int, list[BackupCos
 
 
 def collective(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="A collective of torch.distributed: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, "
-            "reduce, gather, scatter or barrier."
-        ),
-    ],
+    name: Annotated[str, typer.Argument(help=f"A collective of torch.distributed: {', '.join(COLLECTIVES)}.")],
     nbytes: Annotated[
-        float | None,
-        typer.Option(
-            min=0, callback=below(1e18), help="Bytes of the tensor that holds all ranks' pieces; not for barrier."
-        ),
+        float | None, typer.Option(min=0, callback=opt.below(1e18), help="Of the tensor that holds all ranks' pieces.")
     ] = None,
-    ranks: Ranks = 4,
-    cluster: ClusterName = ONE_HOST,
-    as_json: Json = False,
+    ranks: opt.Ranks = 4,
+    cluster: opt.ClusterName = ONE_HOST,
+    as_json: opt.Json = False,
 ) -> None:
     """Say which schedule the torch.distributed backend takes for a collective, and why."""
     if nbytes is None and name != "barrier":
@@ -314,9 +286,11 @@ def collective(
         }
         titles = ("schedule", "seconds", "latency_seconds", "steps")
         rows = [(each.name, each.seconds, each.latency_s, each.steps) for each in found]
-        print(json_of(record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]}))
+        print(opt.json_of(record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]}))
         return
-    _show_choices(f"{name} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}", found)
+    title = f"{name} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}"
+    cells = ((c.name, f"{1e3 * c.seconds:.3f}", f"{1e3 * c.latency_s:.3f}", f"{c.steps:,}") for c in found)
+    Console().print(opt.table_of(title, ("schedule", "ms", "latencies", "steps"), cells))
     print(_priced(name, priced_nbytes, slices))
     print(_choice_reason(found))
     print(f"force one: COMMRT_SCHEDULES={name}={found[-1].name}")
@@ -324,22 +298,11 @@ def collective(
 
 
 def _priced(collective: str, priced_nbytes: int, slices: int) -> str:
-    """Return for what the times stand."""
     if collective in UNKNOWN:
         return "priced for empty pieces, as a rank does not know the sizes of all"
     if slices == 1:
         return f"priced for pieces of {priced_nbytes:,} bytes, as all sizes down to half of that"
     return f"priced for one of {slices:,} slices, as pieces of {priced_nbytes:,} bytes; on GPUs slices are larger"
-
-
-def _show_choices(title: str, found: Sequence[Choice]) -> None:
-    table = Table(title=title)
-    for name in ("schedule", "ms", "latencies", "steps"):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
-    for choice in found:
-        cells = choice.name, f"{1e3 * choice.seconds:.3f}", f"{1e3 * choice.latency_s:.3f}", f"{choice.steps:,}"
-        table.add_row(*cells, style="bold" if choice is found[0] else None)
-    Console().print(table)
 
 
 def _choice_reason(found: Sequence[Choice]) -> str:

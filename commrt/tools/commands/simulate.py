@@ -28,18 +28,7 @@ from commrt.pricing.price import (
     wire_nbytes,
 )
 from commrt.schedule import Algorithm
-from commrt.tools.commands.options import (
-    AlgorithmName,
-    ExchangeOptions,
-    JitterOptions,
-    Json,
-    LocalOptions,
-    ShapeOptions,
-    StepOptions,
-    compute_of,
-    json_of,
-    workload_of,
-)
+from commrt.tools.commands import options as opt
 from commrt.tools.commands.verify import choose
 from commrt.tools.planning.stragglers import Jitter
 from commrt.tools.planning.timeline import (
@@ -55,7 +44,6 @@ OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
 """Commands for algorithms whose steps are no exchange of gradients by all ranks."""
 MOST_JITTER_TIMES = 10_000_000
 """The most ranks x steps that are simulated one by one."""
-NOT_HIDDEN = "none within the period"
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,6 @@ class ExchangeEstimate:
     @cached_property
     def pricing(self) -> Pricing:
         """Return the pricing of the first step's schedule; raises `UsageError` if it cannot carry the wire's codes."""
-        self.cluster.require_capacity(self.ranks)
         require_carried(self.algorithm, self.ranks, self.wire)
         return Pricing(self.algorithm.schedule(0, self.ranks), self.cluster, QUANTIZERS.get(self.wire))
 
@@ -118,12 +105,12 @@ class StepEstimate:
     bucket_cap_mb: float = 25.0
 
     @classmethod
-    def of(cls, algorithm: Algorithm, options: StepOptions, cluster: Cluster) -> Self:
+    def of(cls, algorithm: Algorithm, options: opt.StepOptions, cluster: Cluster) -> Self:
         """Return the estimate for `options` on `cluster`; raises `UsageError`."""
-        workload = workload_of(options.model)
+        workload = opt.workload_of(options.model)
         nbytes = wire_nbytes(workload.numel, ITEMS[options.wire])
         exchange = ExchangeEstimate(algorithm, options.ranks, cluster, nbytes, options.wire)
-        computing = compute_of(workload, cluster, options.batch, options.compute_ms)
+        computing = opt.compute_of(workload, cluster, options.batch, options.compute_ms)
         return cls(exchange, workload, *computing, options.bucket_cap_mb)
 
     @cached_property
@@ -171,26 +158,27 @@ class StepEstimate:
         return {"jitter": asdict(law), "efficiency_with_jitter": efficiency}
 
 
-def exchange(algorithm: AlgorithmName, options: ExchangeOptions, shape: ShapeOptions, as_json: Json = False) -> None:
+def exchange(
+    algorithm: opt.AlgorithmName, options: opt.ExchangeOptions, shape: opt.ShapeOptions, as_json: opt.Json = False
+) -> None:
     """Estimate how long an exchange takes, and what no schedule can beat."""
     cluster = Cluster.named(options.cluster)
     chosen = _chosen(algorithm, shape, cluster, options.ranks)
     record = ExchangeEstimate(chosen, options.ranks, cluster, options.wire_nbytes, options.wire).record()
     if as_json:
-        print(json_of(record))
+        print(opt.json_of(record))
         return
     _show(record, cluster)
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")
 
 
-def _chosen(name: str, shape: ShapeOptions, cluster: Cluster, ranks: int) -> Algorithm:
+def _chosen(name: str, shape: opt.ShapeOptions, cluster: Cluster, ranks: int) -> Algorithm:
     if name in OTHERS:
         raise UsageError(f"steps of {name} are simulated by another command: {OTHERS[name]}")
     return choose(name, shape, replace(cluster, gpus_per_node=min(cluster.gpus_per_node, ranks)))
 
 
 def _show(record: dict[str, Any], cluster: Cluster) -> None:
-    """Print the price of the exchange that `record` holds."""
     optimal = "" if record["of_optimal"] is None else f", {record['of_optimal']:.2f}x of optimal"
     print(
         f"{record['algorithm']} on {record['ranks']:,} ranks of {cluster.name}: {record['nbytes'] / 1e6:,.1f} MB in "
@@ -209,7 +197,11 @@ def quantizer_sentence(seconds: float, cluster: Cluster) -> str:
 
 
 def step(
-    algorithm: AlgorithmName, options: StepOptions, jitter: JitterOptions, shape: ShapeOptions, as_json: Json = False
+    algorithm: opt.AlgorithmName,
+    options: opt.StepOptions,
+    jitter: opt.JitterOptions,
+    shape: opt.ShapeOptions,
+    as_json: opt.Json = False,
 ) -> None:
     """Estimate a training step, and how much of its exchange is hidden."""
     most_steps = MOST_JITTER_TIMES // options.ranks
@@ -223,7 +215,7 @@ def step(
     if jitter.jitter is not None:
         record |= estimate.jitter_record(jitter.jitter, jitter.steps, jitter.seed)
     if as_json:
-        print(json_of(record))
+        print(opt.json_of(record))
         return
     _show(record, cluster)
     _show_steps(record)
@@ -247,16 +239,15 @@ def times(step_s: float, compute_s: float) -> dict[str, float]:
 
 def step_table(title: str, heading: str, rows: Mapping[str, Mapping[str, Any]], asked: str | None = None) -> Table:
     """Return a table of `times`, the row that was `asked` for in bold."""
-    table = Table(heading, title=title)
-    for column in ("step, ms", "not hidden, ms", "efficiency"):
-        table.add_column(column, justify="right")
-    for name, row in rows.items():
-        cells = (f"{1e3 * row[key]:.2f}" for key in ("step_seconds", "exposed_seconds"))
-        table.add_row(name, *cells, f"{row['efficiency']:.1%}", style="bold" if name == asked else None)
-    return table
+    cells = [
+        (name, f"{1e3 * row['step_seconds']:.2f}", f"{1e3 * row['exposed_seconds']:.2f}", f"{row['efficiency']:.1%}")
+        for name, row in rows.items()
+    ]
+    bold = None if asked is None else [*rows].index(asked)
+    return opt.table_of(title, (heading, "step, ms", "not hidden, ms", "efficiency"), cells, bold)
 
 
-def local(options: StepOptions, local: LocalOptions, as_json: Json = False) -> None:
+def local(options: opt.StepOptions, local: opt.LocalOptions, as_json: opt.Json = False) -> None:
     """Estimate steps of local SGD, by how late averages may be."""
     algorithm = local.algorithm(options.wire)
     found = StepEstimate.of(algorithm.inner, options, Cluster.named(options.cluster))
@@ -264,13 +255,12 @@ def local(options: StepOptions, local: LocalOptions, as_json: Json = False) -> N
     steps = LocalSteps.priced(exchange.pricing, exchange.nbytes, found.compute_s, algorithm.period, algorithm.fragments)
     record = _local_record(algorithm, found, steps)
     if as_json:
-        print(json_of(record))
+        print(opt.json_of(record))
     else:
         _show_local(record, exchange, algorithm)
 
 
 def _local_record(algorithm: LocalSGD, step: StepEstimate, steps: LocalSteps) -> dict[str, Any]:
-    """Return the estimate for JSON."""
     exchange, compute_s = step.exchange, step.compute_s
     synchronous_s = overlapped_step(exchange.pricing, step.buckets, compute_s).seconds
     return {
@@ -316,5 +306,5 @@ def _show_local(record: dict[str, Any], exchange: ExchangeEstimate, algorithm: L
     rows = {"synchronous": record["synchronous"], **{str(each["delay"]): each for each in record["delays"]}}
     Console().print(step_table(title, "delay", rows, str(record["delay"])))
     hiding = record["hiding_delay"]
-    print(f"smallest delay that hides the exchange: {NOT_HIDDEN if hiding is None else hiding}")
+    print(f"smallest delay that hides the exchange: {'none within the period' if hiding is None else hiding}")
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")

@@ -12,26 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator, default_rng
 from rich.console import Console
-from rich.table import Table
 
 from commrt.errors import UsageError
-from commrt.tools.commands.options import BackupOptions, Json, json_of
+from commrt.tools.commands.options import BackupOptions, Json, json_of, table_of
 from commrt.tools.pictures.files import read_times
-from commrt.tools.planning.stragglers import (
-    Exponential,
-    HeavyTails,
-    PerRank,
-    Published,
-    QuorumChoice,
-    Scaling,
-    SlowSteps,
-    Times,
-    choose,
-    step_time_s,
-)
+from commrt.tools.planning import stragglers
 
-Sampled = HeavyTails | Exponential | SlowSteps
-LAWS: dict[str, Sampled] = {"paper": HeavyTails(), "exponential": Exponential(), "slow": SlowSteps()}
+Sampled = stragglers.HeavyTails | stragglers.Exponential | stragglers.SlowSteps
+LAWS: dict[str, Sampled] = {
+    "paper": stragglers.HeavyTails(),
+    "exponential": stragglers.Exponential(),
+    "slow": stragglers.SlowSteps(),
+}
 RANKS, STEPS, MOST_TIMES = 100, 10_000, 20_000_000
 """Defaults, and the most times of ranks in steps: they fit into memory several times over."""
 FEW, GROWTH = 12, 1.25
@@ -55,9 +47,9 @@ class BackupEstimate:
     options: BackupOptions
     law: Sampled | None
     """None for recorded times."""
-    goal: Published | Scaling
-    times_s: Times
-    choice: QuorumChoice
+    goal: stragglers.Goal
+    times_s: stragglers.Times
+    choice: stragglers.QuorumChoice
 
     @property
     def ranks(self) -> int:
@@ -65,11 +57,11 @@ class BackupEstimate:
         return len(self.choice.kth_s)
 
     @cached_property
-    def per_quorum(self) -> dict[str, PerRank]:
+    def per_quorum(self) -> dict[str, stragglers.PerRank]:
         """Return columns [ranks] for quorums of 1 to all ranks."""
         return {
             "kth_time_s": self.choice.kth_s,
-            "hours": self.choice.goal_s * (1 / 3600 if isinstance(self.goal, Published) else np.nan),
+            "hours": self.choice.goal_s * (1 / 3600 if isinstance(self.goal, stragglers.Published) else np.nan),
             "relative_time": self.choice.goal_s / float(self.choice.goal_s[-1]),
         }
 
@@ -80,7 +72,7 @@ class BackupEstimate:
         while (larger := ceil(GROWTH * max(tried))) <= (self.ranks - 1) // 2:
             tried.add(larger)
         needed = np.array([self.ranks - number for number in sorted(tried, reverse=True) if number < self.ranks])
-        late_s = step_time_s(self.times_s, needed)
+        late_s = stragglers.step_time_s(self.times_s, needed)
         late = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
         known = [column[needed - 1] for column in self.per_quorum.values()]
         cells = [column.tolist() for column in (needed, self.ranks - needed, *known, late_s, late)]
@@ -119,7 +111,7 @@ class BackupEstimate:
         if self.law is None:
             times = f"recorded, {self.options.times}"
         updates = "a line between Inception's with 50 and with 100 gradients each, published, as recalled"
-        if isinstance(self.goal, Scaling):
+        if isinstance(self.goal, stragglers.Scaling):
             updates = f"assumed to fall as (gradients per update)^-{self.goal.exponent:g}"
         return f"times: {times}; updates: {updates}"
 
@@ -130,10 +122,10 @@ def estimate_backups(options: BackupOptions) -> BackupEstimate:
     law = _law(options) if options.times is None else None
     times_s = _recorded(options, options.times or "") if law is None else _sampled(law, options, rng)
     goal = _goal(options, times_s.shape[1])
-    return BackupEstimate(options, law, goal, times_s, choose(times_s, goal, rng))
+    return BackupEstimate(options, law, goal, times_s, stragglers.choose(times_s, goal, rng))
 
 
-def _sampled(law: Sampled, options: BackupOptions, rng: Generator) -> Times:
+def _sampled(law: Sampled, options: BackupOptions, rng: Generator) -> stragglers.Times:
     ranks, steps = options.ranks or RANKS, options.steps or STEPS
     if ranks * steps > MOST_TIMES:
         most = MOST_TIMES // ranks
@@ -141,7 +133,7 @@ def _sampled(law: Sampled, options: BackupOptions, rng: Generator) -> Times:
     return law.sample(rng, steps, ranks)
 
 
-def _recorded(options: BackupOptions, file: str) -> Times:
+def _recorded(options: BackupOptions, file: str) -> stragglers.Times:
     if options.law or options.parameters or options.steps:
         raise UsageError("--times replaces sampled times: leave out --law, --set and --steps")
     times_s = read_times(file)
@@ -164,16 +156,16 @@ def _law(options: BackupOptions) -> Sampled:
     return type(law)(**parameters)
 
 
-def _goal(options: BackupOptions, ranks: int) -> Published | Scaling:
+def _goal(options: BackupOptions, ranks: int) -> stragglers.Goal:
     """Return the published counts for the published law, unless --exponent is given."""
     if options.exponent is not None or options.law_name != "paper":
-        return Scaling(1.0 if options.exponent is None else options.exponent)
-    if np.isnan(Published().iterations(np.array([ranks]))[0]):
+        return stragglers.Scaling(1.0 if options.exponent is None else options.exponent)
+    if np.isnan(stragglers.Published().iterations(np.array([ranks]))[0]):
         raise UsageError(
             f"the published counts of updates are for 50 to 100 gradients each, and say nothing of {ranks} ranks: give "
             "--exponent, 1 if twice the batch halves the updates, 0 if it does not help"
         )
-    return Published()
+    return stragglers.Published()
 
 
 def backups(options: BackupOptions, as_json: Json = False) -> None:
@@ -183,13 +175,10 @@ def backups(options: BackupOptions, as_json: Json = False) -> None:
         print(json_of(found.record()))
         return
     rows, best = found.rows, found.best_if_late_finish
-    table = Table(title=f"{found.ranks} ranks, {len(found.times_s):,} steps")
-    shown = [name for name in COLUMNS if not all(isnan(row[name]) for row in rows)]
-    for name in shown:
-        table.add_column(COLUMNS[name], justify="right")
-    for row in rows:
-        table.add_row(*(_cell(row[name]) for name in shown), style="bold" if row is best else None)
-    Console().print(table)
+    shown = {name: title for name, title in COLUMNS.items() if not all(isnan(row[name]) for row in rows)}
+    cells = ([_cell(row[name]) for name in shown] for row in rows)
+    title = f"{found.ranks} ranks, {len(found.times_s):,} steps"
+    Console().print(table_of(title, [*shown.values()], cells, rows.index(best)))
     print("time: to the goal, compared with waiting for all")
     print("*: if a late rank finishes its gradient before it goes on, as in commrt")
     print(found.sources())
@@ -201,7 +190,6 @@ def _cell(value: float) -> str:
 
 
 def _advice(found: BackupEstimate, best: dict[str, Any]) -> str:
-    """Return how many backups to use, and what the published rule says."""
     choice, (low, high) = found.choice, (found.ranks - quorum for quorum in reversed(found.choice.likely))
     return (
         f"use {best['backups']} backups: the goal takes {best['late_finish_relative_time']:.2f} of the time without\n"

@@ -86,9 +86,7 @@ def verify(
     algorithm: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(ALGORITHMS)}, gossip, local or backup. Or a "
-            "collective: broadcast, reduce, gather, scatter, all_gather, reduce_scatter, all_reduce, all_to_all or "
-            "barrier."
+            help=f"{', '.join(ALGORITHMS)}, gossip, local or backup. Or a collective: {', '.join(COLLECTIVES)}."
         ),
     ],
     collective: CollectiveOptions,
@@ -142,11 +140,11 @@ def _verify_collective(
     """Verify the schedule of `collective` called `name`, or all of them, likewise."""
     if root is not None and collective not in ROOTED:
         raise UsageError(f"{collective} has no root: leave --root out")
-    schedules = candidates(collective, ranks, root or 0)
-    if name is not None:
-        schedules = {name: require_candidate(collective, name, ranks, root or 0)}
+    root = root or 0
+    offered = candidates(collective, ranks, root)
+    schedules = offered if name is None else {name: require_candidate(collective, name, ranks, root)}
     proofs = {
-        each: replay.verify(schedule, collective_of(collective, ranks, schedule.chunks, root or 0))
+        each: replay.verify(schedule, collective_of(collective, ranks, schedule.chunks, root))
         for each, schedule in schedules.items()
     }
     ok = all(proof.ok for proof in proofs.values())
@@ -201,16 +199,12 @@ def _nccl_groups(schedule: Schedule) -> int:
 
 def _record(proof: Proof, schedule: Schedule) -> dict[str, object]:
     added = _additions(schedule) if proof.ok else None
+    facts = asdict(proof)
     return {
         "ok": proof.ok,
-        "schedule": proof.schedule,
-        "collective": proof.collective,
-        "ranks": proof.ranks,
-        "chunks": proof.chunks,
-        "steps": proof.traffic.steps,
-        "transfers": proof.traffic.transfers,
+        **{name: facts[name] for name in ("schedule", "collective", "ranks", "chunks")},
+        **facts["traffic"],
         "bytes_per_rank": float(proof.traffic.bytes_per_rank),
-        "max_peers": proof.traffic.max_peers,
         "nccl_groups": _nccl_groups(schedule),
         "orders_of_addition": None if added is None else added.orders,
         "counterexample": None if proof.ok else str(proof.counterexample),
@@ -218,7 +212,6 @@ def _record(proof: Proof, schedule: Schedule) -> dict[str, object]:
 
 
 def _report(proof: Proof, schedule: Schedule) -> str:
-    """Return what was found, in a few lines."""
     if not proof.ok:
         return f"{proof.schedule} is not a correct {proof.collective}: {proof.counterexample}"
     added = _additions(schedule)

@@ -152,11 +152,8 @@ def variables(env: Mapping[str, str], interfaces: Sequence[str]) -> Iterator[Fin
 
 
 def interfaces() -> list[str]:
-    """Return the names of this host's network interfaces; none if the platform does not list them."""
-    try:
-        return [name for _, name in socket.if_nameindex()]
-    except OSError:
-        return []
+    """Return the names of this host's network interfaces."""
+    return [name for _, name in socket.if_nameindex()]
 
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -164,7 +161,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def cpus() -> float:
     """Return how many processors this process may use, by its affinity and the quota of its control group."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0))
     try:
         most, period = QUOTA.read_text(encoding="ascii").split()  # such as "150000 100000" or "max 100000"
         return min(allowed, inf if most == "max" else int(most) / int(period))

@@ -234,9 +234,8 @@ def nccl() -> Iterator[Finding]:
 
 
 def nccl_files() -> list[str]:
-    """Return the files of NCCL that this process has loaded; on Linux."""
-    maps = Path("/proc/self/maps")
-    text = maps.read_text(encoding="utf-8") if maps.exists() else ""
+    """Return the files of NCCL that this process has loaded."""
+    text = Path("/proc/self/maps").read_text(encoding="utf-8")
     return sorted(set(re.findall(r"\s(/\S*libnccl\.so\S*)$", text, re.MULTILINE)))
 
 

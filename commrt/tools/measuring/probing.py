@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -90,20 +90,16 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
 def probed(launch: Launch | None, workers: int, timeout_s: float) -> Cluster:
     """Return what the ranks of `launch` measure; without one of several ranks, what `workers` local workers do."""
-    if launch is not None and launch.size > 1:
-        return _measured(timeout_s)
-    return run_workers(workers, lambda: _measured(timeout_s))[0]
 
+    def measured() -> Cluster:
+        with init(timeout_s) as world:
+            return probe(world)
 
-def _measured(timeout_s: float) -> Cluster:
-    with init(timeout_s) as world:
-        return probe(world)
+    return measured() if launch is not None and launch.size > 1 else run_workers(workers, measured)[0]
 
 
 def probe(world: World) -> Cluster:
-    """Measure the links of `world`. Collective; takes some seconds, and returns the same on every rank."""
-    if world.size < 2:
-        raise UsageError("one rank has no links: start two or more, with a launcher or --workers")
+    """Measure the links of `world`, of two ranks or more. Collective; takes seconds, and all ranks return the same."""
     per_host = ranks_per_host(_hosts(world))
     across = [list(range(place, world.size, per_host)) for place in range(per_host)]
     inside = [list(range(first, first + per_host)) for first in range(0, world.size, per_host)]
@@ -112,9 +108,7 @@ def probe(world: World) -> Cluster:
     alone = _measure(world, across[:1]) if world.size > per_host else None
     shared = _measure(world, across) if alone is not None and per_host > 1 else alone
     # A kind of link that does not exist is never used: let it be like the other one.
-    far, near = alone or within, within or alone
-    if far is None or near is None:
-        raise UsageError("no two ranks were found")
+    far, near = cast("Line", alone or within), cast("Line", within or alone)
     link = Link(1e6 * near.latency_s, near.bytes_per_s / 1e9)
     if pair is not None:  # ranks that share memory share its bandwidth
         link = Link(link.latency_us, max(pair.bytes_per_s, near.bytes_per_s) / 1e9, per_host * near.bytes_per_s / 1e9)

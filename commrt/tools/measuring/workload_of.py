@@ -87,7 +87,6 @@ def _require_readable(model: nn.Module, label: str) -> None:
 
 
 def _samples(batch: Batch, label: str) -> int:
-    """Return the number of samples in `batch`."""
     positional, named = _arguments(batch)
     values = (*positional, *named.values())
     tensor = next((each for each in values if isinstance(each, Tensor) and each.ndim), None)

@@ -150,7 +150,6 @@ def read_times(path: str) -> Times:
 
 
 def _number(value: Any) -> float:
-    """Return `value` as a number, nan if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

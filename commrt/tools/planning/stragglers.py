@@ -206,8 +206,6 @@ def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
     """Return the quorum with the least time to the goal; `rng` resamples the steps, as a whole, for `likely`."""
     steps, ranks = times_s.shape
     iterations = goal.iterations(np.arange(1, ranks + 1))
-    if np.isnan(iterations).all():
-        raise UsageError(f"nothing is known of the updates that {ranks} ranks or fewer need: give an exponent")
     arrivals_s, kth_s = np.sort(times_s, axis=1), kth_time_s(times_s)
     drawn = (arrivals_s[rng.integers(steps, size=steps)] for _ in range(RESAMPLES))
     again = sorted(_best(each.mean(axis=0) * iterations) for each in drawn)
