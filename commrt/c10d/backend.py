@@ -226,7 +226,6 @@ class Methods:
         return self.group.device_messages.post(plain, peer, is_send=is_send)
 
     def _begin_pieces(self, name: str, own: Sequence[Tensor], pieces: Sequence[Any], opts: Any) -> dist.Work:
-        """Begin a call of `CheckedCalls.pieces` for each pair of the two lists."""
         pairs = zip(own, pieces, strict=True)
         return self._begin(opts, *[self.group.requests.pieces(name, *pair, opts) for pair in pairs])
 
@@ -274,7 +273,6 @@ class CommrtBackend(Methods, Backend):
 
 
 def _one(tensors: Any) -> Tensor:
-    """Return the one tensor of a list, or a tensor alone."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
@@ -283,7 +281,6 @@ def _one(tensors: Any) -> Tensor:
 
 
 def _listed(tensors: Any) -> list[Tensor]:
-    """Return the tensors of a list, of a list in a list, or of none."""
     return list(tensors) if not tensors or isinstance(tensors[0], Tensor) else list(tensors[0])
 
 

@@ -153,8 +153,6 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What all calls of one kind need."""
-
     schedule: str
     number: int
     """32 bits that tell this kind of call from others, on all ranks."""
@@ -282,9 +280,8 @@ def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None
     for wire, row, elements in part.take:
         if (divisor := call.kind.divisor) > 1:
             is_exact = wire.is_floating_point() or wire.is_complex()
-            number = torch.full(
-                (), divisor, device=wire.device
-            )  # a GPU multiplies by the reciprocal of one of the host
+            # of the device, as a GPU multiplies by the reciprocal of a number of the host
+            number = torch.full((), divisor, device=wire.device)
             wire.div_(number, rounding_mode=None if is_exact else "trunc")
         call.take[row][elements].copy_(wire)
 
@@ -316,7 +313,6 @@ def _reduced(error: CommrtError) -> tuple[Any, ...]:
 def _restored(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
-    error.args = args
     return as_dist_error(error)
 
 

@@ -118,7 +118,6 @@ class CheckedCalls:
         return torch.split(memory_of(tensor), given)
 
     def _call(self, collective: str, like: Tensor, put: Sequence[Tensor], taken: Sequence[Tensor], opts: Any) -> Call:
-        """Return a call whose pieces are as large as `like`."""
         _require_alike([like, *put, *taken])
         op: Any = option(opts, "reduceOp", ReduceOp.SUM) if collective in COMBINING else None
         wire_dtype = torch.uint8 if op is None else like.dtype
@@ -214,7 +213,6 @@ def _operation(kind: Any, dtype: torch.dtype) -> str:
 
 
 def _require_alike(tensors: Sequence[Tensor]) -> None:
-    """Raise `UsageError` unless `tensors` are dense, of one dtype and on one device."""
     first = tensors[0]
     dtype, device = first.dtype, first.device
     for tensor in tensors:

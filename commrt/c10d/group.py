@@ -114,9 +114,8 @@ class HostMessages:
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
-        place = Place(
-            self._world.rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes
-        )
+        what = f"{'send' if is_send else 'receive'} with tag {tag}"
+        place = Place(self._world.rank, peer, bucket=what, nbytes=data.nbytes)
         try:
             work = self._gloo.post(data, peer, tag, is_send=is_send)
         except RuntimeError as error:

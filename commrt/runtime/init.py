@@ -188,7 +188,6 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's world, in the child."""
     global _current, _opened
     _current, _opened = None, 0
     _inherited.extend(_joined)

@@ -234,7 +234,6 @@ class ConsistencyCheck:
         writers: Sequence[int] = (),
         row_nbytes: int = CLAIM_NBYTES,
     ) -> dict[int, str]:
-        """Return what each rank claims, or each of `writers`."""
         writers = writers or ranks
         message = torch.zeros(len(writers) * row_nbytes + ODD, dtype=torch.uint8, device="cpu")
         rows = dict(zip(writers, message[:-ODD].view(-1, row_nbytes), strict=True))

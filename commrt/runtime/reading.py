@@ -8,6 +8,7 @@ What ranks of other hosts send is received as in `commrt.runtime.executor`, with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -102,14 +103,14 @@ class _Reader:
     def hop(self, number: int, hop: Hop) -> list[BoundHop]:
         """Return the hop as one, or as two if it must not write before all peers have read."""
         before, within = self._meetings.before[number], self._meetings.within[number]
-        places = self._places(hop, stages=within is not None)
+        places = self._places(hop, number)
         sends = [P2PMessage(each.peer, self._own(each), each.group) for each in hop.sends]
         recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
         self.sends += sends
         self.recvs += recvs
         far_sends, far_recvs = ([m for m in side if m.peer not in self._near] for side in (sends, recvs))
         far = P2PGroup(far_sends, far_recvs, number)
-        come = self._exchange(before, number, far)
+        come = self._exchange(cast("Meeting", before), number, far)
         moves = self._moves(hop, places, lands=number == self._latest and within is None)
         facts = facts_of(number, sends, recvs)
         if within is None:
@@ -138,10 +139,7 @@ class _Reader:
         come = self._exchange(self._meetings.end, number, P2PGroup([], []))
         return BoundHop(come, (), number, None, facts_of(number, [], []))
 
-    def _exchange(self, meeting: Meeting | None, number: int, far: P2PGroup) -> Exchange:
-        """Return what meets the near peers, then exchanges the messages of `far`."""
-        if meeting is None:
-            raise ValueError(f"hop {number} is idle: it meets nobody")
+    def _exchange(self, meeting: Meeting, number: int, far: P2PGroup) -> Exchange:
         first, self._is_first = self._is_first, False
         last = number == self._last
         meet = self._window.bind(meeting, number, self._near, first=first, last=last, looks=self._has_far)
@@ -162,23 +160,23 @@ class _Reader:
         return self._window.peers[transfer.peer][self._bounds[transfer.lo] : self._bounds[transfer.hi]]
 
     def _scratch_numel(self, program: Program) -> int:
-        """Return the elements of the hop that needs most scratch memory."""
-        return max((sum(self._staged(hop, number)) for number, hop in enumerate(program.hops)), default=0)
+        needs = (
+            sum(padded(self._own(each).numel()) for each in hop.recvs if self._is_staged(each, number))
+            for number, hop in enumerate(program.hops)
+        )
+        return max(needs, default=0)
 
-    def _staged(self, hop: Hop, number: int) -> list[int]:
-        """Return the elements of scratch for each receive that does not stay where it lies, or lands in place."""
-        stages = self._meetings.within[number] is not None
-        return [padded(self._own(each).numel()) for each in hop.recvs if stages or self._is_far_sum(each)]
+    def _is_staged(self, transfer: Transfer, number: int) -> bool:
+        """Return True for a receive that goes to scratch memory: it neither stays where it lies nor lands in place."""
+        is_far_sum = transfer.peer not in self._near and transfer.combine != COPY
+        return is_far_sum or self._meetings.within[number] is not None
 
-    def _is_far_sum(self, transfer: Transfer) -> bool:
-        return transfer.peer not in self._near and transfer.combine != COPY
-
-    def _places(self, hop: Hop, *, stages: bool) -> list[Tensor]:
+    def _places(self, hop: Hop, number: int) -> list[Tensor]:
         """Return where each receive is read: the peer's memory, its final place, or scratch memory."""
         places, used = [], 0
         for each in hop.recvs:
             own = self._own(each)
-            if stages or self._is_far_sum(each):
+            if self._is_staged(each, number):
                 places.append(self._scratch[used : used + own.numel()])
                 used += padded(own.numel())
             else:

@@ -269,7 +269,6 @@ class CommThread:
 
 
 def _refusal_after(failure: BaseException) -> TransportError:
-    """Return the error for a task that comes after `failure`."""
     if isinstance(failure, Evicted):
         return failure.again()
     text = failure.what if isinstance(failure, TransportError) else str(failure)

@@ -130,7 +130,6 @@ def _callers(
 
 
 def _identify(end: socket.socket, password: bytes) -> int | None:
-    """Return the rank of a caller that knows the password."""
     try:
         data = end.recv(RANK.size + len(password))
     except OSError:

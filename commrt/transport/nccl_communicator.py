@@ -25,19 +25,10 @@ from torch.distributed import Store
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
 from commrt.program import MOST_MESSAGES, joined
 from commrt.store.agreement import gather
-from commrt.store.client import (
-    MALFORMED,
-    call_store,
-    clone_connection,
-    parse_dict,
-    parse_int,
-    parse_list,
-    require,
-    start_call,
-)
+from commrt.store.client import MALFORMED, call_store, clone_connection, parse_dict, parse_int, start_call
 from commrt.store.launcher import variable
 from commrt.threads.deadline import now_s
-from commrt.threads.future import Future, Streams
+from commrt.threads.future import Streams
 from commrt.transport.protocol import P2PGroup, P2PMessage
 
 SHARES_GPUS = 23003
@@ -56,12 +47,10 @@ Communicator = Any
 
 def load() -> Binding:
     """Return CuPy's binding of the NCCL that torch has loaded; raises `UsageError` if it cannot be used."""
-    import torch  # noqa: F401, PLC0415  # first, or a second copy of NCCL would be loaded
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what CuPy warns of is an error below
-            from cupy.cuda import nccl  # noqa: PLC0415  # slow to import, and absent without a GPU
+            from cupy.cuda import nccl  # noqa: PLC0415  # slow to import, absent without a GPU; torch's copy is loaded
     except ImportError as error:
         raise UsageError(
             f"GPUs exchange through CuPy, which cannot be imported ({error}): pip install cupy-cuda13x"
@@ -113,7 +102,7 @@ def create(
         except Exception as error:  # the others must learn of it
             failure = error
     own = _RankInfo(binding.get_version(), _gpu(device), made)
-    infos = gather(store, rank, members, own, timeout_s, _parse_info)
+    infos = gather(store, rank, members, own, timeout_s, lambda data: _RankInfo(*json.loads(data)))
     _require_one_version(infos)
     _require_a_gpu_each(infos)
     if failure is not None:
@@ -137,8 +126,6 @@ def create(
 
 
 class _RankInfo(NamedTuple):
-    """What a rank tells the others before they create a communicator."""
-
     nccl: int
     """Version."""
     gpu: str | None
@@ -152,12 +139,6 @@ def _gpu(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return f"{variable('NCCL_HOSTID')} {torch.cuda.get_device_properties(device).uuid}"
-
-
-def _parse_info(data: bytes) -> _RankInfo:
-    nccl, gpu, unique_id = parse_list(data, 3)
-    require(isinstance(gpu, str | None) and bytes.fromhex(unique_id) is not None)
-    return _RankInfo(parse_int(nccl), gpu, unique_id)
 
 
 def _require_one_version(infos: Mapping[int, _RankInfo]) -> None:
@@ -191,10 +172,7 @@ def _new_id(binding: Binding) -> bytes:
 
 
 class Watchdog:
-    """A thread that calls the method `check` every `CHECK_INTERVAL_S` until `stop`, or until its object is collected.
-
-    It calls `begin` first, once.
-    """
+    """A thread that calls `begin`, then the method `check` every `CHECK_INTERVAL_S` until `stop` or its object dies."""
 
     def __init__(self, check: Callable[[], None], begin: Callable[[], None]) -> None:
         self._check, self._begin = WeakMethod(check), begin
@@ -228,9 +206,6 @@ class ShutdownNotices:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = clone_connection(store), rank
         self._known: dict[int, Counts] = {}
-        self._asked: set[int] = set()
-        """Peers that were asked about since the last read began: the next one covers them all."""
-        self._question: Future[dict[int, Counts]] | None = None
         self._next_read_s = 0.0
 
     def announce(self, counts: Mapping[int, int] | None) -> None:
@@ -242,24 +217,17 @@ class ShutdownNotices:
     def left_early(self, begun: Mapping[int, int]) -> int | None:
         """Return a peer that is known to have left without its part in what was `begun` with it; None if none has.
 
-        Never waits: another thread reads the store.
+        Reads the store every `READ_INTERVAL_S`, and waits for its answer for 2 s at most.
         """
-        known = self._known_of(begun)
-        early = (peer for peer, counts in known.items() if counts is None or counts.get(self._rank, 0) < begun[peer])
-        return next(early, None)
-
-    def _known_of(self, peers: Collection[int]) -> dict[int, Counts]:
-        self._asked.update(peers)
-        if self._question is None:
-            if now_s() >= self._next_read_s:
-                self._next_read_s = now_s() + READ_INTERVAL_S
-                asked, self._asked = self._asked, set()
-                self._question = start_call(lambda: self._read(asked))
-        elif self._question.done():
-            with suppress(RuntimeError, *MALFORMED):  # a malformed notice is none
-                self._known |= self._question.result()
-            self._question = None
-        return {peer: self._known[peer] for peer in peers if peer in self._known}
+        if now_s() >= self._next_read_s:
+            self._next_read_s = now_s() + READ_INTERVAL_S
+            with suppress(RuntimeError, TransportError, *MALFORMED):  # a malformed notice is none
+                self._known |= call_store(lambda: self._read(begun))
+        for peer in begun.keys() & self._known.keys():
+            counts = self._known[peer]
+            if counts is None or counts.get(self._rank, 0) < begun[peer]:
+                return peer
+        return None
 
     def _read(self, peers: Collection[int]) -> dict[int, Counts]:
         keys = {peer: f"left/{peer}" for peer in peers}

@@ -12,9 +12,10 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 from weakref import finalize
 
 import torch
@@ -26,9 +27,7 @@ from commrt.errors import SizeMismatch, TransportError, UsageError
 from commrt.kernels.dispatch import on_gpu
 from commrt.kernels.meeting import MeetingPlan
 from commrt.store.agreement import gather
-from commrt.store.client import call_store, parse_int, parse_list, require
-
-T = TypeVar("T")
+from commrt.store.client import call_store
 
 WORD_NBYTES = 128
 """A word has a cache line for itself."""
@@ -59,10 +58,9 @@ class PeerMemory:
 
     def _allocated(self, nbytes: int) -> Any:
         """Return memory, even if torch must give up some that it keeps; raises torch's ``OutOfMemoryError``."""
-        try:
+        with suppress(RuntimeError):  # CuPy's, of the driver
             return self._cupy.cuda.Memory(nbytes)
-        except RuntimeError:  # CuPy's, of the driver
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         try:
             return self._cupy.cuda.Memory(nbytes)
         except RuntimeError as error:
@@ -118,16 +116,12 @@ class Words(NamedTuple):
 
 
 class _Page(NamedTuple):
-    """What a rank tells the others of its page."""
-
     host: str
     handle: str
     nonce: int
 
 
 class _Place(NamedTuple):
-    """Where a buffer lies, for peers."""
-
     handle: str
     segment_nbytes: int
     begin: int
@@ -136,8 +130,6 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segment:
-    """An allocation that peers can map."""
-
     memory: Any
     address: int
     nbytes: int
@@ -163,20 +155,22 @@ class Neighbours:
         self._page, self._pages = memory.allocate((len(members) + 1) * WORD_NBYTES), dict[int, Any]()
         nonce = secrets.randbits(62)
         _nonce_of(self._page).fill_(nonce)
-        self.memory.synchronize()
+        memory.synchronize()
         handle, verdict = "", ""
         try:
-            handle = self.memory.handle(self._page).hex()
+            handle = memory.handle(self._page).hex()
         except RuntimeError as error:
-            verdict = f"the memory of rank {self.rank} cannot be mapped ({error})"
+            verdict = f"the memory of rank {rank} cannot be mapped ({error})"
         own = _Page(host, handle, nonce)
-        pages = self._gather("pages", self.members, own, timeout_s, _parse_page)
-        there = {peer: page for peer, page in pages.items() if page.host == host and peer != self.rank}
+        pages = gather(
+            PrefixStore("pages", store), rank, members, own, timeout_s, lambda data: _Page(*json.loads(data))
+        )
+        there = {peer: page for peer, page in pages.items() if page.host == host and peer != rank}
         try:
             self._pages = {peer: self._opened_page(page) for peer, page in there.items() if page.handle}
         except RuntimeError as error:
-            verdict = f"rank {self.rank} cannot map the memory of another rank ({error})"
-        verdicts = self._gather("verdicts", self.members, verdict, timeout_s, _parse_verdict)
+            verdict = f"rank {rank} cannot map the memory of another rank ({error})"
+        verdicts = gather(PrefixStore("verdicts", store), rank, members, verdict, timeout_s, json.loads)
         self.refusal = next((verdicts[peer] for peer in sorted([*there, rank]) if verdicts[peer]), "")
         self.ranks: Sequence[int] = sorted(there)
         """The others, in ascending order."""
@@ -189,11 +183,6 @@ class Neighbours:
         if int(_nonce_of(opened)) != page.nonce:
             raise RuntimeError("its page shows other numbers than it has written")
         return opened
-
-    def _gather(
-        self, what: str, members: Sequence[int], record: object, timeout_s: float, read: Callable[[bytes], T]
-    ) -> dict[int, T]:
-        return gather(PrefixStore(what, self._store), self.rank, members, record, timeout_s, read)
 
     def words(self, peer: int) -> Words:
         """Return what this rank and `peer` tell each other."""
@@ -244,7 +233,8 @@ class Neighbours:
         self._shares += 1
         own = [self._place(buffer) for buffer in buffers]
         here = sorted([self.rank, *self.ranks])  # a rank that is alone on its host shares nothing
-        shared = self._gather(f"share {self._shares}", here, own, timeout_s, _parse_places)
+        store = PrefixStore(f"share {self._shares}", self._store)
+        shared = gather(store, self.rank, here, own, timeout_s, _parse_places)
         for peer in self.ranks:
             if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
                 raise SizeMismatch(f"rank {peer} shares buffers of other sizes: start all ranks with the same code")
@@ -288,19 +278,5 @@ def _nonce_of(page: Any) -> Tensor:
     return from_dlpack(page)[-8:].view(torch.int64)
 
 
-def _parse_page(data: bytes) -> _Page:
-    host, handle, nonce = parse_list(data, 3)
-    require(isinstance(host, str) and bytes.fromhex(handle) is not None)
-    return _Page(host, handle, parse_int(nonce))
-
-
-def _parse_verdict(data: bytes) -> str:
-    verdict = json.loads(data)
-    require(isinstance(verdict, str))
-    return str(verdict)
-
-
 def _parse_places(data: bytes) -> list[_Place]:
-    places = [_Place(handle, *map(parse_int, numbers)) for handle, *numbers in parse_list(data)]
-    require(all(bytes.fromhex(each.handle) and each.begin + each.nbytes <= each.segment_nbytes for each in places))
-    return places
+    return [_Place(*place) for place in json.loads(data)]

@@ -15,21 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from operator import methodcaller
-from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.errors import (
-    CallMismatch,
-    DeadlineExceeded,
-    PeerLost,
-    Place,
-    SizeMismatch,
-    TransportClosed,
-    TransportError,
-)
+from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.store.client import MALFORMED, call_store
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import now_s, slice_s
@@ -85,9 +76,9 @@ class _PeerExchange:
         self.channel.post(self.segments, self.packets, len(self.offered), call)
 
     def progress(self, where: Where) -> bool:
-        """Read a packet and receive all that can be received now; return True if all sends and receives are complete.
+        """Read a packet and receive what can be received now; return True if all is complete, in a loan all receives.
 
-        During a loan the receives suffice. Raises `CallMismatch` and `SizeMismatch`.
+        Raises `CallMismatch` and `SizeMismatch`.
         """
         channel, offers, copied = self.channel, self.channel.offers, 0
         if channel.unsent:
@@ -149,23 +140,14 @@ class _PeerExchange:
 class SharedTransport(Transport):
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
-    Connects to all other `members` at construction, through a `store` that nobody else uses; raises
-    `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.store.client.host_identity`. Used by one thread at a time; a process may hold several.
+    Connects to all other `members` through a `store` that nobody else uses; raises `DeadlineExceeded` with the ranks
+    that do not come. All ranks must have the same `commrt.store.client.host_identity`.
     """
 
     kind = "shared"
     one_host = True
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        members: Sequence[int],
-        timeout_s: float = 300.0,
-        address: str | None = None,
-        neighbours: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0, *_: object) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
@@ -174,15 +156,13 @@ class SharedTransport(Transport):
         ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s, rank)
         self._channels = {peer: Channel(end) for peer, end in ends.items()}
         release_in_forked_child(self)
-        finalize(self, _close, tuple(self._channels.values()))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate`: sends from this memory need no copy on this side."""
+        """Return zeros [numel] in memory from which sends need no copy on this side."""
         require_cpu(device, MEDIUM)
         return self._arena.allocate(numel, dtype)
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.members)
         self._require_open(partial(Place, self.rank, hop=rest.hop))
         memory, staged = self._stage(rest.sends)
@@ -273,7 +253,6 @@ class SharedTransport(Transport):
                 raise DeadlineExceeded(f"{what}: slow, stopped, or running another program", late[0].place(where))
 
     def _progress(self, exchange: _PeerExchange, where: Where) -> bool:
-        """Return True if `exchange` is complete."""
         try:
             if exchange.progress(where):
                 return True  # though the peer may be gone: its last small messages were here
@@ -293,7 +272,8 @@ class SharedTransport(Transport):
     def close(self) -> None:
         """End all connections; peers that wait for this rank raise `PeerLost` at once. Allocated memory stays."""
         self._closed = True
-        _close(self._channels.values())
+        for channel in self._channels.values():
+            channel.close()
         self._arena.close()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
@@ -317,11 +297,6 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
         writable = select.POLLOUT if exchange.channel.unsent else 0
         poller.register(exchange.channel.fd, select.POLLIN | writable)
     return [fd for fd, _ in poller.poll(ceil(slice_s(left_s) * 1000))] if left_s > 0 else []
-
-
-def _close(channels: Iterable[Channel]) -> None:
-    for channel in channels:
-        channel.close()
 
 
 def _on_cpu(data: Tensor) -> Tensor:
