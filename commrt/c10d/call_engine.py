@@ -123,11 +123,8 @@ class Call:
 
     kind: Kind
     put: Sequence[Tensor]
-    """The rows of what this rank contributes."""
     take: Sequence[Tensor]
-    """The rows for the result."""
     result: Sequence[Tensor]
-    """The caller's tensors that hold the result at the end."""
     factor: Tensor | float | None = None
     """What this rank's contribution is multiplied by."""
     copies: Sequence[tuple[Tensor, Tensor]] = ()
@@ -174,10 +171,7 @@ class CallEngine:
         self._bound = lru_cache(KEPT)(self._bind)  # its schedules were proven when they were chosen
 
     def begin(self, call: Call, timeout_s: float | None = None, *, waits: bool = False) -> Future[None]:
-        """Run `call` after all earlier ones, with the group's timeout if there is none of its own.
-
-        Returns at once, or when it is done if the caller `waits` anyway.
-        """
+        """Run `call` after all earlier ones; return at once, or if the caller `waits` anyway, when it is done."""
         device, comm_thread = call.kind.device, self._world.comm_thread
         if device.type == "cuda":
             self._world.connect(device)
@@ -323,10 +317,7 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 
 @untraced
 class GroupWork(Work, dist.Work):
-    """A collective that runs while its caller does something else; see ``torch.distributed.Work``.
-
-    An error is raised by `wait` and by the future. If nobody asks for it, it is logged.
-    """
+    """A `Work` that is one of ``torch.distributed`` too."""
 
     def __init__(self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective") -> None:
         dist.Work.__init__(self)
@@ -334,11 +325,7 @@ class GroupWork(Work, dist.Work):
         _newest.append(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # type: ignore[override]  # torch's
-        """Return True when the result is there; raises the error that ended the collective.
-
-        On a GPU the current stream waits for the result, and the calling thread does not. Raises `DeadlineExceeded`
-        after `timeout`; the collective goes on, and you can wait for it again.
-        """
+        """Return True when the result is there, or raise, as `Work.wait`."""
         try:
             self._wait(seconds_of(timeout))
         except CommrtError as error:
@@ -368,10 +355,7 @@ class GroupWork(Work, dist.Work):
         return list(self._result)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Do as `Work.get_future`. In a backward pass, ``backward()`` raises the error too.
-
-        DDP would make a RuntimeError of it.
-        """
+        """Do as `Work.get_future`. In a backward pass ``backward()`` raises the error too, which DDP would replace."""
         self._is_observed = True
         if torch._C._current_graph_task_id() != OUTSIDE:  # noqa: SLF001
             callback: Any = self.wait

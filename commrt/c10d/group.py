@@ -47,10 +47,7 @@ ONE_HOST = "host"
 
 
 class ProcessGroupWorld:
-    """Connects the ranks of the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective.
-
-    Raises `TransportError` if a rank does not come.
-    """
+    """The world of the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective to make."""
 
     def __init__(self, options: Any) -> None:
         rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
@@ -176,7 +173,6 @@ class DeviceMessages:
         self._sends: list[P2PMessage] = []
         self._recvs: list[P2PMessage] = []
         self.waiting: list[BatchWork] = []
-        """The works of the batch, which has yet to leave."""
 
     def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
         """Add a send to `peer`, or a receive from there, to the batch."""

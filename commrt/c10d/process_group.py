@@ -109,7 +109,6 @@ class _Observed:
     group: ProcessGroup
     begin: Callable[[], Any]
     outcome: list[Any] = field(default_factory=list)
-    """What `begin` returned, once it was called."""
 
 
 _observed: ContextVar[_Observed | None] = ContextVar("observed", default=None)

@@ -49,7 +49,6 @@ class AllReduce(NamedTuple):
     """Of a tensor without gaps."""
     dtype: torch.dtype
     wire: AnyWire
-    """What travels."""
     device: torch.device
     residual: Tensor | None
 

@@ -144,10 +144,7 @@ def require_gpu(device: torch.device | str) -> torch.device:
 
 
 def default_device(local_rank: int) -> torch.device:
-    """Return the GPU of a rank, or the CPU where there is none; raises `UsageError` for more ranks than GPUs.
-
-    Each rank of a host may see all GPUs, or only its own.
-    """
+    """Return the GPU of a rank, which may see all or its own, or the CPU; raises `UsageError` for too many ranks."""
     gpus = torch.cuda.device_count()
     if gpus > 1 and local_rank >= gpus:
         raise UsageError(

@@ -59,10 +59,7 @@ def listening(recorder: Recorder | None) -> Recorder | None:
 
 
 class Nvtx:
-    """Records ranges in the domain ``commrt`` of Nsight Systems; costs 2 us each while no profiler listens.
-
-    Raises `ImportError` without the package ``nvtx``.
-    """
+    """Records ranges in Nsight's domain ``commrt``, at 2 us each unheard; raises `ImportError` without ``nvtx``."""
 
     def __init__(self) -> None:
         import nvtx  # noqa: PLC0415  # an extra
@@ -118,7 +115,6 @@ class Timeline:
         self.events: list[Event] = []
         """In order of their ends. Times are ``time.perf_counter``'s, one clock for all processes of a Linux host."""
         self.left_out = 0
-        """The number of ranges that were not kept."""
 
     def begin(self, name: str, facts: dict[str, Fact]) -> None:
         """See `Recorder`."""

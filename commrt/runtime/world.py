@@ -68,7 +68,6 @@ class World:
         self.holds_store = holds_store
         """True if the store ends with this process."""
         self.attached = 0
-        """The number of models attached so far."""
         self.joined: object = None
         """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = NO_HOOKS
@@ -79,9 +78,7 @@ class World:
         self.reconnect_options = reconnect_options
         """How ranks connect again after one was lost; None in a world that cannot."""
         self.membership = Membership(transport.members, self.comm_thread)
-        """Who takes part, and what happens when a rank is lost."""
         self.consistency = ConsistencyCheck(self.transport)
-        """Compares what ranks do before they do it."""
         self._runs = PreparedRuns(self.transport, self, self.consistency.require_same_call_now)
         self._sums = Sums(self.transport, self.comm_thread, self, self.consistency.require_same_call_now)
         release_in_forked_child(self)

@@ -33,7 +33,6 @@ ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
 STORE_HOLDER = "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, struct.error)
-"""Exceptions that parsing malformed data can raise."""
 DISCARD_PORT = 9
 """UDP's discard: no packet is sent there."""
 
@@ -162,10 +161,7 @@ def parse_dict(text: bytes) -> Mapping[str, Any]:
 
 
 def meet(launch: Launch, timeout_s: float) -> Store:
-    """Return the store of `launch`; its rank 0 makes one if the launcher holds none.
-
-    Raises `DeadlineExceeded` if none answers within `timeout_s`, `TransportError` if the port is taken.
-    """
+    """Return the store of `launch`, which rank 0 makes if the launcher holds none; raises `TransportError`."""
     where = launch.address, launch.port
     if where in _held:
         return _held[where]

@@ -68,7 +68,6 @@ class CommThread:
         limit_s: Callable[[], float] = lambda: inf,
     ) -> None:
         self.streams = HOST
-        """Where tasks queue their work."""
         self.newest: Future[Any] | None = None
         """Of the tasks that other threads have submitted."""
         self._limit_s = limit_s
@@ -137,10 +136,7 @@ class CommThread:
         return threading.current_thread() is self._thread
 
     def require_open(self) -> None:
-        """Raise `TransportClosed` after `close`, and in a forked child.
-
-        Raises `UsageError` in a signal handler that interrupts `run`: it would wait for what it interrupts.
-        """
+        """Raise `TransportClosed` after `close` and in a forked child, `UsageError` in a signal handler amid `run`."""
         if self._runner is threading.current_thread():
             raise UsageError(IN_A_CALL)
         if self._refusal is not None:
@@ -244,10 +240,7 @@ class CommThread:
         return True
 
     def close(self, limit_s: float | None = None) -> None:
-        """Finish all submitted tasks and accept no more. Safe to call twice, also after Ctrl-C in the first call.
-
-        Raises `TimeoutError` if they are not finished within `limit_s`.
-        """
+        """Finish all tasks, within `limit_s` or raise `TimeoutError`, and accept no more. Safe to call twice."""
         self.require_other_thread()
         self._refusal = CLOSED
         self._tasks.put(None)

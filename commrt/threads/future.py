@@ -48,7 +48,6 @@ class StreamEvent:
 
 
 DONE = StreamEvent()
-"""An event that is reached."""
 
 
 class Streams:
@@ -92,7 +91,6 @@ class Streams:
 
 
 HOST = Streams()
-"""Those of a CPU."""
 
 
 class CudaStreams(Streams):
@@ -269,10 +267,7 @@ class Future(Generic[T]):
         return self
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result, then return or raise it.
-
-        Raises `TimeoutError` after `timeout_s` seconds, and `UsageError` on the thread that would set it.
-        """
+        """Wait for the result; return or raise it, `TimeoutError`, or `UsageError` on the thread that would set it."""
         if not self._is_done:
             self._wait(timeout_s)
         if self._error is not None:

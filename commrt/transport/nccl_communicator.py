@@ -215,10 +215,7 @@ class ShutdownNotices:
             call_store(lambda: self._store.set(f"left/{self._rank}", data))
 
     def left_early(self, begun: Mapping[int, int]) -> int | None:
-        """Return a peer that is known to have left without its part in what was `begun` with it; None if none has.
-
-        Reads the store every `READ_INTERVAL_S`, and waits for its answer for 2 s at most.
-        """
+        """Return a peer that left without its part in what was `begun` with it; waits for the store, 2 s at most."""
         if now_s() >= self._next_read_s:
             self._next_read_s = now_s() + READ_INTERVAL_S
             with suppress(RuntimeError, TransportError, *MALFORMED):  # a malformed notice is none

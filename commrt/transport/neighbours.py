@@ -80,10 +80,7 @@ class PeerMemory:
             return bytes(self._runtime.ipcGetMemHandle(segment.data.ptr))
 
     def open(self, handle: bytes, nbytes: int) -> Any:
-        """Return a peer's segment, a uint8 array [nbytes]; raises `RuntimeError` where that cannot be.
-
-        The memory counts as this device's, wherever it is.
-        """
+        """Return a peer's segment, a uint8 array [nbytes] of this device; raises `RuntimeError` where it cannot be."""
         with torch.cuda.device(self._device):
             address = self._runtime.ipcOpenMemHandle(handle)
         memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
@@ -173,7 +170,6 @@ class Neighbours:
         verdicts = gather(PrefixStore("verdicts", store), rank, members, verdict, timeout_s, json.loads)
         self.refusal = next((verdicts[peer] for peer in sorted([*there, rank]) if verdicts[peer]), "")
         self.ranks: Sequence[int] = sorted(there)
-        """The others, in ascending order."""
         if self.refusal:
             self.close(timeout_s)
             self.ranks = ()
@@ -193,10 +189,7 @@ class Neighbours:
         return from_dlpack(page)[begin : begin + 4].view(torch.int32)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros [numel] in a segment that peers can map; it is used again when nobody uses it any more.
-
-        Waits for the device, as ``cudaMalloc`` may.
-        """
+        """Return zeros [numel] in a segment that peers can map, a new one or one used before; waits for the device."""
         nbytes = max(1, numel) * dtype.itemsize
         with self._lock:
             fits = [segment for segment in self._free if nbytes <= segment.nbytes <= LARGER * nbytes]

@@ -42,9 +42,7 @@ class _Bound:
     hop: int
     ranks: Sequence[int]
     begins: bool
-    """True if a program begins with it."""
     tag: Tag = CAPTURE
-    """Of its latest run."""
 
 
 class PeersTransport(NcclTransport):

@@ -95,7 +95,6 @@ class Transport(ABC):
     kind: str
     """Name of the medium, such as ``gloo``."""
     rank: int
-    """This rank."""
     members: Sequence[int]
     """Ranks that this transport connects, in ascending order: some of the world's once one is lost."""
     timeout_s: float
@@ -134,10 +133,7 @@ class Transport(ABC):
         return None
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """Return windows of `buffers`, all from `allocate_shared`; none where peers cannot read this rank's memory.
-
-        Collective, with buffers of the same sizes on all members.
-        """
+        """Return windows of `buffers`, all from `allocate_shared`; none if peers cannot read them. Collective."""
         return ()
 
     def wait(self) -> None:  # noqa: B027  # most queue nothing
@@ -152,10 +148,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Fail the group that runs on another thread with `TransportClosed`; callable from any thread.
-
-        Memory in use may stay allocated: call `close` too.
-        """
+        """Fail the group that runs on another thread with `TransportClosed`; from any thread. Call `close` too."""
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
@@ -213,7 +206,6 @@ class TransportByDevice(Transport):
         self.rank, self.ranks = host.rank, len(host.members)
         self._timeout_s = host.timeout_s
         self.gpus: dict[torch.device, Transport] = {}
-        """Transports of GPUs."""
         self._use(host)
 
     def _use(self, host: Transport) -> None:

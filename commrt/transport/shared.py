@@ -52,19 +52,15 @@ class _PeerExchange:
     peer: int
     channel: Channel
     packets: Sequence[Packet]
-    """Offers and small messages."""
     offered: Sequence[int]
     """[offers] the bytes of each."""
     segments: frozenset[Segment]
     """Segments that hold them."""
     targets: Sequence[Tensor]
-    """Memory of the receives."""
     originals: Sequence[Tensor] | None
     """[receives] the same memory, if a receive may be the peer's memory until `return_borrowed`; None if it may not."""
     received: int = 0
-    """Number of receives of the running group that are complete."""
     call: int = 0
-    """The number of the call that runs the group."""
     lent: bool = False
     """True from `begin` to `return_borrowed` if receives may be the peer's memory. The peer reads our sends as long."""
     borrowed: int = 0
@@ -76,10 +72,7 @@ class _PeerExchange:
         self.channel.post(self.segments, self.packets, len(self.offered), call)
 
     def progress(self, where: Where) -> bool:
-        """Read a packet and receive what can be received now; return True if all is complete, in a loan all receives.
-
-        Raises `CallMismatch` and `SizeMismatch`.
-        """
+        """Read a packet and receive what can be received; return True if all is complete, in a loan all receives."""
         channel, offers, copied = self.channel, self.channel.offers, 0
         if channel.unsent:
             channel.flush()
