@@ -221,9 +221,8 @@ class CallEngine:
         lands = kind.divisor == 1 and shape == sizes and places[-1] >= LANDING_NUMEL and kind.device.type == "cpu"
         lands = lands and self._world.transport.can_move_receives
         landings = sorted(program.landings, key=lambda each: each.begin) if lands else []
-        put, take, land = [], [], []
-        for slot, row, first in kind.put:
-            put.append(_copy(wire, row, places[slot], places[slot] + sizes[slot], first + lo))
+        put = [_copy(wire, row, places[at], places[at] + sizes[at], first + lo) for at, row, first in kind.put]
+        take, land = [], []
         for slot, row, first in kind.take:
             begin, stop, ahead = places[slot], places[slot] + sizes[slot], first + lo - places[slot]
             for target, low, high in landings:

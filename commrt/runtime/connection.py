@@ -62,13 +62,9 @@ def suited(hosts: Sequence[str | None]) -> HostTransport:
 
     It is shared memory on one host, Gloo where each rank has a host of its own, and both at once otherwise.
     """
-    if len(set(hosts)) == 1 and hosts[0] is not None:
-        return cast("HostTransport", resolve_name(TRANSPORTS["shared"]))
-    return cast("HostTransport", resolve_name(TRANSPORTS["gloo"] if len(set(hosts)) == len(hosts) else MIXED))
-
-
-MIXED = "commrt.transport.gloo:HierarchicalTransport"
-"""For several ranks on each of several hosts."""
+    between = "commrt.transport.gloo:HierarchicalTransport" if len(set(hosts)) < len(hosts) else TRANSPORTS["gloo"]
+    is_one_host = len(set(hosts)) == 1 and hosts[0] is not None
+    return cast("HostTransport", resolve_name(TRANSPORTS["shared"] if is_one_host else between))
 
 
 def compare_starts(

@@ -115,6 +115,7 @@ class Timeline:
         self.events: list[Event] = []
         """In order of their ends. Times are ``time.perf_counter``'s, one clock for all processes of a Linux host."""
         self.left_out = 0
+        """The number of ranges that were not kept."""
 
     def begin(self, name: str, facts: dict[str, Fact]) -> None:
         """See `Recorder`."""

@@ -128,7 +128,9 @@ class World:
         """
         check_run(schedule, buffer, tag, self.size)
         is_ready = not async_op and self._runs.known(schedule, buffer) is not None
-        if is_ready and self._is_plain:
+        # Nobody else has a say in it, and the caller's thread may write.
+        is_plain = self.hooks is NO_HOOKS and self.joined is None and self.config is None
+        if is_ready and is_plain and not (self.membership.is_elastic or torch.is_inference_mode_enabled()):
             self.comm_thread.run(lambda: self._runs.run(schedule, buffer, tag)).result()
             return Work([buffer], self.rank)
 
@@ -138,12 +140,6 @@ class World:
 
         with self.collective("run()"):
             return self._work(begin, buffer, async_op=async_op)
-
-    @property
-    def _is_plain(self) -> bool:
-        """True if nobody else has a say in a collective; not under inference mode, as the caller's thread may write."""
-        is_alone = self.hooks is NO_HOOKS and self.joined is None and self.config is None
-        return is_alone and not self.membership.is_elastic and not torch.is_inference_mode_enabled()
 
     def all_reduce(
         self,

@@ -317,10 +317,6 @@ class Arena:
         segment = next((each for each in tuple(self._segments.values()) if address in each.addresses), None)
         return None if segment is None else (segment, address - segment.addresses.start)
 
-    def close(self) -> None:
-        """Stop cutting tensors from the current segment; allocated tensors stay usable."""
-        self._memory = None
-
     def _new_segment(self, nbytes: int) -> mmap.mmap:
         number = next(self._numbers)
         fd = os.memfd_create(f"commrt-{number}")

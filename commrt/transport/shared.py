@@ -267,7 +267,7 @@ class SharedTransport(Transport):
         self._closed = True
         for channel in self._channels.values():
             channel.close()
-        self._arena.close()
+        self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
     def abort(self) -> None:
