@@ -120,8 +120,6 @@ class GlooTransport(Transport):
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*rest.sends, *rest.recvs):
             require_cpu(message.data.device, MEDIUM)
-        if self._gloo is None:
-            raise TransportClosed("the transport was closed", Place(self.rank, hop=rest.hop))
         transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data, _ in rest.recvs]
         transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data, _ in rest.sends]
 

@@ -157,7 +157,6 @@ class SharedTransport(Transport):
 
     def bind(self, group: P2PGroup) -> Exchange:
         rest, copies = split_self(group, self.rank, self.members)
-        self._require_open(partial(Place, self.rank, hop=rest.hop))
         memory, staged = self._stage(rest.sends)
         copies += staged
         exchanges = {each.channel.fd: each for each in self._exchanges(rest, memory)}
