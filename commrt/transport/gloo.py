@@ -45,10 +45,6 @@ class _Transfer(NamedTuple):
     numbers: count[int]
     """Counts all transfers with this peer in this direction."""
 
-    def next_tag(self, call: int) -> int:
-        """Return the tag that the next run has at both ends."""
-        return (next(self.numbers) * 0x9E3779B1 ^ self.data.nbytes ^ call) % UNUSED_TAG
-
 
 class GlooTransport(Transport):
     """One rank of a group of processes; a `Transport` for CPU tensors.
@@ -145,9 +141,9 @@ class GlooTransport(Transport):
                 raise self._explained(error, transfers, works, place) from error
 
         try:
-            works.extend(
-                self.post(each.data, each.peer, each.next_tag(call), is_send=each.is_send) for each in transfers
-            )
+            for peer, data, is_send, numbers in transfers:
+                tag = (next(numbers) * 0x9E3779B1 ^ data.nbytes ^ call) % UNUSED_TAG
+                works.append(self.post(data, peer, tag, is_send=is_send))
         except (RuntimeError, TransportClosed) as error:
             raise self._explained(error, transfers, works, place) from error
         return finish

@@ -227,7 +227,9 @@ class Neighbours:
         own = [self._place(buffer) for buffer in buffers]
         here = sorted([self.rank, *self.ranks])  # a rank that is alone on its host shares nothing
         store = PrefixStore(f"share {self._shares}", self._store)
-        shared = gather(store, self.rank, here, own, timeout_s, _parse_places)
+        shared = gather(
+            store, self.rank, here, own, timeout_s, lambda data: [_Place(*each) for each in json.loads(data)]
+        )
         for peer in self.ranks:
             if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
                 raise SizeMismatch(f"rank {peer} shares buffers of other sizes: start all ranks with the same code")
@@ -269,7 +271,3 @@ class Neighbours:
 
 def _nonce_of(page: Any) -> Tensor:
     return from_dlpack(page)[-8:].view(torch.int64)
-
-
-def _parse_places(data: bytes) -> list[_Place]:
-    return [_Place(*place) for place in json.loads(data)]
