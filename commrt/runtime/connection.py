@@ -24,7 +24,6 @@ class HostTransport(Protocol):
 
     kind: str
     one_host: bool
-    """See `Transport`."""
 
     def __call__(
         self,
