@@ -206,6 +206,7 @@ class ShutdownNotices:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = clone_connection(store), rank
         self._known: dict[int, Counts] = {}
+        self._asked: set[int] = set()  # a read covers all peers that were ever asked about
         self._next_read_s = 0.0
 
     def announce(self, counts: Mapping[int, int] | None) -> None:
@@ -216,10 +217,11 @@ class ShutdownNotices:
 
     def left_early(self, begun: Mapping[int, int]) -> int | None:
         """Return a peer that left without its part in what was `begun` with it; waits for the store, 2 s at most."""
+        self._asked |= begun.keys()
         if now_s() >= self._next_read_s:
             self._next_read_s = now_s() + READ_INTERVAL_S
             with suppress(RuntimeError, TransportError, *MALFORMED):  # a malformed notice is none
-                self._known |= call_store(lambda: self._read(begun))
+                self._known |= call_store(lambda: self._read(self._asked))
         for peer in begun.keys() & self._known.keys():
             counts = self._known[peer]
             if counts is None or counts.get(self._rank, 0) < begun[peer]:

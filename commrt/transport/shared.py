@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from operator import methodcaller
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -149,6 +150,7 @@ class SharedTransport(Transport):
         ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s, rank)
         self._channels = {peer: Channel(end) for peer, end in ends.items()}
         release_in_forked_child(self)
+        finalize(self, _close, tuple(self._channels.values()))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in memory from which sends need no copy on this side."""
@@ -264,8 +266,7 @@ class SharedTransport(Transport):
     def close(self) -> None:
         """End all connections; peers that wait for this rank raise `PeerLost` at once. Allocated memory stays."""
         self._closed = True
-        for channel in self._channels.values():
-            channel.close()
+        _close(self._channels.values())
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
@@ -289,6 +290,11 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
         writable = select.POLLOUT if exchange.channel.unsent else 0
         poller.register(exchange.channel.fd, select.POLLIN | writable)
     return [fd for fd, _ in poller.poll(ceil(slice_s(left_s) * 1000))] if left_s > 0 else []
+
+
+def _close(channels: Iterable[Channel]) -> None:
+    for channel in channels:
+        channel.close()
 
 
 def _on_cpu(data: Tensor) -> Tensor:
