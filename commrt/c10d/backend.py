@@ -80,7 +80,6 @@ class Methods:
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
         """Return ``begin()``, the call of torch's method `name` with the arguments `given`: torch 2.14 has seen it."""
-        del name, given
         return begin()
 
     @collective("all_reduce")
@@ -171,7 +170,6 @@ class Methods:
     @collective("barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
-        del wait_all_ranks
         opts, given = dist.BarrierOptions(), timeout if isinstance(timeout, timedelta | None) else timeout.timeout
         if given is not None and given >= timedelta(0):
             opts.timeout = max(given, SHORTEST)

@@ -43,8 +43,7 @@ def connect_hosts(
 ) -> Transport:
     """Connect the members for CPU tensors, whose `hosts` are what `compare_starts` returned. Collective.
 
-    COMMRT_TRANSPORT chooses the transport; by default it is `suited` to the hosts. `address` is where this rank listens
-    for others in the network.
+    COMMRT_TRANSPORT chooses the transport, or else the hosts (`suited`). This rank listens for others at `address`.
     """
     connects = transport_called(chosen_transport()) or suited([*hosts.values()])
     neighbours = [peer for peer, host in hosts.items() if host == hosts[rank]]
@@ -71,8 +70,7 @@ def compare_starts(
 ) -> dict[int, str]:
     """Return the host of each of `members`, once all else that they start with is the same. Collective.
 
-    `choice` is what else must be equal. Raises `DisagreementError`, and `UsageError` for hosts that COMMRT_TRANSPORT
-    cannot connect.
+    `choice` is what else must be equal. Raises `DisagreementError`, and `UsageError` if COMMRT_TRANSPORT cannot be.
     """
     asked, starts = chosen_transport(), dict[int, tuple[str, Mapping[str, str]]]()
     claim = {
@@ -119,9 +117,8 @@ def connect_gpu(
     device: torch.device,
     on_failure: Callable[[TransportError], None],
 ) -> Transport:
-    """Connect `members` for tensors on the GPU `device` of this rank. Collective.
+    """Connect `members` by NCCL, and by peers' memory where possible and COMMRT_TRANSPORT allows it. Collective.
 
-    By NCCL, and by peers' memory where the ranks of a host can map it, unless COMMRT_TRANSPORT chooses NCCL alone.
     `on_failure` is called with an error that ends an exchange for which nobody waits.
     """
     asked = chosen_transport()

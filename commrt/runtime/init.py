@@ -116,9 +116,8 @@ def _join_launch(launch: Launch, timeout_s: float) -> World:
     _joined.add((launch.address, launch.port))
     connect = _connector(store, launch.rank, _gloo_address(launch.address))
     config = call_store(lambda: WorldConfig.read(store), rank=launch.rank)
-    transport: Transport
     if config is None:
-        transport = connect(0, range(launch.size), timeout_s)
+        transport: Transport = connect(0, range(launch.size), timeout_s)
         is_near = transport.one_host
     else:
         config.require_place(launch.rank, launch.size, host_identity(), chosen_transport())

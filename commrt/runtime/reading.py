@@ -54,15 +54,13 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
 
     Receives are copied from peers of this host, and the transport moves the other messages.
     """
-    sends, recvs = ([m for m in side if m.peer in window.peers] for side in (group.sends, group.recvs))
-    ranks = sorted({message.peer for message in (*sends, *recvs)})
-    if not ranks:
+    near, far = group.parted(window.peers)
+    if not (ranks := sorted(near.peers)):
         return transport.bind(group)
-    ready = window.bind(Meeting(1, {message.peer: 1 for message in recvs}), group.hop, ranks, first=True)
-    copies = [copying(message.data, window.peers[message.peer]) for message in recvs]
-    done = window.bind(Meeting(3, {message.peer: 2 for message in sends}), group.hop, ranks, last=True)
-    far_sends, far_recvs = ([m for m in side if m.peer not in window.peers] for side in (group.sends, group.recvs))
-    rest = transport.bind(P2PGroup(far_sends, far_recvs, group.hop))
+    ready = window.bind(Meeting(1, {message.peer: 1 for message in near.recvs}), group.hop, ranks, first=True)
+    copies = [copying(message.data, window.peers[message.peer]) for message in near.recvs]
+    done = window.bind(Meeting(3, {message.peer: 2 for message in near.sends}), group.hop, ranks, last=True)
+    rest = transport.bind(far)
 
     def run(tag: Tag) -> None:
         ready(tag)
@@ -108,8 +106,7 @@ class _Reader:
         recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
         self.sends += sends
         self.recvs += recvs
-        far_sends, far_recvs = ([m for m in side if m.peer not in self._near] for side in (sends, recvs))
-        far = P2PGroup(far_sends, far_recvs, number)
+        _, far = P2PGroup(sends, recvs, number).parted(self._near)
         come = self._exchange(cast("Meeting", before), number, far)
         moves = self._moves(hop, places, lands=number == self._latest and within is None)
         facts = facts_of(number, sends, recvs)
@@ -128,10 +125,8 @@ class _Reader:
 
     def group(self) -> P2PGroup:
         """Return what a transport exchanges: messages with ranks of other hosts; or all, if all are read."""
-        if not self._has_far:
-            return P2PGroup(self.sends, self.recvs, reads=True)
-        sends, recvs = ([m for m in side if m.peer not in self._near] for side in (self.sends, self.recvs))
-        return P2PGroup(sends, recvs)
+        _, far = P2PGroup(self.sends, self.recvs).parted(self._near)
+        return far if self._has_far else P2PGroup(self.sends, self.recvs, reads=True)
 
     def end(self) -> BoundHop:
         """Return the last meeting, after which no peer reads the buffer."""

@@ -89,8 +89,7 @@ class CommThread:
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` after all earlier tasks, and on a GPU after all work that the caller has queued.
 
-        In a callback of a future, on the communication thread, it has run when this returns. Raises `TransportClosed`
-        after `close`, and in a forked child.
+        In a callback of a future it has run when this returns. Raises `TransportClosed` as `require_open` does.
         """
         if self._in_callbacks is not None and self.is_current:
             return self._run_nested(task)
@@ -154,9 +153,6 @@ class CommThread:
         if not (in_callback and self._in_callbacks is not None and self.is_current):
             self.require_other_thread()
             self.require_open()
-        self._require_no_failure()
-
-    def _require_no_failure(self) -> None:
         if self.failure is not None:
             raise _refusal_after(self.failure) from self.failure
 
@@ -185,7 +181,8 @@ class CommThread:
         error: BaseException | None = None
         try:
             self.streams.wait_event(before)
-            self._require_no_failure()
+            if self.failure is not None:
+                raise _refusal_after(self.failure) from self.failure  # noqa: TRY301  # as of a task
             with torch.no_grad():
                 value = task()
             end = self.streams.record_event()

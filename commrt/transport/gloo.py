@@ -224,14 +224,7 @@ class HierarchicalTransport(Transport):
         return self._local.allocate(numel, dtype, device)
 
     def bind(self, group: P2PGroup) -> Exchange:
-        near, far = (
-            replace(
-                group,
-                sends=[m for m in group.sends if (m.peer in self._local.members) == is_near],
-                recvs=[m for m in group.recvs if (m.peer in self._local.members) == is_near],
-            )
-            for is_near in (True, False)
-        )
+        near, far = group.parted(self._local.members)
         run_local, start_remote = self._local.bind(near), self._remote.bind_start(far)
 
         def run(tag: Tag) -> EndLoan | None:

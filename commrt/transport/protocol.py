@@ -17,7 +17,7 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -71,6 +71,12 @@ class P2PGroup:
         """Ranks that this group sends to or receives from."""
         return {message.peer for message in (*self.sends, *self.recvs)}
 
+    def parted(self, ranks: Collection[int]) -> tuple[P2PGroup, P2PGroup]:
+        """Return the messages with `ranks`, and all others."""
+        sends, recvs = ([m for m in side if m.peer in ranks] for side in (self.sends, self.recvs))
+        other_sends, other_recvs = ([m for m in side if m.peer not in ranks] for side in (self.sends, self.recvs))
+        return replace(self, sends=sends, recvs=recvs), replace(self, sends=other_sends, recvs=other_recvs)
+
 
 EndLoan = Callable[[], None]
 """Tells senders that their memory was read, and returns when all transfers are complete; raises `TransportError`."""
@@ -117,18 +123,13 @@ class Transport(ABC):
 
     @abstractmethod
     def bind(self, group: P2PGroup) -> Exchange:
-        """Prepare `group` once, to run it many times.
-
-        Messages to this rank itself are paired in order and copied. Raises `UsageError` for a peer that does
-        not exist, and for a message to itself without its other end.
-        """
+        """Prepare `group` once, to run it many times; raises `UsageError` for messages that `split_self` refuses."""
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """Record what `work` queues on the device, and return a function that queues all of it again.
 
         That function keeps `work` alive, with all memory that it uses. `group` holds the messages that `work`
-        exchanges. Returns None if this transport queues nothing. Raises
-        `RuntimeError` if the device refuses.
+        exchanges. Returns None if this transport queues nothing. Raises `RuntimeError` if the device refuses.
         """
         return None
 
