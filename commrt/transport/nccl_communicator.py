@@ -217,16 +217,14 @@ class ShutdownNotices:
 
     def left_early(self, begun: Mapping[int, int]) -> int | None:
         """Return a peer that left without its part in what was `begun` with it; waits for the store, 2 s at most."""
+        known = {peer: self._known[peer] for peer in begun if peer in self._known}
+        early = (peer for peer, counts in known.items() if counts is None or counts.get(self._rank, 0) < begun[peer])
         self._asked |= begun.keys()
-        if now_s() >= self._next_read_s:
+        if now_s() >= self._next_read_s:  # for the next call: until then a rank may find an error of its own
             self._next_read_s = now_s() + READ_INTERVAL_S
             with suppress(RuntimeError, TransportError, *MALFORMED):  # a malformed notice is none
                 self._known |= call_store(lambda: self._read(self._asked))
-        for peer in begun.keys() & self._known.keys():
-            counts = self._known[peer]
-            if counts is None or counts.get(self._rank, 0) < begun[peer]:
-                return peer
-        return None
+        return next(early, None)
 
     def _read(self, peers: Collection[int]) -> dict[int, Counts]:
         keys = {peer: f"left/{peer}" for peer in peers}
