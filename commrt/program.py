@@ -303,7 +303,7 @@ def meetings(hops: Sequence[Hop], chunks: int, near: Collection[int]) -> Meeting
         needs = {peer: max((int(row[t.lo : t.hi].max()) for t in hop.recvs), default=0) for peer, row in read.items()}
         needs |= {each.peer: ready for each in recvs}
         before.append(None if hop.idle else meeting(ready, needs))
-        clashing = {sent.peer: done for sent in sends if any(_overlap(sent, each) for each in hop.recvs)}
+        clashing = {s.peer: done for s in sends if any(s.lo < each.hi and each.lo < s.hi for each in hop.recvs)}
         within.append(meeting(done, clashing) if clashing else None)
         for sent in sends:
             read[sent.peer][sent.lo : sent.hi] = done
@@ -312,10 +312,6 @@ def meetings(hops: Sequence[Hop], chunks: int, near: Collection[int]) -> Meeting
         tuple(within),
         meeting(2 * len(hops) + 1, {peer: int(row.max(initial=0)) for peer, row in read.items()}),
     )
-
-
-def _overlap(one: Transfer, other: Transfer) -> bool:
-    return one.lo < other.hi and other.lo < one.hi
 
 
 def chunk_bounds(numel: int, chunks: int, granule: int = 1) -> list[int]:

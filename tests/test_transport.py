@@ -245,8 +245,6 @@ def test_a_transport_that_is_asked_for_is_the_one_that_connects(name, monkeypatc
         assert made.kind == name
 
 
-@pytest.mark.parametrize(
-    "where", [*GPU_TRANSPORTS.values(), *ON_GPUS.values(), connection.NCCL_BINDING, connection.MIXED]
-)
-def test_what_is_imported_by_name_for_gpus_and_several_hosts_is_there(where):
+@pytest.mark.parametrize("where", [*GPU_TRANSPORTS.values(), *ON_GPUS.values(), connection.NCCL_BINDING])
+def test_what_is_imported_by_name_for_gpus_is_there(where):
     assert callable(resolve_name(where))

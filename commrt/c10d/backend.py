@@ -80,7 +80,6 @@ class Methods:
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
         """Return ``begin()``, the call of torch's method `name` with the arguments `given`: torch 2.14 has seen it."""
-        del name, given
         return begin()
 
     @collective("all_reduce")
@@ -171,7 +170,6 @@ class Methods:
     @collective("barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
-        del wait_all_ranks
         opts, given = dist.BarrierOptions(), timeout if isinstance(timeout, timedelta | None) else timeout.timeout
         if given is not None and given >= timedelta(0):
             opts.timeout = max(given, SHORTEST)
@@ -226,7 +224,6 @@ class Methods:
         return self.group.device_messages.post(plain, peer, is_send=is_send)
 
     def _begin_pieces(self, name: str, own: Sequence[Tensor], pieces: Sequence[Any], opts: Any) -> dist.Work:
-        """Begin a call of `CheckedCalls.pieces` for each pair of the two lists."""
         pairs = zip(own, pieces, strict=True)
         return self._begin(opts, *[self.group.requests.pieces(name, *pair, opts) for pair in pairs])
 
@@ -274,7 +271,6 @@ class CommrtBackend(Methods, Backend):
 
 
 def _one(tensors: Any) -> Tensor:
-    """Return the one tensor of a list, or a tensor alone."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
@@ -283,7 +279,6 @@ def _one(tensors: Any) -> Tensor:
 
 
 def _listed(tensors: Any) -> list[Tensor]:
-    """Return the tensors of a list, of a list in a list, or of none."""
     return list(tensors) if not tensors or isinstance(tensors[0], Tensor) else list(tensors[0])
 
 

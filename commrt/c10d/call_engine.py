@@ -123,11 +123,8 @@ class Call:
 
     kind: Kind
     put: Sequence[Tensor]
-    """The rows of what this rank contributes."""
     take: Sequence[Tensor]
-    """The rows for the result."""
     result: Sequence[Tensor]
-    """The caller's tensors that hold the result at the end."""
     factor: Tensor | float | None = None
     """What this rank's contribution is multiplied by."""
     copies: Sequence[tuple[Tensor, Tensor]] = ()
@@ -153,8 +150,6 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What all calls of one kind need."""
-
     schedule: str
     number: int
     """32 bits that tell this kind of call from others, on all ranks."""
@@ -176,10 +171,7 @@ class CallEngine:
         self._bound = lru_cache(KEPT)(self._bind)  # its schedules were proven when they were chosen
 
     def begin(self, call: Call, timeout_s: float | None = None, *, waits: bool = False) -> Future[None]:
-        """Run `call` after all earlier ones, with the group's timeout if there is none of its own.
-
-        Returns at once, or when it is done if the caller `waits` anyway.
-        """
+        """Run `call` after all earlier ones; return at once, or if the caller `waits` anyway, when it is done."""
         device, comm_thread = call.kind.device, self._world.comm_thread
         if device.type == "cuda":
             self._world.connect(device)
@@ -229,9 +221,8 @@ class CallEngine:
         lands = kind.divisor == 1 and shape == sizes and places[-1] >= LANDING_NUMEL and kind.device.type == "cpu"
         lands = lands and self._world.transport.can_move_receives
         landings = sorted(program.landings, key=lambda each: each.begin) if lands else []
-        put, take, land = [], [], []
-        for slot, row, first in kind.put:
-            put.append(_copy(wire, row, places[slot], places[slot] + sizes[slot], first + lo))
+        put = [_copy(wire, row, places[at], places[at] + sizes[at], first + lo) for at, row, first in kind.put]
+        take, land = [], []
         for slot, row, first in kind.take:
             begin, stop, ahead = places[slot], places[slot] + sizes[slot], first + lo - places[slot]
             for target, low, high in landings:
@@ -282,9 +273,8 @@ def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None
     for wire, row, elements in part.take:
         if (divisor := call.kind.divisor) > 1:
             is_exact = wire.is_floating_point() or wire.is_complex()
-            number = torch.full(
-                (), divisor, device=wire.device
-            )  # a GPU multiplies by the reciprocal of one of the host
+            # of the device, as a GPU multiplies by the reciprocal of a number of the host
+            number = torch.full((), divisor, device=wire.device)
             wire.div_(number, rounding_mode=None if is_exact else "trunc")
         call.take[row][elements].copy_(wire)
 
@@ -316,7 +306,6 @@ def _reduced(error: CommrtError) -> tuple[Any, ...]:
 def _restored(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
     error = kind.__new__(kind, *args)
     error.__dict__.update(fields)
-    error.args = args
     return as_dist_error(error)
 
 
@@ -327,10 +316,7 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 
 @untraced
 class GroupWork(Work, dist.Work):
-    """A collective that runs while its caller does something else; see ``torch.distributed.Work``.
-
-    An error is raised by `wait` and by the future. If nobody asks for it, it is logged.
-    """
+    """A `Work` that is one of ``torch.distributed`` too."""
 
     def __init__(self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective") -> None:
         dist.Work.__init__(self)
@@ -338,11 +324,7 @@ class GroupWork(Work, dist.Work):
         _newest.append(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # type: ignore[override]  # torch's
-        """Return True when the result is there; raises the error that ended the collective.
-
-        On a GPU the current stream waits for the result, and the calling thread does not. Raises `DeadlineExceeded`
-        after `timeout`; the collective goes on, and you can wait for it again.
-        """
+        """Return True when the result is there, or raise, as `Work.wait`."""
         try:
             self._wait(seconds_of(timeout))
         except CommrtError as error:
@@ -372,10 +354,7 @@ class GroupWork(Work, dist.Work):
         return list(self._result)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Do as `Work.get_future`. In a backward pass, ``backward()`` raises the error too.
-
-        DDP would make a RuntimeError of it.
-        """
+        """Do as `Work.get_future`. In a backward pass ``backward()`` raises the error too, which DDP would replace."""
         self._is_observed = True
         if torch._C._current_graph_task_id() != OUTSIDE:  # noqa: SLF001
             callback: Any = self.wait

@@ -118,15 +118,13 @@ class CheckedCalls:
         return torch.split(memory_of(tensor), given)
 
     def _call(self, collective: str, like: Tensor, put: Sequence[Tensor], taken: Sequence[Tensor], opts: Any) -> Call:
-        """Return a call whose pieces are as large as `like`."""
         _require_alike([like, *put, *taken])
         op: Any = option(opts, "reduceOp", ReduceOp.SUM) if collective in COMBINING else None
         wire_dtype = torch.uint8 if op is None else like.dtype
         copies: list[tuple[Tensor, Tensor]] = []
         outputs = [*map(_row, taken, repeat(wire_dtype), repeat(copies))]
         inputs = outputs if taken is put else [*map(_row, put, repeat(wire_dtype))]
-        first = inputs[0].numel() if inputs else 0, outputs[0].numel() if outputs else 0
-        rows = (len(inputs), first[0]), (len(outputs), first[1])
+        rows = tuple([(len(side), side[0].numel() if side else 0) for side in (inputs, outputs)])
         how, root = getattr(op, "op", op), _root(collective, opts)
         kind = self._kind(collective, like.numel(), like.dtype, like.device, how, root, rows)
         factor = op.factor if kind.is_scaled else None
@@ -158,8 +156,7 @@ class CheckedCalls:
             return tuple(Piece(slot, 0, slot * wide) for slot in range(slots))
 
         put, take = (places(*each) for each in rows)
-        divisor = self.size if how == _OPS.AVG else 1
-        sizes = (wide,) * slots
+        sizes, divisor = (wide,) * slots, self.size if how == _OPS.AVG else 1
         return Kind(collective, dtype, operation, root, sizes, put, take, device, divisor, how == _OPS.PREMUL_SUM)
 
     def _one_each(self, pieces: Pieces, like: Tensor, what: str) -> Sequence[Tensor]:
@@ -214,7 +211,6 @@ def _operation(kind: Any, dtype: torch.dtype) -> str:
 
 
 def _require_alike(tensors: Sequence[Tensor]) -> None:
-    """Raise `UsageError` unless `tensors` are dense, of one dtype and on one device."""
     first = tensors[0]
     dtype, device = first.dtype, first.device
     for tensor in tensors:

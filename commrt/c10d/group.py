@@ -47,10 +47,7 @@ ONE_HOST = "host"
 
 
 class ProcessGroupWorld:
-    """Connects the ranks of the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective.
-
-    Raises `TransportError` if a rank does not come.
-    """
+    """The world of the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective to make."""
 
     def __init__(self, options: Any) -> None:
         rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
@@ -114,9 +111,8 @@ class HostMessages:
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
-        place = Place(
-            self._world.rank, peer, bucket=f"{'send' if is_send else 'receive'} with tag {tag}", nbytes=data.nbytes
-        )
+        what = f"{'send' if is_send else 'receive'} with tag {tag}"
+        place = Place(self._world.rank, peer, bucket=what, nbytes=data.nbytes)
         try:
             work = self._gloo.post(data, peer, tag, is_send=is_send)
         except RuntimeError as error:
@@ -177,7 +173,6 @@ class DeviceMessages:
         self._sends: list[P2PMessage] = []
         self._recvs: list[P2PMessage] = []
         self.waiting: list[BatchWork] = []
-        """The works of the batch, which has yet to leave."""
 
     def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
         """Add a send to `peer`, or a receive from there, to the batch."""

@@ -72,11 +72,9 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         return plain
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return what runs the collectives of a device: this group, which takes CPUs and NVIDIA GPUs."""
         return self if torch.device(device) in DEVICES else super()._get_backend(device)
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has begun."""
         return self.group.engine.begun
 
     def _set_sequence_number_for_group(self) -> None:
@@ -111,7 +109,6 @@ class _Observed:
     group: ProcessGroup
     begin: Callable[[], Any]
     outcome: list[Any] = field(default_factory=list)
-    """What `begin` returned, once it was called."""
 
 
 _observed: ContextVar[_Observed | None] = ContextVar("observed", default=None)
@@ -171,7 +168,6 @@ def _kernel(op: Any, place: int, *given: Any) -> Any:
 
 
 def _library(namespace: str) -> Any:
-    """Return what registers kernels, for as long as it is referenced."""
     return Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
 
 
@@ -180,9 +176,7 @@ def _gather_with(kind: type[ProcessGroup]) -> Any:
     op = torch.ops._c10d_functional.all_gather_into_tensor_out.default  # noqa: SLF001
 
     def gathered(source: Tensor, size: int, given: Any, *, out: Tensor) -> Any:
-        group = (
-            _resolve_process_group(cast("Any", given)) if isinstance(given, str) else given
-        )  # torch 2.13 may give the group
+        group = _resolve_process_group(cast("Any", given)) if isinstance(given, str) else given  # both occur in 2.13
         if not isinstance(group, kind):
             return op._op_dk(TORCH_S_KEY, source, size, given, out=out)  # noqa: SLF001
         work = ProcessGroup.allgather_into_tensor_coalesced(group, [out], [source])  # it lives as long as C++ needs it

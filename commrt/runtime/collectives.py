@@ -49,7 +49,6 @@ class AllReduce(NamedTuple):
     """Of a tensor without gaps."""
     dtype: torch.dtype
     wire: AnyWire
-    """What travels."""
     device: torch.device
     residual: Tensor | None
 
@@ -130,8 +129,6 @@ def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A call that is bound to the wire."""
-
     call: AllReduce
     program: RunnableProgram
     packing: Packing
@@ -166,11 +163,7 @@ class Sums:
     """The all-reduces of one world."""
 
     def __init__(
-        self,
-        transport: TransportByDevice,
-        comm_thread: CommThread,
-        world: HasMembership,
-        compare: Compare,
+        self, transport: TransportByDevice, comm_thread: CommThread, world: HasMembership, compare: Compare
     ) -> None:
         self._transport, self._comm_thread, self._world = transport, comm_thread, world
         self._prepared = Prepared(world, self._bind, prove=_prove, claim=self._claim, compare=compare)

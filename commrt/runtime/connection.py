@@ -24,7 +24,6 @@ class HostTransport(Protocol):
 
     kind: str
     one_host: bool
-    """See `Transport`."""
 
     def __call__(
         self,
@@ -44,8 +43,7 @@ def connect_hosts(
 ) -> Transport:
     """Connect the members for CPU tensors, whose `hosts` are what `compare_starts` returned. Collective.
 
-    COMMRT_TRANSPORT chooses the transport; by default it is `suited` to the hosts. `address` is where this rank listens
-    for others in the network.
+    COMMRT_TRANSPORT chooses the transport, or else the hosts (`suited`). This rank listens for others at `address`.
     """
     connects = transport_called(chosen_transport()) or suited([*hosts.values()])
     neighbours = [peer for peer, host in hosts.items() if host == hosts[rank]]
@@ -62,13 +60,9 @@ def suited(hosts: Sequence[str | None]) -> HostTransport:
 
     It is shared memory on one host, Gloo where each rank has a host of its own, and both at once otherwise.
     """
-    if len(set(hosts)) == 1 and hosts[0] is not None:
-        return cast("HostTransport", resolve_name(TRANSPORTS["shared"]))
-    return cast("HostTransport", resolve_name(TRANSPORTS["gloo"] if len(set(hosts)) == len(hosts) else MIXED))
-
-
-MIXED = "commrt.transport.gloo:HierarchicalTransport"
-"""For several ranks on each of several hosts."""
+    between = "commrt.transport.gloo:HierarchicalTransport" if len(set(hosts)) < len(hosts) else TRANSPORTS["gloo"]
+    is_one_host = len(set(hosts)) == 1 and hosts[0] is not None
+    return cast("HostTransport", resolve_name(TRANSPORTS["shared"] if is_one_host else between))
 
 
 def compare_starts(
@@ -76,8 +70,7 @@ def compare_starts(
 ) -> dict[int, str]:
     """Return the host of each of `members`, once all else that they start with is the same. Collective.
 
-    `choice` is what else must be equal. Raises `DisagreementError`, and `UsageError` for hosts that COMMRT_TRANSPORT
-    cannot connect.
+    `choice` is what else must be equal. Raises `DisagreementError`, and `UsageError` if COMMRT_TRANSPORT cannot be.
     """
     asked, starts = chosen_transport(), dict[int, tuple[str, Mapping[str, str]]]()
     claim = {
@@ -124,9 +117,8 @@ def connect_gpu(
     device: torch.device,
     on_failure: Callable[[TransportError], None],
 ) -> Transport:
-    """Connect `members` for tensors on the GPU `device` of this rank. Collective.
+    """Connect `members` by NCCL, and by peers' memory where possible and COMMRT_TRANSPORT allows it. Collective.
 
-    By NCCL, and by peers' memory where the ranks of a host can map it, unless COMMRT_TRANSPORT chooses NCCL alone.
     `on_failure` is called with an error that ends an exchange for which nobody waits.
     """
     asked = chosen_transport()
@@ -144,10 +136,7 @@ def require_gpu(device: torch.device | str) -> torch.device:
 
 
 def default_device(local_rank: int) -> torch.device:
-    """Return the GPU of a rank, or the CPU where there is none; raises `UsageError` for more ranks than GPUs.
-
-    Each rank of a host may see all GPUs, or only its own.
-    """
+    """Return the GPU of a rank, which may see all or its own, or the CPU; raises `UsageError` for too many ranks."""
     gpus = torch.cuda.device_count()
     if gpus > 1 and local_rank >= gpus:
         raise UsageError(

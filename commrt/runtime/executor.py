@@ -41,7 +41,6 @@ class BoundHop:
     after: int | None
     """The latest hop whose combinations must be done before this exchange; None if there is none."""
     facts: dict[str, int | str]
-    """What a trace says of the hop."""
 
 
 class RunnableProgram(Protocol):
@@ -63,10 +62,7 @@ class RunnableProgram(Protocol):
 
 
 class Landing(NamedTuple):
-    """A receive into elements [begin, end) of the buffer, which the program does not use afterwards.
-
-    On a CPU `target` may be set (``Tensor.set_``) to other memory of its size, so that data need not be copied there.
-    """
+    """A receive into elements [begin, end) that no later hop uses: on a CPU `target` may be set to other memory."""
 
     target: Tensor
     begin: int
@@ -79,13 +75,10 @@ class BoundProgram:
 
     hops: tuple[BoundHop, ...]
     nbytes_sent: int
-    """Bytes that this rank sends in one run."""
     group: P2PGroup
-    """All sends and receives of all hops."""
     streams: Streams | None
     """The streams to combine on while the next exchange runs; None to do one after the other."""
     landings: Sequence[Landing] = ()
-    """Receives that no later hop depends on."""
     elsewhere: Parts = NO_PARTS
     """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
     end: BoundHop | None = None

@@ -116,9 +116,8 @@ def _join_launch(launch: Launch, timeout_s: float) -> World:
     _joined.add((launch.address, launch.port))
     connect = _connector(store, launch.rank, _gloo_address(launch.address))
     config = call_store(lambda: WorldConfig.read(store), rank=launch.rank)
-    transport: Transport
     if config is None:
-        transport = connect(0, range(launch.size), timeout_s)
+        transport: Transport = connect(0, range(launch.size), timeout_s)
         is_near = transport.one_host
     else:
         config.require_place(launch.rank, launch.size, host_identity(), chosen_transport())
@@ -188,7 +187,6 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's world, in the child."""
     global _current, _opened
     _current, _opened = None, 0
     _inherited.extend(_joined)

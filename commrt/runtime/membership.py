@@ -104,7 +104,6 @@ class Membership:
     number = 0
     """Of the generation whose connections this rank uses."""
     lost: tuple[Loss, ...] = ()
-    """The ranks without which the others went on."""
     memory_epoch = 0
     """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
 
@@ -211,10 +210,7 @@ class ConsistencyCheck:
             raise error
 
     def _claims_now(self, members: Sequence[int], tag: Tag, claim: str) -> dict[int, str]:
-        """Return what the first member claims, and the first one that differs.
-
-        For a member that makes another call, it returns what that call sends.
-        """
+        """Return what the first member claims, and the first one that differs; of another call, what that sends."""
         data = claim.encode()
         texts = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
         first, other = members[0], next((rank for rank in members if texts[rank] != texts[members[0]]), members[0])
@@ -234,7 +230,6 @@ class ConsistencyCheck:
         writers: Sequence[int] = (),
         row_nbytes: int = CLAIM_NBYTES,
     ) -> dict[int, str]:
-        """Return what each rank claims, or each of `writers`."""
         writers = writers or ranks
         message = torch.zeros(len(writers) * row_nbytes + ODD, dtype=torch.uint8, device="cpu")
         rows = dict(zip(writers, message[:-ODD].view(-1, row_nbytes), strict=True))

@@ -8,6 +8,7 @@ What ranks of other hosts send is received as in `commrt.runtime.executor`, with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -53,15 +54,13 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
 
     Receives are copied from peers of this host, and the transport moves the other messages.
     """
-    sends, recvs = ([m for m in side if m.peer in window.peers] for side in (group.sends, group.recvs))
-    ranks = sorted({message.peer for message in (*sends, *recvs)})
-    if not ranks:
+    near, far = group.parted(window.peers)
+    if not (ranks := sorted(near.peers)):
         return transport.bind(group)
-    ready = window.bind(Meeting(1, {message.peer: 1 for message in recvs}), group.hop, ranks, first=True)
-    copies = [copying(message.data, window.peers[message.peer]) for message in recvs]
-    done = window.bind(Meeting(3, {message.peer: 2 for message in sends}), group.hop, ranks, last=True)
-    far_sends, far_recvs = ([m for m in side if m.peer not in window.peers] for side in (group.sends, group.recvs))
-    rest = transport.bind(P2PGroup(far_sends, far_recvs, group.hop))
+    ready = window.bind(Meeting(1, {message.peer: 1 for message in near.recvs}), group.hop, ranks, first=True)
+    copies = [copying(message.data, window.peers[message.peer]) for message in near.recvs]
+    done = window.bind(Meeting(3, {message.peer: 2 for message in near.sends}), group.hop, ranks, last=True)
+    rest = transport.bind(far)
 
     def run(tag: Tag) -> None:
         ready(tag)
@@ -102,14 +101,13 @@ class _Reader:
     def hop(self, number: int, hop: Hop) -> list[BoundHop]:
         """Return the hop as one, or as two if it must not write before all peers have read."""
         before, within = self._meetings.before[number], self._meetings.within[number]
-        places = self._places(hop, stages=within is not None)
+        places = self._places(hop, number)
         sends = [P2PMessage(each.peer, self._own(each), each.group) for each in hop.sends]
         recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
         self.sends += sends
         self.recvs += recvs
-        far_sends, far_recvs = ([m for m in side if m.peer not in self._near] for side in (sends, recvs))
-        far = P2PGroup(far_sends, far_recvs, number)
-        come = self._exchange(before, number, far)
+        _, far = P2PGroup(sends, recvs, number).parted(self._near)
+        come = self._exchange(cast("Meeting", before), number, far)
         moves = self._moves(hop, places, lands=number == self._latest and within is None)
         facts = facts_of(number, sends, recvs)
         if within is None:
@@ -127,10 +125,8 @@ class _Reader:
 
     def group(self) -> P2PGroup:
         """Return what a transport exchanges: messages with ranks of other hosts; or all, if all are read."""
-        if not self._has_far:
-            return P2PGroup(self.sends, self.recvs, reads=True)
-        sends, recvs = ([m for m in side if m.peer not in self._near] for side in (self.sends, self.recvs))
-        return P2PGroup(sends, recvs)
+        _, far = P2PGroup(self.sends, self.recvs).parted(self._near)
+        return far if self._has_far else P2PGroup(self.sends, self.recvs, reads=True)
 
     def end(self) -> BoundHop:
         """Return the last meeting, after which no peer reads the buffer."""
@@ -138,10 +134,7 @@ class _Reader:
         come = self._exchange(self._meetings.end, number, P2PGroup([], []))
         return BoundHop(come, (), number, None, facts_of(number, [], []))
 
-    def _exchange(self, meeting: Meeting | None, number: int, far: P2PGroup) -> Exchange:
-        """Return what meets the near peers, then exchanges the messages of `far`."""
-        if meeting is None:
-            raise ValueError(f"hop {number} is idle: it meets nobody")
+    def _exchange(self, meeting: Meeting, number: int, far: P2PGroup) -> Exchange:
         first, self._is_first = self._is_first, False
         last = number == self._last
         meet = self._window.bind(meeting, number, self._near, first=first, last=last, looks=self._has_far)
@@ -162,23 +155,23 @@ class _Reader:
         return self._window.peers[transfer.peer][self._bounds[transfer.lo] : self._bounds[transfer.hi]]
 
     def _scratch_numel(self, program: Program) -> int:
-        """Return the elements of the hop that needs most scratch memory."""
-        return max((sum(self._staged(hop, number)) for number, hop in enumerate(program.hops)), default=0)
+        needs = (
+            sum(padded(self._own(each).numel()) for each in hop.recvs if self._is_staged(each, number))
+            for number, hop in enumerate(program.hops)
+        )
+        return max(needs, default=0)
 
-    def _staged(self, hop: Hop, number: int) -> list[int]:
-        """Return the elements of scratch for each receive that does not stay where it lies, or lands in place."""
-        stages = self._meetings.within[number] is not None
-        return [padded(self._own(each).numel()) for each in hop.recvs if stages or self._is_far_sum(each)]
+    def _is_staged(self, transfer: Transfer, number: int) -> bool:
+        """Return True for a receive that goes to scratch memory: it neither stays where it lies nor lands in place."""
+        is_far_sum = transfer.peer not in self._near and transfer.combine != COPY
+        return is_far_sum or self._meetings.within[number] is not None
 
-    def _is_far_sum(self, transfer: Transfer) -> bool:
-        return transfer.peer not in self._near and transfer.combine != COPY
-
-    def _places(self, hop: Hop, *, stages: bool) -> list[Tensor]:
+    def _places(self, hop: Hop, number: int) -> list[Tensor]:
         """Return where each receive is read: the peer's memory, its final place, or scratch memory."""
         places, used = [], 0
         for each in hop.recvs:
             own = self._own(each)
-            if stages or self._is_far_sum(each):
+            if self._is_staged(each, number):
                 places.append(self._scratch[used : used + own.numel()])
                 used += padded(own.numel())
             else:

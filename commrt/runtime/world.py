@@ -68,7 +68,6 @@ class World:
         self.holds_store = holds_store
         """True if the store ends with this process."""
         self.attached = 0
-        """The number of models attached so far."""
         self.joined: object = None
         """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = NO_HOOKS
@@ -80,9 +79,7 @@ class World:
         self.reconnect_options = reconnect_options
         """How ranks connect again after one was lost; None in a world that cannot."""
         self.membership = Membership(transport.members, self.comm_thread)
-        """Who takes part, and what happens when a rank is lost."""
         self.consistency = ConsistencyCheck(self.transport)
-        """Compares what ranks do before they do it."""
         self._runs = PreparedRuns(self.transport, self, self.consistency.require_same_call_now)
         self._sums = Sums(self.transport, self.comm_thread, self, self.consistency.require_same_call_now)
         release_in_forked_child(self)
@@ -127,7 +124,9 @@ class World:
         """
         check_run(schedule, buffer, tag, self.size)
         is_ready = not async_op and self._runs.known(schedule, buffer) is not None
-        if is_ready and self._is_plain:
+        # Nobody else has a say in it, and the caller's thread may write.
+        is_plain = self.hooks is NO_HOOKS and self.joined is None and self.config is None
+        if is_ready and is_plain and not (self.membership.is_elastic or torch.is_inference_mode_enabled()):
             self.comm_thread.run(lambda: self._runs.run(schedule, buffer, tag)).result()
             return Work([buffer], self.rank)
 
@@ -137,12 +136,6 @@ class World:
 
         with self.collective("run()"):
             return self._work(begin, buffer, async_op=async_op)
-
-    @property
-    def _is_plain(self) -> bool:
-        """True if nobody else has a say in a collective; not under inference mode, as the caller's thread may write."""
-        is_alone = self.hooks is NO_HOOKS and self.joined is None and self.config is None
-        return is_alone and not self.membership.is_elastic and not torch.is_inference_mode_enabled()
 
     def all_reduce(
         self,

@@ -21,7 +21,6 @@ TOPIC = "topic"
 LINGER_S, REPORTS_LINGER_S = 5.0, 3.0
 """How long the rank that holds the store waits for the others to read the records, and a failing one the reports."""
 POLL_S = 0.01
-"""Between two looks at the store."""
 GRACE_S, BROKEN_GRACE_S = 1.0, 0.1
 """How much later than this rank a peer may report: after a deadline, and after a broken connection, which a rank that
 gives up breaks after its report. Only Gloo breaks one at the deadline itself."""
@@ -98,7 +97,6 @@ class WorldConfig:
     """The world, and the model that it trains."""
 
     size: int
-    """Of the world."""
     host: str | None
     """The one host of all ranks, if they exchange through shared memory; None if they use a network."""
     model: int

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,7 +34,6 @@ ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
 STORE_HOLDER = "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, struct.error)
-"""Exceptions that parsing malformed data can raise."""
 DISCARD_PORT = 9
 """UDP's discard: no packet is sent there."""
 
@@ -162,10 +162,7 @@ def parse_dict(text: bytes) -> Mapping[str, Any]:
 
 
 def meet(launch: Launch, timeout_s: float) -> Store:
-    """Return the store of `launch`; its rank 0 makes one if the launcher holds none.
-
-    Raises `DeadlineExceeded` if none answers within `timeout_s`, `TransportError` if the port is taken.
-    """
+    """Return the store of `launch`, which rank 0 makes if the launcher holds none; raises `TransportError`."""
     where = launch.address, launch.port
     if where in _held:
         return _held[where]
@@ -218,8 +215,11 @@ def _numeric(address: str) -> str:
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
     listener = _listener(launch) if holds_it and _number(launch.address) else None
+    # With multi_tenant, groups of torch.distributed in this process can share it.
+    make = partial(TCPStore, launch.address, launch.port, is_master=holds_it, wait_for_workers=False, multi_tenant=True)
+    limit = timedelta(seconds=timeout_s)
     try:
-        return call_store(lambda: _store(launch, holds_it, timeout_s, listener), timeout_s, launch.rank)
+        return call_store(lambda: make(timeout=limit, master_listen_fd=listener), timeout_s, launch.rank)
     except DeadlineExceeded as error:
         what = (
             f"what listens at {at} did not answer as a store within {timeout_s:g} s: is it rank 0 of this job, and "
@@ -235,19 +235,6 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
             "and do MASTER_ADDR and MASTER_PORT say the same on every rank"
         )
         raise DeadlineExceeded(what, place) from error
-
-
-def _store(launch: Launch, holds_it: bool, timeout_s: float, listener: int | None) -> Store:
-    """Open the store so that ``torch.distributed`` groups of this process can share it (multi_tenant)."""
-    return TCPStore(
-        launch.address,
-        launch.port,
-        is_master=holds_it,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
 
 
 def _listener(launch: Launch) -> int | None:

@@ -184,7 +184,6 @@ def _recognised(env: Mapping[str, str]) -> _Launcher | None:
 
 
 def _address(launcher: _Launcher, env: Mapping[str, str], size: int, local_size: int) -> str:
-    """Where rank 0 listens if MASTER_ADDR does not say."""
     if size in (1, local_size):
         return LOOPBACK
     if hosts := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):

@@ -68,7 +68,6 @@ class CommThread:
         limit_s: Callable[[], float] = lambda: inf,
     ) -> None:
         self.streams = HOST
-        """Where tasks queue their work."""
         self.newest: Future[Any] | None = None
         """Of the tasks that other threads have submitted."""
         self._limit_s = limit_s
@@ -90,8 +89,7 @@ class CommThread:
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` after all earlier tasks, and on a GPU after all work that the caller has queued.
 
-        In a callback of a future, on the communication thread, it has run when this returns. Raises `TransportClosed`
-        after `close`, and in a forked child.
+        In a callback of a future it has run when this returns. Raises `TransportClosed` as `require_open` does.
         """
         if self._in_callbacks is not None and self.is_current:
             return self._run_nested(task)
@@ -137,10 +135,7 @@ class CommThread:
         return threading.current_thread() is self._thread
 
     def require_open(self) -> None:
-        """Raise `TransportClosed` after `close`, and in a forked child.
-
-        Raises `UsageError` in a signal handler that interrupts `run`: it would wait for what it interrupts.
-        """
+        """Raise `TransportClosed` after `close` and in a forked child, `UsageError` in a signal handler amid `run`."""
         if self._runner is threading.current_thread():
             raise UsageError(IN_A_CALL)
         if self._refusal is not None:
@@ -158,9 +153,6 @@ class CommThread:
         if not (in_callback and self._in_callbacks is not None and self.is_current):
             self.require_other_thread()
             self.require_open()
-        self._require_no_failure()
-
-    def _require_no_failure(self) -> None:
         if self.failure is not None:
             raise _refusal_after(self.failure) from self.failure
 
@@ -189,7 +181,8 @@ class CommThread:
         error: BaseException | None = None
         try:
             self.streams.wait_event(before)
-            self._require_no_failure()
+            if self.failure is not None:
+                raise _refusal_after(self.failure) from self.failure  # noqa: TRY301  # as of a task
             with torch.no_grad():
                 value = task()
             end = self.streams.record_event()
@@ -244,10 +237,7 @@ class CommThread:
         return True
 
     def close(self, limit_s: float | None = None) -> None:
-        """Finish all submitted tasks and accept no more. Safe to call twice, also after Ctrl-C in the first call.
-
-        Raises `TimeoutError` if they are not finished within `limit_s`.
-        """
+        """Finish all tasks, within `limit_s` or raise `TimeoutError`, and accept no more. Safe to call twice."""
         self.require_other_thread()
         self._refusal = CLOSED
         self._tasks.put(None)
@@ -269,7 +259,6 @@ class CommThread:
 
 
 def _refusal_after(failure: BaseException) -> TransportError:
-    """Return the error for a task that comes after `failure`."""
     if isinstance(failure, Evicted):
         return failure.again()
     text = failure.what if isinstance(failure, TransportError) else str(failure)

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -47,7 +48,6 @@ class StreamEvent:
 
 
 DONE = StreamEvent()
-"""An event that is reached."""
 
 
 class Streams:
@@ -91,7 +91,6 @@ class Streams:
 
 
 HOST = Streams()
-"""Those of a CPU."""
 
 
 class CudaStreams(Streams):
@@ -106,29 +105,24 @@ class CudaStreams(Streams):
         self._seen: dict[int, torch.cuda.Stream] = {}  # by handle: making the object takes longer than using it
 
     def use(self) -> None:
-        """See `Streams.use`."""
         torch.cuda.set_device(self._device)
 
     def enter(self) -> None:
-        """See `Streams.enter`."""
         self.use()
         self._first, self._second = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._first)
 
     def current(self) -> int:
-        """See `Streams.current`."""
         # ``torch.cuda.current_stream`` would make an object for each call; Triton calls this function as well.
         handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # noqa: SLF001
         return handle
 
     def record_event(self) -> StreamEvent:
-        """See `Streams.record_event`."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._current())
         return cast("StreamEvent", event)
 
     def wait_event(self, event: StreamEvent) -> None:
-        """See `Streams.wait_event`."""
         if event is not DONE:
             self._current().wait_event(cast("torch.cuda.Event", event))
 
@@ -139,11 +133,9 @@ class CudaStreams(Streams):
         return self._seen[handle]
 
     def main_stream(self) -> AbstractContextManager[object]:
-        """See `Streams.main_stream`."""
         return torch.cuda.stream(self._first)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """See `Streams.side_stream`."""
         return torch.cuda.stream(self._second)
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
@@ -275,10 +267,7 @@ class Future(Generic[T]):
         return self
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result, then return or raise it.
-
-        Raises `TimeoutError` after `timeout_s` seconds, and `UsageError` on the thread that would set it.
-        """
+        """Wait for the result; return or raise it, `TimeoutError`, or `UsageError` on the thread that would set it."""
         if not self._is_done:
             self._wait(timeout_s)
         if self._error is not None:
@@ -295,12 +284,8 @@ class Future(Generic[T]):
     def _wait(self, timeout_s: float | None) -> None:
         if self._setter is not None and self._setter.is_current:
             raise UsageError(ON_COMM_THREAD)
-        if timeout_s is None:
-            while not self._lock.acquire(timeout=SLICE_S):
-                pass
-        else:
-            end_s = now_s() + timeout_s
-            while not self._lock.acquire(timeout=slice_s(min(SLICE_S, end_s - now_s()))):
-                if now_s() >= end_s:
-                    raise TimeoutError(f"no result within {timeout_s:g} s")
+        end_s = inf if timeout_s is None else now_s() + timeout_s
+        while not self._lock.acquire(timeout=slice_s(min(SLICE_S, end_s - now_s()))):
+            if now_s() >= end_s:
+                raise TimeoutError(f"no result within {timeout_s:g} s")
         self._lock.release()  # for other threads that wait

@@ -56,10 +56,7 @@ DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
-    """Return a connected socket for each other member.
-
-    Raises `DeadlineExceeded` with the ranks that did not come, `PeerLost` for a rank that came and left.
-    """
+    """Return a socket to each other member; raises `DeadlineExceeded`, and `PeerLost` for a rank that came and left."""
     deadline = now_s() + timeout_s
     higher = [peer for peer in members if peer > rank]
     sockets: dict[int, socket.socket] = {}
@@ -130,7 +127,6 @@ def _callers(
 
 
 def _identify(end: socket.socket, password: bytes) -> int | None:
-    """Return the rank of a caller that knows the password."""
     try:
         data = end.recv(RANK.size + len(password))
     except OSError:
@@ -151,7 +147,6 @@ class Offer(NamedTuple):
     """What a peer sends: bytes in a segment of its, or a small message itself."""
 
     call: int
-    """The number of the call that it belongs to."""
     nbytes: int
     segment: int = 0
     offset: int = 0
@@ -263,10 +258,7 @@ class Channel:
             self.expected_nbytes = number
 
     def shut_down(self) -> None:
-        """End the connection, even if a forked process holds the socket too; callable from any thread.
-
-        The descriptor and the mappings stay, because another thread may be about to use them.
-        """
+        """End the connection, from any thread, even if a forked child holds it too; what others may be using stays."""
         with suppress(OSError):  # the peer was first
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -294,7 +286,6 @@ class Segment(NamedTuple):
     """Identifies it in this process; never reused."""
     fd: int
     addresses: range
-    """Addresses of the mapping in this process."""
 
 
 class Arena:
@@ -325,10 +316,6 @@ class Arena:
         address = data.data_ptr()
         segment = next((each for each in tuple(self._segments.values()) if address in each.addresses), None)
         return None if segment is None else (segment, address - segment.addresses.start)
-
-    def close(self) -> None:
-        """Stop cutting tensors from the current segment; allocated tensors stay usable."""
-        self._memory = None
 
     def _new_segment(self, nbytes: int) -> mmap.mmap:
         number = next(self._numbers)

@@ -27,16 +27,7 @@ from commrt.store.client import call_store
 from commrt.store.launcher import variable
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import now_s
-from commrt.transport.protocol import (
-    CPU,
-    EndLoan,
-    Exchange,
-    P2PGroup,
-    Tag,
-    Transport,
-    require_cpu,
-    split_self,
-)
+from commrt.transport.protocol import CPU, EndLoan, Exchange, P2PGroup, Tag, Transport, require_cpu, split_self
 from commrt.transport.shared import SharedTransport
 
 MEDIUM = "Gloo"
@@ -48,25 +39,19 @@ POLL = timedelta(milliseconds=1)
 
 
 class _Transfer(NamedTuple):
-    """One transfer of a bound group."""
-
     peer: int
     data: Tensor
     is_send: bool
     numbers: count[int]
     """Counts all transfers with this peer in this direction."""
 
-    def next_tag(self, call: int) -> int:
-        """Return the tag that the next run has at both ends."""
-        return (next(self.numbers) * 0x9E3779B1 ^ self.data.nbytes ^ call) % UNUSED_TAG
-
 
 class GlooTransport(Transport):
     """One rank of a group of processes; a `Transport` for CPU tensors.
 
-    Connects to all other `members` at construction, through a `store` that nobody used before; raises
-    `TransportError` if one does not come. `address` is what this rank listens on, None for Gloo's own
-    choice (``GLOO_SOCKET_IFNAME``). If `lazy`, it waits for nobody, and two ranks connect when they first exchange.
+    Connects to all other `members` through a `store` that nobody used before; raises `TransportError` if one does not
+    come. `address` is what this rank listens on, None for Gloo's own choice (``GLOO_SOCKET_IFNAME``). If `lazy`, it
+    waits for nobody, and two ranks connect when they first exchange.
     """
 
     kind = "gloo"
@@ -109,7 +94,6 @@ class GlooTransport(Transport):
         return cast("ProcessGroupGloo", self._gloo)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate`: ordinary memory."""
         require_cpu(device, MEDIUM)
         return super().allocate(numel, dtype)
 
@@ -124,7 +108,6 @@ class GlooTransport(Transport):
         return cast("Work", post([data], self.members.index(peer), tag))
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """See `Transport.bind`."""
         start = self.bind_start(group)
         return lambda tag: start(tag)()
 
@@ -133,8 +116,6 @@ class GlooTransport(Transport):
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*rest.sends, *rest.recvs):
             require_cpu(message.data.device, MEDIUM)
-        if self._gloo is None:
-            raise TransportClosed("the transport was closed", Place(self.rank, hop=rest.hop))
         transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data, _ in rest.recvs]
         transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data, _ in rest.sends]
 
@@ -160,9 +141,9 @@ class GlooTransport(Transport):
                 raise self._explained(error, transfers, works, place) from error
 
         try:
-            works.extend(
-                self.post(each.data, each.peer, each.next_tag(call), is_send=each.is_send) for each in transfers
-            )
+            for peer, data, is_send, numbers in transfers:
+                tag = (next(numbers) * 0x9E3779B1 ^ data.nbytes ^ call) % UNUSED_TAG
+                works.append(self.post(data, peer, tag, is_send=is_send))
         except (RuntimeError, TransportClosed) as error:
             raise self._explained(error, transfers, works, place) from error
         return finish
@@ -230,7 +211,7 @@ class HierarchicalTransport(Transport):
         address: str | None,
         neighbours: Sequence[int],
     ) -> None:
-        self.rank, self.members = rank, members
+        self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
         try:
             self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
@@ -238,32 +219,16 @@ class HierarchicalTransport(Transport):
             self._remote.close()  # others may be connected already, and wait for this rank
             raise
 
-    @property
-    def timeout_s(self) -> float:
-        """See `Transport.timeout_s`."""
-        return self._remote.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._local.timeout_s = self._remote.timeout_s = seconds
-
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate`: shared memory, which sockets can read too."""
+        """Return shared memory, which sockets can read too."""
         return self._local.allocate(numel, dtype, device)
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """See `Transport.bind`."""
-        near, far = (
-            replace(
-                group,
-                sends=[m for m in group.sends if (m.peer in self._local.members) == is_near],
-                recvs=[m for m in group.recvs if (m.peer in self._local.members) == is_near],
-            )
-            for is_near in (True, False)
-        )
+        near, far = group.parted(self._local.members)
         run_local, start_remote = self._local.bind(near), self._remote.bind_start(far)
 
         def run(tag: Tag) -> EndLoan | None:
+            self._local.timeout_s = self._remote.timeout_s = self.timeout_s
             finish_remote = start_remote(tag)
             try:
                 return_borrowed = run_local(tag)
@@ -281,12 +246,10 @@ class HierarchicalTransport(Transport):
         return run
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._local.close()
         self._remote.close()
 
     def abort(self) -> None:
-        """See `Transport.abort`."""
         self._local.abort()
         self._remote.abort()
 

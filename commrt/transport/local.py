@@ -120,7 +120,6 @@ class LocalTransport(Transport):
         self._closed = False
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.members)
 
         def run(tag: Tag) -> None:

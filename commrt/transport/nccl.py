@@ -32,15 +32,7 @@ from commrt.store.client import start_call
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import now_s
 from commrt.threads.future import DONE, Future, StreamEvent, streams_of
-from commrt.transport.nccl_communicator import (
-    Binding,
-    Communicator,
-    ShutdownNotices,
-    Watchdog,
-    create,
-    load,
-    uncut,
-)
+from commrt.transport.nccl_communicator import Binding, Communicator, ShutdownNotices, Watchdog, create, load, uncut
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
 
 READ_NOTICES_S = 0.1
@@ -127,14 +119,13 @@ class NcclTransport(Transport):
         release_in_forked_child(self)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """See `Transport.allocate`: ordinary memory of the device."""
         self._require_device(device or self.device)
         return super().allocate(numel, dtype, self.device)
 
     allocate_shared = allocate
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """See `Transport.bind`; two sends and two receives cost the host 5 us, without NCCL's own time and an event."""
+        """Prepare `group`; two sends and two receives cost the host 5 us, without NCCL's own time and an event."""
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*group.sends, *group.recvs):
             self._require_device(message.data.device)
@@ -157,7 +148,6 @@ class NcclTransport(Transport):
         return run
 
     def _call(self, issue: Callable[..., None], message: P2PMessage) -> Callable[[int], None]:
-        """Return an NCCL call of a group, which lacks the stream."""
         nbytes, nccl_rank = message.data.nbytes, self.members.index(message.peer)
         return partial(issue, message.data.data_ptr(), nbytes, self._nccl.NCCL_INT8, nccl_rank)
 
@@ -166,7 +156,8 @@ class NcclTransport(Transport):
         peers = group.peers
         for peer in peers:
             self._counts[peer] += 1
-        pending = self._begin(group, tag, {peer: self._counts[peer] for peer in peers})
+        pending = Pending(group, tag, now_s(), self.timeout_s, {peer: self._counts[peer] for peer in peers})
+        self._pending.append(pending)
         try:
             with suppress(IndexError):  # fewer are pending
                 self._wait_for(self._pending[-1 - MAX_PENDING])
@@ -179,11 +170,6 @@ class NcclTransport(Transport):
         finally:
             pending.end = pending.end or DONE
 
-    def _begin(self, group: P2PGroup, tag: Tag, counts: dict[int, int]) -> Pending:
-        pending = Pending(group, tag, now_s(), self.timeout_s, counts)
-        self._pending.append(pending)
-        return pending
-
     def _issue(self, groups: Sequence[Sequence[Callable[[int], None]]]) -> None:
         stream = self._streams.current()
         for calls in groups:
@@ -195,8 +181,9 @@ class NcclTransport(Transport):
                 self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
-        """See `Transport.capture`: one CUDA graph. The watchdog treats it as one group with all peers."""
-        pending = self._begin(group, CAPTURE, {})  # NCCL may wait for the peers during the capture
+        """Record one CUDA graph, which the watchdog treats as one group with all peers."""
+        pending = Pending(group, CAPTURE, now_s(), self.timeout_s, {})
+        self._pending.append(pending)  # NCCL may wait for the peers during the capture
         self._capturing = True
         try:
             with self._in_use:
@@ -316,7 +303,6 @@ class NcclTransport(Transport):
         return self._abandon.detach() is not None
 
     def wait(self) -> None:
-        """See `Transport.wait`."""
         for pending in tuple(self._pending):
             self._wait_for(pending)
         if self._failure is not None and not self._raised:

@@ -39,14 +39,10 @@ WHY_NOT = "slow, stopped, waiting for another rank, or running another program"
 
 @dataclass(slots=True, eq=False)
 class _Bound:
-    """A bound meeting."""
-
     hop: int
     ranks: Sequence[int]
     begins: bool
-    """True if a program begins with it."""
     tag: Tag = CAPTURE
-    """Of its latest run."""
 
 
 class PeersTransport(NcclTransport):
@@ -82,12 +78,11 @@ class PeersTransport(NcclTransport):
         super().__init__(store, neighbours.rank, neighbours.members, timeout_s, device, binding, on_failure)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """See `Transport.allocate_shared`: an allocation of its own; waits for the device."""
+        """Return an allocation of its own; waits for the device."""
         self._require_device(device or self.device)
         return self._neighbours.allocate(numel, dtype)
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """See `Transport.share`."""
         return [Window(peers, self.bind_meeting) for peers in self._neighbours.share(buffers, self.timeout_s)]
 
     def bind_meeting(
@@ -134,7 +129,7 @@ class PeersTransport(NcclTransport):
         return meet
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
-        """See `Transport.capture`: one CUDA graph. NCCL is not in it if all messages of `group` are read."""
+        """Record one CUDA graph. NCCL is not in it if all messages of `group` are read."""
         self._captured = []
         return super().capture(work, group)
 
@@ -154,7 +149,6 @@ class PeersTransport(NcclTransport):
         return replay
 
     def _note(self, meetings: Sequence[_Bound], tag: Tag, hop: int) -> None:
-        """Note that `meetings` begin, unless something has failed."""
         self._note_failure()
         self._require_open(hop, tag)
         for bound in meetings:
@@ -173,7 +167,6 @@ class PeersTransport(NcclTransport):
         return self._failed_meeting() or super()._find_failure() or self._stalled_meeting()
 
     def _failed_meeting(self) -> TransportError | None:
-        """Return the error of the meeting that has failed, or None."""
         if not (word := int(self._words[FAILED])):
             return None
         number, peer = divmod(word - 1, PLACES)
@@ -196,7 +189,7 @@ class PeersTransport(NcclTransport):
         super()._give_up()
 
     def wait(self) -> None:
-        """See `Transport.wait`: what is queued on this thread's stream."""
+        """Wait for what is queued on this thread's stream."""
         if self._failure is None:
             end = self._streams.record_event()
             self._wait_for(Pending(P2PGroup([], []), self._latest, now_s(), self.timeout_s, {}, end))
@@ -223,7 +216,6 @@ class PeersTransport(NcclTransport):
                 self._neighbours.close(LINGER_S if was_open and self._failure is None else 0.0)
 
     def leave_to_parent(self) -> None:
-        """Do nothing with the device in a forked child: the parent uses it."""
         self._is_unmapped = True
         super().leave_to_parent()
 
@@ -257,7 +249,6 @@ def connect(
         transport.abort()
         what = f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {neighbours.refusal}. Unset it"
         raise UsageError(what)
-    if neighbours.refusal:
-        why = neighbours.refusal
+    if why := neighbours.refusal:
         _log.info("GPUs of this host exchange through NCCL, not through each other's memory: %s", why)
     return transport

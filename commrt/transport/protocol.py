@@ -17,7 +17,7 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -71,6 +71,12 @@ class P2PGroup:
         """Ranks that this group sends to or receives from."""
         return {message.peer for message in (*self.sends, *self.recvs)}
 
+    def parted(self, ranks: Collection[int]) -> tuple[P2PGroup, P2PGroup]:
+        """Return the messages with `ranks`, and all others."""
+        sends, recvs = ([m for m in side if m.peer in ranks] for side in (self.sends, self.recvs))
+        other_sends, other_recvs = ([m for m in side if m.peer not in ranks] for side in (self.sends, self.recvs))
+        return replace(self, sends=sends, recvs=recvs), replace(self, sends=other_sends, recvs=other_recvs)
+
 
 EndLoan = Callable[[], None]
 """Tells senders that their memory was read, and returns when all transfers are complete; raises `TransportError`."""
@@ -95,7 +101,6 @@ class Transport(ABC):
     kind: str
     """Name of the medium, such as ``gloo``."""
     rank: int
-    """This rank."""
     members: Sequence[int]
     """Ranks that this transport connects, in ascending order: some of the world's once one is lost."""
     timeout_s: float
@@ -118,26 +123,18 @@ class Transport(ABC):
 
     @abstractmethod
     def bind(self, group: P2PGroup) -> Exchange:
-        """Prepare `group` once, to run it many times.
-
-        Messages to this rank itself are paired in order and copied. Raises `UsageError` for a peer that does
-        not exist, and for a message to itself without its other end.
-        """
+        """Prepare `group` once, to run it many times; raises `UsageError` for messages that `split_self` refuses."""
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """Record what `work` queues on the device, and return a function that queues all of it again.
 
         That function keeps `work` alive, with all memory that it uses. `group` holds the messages that `work`
-        exchanges. Returns None if this transport queues nothing. Raises
-        `RuntimeError` if the device refuses.
+        exchanges. Returns None if this transport queues nothing. Raises `RuntimeError` if the device refuses.
         """
         return None
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """Return windows of `buffers`, all from `allocate_shared`; none where peers cannot read this rank's memory.
-
-        Collective, with buffers of the same sizes on all members.
-        """
+        """Return windows of `buffers`, all from `allocate_shared`; none if peers cannot read them. Collective."""
         return ()
 
     def wait(self) -> None:  # noqa: B027  # most queue nothing
@@ -152,10 +149,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Fail the group that runs on another thread with `TransportClosed`; callable from any thread.
-
-        Memory in use may stay allocated: call `close` too.
-        """
+        """Fail the group that runs on another thread with `TransportClosed`; from any thread. Call `close` too."""
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
@@ -212,18 +206,13 @@ class TransportByDevice(Transport):
     def __init__(self, host: Transport) -> None:
         self.rank, self.ranks = host.rank, len(host.members)
         self._timeout_s = host.timeout_s
-        self._gpus: dict[torch.device, Transport] = {}
+        self.gpus: dict[torch.device, Transport] = {}
         self._use(host)
 
     def _use(self, host: Transport) -> None:
         self._host, self.members = host, host.members
         self.one_host, self.can_move_receives = host.one_host, host.can_move_receives
         self.kind = " and ".join(transport.kind for transport in self._all())
-
-    @property
-    def gpus(self) -> Sequence[torch.device]:
-        """GPUs that have a transport of their own."""
-        return tuple(self._gpus)
 
     def replace_host(self, host: Transport) -> None:
         """Use `host` for tensors in host memory from now on, and close its predecessor; bound groups stay bound."""
@@ -233,8 +222,8 @@ class TransportByDevice(Transport):
 
     def add(self, device: torch.device, transport: Transport) -> None:
         """Use `transport` for tensors on `device` from now on, and close its predecessor."""
-        before = self._gpus.get(device)
-        self._gpus[device] = transport
+        before = self.gpus.get(device)
+        self.gpus[device] = transport
         self._use(self._host)
         if before is not None:
             with suppress(TransportError):  # it was raised, or nobody waits for it any more
@@ -242,17 +231,17 @@ class TransportByDevice(Transport):
 
     def require_no_other(self, device: torch.device) -> None:
         """Raise `UsageError` if another GPU than `device` has a transport."""
-        for other in self._gpus:
+        for other in self.gpus:
             if other != device:
                 raise UsageError(f"this rank exchanges on {other} already, and has one GPU: move the model to it")
 
     def reaches(self, device: torch.device) -> bool:
         """Return True if a transport can move tensors on `device`, or none is needed."""
-        return device.type != "cuda" or device in self._gpus or self.ranks == 1
+        return device.type != "cuda" or device in self.gpus or self.ranks == 1
 
     @property
     def timeout_s(self) -> float:
-        """See `Transport.timeout_s`: the same for all transports."""
+        """The same for all transports."""
         return self._timeout_s
 
     @timeout_s.setter
@@ -262,23 +251,18 @@ class TransportByDevice(Transport):
             transport.timeout_s = seconds
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate`."""
         return self._of(device).allocate(numel, dtype, device)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate_shared`."""
         return self._of(device).allocate_shared(numel, dtype, device)
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """See `Transport.bind`; raises `UsageError` for tensors on different devices."""
         return self._of(_device(group)).bind(group)
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
-        """See `Transport.capture`; raises `UsageError` for tensors on different devices."""
         return self._of(_device(group)).capture(work, group)
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """See `Transport.share`; all on one device."""
         return self._of(buffers[0].device).share(buffers) if buffers else ()
 
     def _of(self, device: torch.device) -> Transport:
@@ -287,21 +271,19 @@ class TransportByDevice(Transport):
                 f"no transport for tensors on {device} yet: call world.connect({str(device)!r}) on every rank first, "
                 "or attach() a model on that device"
             )
-        return self._gpus.get(device, self._host)
+        return self.gpus.get(device, self._host)
 
     def wait(self) -> None:
-        """See `Transport.wait`."""
-        for transport in self._gpus.values():
+        for transport in self.gpus.values():
             transport.wait()
 
     def close(self) -> None:
-        """See `Transport.close`: closes all transports, and raises the error of one."""
+        """Close all transports, and raise the error of one."""
         with ExitStack() as stack:
             for transport in reversed(self._all()):
                 stack.callback(transport.close)
 
     def abort(self) -> None:
-        """See `Transport.abort`."""
         for transport in self._all():
             transport.abort()
 
@@ -310,10 +292,11 @@ class TransportByDevice(Transport):
         self._host.abort()
 
     def _all(self) -> tuple[Transport, ...]:
-        return (*self._gpus.values(), self._host)
+        return (*self.gpus.values(), self._host)
 
 
 def _device(group: P2PGroup) -> torch.device:
+    """Return where the tensors of `group` lie; raise `UsageError` for several devices."""
     devices = {message.data.device for message in (*group.sends, *group.recvs)} or {CPU}
     if len(devices) > 1:
         where = sorted(map(str, devices))
@@ -330,7 +313,6 @@ class NullTransport(Transport):
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """Raise `TransportClosed`."""
         raise TransportClosed("the other ranks have not admitted this rank yet", Place(self.rank))
 
     def close(self) -> None:

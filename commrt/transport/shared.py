@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.errors import (
-    CallMismatch,
-    DeadlineExceeded,
-    PeerLost,
-    Place,
-    SizeMismatch,
-    TransportClosed,
-    TransportError,
-)
+from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.store.client import MALFORMED, call_store
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import now_s, slice_s
@@ -61,19 +53,15 @@ class _PeerExchange:
     peer: int
     channel: Channel
     packets: Sequence[Packet]
-    """Offers and small messages."""
     offered: Sequence[int]
     """[offers] the bytes of each."""
     segments: frozenset[Segment]
     """Segments that hold them."""
     targets: Sequence[Tensor]
-    """Memory of the receives."""
     originals: Sequence[Tensor] | None
     """[receives] the same memory, if a receive may be the peer's memory until `return_borrowed`; None if it may not."""
     received: int = 0
-    """Number of receives of the running group that are complete."""
     call: int = 0
-    """The number of the call that runs the group."""
     lent: bool = False
     """True from `begin` to `return_borrowed` if receives may be the peer's memory. The peer reads our sends as long."""
     borrowed: int = 0
@@ -85,10 +73,7 @@ class _PeerExchange:
         self.channel.post(self.segments, self.packets, len(self.offered), call)
 
     def progress(self, where: Where) -> bool:
-        """Read a packet and receive all that can be received now; return True if all sends and receives are complete.
-
-        During a loan the receives suffice. Raises `CallMismatch` and `SizeMismatch`.
-        """
+        """Read a packet and receive what can be received; return True if all is complete, in a loan all receives."""
         channel, offers, copied = self.channel, self.channel.offers, 0
         if channel.unsent:
             channel.flush()
@@ -149,23 +134,14 @@ class _PeerExchange:
 class SharedTransport(Transport):
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
-    Connects to all other `members` at construction, through a `store` that nobody else uses; raises
-    `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.store.client.host_identity`. Used by one thread at a time; a process may hold several.
+    Connects to all other `members` through a `store` that nobody else uses; raises `DeadlineExceeded` with the ranks
+    that do not come. All ranks must have the same `commrt.store.client.host_identity`.
     """
 
     kind = "shared"
     one_host = True
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        members: Sequence[int],
-        timeout_s: float = 300.0,
-        address: str | None = None,
-        neighbours: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0, *_: object) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
@@ -177,14 +153,12 @@ class SharedTransport(Transport):
         finalize(self, _close, tuple(self._channels.values()))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """See `Transport.allocate`: sends from this memory need no copy on this side."""
+        """Return zeros [numel] in memory from which sends need no copy on this side."""
         require_cpu(device, MEDIUM)
         return self._arena.allocate(numel, dtype)
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """See `Transport.bind`."""
         rest, copies = split_self(group, self.rank, self.members)
-        self._require_open(partial(Place, self.rank, hop=rest.hop))
         memory, staged = self._stage(rest.sends)
         copies += staged
         exchanges = {each.channel.fd: each for each in self._exchanges(rest, memory)}
@@ -273,7 +247,6 @@ class SharedTransport(Transport):
                 raise DeadlineExceeded(f"{what}: slow, stopped, or running another program", late[0].place(where))
 
     def _progress(self, exchange: _PeerExchange, where: Where) -> bool:
-        """Return True if `exchange` is complete."""
         try:
             if exchange.progress(where):
                 return True  # though the peer may be gone: its last small messages were here
@@ -294,7 +267,7 @@ class SharedTransport(Transport):
         """End all connections; peers that wait for this rank raise `PeerLost` at once. Allocated memory stays."""
         self._closed = True
         _close(self._channels.values())
-        self._arena.close()
+        self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
     def abort(self) -> None:
