@@ -194,7 +194,7 @@ class StepGuard:
     ) -> None:
         self._optimizers, self._take_part = optimizers, take_part
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
-        self._held_back = self._closed = False
+        self._held_back, self._refusal = False, ""  # the latter says why no optimizer may step now
         self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
         self.steps = 0
@@ -209,29 +209,31 @@ class StepGuard:
 
         Both go into the header of the first bucket: ranks that differ are told so at the end of this backward pass.
         """
-        self._closed = True
+        self._refusal = MIDWAY
         return self.steps, settings_digest(self._optimizers, step)
 
     def open(self) -> None:
         """Allow each optimizer a step: all gradients have been averaged."""
-        self._held_back = self._closed = False
+        self._held_back, self._refusal = False, ""
         self._unused_by = set(self._weights)
 
     def drop(self) -> None:
         """Note that the gradients at hand are not to be used."""
-        self._held_back = self._closed = False
+        self._held_back, self._refusal = False, ""
         self._unused_by.clear()
 
     @property
     def is_due(self) -> bool:
         """True if averaged gradients are at hand for an optimizer that has not stepped with them."""
+        if not self._unused_by:
+            return False
         unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
         return any(_is_filled(param) for each in unused for group in each.param_groups for param in group["params"])
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Refuse a step with other gradients than averaged ones; return its arguments if a closure makes them."""
-        if self._closed:
-            raise UsageError(MIDWAY)
+        if self._refusal:
+            raise UsageError(self._refusal)
         if self._are_zeroed():  # since the last backward pass: what is known is about older gradients
             self._held_back = False
             self._unused_by.clear()
