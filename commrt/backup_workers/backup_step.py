@@ -58,7 +58,10 @@ class _Pass:
     """What the headers of all buckets say."""
     samples: int | None
     ready: list[Future[StreamEvent]]
-    """For each bucket, and last for the whole pass: when its gradients were there, as a place on the GPU's stream."""
+    """For each bucket, and last for the whole pass: when its gradients were there, as a place on the GPU's stream.
+
+    Empty unless the communication thread begins before the pass has ended.
+    """
     outcome: Future[StepOutcome] | None = None
     spans: list[Span] = field(default_factory=list)
     """Of the latest attempt."""
@@ -164,7 +167,8 @@ class BackupStep:
         self._ready_order.arm()
         steps, settings = self._guard.close(self.version)
         says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
-        self._pass = _Pass(says, samples, [Future() for _ in range(1 + len(self._engine.buckets))])
+        ready = [Future[StreamEvent]() for _ in range(1 + len(self._engine.buckets))] if self._early else []
+        self._pass = _Pass(says, samples, ready)
 
     def mark(self, name: str | None = None) -> _Pass:
         """Note that the gradient of `name` is ready, by default all gradients; announce full buckets."""
@@ -174,16 +178,17 @@ class BackupStep:
         for index in indices:
             bucket = self._engine.buckets[index]
             bucket.take(bucket.header._replace(**running.says), self._ready_order.is_ready)
-            running.ready[index].set_result(self._world.comm_thread.streams.record_event())
-            if self._early and running.outcome is None:
-                running.outcome = self._world.comm_thread.submit(partial(self._run, running))
+            if running.ready:
+                running.ready[index].set_result(self._world.comm_thread.streams.record_event())
+                running.outcome = running.outcome or self._world.comm_thread.submit(partial(self._run, running))
         return running
 
     def finish(self) -> tuple[StepReport, StepOutcome]:
         """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came too late."""
         begin_s, comm_thread = perf_counter(), self._world.comm_thread
         running = self.mark()
-        running.ready[-1].set_result(comm_thread.streams.record_event())
+        if running.ready:
+            running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
         with within_range(self._world.recorder, "wait", step=self.version):
             outcome = result.result()
@@ -253,10 +258,12 @@ class BackupStep:
             if self._memory_epoch != self._membership.memory_epoch:
                 self._replace_buckets(running)
             running.spans = []
-            for bucket, ready in zip(self._engine.buckets, running.ready, strict=False):
-                self._wait_for(ready)
+            for bucket in self._engine.buckets:
+                if running.ready:
+                    self._wait_for(running.ready[bucket.index])
                 running.spans.append(self._engine.reduce_now(bucket, step))
-            self._wait_for(running.ready[-1])
+            if running.ready:
+                self._wait_for(running.ready[-1])
             if self._flat_buffer is not None or self.order is None:
                 running.spans += self._broadcast(running, step, members)
             self._world.transport.wait()

@@ -43,7 +43,7 @@ AGAIN_S = 0.01
 """Between two rounds of questions."""
 PASSWORD_NBYTES = 16
 REQUEST, NBYTES = struct.Struct(f"<{PASSWORD_NBYTES}sQ"), struct.Struct("<Q")
-YES, NO = b"\1", b"\0"
+YES = b"\1"
 PIECE_NBYTES = 1 << 20
 LIMIT_S = 60.0
 """How long a client may be silent in the middle of a request."""
@@ -318,13 +318,13 @@ class StateServer(Listener):
             return
         client.settimeout(LIMIT_S)
         with closing(self._give(number)) as answer:
-            is_there = next(answer, None) is not None
-            client.sendall(YES if is_there else NO)
+            if next(answer, None) is None:
+                return  # which hangs up, and says no
+            client.sendall(YES)
             packed = next(answer, b"")
-        if is_there:
-            client.sendall(NBYTES.pack(len(packed)))
-            for begin in range(0, len(packed), PIECE_NBYTES):  # the timeout holds for each call
-                client.sendall(memoryview(packed)[begin : begin + PIECE_NBYTES])
+        client.sendall(NBYTES.pack(len(packed)))
+        for begin in range(0, len(packed), PIECE_NBYTES):  # the timeout holds for each call
+            client.sendall(memoryview(packed)[begin : begin + PIECE_NBYTES])
 
 
 def request_state(address: bytes | str, number: int, ready_s: float, copy_s: float) -> bytes | None:

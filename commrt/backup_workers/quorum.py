@@ -73,13 +73,6 @@ class Announcement(NamedTuple):
         rank, generation, samples, ready_s, late_s = self
         return f"{rank}@{generation}@{'' if samples is None else samples}@{ready_s}@{late_s}"
 
-    @classmethod
-    def parse(cls, word: str) -> Announcement:
-        """Raise `ValueError` unless `word` is an announcement as text."""
-        rank, generation, samples, ready_s, late_s = word.split("@")
-        require(int(rank) >= 0 and int(generation) >= 0 and isfinite(float(ready_s)) and isfinite(float(late_s)))
-        return cls(int(rank), int(generation), int(samples) if samples else None, float(ready_s), float(late_s))
-
 
 def parse_announcements(text: str, generation: int | None = None) -> list[Announcement]:
     """Return the announcements of `generation`, or all that are in `text`, in the order in which they were made.
@@ -89,11 +82,17 @@ def parse_announcements(text: str, generation: int | None = None) -> list[Announ
     >>> [word.rank for word in parse_announcements("3@0@@0.0@0.0 1@1@8@0.5@0.0 0@0@@0.0@0.0 ", generation=0)]
     [3, 0]
     """
+    found: list[Announcement] = []
     try:
-        words = [Announcement.parse(word) for word in text.split()]
+        for word in text.split():
+            rank, number, samples, ready_s, late_s = word.split("@")
+            require(int(rank) >= 0 and int(number) >= 0 and isfinite(float(ready_s)) and isfinite(float(late_s)))
+            if generation in (None, int(number)):
+                known = int(samples) if samples else None
+                found.append(Announcement(int(rank), int(number), known, float(ready_s), float(late_s)))
     except ValueError as error:
         raise malformed("announcements", text) from error
-    return words if generation is None else [word for word in words if word.generation == generation]
+    return found
 
 
 def choose_members(words: Sequence[Announcement], needed: int) -> str:
