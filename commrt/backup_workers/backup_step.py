@@ -58,10 +58,7 @@ class _Pass:
     """What the headers of all buckets say."""
     samples: int | None
     ready: list[Future[StreamEvent]]
-    """For each bucket, and last for the whole pass: when its gradients were there, as a place on the GPU's stream.
-
-    Empty unless the communication thread begins before the pass has ended.
-    """
+    """With `early`, for each bucket, and last for the pass: when its gradients were there, as a place on the stream."""
     outcome: Future[StepOutcome] | None = None
     spans: list[Span] = field(default_factory=list)
     """Of the latest attempt."""

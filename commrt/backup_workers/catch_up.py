@@ -242,15 +242,12 @@ class CatchUp:
         while True:
             is_late, connected = limit.left_s <= 0, self._membership.generation.connected
             for rank in sources:
-                if rank in connected and (packed := self._ask(rank, version, limits)) is not None:
+                address = self._store.read(f"service/{rank}") if rank in connected else b""
+                # A rank that has the state may take long to copy it.
+                if address and (packed := request_state(address, version, limits.probe_s, limits.step_s)) is not None:
                     return unpack(packed)
             self._require_sources(version, sources, is_late=is_late)
             Event().wait(AGAIN_S)
-
-    def _ask(self, rank: int, version: int, limits: Timeouts) -> bytes | None:
-        """Return the packed state, or None if the rank does not have it; one that has it may take long to copy it."""
-        address = self._store.read(f"service/{rank}")
-        return request_state(address, version, limits.probe_s, limits.step_s) if address else None
 
     def _require_sources(self, version: int, sources: Sequence[int], *, is_late: bool) -> None:
         membership = self._membership

@@ -23,15 +23,7 @@ from torch.distributed import DistNetworkError, Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.store.client import (
-    ANSWER_S,
-    STORE_HOLDER,
-    TimedStore,
-    clone_connection,
-    malformed,
-    require,
-    start_call,
-)
+from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, clone_connection, malformed, require, start_call
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.future import Future
 
@@ -217,7 +209,7 @@ class QuorumVote:
             return self._answer(partial(_get, self._connection, key), check)
         except BaseException:  # or the store's thread would wait for ever
             with suppress(Exception):
-                self._write(key, FAILED if members else NO_MEMBERS)
+                set_once(self._store, key, FAILED if members else NO_MEMBERS)
             raise
 
     def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:
@@ -252,7 +244,7 @@ class QuorumVote:
         is_evicted = following not in membership.generation.members
         is_lost = is_evicted or self._elastic.is_called or membership.is_gone(following)
         if is_lost or waited_s > membership.timeout_s():
-            self._write(key, FAILED)
+            set_once(self._store, key, FAILED)
 
     def _check_announcements(self, key: str, step: int, attempt: int, waited_s: float) -> None:
         """Check whether enough ranks have announced, or still can."""
@@ -260,9 +252,9 @@ class QuorumVote:
         number = self._membership.generation.number
         words = parse_announcements(text.decode(errors="replace"), number)
         if len(words) >= self.needed:  # the last of them died before it could say so
-            self._write(key, choose_members(words, self.needed))
+            set_once(self._store, key, choose_members(words, self.needed))
         elif self._elastic.is_called:
-            self._write(key, NO_MEMBERS)
+            set_once(self._store, key, NO_MEMBERS)
         else:
             self._end_if_too_few({word.rank for word in words}, key, step, waited_s)
 
@@ -279,7 +271,7 @@ class QuorumVote:
         is_late = bool(waiting) and (self._was_over or waited_s > limits.step_s)
         if len(here) + len(silent) < self.needed or is_late:
             self._is_over = True
-            self._write(key, NO_MEMBERS)
+            set_once(self._store, key, NO_MEMBERS)
         elif waited_s > limits.collective_s:
             membership.current()  # raises Evicted if the others went on without this rank
             what = (
@@ -287,9 +279,6 @@ class QuorumVote:
                 f"fewer than {self.needed}: they are stopped, or do something else; look at their output"
             )
             raise DeadlineExceeded(what, Place(membership.rank, silent[0], step))
-
-    def _write(self, key: str, value: str) -> None:
-        set_once(self._store, key, value)
 
     def delete_old_steps(self, step: int) -> Future[None] | None:
         """Begin to delete keys of old steps, now and then; the first member of each `step` calls it."""

@@ -276,7 +276,12 @@ class StoreMembership:
         collectives of earlier steps. Raises `UsageError` if the rank's process lives or no other member is left,
         `DeadlineExceeded` if the others do not come out of a collective.
         """
-        self._require_vacant()
+        _, generation = self.generations.current()
+        if self.rank in generation.members and self.processes.answers(self.rank):
+            raise UsageError(
+                f"a process of rank {self.rank} is a member and answers: another can take its place once it has ended "
+                "or was evicted; if nobody meant that, two processes were started with one rank's variables"
+            )
         self.processes.replace()
         limit = Deadline(self.timeout_s())
         while not self._is_admitted(fetch_state, limit):
@@ -285,14 +290,6 @@ class StoreMembership:
                 raise DeadlineExceeded(what, Place(self.rank))
             Event().wait(POLL_MOST_S)
         self._start()
-
-    def _require_vacant(self) -> None:
-        _, generation = self.generations.current()
-        if self.rank in generation.members and self.processes.answers(self.rank):
-            raise UsageError(
-                f"a process of rank {self.rank} is a member and answers: another can take its place once it has ended "
-                "or was evicted; if nobody meant that, two processes were started with one rank's variables"
-            )
 
     def _is_admitted(self, fetch_state: Callable[[], bool], limit: Deadline) -> bool:
         head, generation = self.generations.current()
