@@ -24,6 +24,7 @@ from commrt.backup_workers.quorum import (
     DONE,
     FAILED,
     NO_MEMBERS,
+    OLDEST_STEP,
     Announcement,
     StepOutcome,
     choose_members,
@@ -87,14 +88,12 @@ class Asked:
         self.used += 1
         return self._answers[self.used - 1]
 
-    def append(self, key, word):
+    def announce(self, key, word):
         self._answer(Append(key, word))
+        return self._answer(ReadNow((OLDEST_STEP, key)))
 
     def set_once(self, key, value):
         return self._answer(SetOnce(key, value))
-
-    def read(self, *keys):
-        return self._answer(ReadNow(keys))
 
     def wait_for(self, key, step, attempt, members=()):
         return self._answer(WaitFor(key, step, attempt, members))

@@ -20,7 +20,7 @@ from commrt.store.client import start_call
 
 LONG_S, PATIENT_S = 20.0, 10.0
 OUTCOME = quorum_key(0, 0, "outcome")
-WRITTEN = ["announced", "outcome", "outcome/decided"]
+WRITTEN = ["announced", "outcome"]
 
 
 def members(ranks, store):

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it is not.
-
-A process may take the place of a rank that is gone while the others train.
-"""
+"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it is not."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, TypeVar, cast
-from weakref import ref
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
-from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
@@ -27,7 +22,6 @@ from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
-from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
 from commrt.store.client import host_identity
 from commrt.store.launcher import chosen_transport
@@ -37,7 +31,6 @@ from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, c
 from commrt.training.model_state import Stateful, dump, fingerprint, flatten, gather_integers, load
 from commrt.training.replica import Replica, StepReport, attached_to
 
-T = TypeVar("T")
 _log = logging.getLogger("commrt")
 ENDED = (
     "commrt: rank %d drops its gradient of step %d: fewer than %d ranks train. The others are in a collective or have "
@@ -98,18 +91,12 @@ class BackupWorkersReplica(Replica):
         world.hooks = Hooks(
             self._before_collective, self._state.shut, self._end, self._catch_up.close, self._final_calls.make
         )
-        gradients = on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient)
-        self._live([*self._on_model(), *gradients], self._guard.before_step, self._guard.after_step)
-
-    def _on_model(self) -> Iterator[RemovableHandle]:
-        weakly = ref(self)
-
-        def before_forward(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if (replica := weakly()) is not None:
-                replica._before_forward([*given, *named.values()])  # noqa: SLF001  # its own
-
-        yield self.model.register_forward_pre_hook(ModuleHook(before_forward), with_kwargs=True)
-        yield self.model.register_forward_hook(ModuleHook(self._state.after_forward))
+        handles = [
+            self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True),
+            self.model.register_forward_hook(ModuleHook(self._state.after_forward)),
+            *on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient),
+        ]
+        self._live(handles, self._guard.before_step, self._guard.after_step)
 
     @property
     def step(self) -> int:
@@ -126,13 +113,11 @@ class BackupWorkersReplica(Replica):
         Before, do what your loop does at the end of a step, such as stepping a scheduler. A rank whose data ended
         before the others' has the weights that it trained last; `consolidate` brings all to the latest.
         """
-        self._follow()
-
-    def _follow(self, *, amid_step: bool = False) -> None:
         if self._phase is Phase.OVER:
             self._state.undo()
             self._phase = Phase.READY
         elif self._phase in LATE:
+            amid_step, self._phase = self._phase is Phase.STALE, Phase.LATE
             try:
                 transfer = self._catch_up.fetch(self._wanted, self._sources)
             except CommrtError as error:
@@ -143,14 +128,14 @@ class BackupWorkersReplica(Replica):
             self._wanted = transfer.snapshot.version
             self._phase = Phase.LATE if transfer.snapshot.is_due else Phase.READY
 
-    def _before_forward(self, given: Sequence[object]) -> None:
+    def _before_forward(self, _: nn.Module, given: tuple[object, ...], named: Mapping[str, object]) -> None:
         if not (self.model.training and torch.is_grad_enabled()):
             return
         if self._phase in (Phase.LATE, Phase.OVER):
-            self._follow()
-        if self._phase not in LATE and not (self._guard.fresh and self._guard.is_due):
+            self.drain()
+        if self._phase not in LATE and not self._guard.is_due:
             self._state.open(self._backup_step.snapshot(in_pass=True))
-        for each in given:
+        for each in (*given, *named.values()):
             if isinstance(each, Tensor) and each.dim():
                 self._samples = None if self._samples is None else self._samples + len(each)
                 break
@@ -162,18 +147,15 @@ class BackupWorkersReplica(Replica):
             self._guard.held_back = True
             return
         if self._phase not in IN_PASS or self._pass_number != current_pass():
-            if self._phase in IN_PASS:
-                self._leave_interrupted_pass(name)
+            if self._phase in IN_PASS:  # an error ended the pass before
+                if not (self._world.closed or self._backup_step.forget_pass()):
+                    raise UsageError(INTERRUPTED.format(what=f"the gradient of {name}"))
+                self._phase = Phase.LATE if self._phase is Phase.STALE else Phase.READY
             self._pass_number = current_pass()
             self._begin_pass()
             at_end_of_backward(self._finish)
         if self._phase is Phase.RUNNING:
             self._backup_step.mark(name)
-
-    def _leave_interrupted_pass(self, name: str) -> None:
-        if not (self._world.closed or self._backup_step.forget_pass()):
-            raise UsageError(INTERRUPTED.format(what=f"the gradient of {name}"))
-        self._phase = Phase.LATE if self._phase is Phase.STALE else Phase.READY
 
     def _begin_pass(self) -> None:
         if self._phase is Phase.LATE:
@@ -185,13 +167,14 @@ class BackupWorkersReplica(Replica):
         self._phase = Phase.RUNNING
 
     def _finish(self) -> None:
-        was, self._phase, self._samples = self._phase, Phase.READY, 0
-        if was is Phase.STALE:
+        self._samples = 0
+        if self._phase is Phase.STALE:
             self._backup_step.drop()
             self.last = StepReport(self._backup_step.version, (), 0.0, (), counted=False)
-            self._stats, self._phase = self._stats.plus(self.last), Phase.LATE
-            self._follow(amid_step=True)
+            self._stats = self._stats.plus(self.last)
+            self.drain()
             return
+        self._phase = Phase.READY
         try:
             self.last, outcome = self._backup_step.finish()
         except CommrtError as error:
@@ -229,24 +212,32 @@ class BackupWorkersReplica(Replica):
     def _before_collective(self) -> None:
         """Let late ranks have this rank's state until they have come."""
         if self._phase is Phase.OVER:
-            self._follow()
+            self.drain()
         if self._phase not in LATE:
             self._state.open(self._backup_step.snapshot(in_pass=False))
 
     def _end(self) -> None:
         """Answer late ranks until no rank trains any more; before the world is closed in good order."""
-        self._backup_step.abandon("the world was closed in the middle of a backward pass")
+        self._backup_step.abandon()
         with suppress(CommrtError, RuntimeError):
             self.drain()
             self._before_collective()
             if make_elastic(self._world).finish():
                 WorldConfig.withdraw(self._world.store)
 
-    def join_as_replacement(self) -> None:
-        """Take the place of a lost rank, between two collectives of the others; not collective."""
-        make_elastic(self._world).join_as_replacement(self._fetch_from_a_pass)
-        self._catch_up.open()
-        self._require(self.step)  # again before the first step, whatever is loaded until then
+    def join_as_replacement(self) -> BackupWorkersReplica:
+        """Take the place of a lost rank, between two collectives of the others, or detach; not collective."""
+        membership = make_elastic(self._world)
+        try:
+            membership.join_as_replacement(self._fetch_from_a_pass)
+            self._catch_up.open()
+            self._require(self.step)  # again before the first step, whatever is loaded until then
+        except BaseException as error:
+            membership.depart(f"it was not let in: {error}")
+            self.detach()
+            raise
+        self._world.config = None  # this rank is as any other
+        return self
 
     def _fetch_from_a_pass(self) -> bool:
         """Take the state of another rank; True if that rank was in a forward or backward pass."""
@@ -260,16 +251,11 @@ class BackupWorkersReplica(Replica):
             _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
             return
         self._step_in(state)  # raises before anything has changed
-        self._forget()
-        super().load_state_dict(state)
-
-    def _forget(self) -> None:
-        self._state.shut()
         self._state.forget()
         self._phase = Phase.READY
+        super().load_state_dict(state)
 
     def _restart_at_step(self, step: int) -> None:
-        self._forget()
         make_elastic(self._world).restart_at_step(step)
         self._backup_step.restart_at_step(step)
         self._state.keep_buffers()
@@ -279,14 +265,9 @@ class BackupWorkersReplica(Replica):
         self.drain()
         return super().state_dict()
 
-    def overwrite_with_first(self) -> None:
+    def _take_from_first(self, *, buffers_only: bool = False) -> None:
         """See `Replica`; the lowest rank that is left is the first."""
-        super().overwrite_with_first()
-        self._state.keep_buffers()
-
-    def sync_buffers(self) -> None:
-        """See `overwrite_with_first`."""
-        super().sync_buffers()
+        super()._take_from_first(buffers_only=buffers_only)
         self._state.keep_buffers()
 
     def consolidate(self) -> None:
@@ -300,7 +281,6 @@ class BackupWorkersReplica(Replica):
             if not self._world.all_equal("replicas", fingerprint(self.model)):
                 _log.warning(UNEQUAL, self._world.rank, self._world.members[0])
                 self._take_from_first()
-        self._state.keep_buffers()
 
     @contextmanager
     def _collective(self, what: str) -> Iterator[None]:
@@ -353,7 +333,7 @@ def attach(request: Request) -> Replica:
     if world.config is not None:
         frozen = {"frozen parameters": _frozen_digest(request.model)}
         world.config.require_same(world.rank, world.attached, claim | frozen)
-        return _join_as_replacement(world, BackupWorkersReplica(request, engine))
+        return BackupWorkersReplica(request, engine).join_as_replacement()
     request.agree(claim)
     replica = request.begin(BackupWorkersReplica(request, engine))
     host = host_identity() if world.transport.one_host else None
@@ -383,15 +363,3 @@ def _frozen_digest(model: nn.Module) -> str:
     """Return a digest of the frozen parameters, which ranks do not send each other later, as they do not change."""
     frozen = [param for param in model.parameters() if not param.requires_grad]
     return hashlib.sha256(flatten(frozen).cpu().numpy().tobytes()).hexdigest() if frozen else "none"
-
-
-def _join_as_replacement(world: World, replica: BackupWorkersReplica) -> Replica:
-    """Take the place of a rank that is gone."""
-    try:
-        replica.join_as_replacement()
-        world.config = None  # this rank is as any other
-    except BaseException as error:
-        world.membership.depart(f"it was not let in: {error}")
-        replica.detach()
-        raise
-    return replica

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from math import inf
 from time import perf_counter, time
 from typing import Any, TypeVar, cast
 
@@ -27,7 +28,6 @@ from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import LOOK_S, Announcement, QuorumVote, StepOutcome
 from commrt.buckets.engine import KEPT, Engine, Span
 from commrt.buckets.gradient_bucket import ReadyOrder
-from commrt.buckets.layout import Header
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import PeerLost, Place, UsageError
 from commrt.program import member_program
@@ -38,12 +38,12 @@ from commrt.runtime.recording import within_range
 from commrt.schedule import Schedule
 from commrt.threads.future import Future, StreamEvent
 from commrt.training.attach import Request
-from commrt.training.hooks import StepGuard, closure_in
+from commrt.training.hooks import UNAVERAGED, StepGuard, are_zeroed, closure_in
 from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica, StepReport
 from commrt.transport.protocol import Tag
 
-NOBODY = (Announcement(0, 0),)
+NOBODY = (Announcement(0, 0, ready_s=inf),)
 T = TypeVar("T")
 
 OVER = "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
@@ -54,10 +54,11 @@ CLOSURE = "optimizer.step() with a closure: with backup workers the step must fo
 class _Pass:
     """What the training thread tells the communication thread of a backward pass, and gets back."""
 
-    settings: int
+    says: dict[str, int]
+    """What the headers of all buckets say."""
     samples: int | None
     ready: list[Future[StreamEvent]]
-    """For each bucket, and last for the whole pass: when its gradients were there, as a place on the GPU's stream."""
+    """With `early`, for each bucket, and last for the pass: when its gradients were there, as a place on the stream."""
     outcome: Future[StepOutcome] | None = None
     spans: list[Span] = field(default_factory=list)
     """Of the latest attempt."""
@@ -141,12 +142,13 @@ class BackupStep:
         self.version, self._attempts, self._guard.steps = version, (0, 0), 0
         self._use_session(self._session + 1)
 
-    def abandon(self, why: str) -> None:
+    def abandon(self) -> None:
         """End the running pass with a `UsageError`, so that the communication thread does not wait for its end."""
-        running, self._pass = self._pass, None
-        for future in [] if running is None else running.ready:
-            if not future.done():
-                future.set_exception(UsageError(why))
+        if self._pass is not None:
+            for future in self._pass.ready:
+                if not future.done():
+                    future.set_exception(UsageError("the world was closed in the middle of a backward pass"))
+            self._pass = None
 
     def forget_pass(self) -> bool:
         """Drop a pass that an error has interrupted; False if this rank has announced its gradient already."""
@@ -160,8 +162,10 @@ class BackupStep:
     def begin(self, samples: int | None) -> None:
         """Begin a pass at its first gradient."""
         self._ready_order.arm()
-        _, settings = self._guard.close(self.version)
-        self._pass = _Pass(settings, samples, [Future() for _ in range(1 + len(self._engine.buckets))])
+        steps, settings = self._guard.close(self.version)
+        says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
+        ready = [Future[StreamEvent]() for _ in range(1 + len(self._engine.buckets))] if self._early else []
+        self._pass = _Pass(says, samples, ready)
 
     def mark(self, name: str | None = None) -> _Pass:
         """Note that the gradient of `name` is ready, by default all gradients; announce full buckets."""
@@ -169,21 +173,19 @@ class BackupStep:
         if (running := self._pass) is None:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
-            self._engine.buckets[index].take(self._header(running, index), self._ready_order.is_ready)
-            running.ready[index].set_result(self._world.comm_thread.streams.record_event())
-            if self._early and running.outcome is None:
-                running.outcome = self._world.comm_thread.submit(partial(self._run, running))
+            bucket = self._engine.buckets[index]
+            bucket.take(bucket.header._replace(**running.says), self._ready_order.is_ready)
+            if running.ready:
+                running.ready[index].set_result(self._world.comm_thread.streams.record_event())
+                running.outcome = running.outcome or self._world.comm_thread.submit(partial(self._run, running))
         return running
-
-    def _header(self, running: _Pass, index: int) -> Header:
-        header = self._engine.buckets[index].header
-        return header._replace(optimizer_steps=self._guard.steps, step=self.version, settings=running.settings)
 
     def finish(self) -> tuple[StepReport, StepOutcome]:
         """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came too late."""
         begin_s, comm_thread = perf_counter(), self._world.comm_thread
         running = self.mark()
-        running.ready[-1].set_result(comm_thread.streams.record_event())
+        if running.ready:
+            running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
         with within_range(self._world.recorder, "wait", step=self.version):
             outcome = result.result()
@@ -194,7 +196,8 @@ class BackupStep:
             if self._flat_buffer is not None:
                 self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
             self.version += 1
-            self._use_order(running.order)
+            if running.order is not None:
+                self._use_order(running.order)
             self._guard.open()
         else:
             self.drop()
@@ -213,7 +216,7 @@ class BackupStep:
 
     def _report(self, running: _Pass, outcome: StepOutcome, step: int, exposed_s: float) -> StepReport:
         *_, samples, ready_s, late_s = zip(*outcome.announcements or NOBODY, strict=True)
-        behind_s = max(self._ready_s - max(ready_s), 0.0) if outcome.members and not outcome.counts else 0.0
+        behind_s = max(self._ready_s - max(ready_s), 0.0)
         self._late_s = 0.0 if outcome.counts else self._late_s + behind_s
         return StepReport(
             step,
@@ -232,7 +235,7 @@ class BackupStep:
         """Announce, reduce, and wait for the outcome; on the communication thread, as all that follows."""
         membership, step, self._carried = self._membership, self.version, running
         membership.next_step, self._ready_s = step, round(time(), 4)
-        generation = membership.ensure_generation(0).number
+        generation = membership.ensure_generation().number
         mine = Announcement(self._world.rank, generation, running.samples, self._ready_s, round(self._late_s, 4))
         outcome = self.votes.run(mine, step, self._attempts[1] if self._attempts[0] == step else 0)
         if outcome.counts:
@@ -242,7 +245,7 @@ class BackupStep:
             if outcome.members[0] == self._world.rank:
                 self.votes.delete_old_steps(step)
         if outcome.members:
-            membership.progress()
+            membership.failures = 0
         return outcome
 
     def _reduce(self, step: int, _: int, members: tuple[int, ...]) -> bool:
@@ -252,10 +255,12 @@ class BackupStep:
             if self._memory_epoch != self._membership.memory_epoch:
                 self._replace_buckets(running)
             running.spans = []
-            for bucket, ready in zip(self._engine.buckets, running.ready, strict=False):
-                self._wait_for(ready)
+            for bucket in self._engine.buckets:
+                if running.ready:
+                    self._wait_for(running.ready[bucket.index])
                 running.spans.append(self._engine.reduce_now(bucket, step))
-            self._wait_for(running.ready[-1])
+            if running.ready:
+                self._wait_for(running.ready[-1])
             if self._flat_buffer is not None or self.order is None:
                 running.spans += self._broadcast(running, step, members)
             self._world.transport.wait()
@@ -274,7 +279,7 @@ class BackupStep:
         self._renew_buckets()
         self._ready_order = ready_order
         for bucket in self._engine.buckets:
-            bucket.take(self._header(running, bucket.index), ready_order.is_ready)
+            bucket.take(bucket.header._replace(**running.says), ready_order.is_ready)
 
     def _wait_for(self, future: Future[StreamEvent]) -> None:
         """Wait until the training thread has come to `future`; raises if the world was given up, or others call."""
@@ -310,35 +315,25 @@ class SkippingGuard(StepGuard):
     def __init__(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor], begin: Callable[[], None]) -> None:
         super().__init__(optimizers, params, lambda: None)
         self._begin = begin
-        self.fresh: set[int] = set()
-        """Ids of the optimizers that have not stepped since gradients counted."""
-        self._is_over = False  # the step of the gradients at hand
         self._hidden: list[tuple[Tensor, Tensor]] | None = None  # gradients, during a step that changes nothing
-
-    def open(self) -> None:
-        """Allow each optimizer a step: the gradients counted."""
-        super().open()
-        self.fresh, self._is_over = set(map(id, self._optimizers)), False
-
-    def drop(self) -> None:
-        """Let no optimizer change anything: the gradients did not count."""
-        super().drop()
-        self.fresh, self._is_over = set(), False
 
     def end_step(self) -> None:
         """Refuse further steps with the gradients at hand: all ranks take the weights as they are."""
-        self._is_over = self.is_due
-        super().drop()
+        if self.is_due:
+            self.drop()
+            self._refusal = OVER
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """See `StepGuard.before_step`; hides gradients that did not count."""
-        super().before_step(optimizer, args, kwargs)
-        if self._is_over:
-            raise UsageError(OVER)
+        """Refuse a step with gradients that were not averaged; hide those that did not count."""
         if closure_in(args, kwargs) is not None:
             raise UsageError(CLOSURE)
+        if self._refusal:
+            raise UsageError(self._refusal)
+        if self.held_back and not are_zeroed(self._params):
+            raise UsageError(UNAVERAGED)
+        self.held_back = False
         self._begin()
-        if id(optimizer) not in self.fresh:
+        if id(optimizer) not in self._unused_by:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._hidden = [(param, param.grad) for param in params if param.grad is not None]
             for param in params:
@@ -346,7 +341,6 @@ class SkippingGuard(StepGuard):
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """See `StepGuard.after_step`; does not count a step that changed nothing."""
-        self.fresh.discard(id(optimizer))
         if self._hidden is None:
             super().after_step(optimizer)
         else:

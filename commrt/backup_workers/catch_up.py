@@ -30,7 +30,7 @@ from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.generations import Listener
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
-from commrt.store.client import TimedStore, parse, parse_int, require
+from commrt.store.client import MALFORMED, TimedStore, malformed, parse, parse_int, require
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
@@ -43,7 +43,7 @@ AGAIN_S = 0.01
 """Between two rounds of questions."""
 PASSWORD_NBYTES = 16
 REQUEST, NBYTES = struct.Struct(f"<{PASSWORD_NBYTES}sQ"), struct.Struct("<Q")
-YES, NO = b"\1", b"\0"
+YES = b"\1"
 PIECE_NBYTES = 1 << 20
 LIMIT_S = 60.0
 """How long a client may be silent in the middle of a request."""
@@ -87,9 +87,7 @@ class ReplicaState:
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[nn.Parameter], owners: Sequence[Stateful]) -> None:
-        known = {*map(id, trained)}
-        self._model, self._owners = model, owners
-        self._trained = [param for param in model.parameters() if id(param) in known]
+        self._model, self._trained, self._owners = model, trained, owners
         self._changed = Condition()
         self._snapshot: Snapshot | None = None  # None while no rank may copy
         self._version = -1  # the latest one with a forward pass
@@ -187,7 +185,8 @@ class ReplicaState:
             self._kept = None
 
     def forget(self) -> None:
-        """Forget all that was to be loaded or undone: a checkpoint was loaded."""
+        """Forget all that was to be given, loaded or undone: a checkpoint was loaded."""
+        self.shut()
         self.again = self._kept = None
         self._version = -1
 
@@ -201,23 +200,17 @@ def pack(transfer: StateTransfer) -> bytes:
 
 def unpack(packed: bytes) -> StateTransfer:
     """Return what was packed, without running any of it; raises `DisagreementError` for other bytes."""
-    return parse("state of another rank", packed, _transfer)
-
-
-def _transfer(packed: bytes) -> StateTransfer:
     try:
         fields, *tensors = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-    except (UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # what torch raises for other bytes
-        raise ValueError(str(error)) from error
-    require(len(fields) == len(Snapshot._fields) and len(tensors) == len(StateTransfer._fields) - 1)
-    for tensor in tensors:
-        require(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8)
-    snapshot = Snapshot(*fields)
-    require(isinstance(snapshot.order, list | None))
-    require(isinstance(snapshot.in_pass, bool) and isinstance(snapshot.is_due, bool))
-    for each in (snapshot.version, snapshot.optimizer_steps, snapshot.session, *(snapshot.order or [])):
-        parse_int(each)
-    return StateTransfer(snapshot, *tensors)
+        transfer = StateTransfer(snapshot := Snapshot(*fields), *tensors)
+        require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
+        require(isinstance(snapshot.order, list | None))
+        require(isinstance(snapshot.in_pass, bool) and isinstance(snapshot.is_due, bool))
+        for each in (snapshot.version, snapshot.optimizer_steps, snapshot.session, *(snapshot.order or [])):
+            parse_int(each)
+    except (*MALFORMED, UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # as torch has no one error
+        raise malformed("state of another rank", packed) from error
+    return transfer
 
 
 class CatchUp:
@@ -226,10 +219,10 @@ class CatchUp:
     def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
         self._world, self._membership = world, membership
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
-        self._state, self._server = state, StateServer(membership.host or gethostname(), self._give)
-
-    def _give(self, version: int) -> Generator[bytes]:
-        return self._state.give(version, Timeouts.of(self._world.timeout_s).probe_s * PASS_SHARE)
+        self._server = StateServer(
+            membership.host or gethostname(),
+            lambda version: state.give(version, Timeouts.of(world.timeout_s).probe_s * PASS_SHARE),
+        )
 
     def close(self) -> None:
         """Answer no more questions."""
@@ -249,21 +242,14 @@ class CatchUp:
         while True:
             is_late, connected = limit.left_s <= 0, self._membership.generation.connected
             for rank in sources:
-                if rank in connected and (answer := self._ask_source(rank, version, limits)) is not None:
-                    return answer
+                address = self._store.read(f"service/{rank}") if rank in connected else b""
+                # A rank that has the state may take long to copy it.
+                if address and (packed := request_state(address, version, limits.probe_s, limits.step_s)) is not None:
+                    return unpack(packed)
             self._require_sources(version, sources, is_late=is_late)
             Event().wait(AGAIN_S)
 
-    def _ask_source(self, rank: int, version: int, limits: Timeouts) -> StateTransfer | None:
-        """Return the state, or None if the rank does not have it; one that has it may take long to copy it."""
-        if not (found := self._store.read(key := f"service/{rank}")):
-            return None
-        address = parse(key, found, bytes.decode)
-        packed = request_state(address, version, limits.probe_s, limits.step_s)
-        return None if packed is None else unpack(packed)
-
     def _require_sources(self, version: int, sources: Sequence[int], *, is_late: bool) -> None:
-        """Raise if all sources are gone, or the time is over."""
         membership = self._membership
         membership.require_open()
         members, place = membership.generation.members, Place(self._world.rank, sources[0], version)
@@ -308,15 +294,12 @@ class StateServer(Listener):
         self.address += f" {self._password.hex()}"
 
     def _admit(self, client: socket.socket) -> None:
-        """Serve the client on a thread, if there may be another."""
-        if not self._free_slots.acquire(blocking=False):
-            client.close()
-            return
-        try:
-            threading.Thread(target=self._serve, args=(client,), daemon=True, name="commrt-state-server").start()
-        except RuntimeError:  # the system has no more threads
+        if self._free_slots.acquire(blocking=False):
+            with suppress(RuntimeError):  # the system has no more threads
+                threading.Thread(target=self._serve, args=(client,), daemon=True, name="commrt-state-server").start()
+                return
             self._free_slots.release()
-            client.close()
+        client.close()
 
     def _serve(self, client: socket.socket) -> None:
         try:
@@ -332,16 +315,16 @@ class StateServer(Listener):
             return
         client.settimeout(LIMIT_S)
         with closing(self._give(number)) as answer:
-            is_there = next(answer, None) is not None
-            client.sendall(YES if is_there else NO)
+            if next(answer, None) is None:
+                return  # which hangs up, and says no
+            client.sendall(YES)
             packed = next(answer, b"")
-        if is_there:
-            client.sendall(NBYTES.pack(len(packed)))
-            for begin in range(0, len(packed), PIECE_NBYTES):  # the timeout holds for each call
-                client.sendall(memoryview(packed)[begin : begin + PIECE_NBYTES])
+        client.sendall(NBYTES.pack(len(packed)))
+        for begin in range(0, len(packed), PIECE_NBYTES):  # the timeout holds for each call
+            client.sendall(memoryview(packed)[begin : begin + PIECE_NBYTES])
 
 
-def request_state(address: str, number: int, ready_s: float, copy_s: float) -> bytes | None:
+def request_state(address: bytes | str, number: int, ready_s: float, copy_s: float) -> bytes | None:
     """Return the answer of the `StateServer` at `address`.
 
     Returns None if it says no, or nothing for `ready_s` seconds, and for `copy_s` seconds after it has said yes.

@@ -23,15 +23,7 @@ from torch.distributed import DistNetworkError, Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.store.client import (
-    ANSWER_S,
-    STORE_HOLDER,
-    TimedStore,
-    clone_connection,
-    malformed,
-    require,
-    start_call,
-)
+from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, clone_connection, malformed, require, start_call
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.future import Future
 
@@ -60,9 +52,8 @@ class Announcement(NamedTuple):
     """One word of the list of ready gradients."""
 
     rank: int
-    """The rank whose gradient is ready."""
     generation: int
-    """The generation in which that rank can reduce."""
+    """In which the rank can reduce."""
     samples: int | None = None
     """How many samples the gradient was made of; None if its rank cannot say."""
     ready_s: float = 0.0
@@ -74,13 +65,6 @@ class Announcement(NamedTuple):
         rank, generation, samples, ready_s, late_s = self
         return f"{rank}@{generation}@{'' if samples is None else samples}@{ready_s}@{late_s}"
 
-    @classmethod
-    def parse(cls, word: str) -> Announcement:
-        """Raise `ValueError` unless `word` is an announcement as text."""
-        rank, generation, samples, ready_s, late_s = word.split("@")
-        require(int(rank) >= 0 and int(generation) >= 0 and isfinite(float(ready_s)) and isfinite(float(late_s)))
-        return cls(int(rank), int(generation), int(samples) if samples else None, float(ready_s), float(late_s))
-
 
 def parse_announcements(text: str, generation: int | None = None) -> list[Announcement]:
     """Return the announcements of `generation`, or all that are in `text`, in the order in which they were made.
@@ -90,11 +74,17 @@ def parse_announcements(text: str, generation: int | None = None) -> list[Announ
     >>> [word.rank for word in parse_announcements("3@0@@0.0@0.0 1@1@8@0.5@0.0 0@0@@0.0@0.0 ", generation=0)]
     [3, 0]
     """
+    found: list[Announcement] = []
     try:
-        words = [Announcement.parse(word) for word in text.split()]
+        for word in text.split():
+            rank, number, samples, ready_s, late_s = word.split("@")
+            require(int(rank) >= 0 and int(number) >= 0 and isfinite(float(ready_s)) and isfinite(float(late_s)))
+            if generation in (None, int(number)):
+                known = int(samples) if samples else None
+                found.append(Announcement(int(rank), int(number), known, float(ready_s), float(late_s)))
     except ValueError as error:
         raise malformed("announcements", text) from error
-    return words if generation is None else [word for word in words if word.generation == generation]
+    return found
 
 
 def choose_members(words: Sequence[Announcement], needed: int) -> str:
@@ -134,41 +124,33 @@ def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> 
     generation can reduce together; a rank that has missed one is late. Costs four store operations.
     """
     while True:
-        announced, members_key = quorum_key(step, attempt, "announced"), quorum_key(step, attempt, "members")
-        ask.append(announced, f"{mine} ")
-        oldest, text = ask.read(OLDEST_STEP, announced)
+        oldest, text = ask.announce(quorum_key(step, attempt, "announced"), f"{mine} ")
         if not oldest.isdecimal():
             raise malformed(OLDEST_STEP, oldest)
         if step < int(oldest):
             return StepOutcome(attempt)
-        order = parse_announcements(text, mine.generation)
+        order, key = parse_announcements(text, mine.generation), quorum_key(step, attempt, "members")
         if len(order) >= ask.needed:
-            text = ask.set_once(members_key, choose_members(order, ask.needed))
+            text = ask.set_once(key, choose_members(order, ask.needed))
         else:
-            text = ask.wait_for(members_key, step, attempt)
+            text = ask.wait_for(key, step, attempt)
         chosen = parse_announcements("" if text == NO_MEMBERS else text)
-        members = tuple(map(RANK, chosen))
-        # The whole announcement is compared: the dead process of this rank may have been a member.
-        outcome = _carry_out(ask, mine if mine in chosen else None, members, step, attempt) if chosen else FAILED
-        if not text or not outcome:  # the store has deleted it
+        members, key = tuple(map(RANK, chosen)), quorum_key(step, attempt, "outcome")
+        counts = mine in chosen  # the dead process of this rank may have been a member: all of `mine` is compared
+        is_summed = counts and ask.reduce(step, attempt, members)
+        if counts and (mine.rank == members[0] or not is_summed):
+            text = ask.set_once(key, DONE if is_summed else FAILED)
+        elif chosen:
+            text = ask.wait_for(key, step, attempt, members)
+        if not text:  # the store has deleted the step
             return StepOutcome(attempt)
-        if outcome == DONE:
-            return StepOutcome(attempt, members, mine in chosen, tuple(chosen))
+        if text == DONE:
+            return StepOutcome(attempt, members, counts, tuple(chosen))
         attempt += 1
         generation = ask.next_attempt(chosen[0].generation + 1 if chosen else mine.generation)
         if generation is None:
             return StepOutcome(attempt, is_over=False)
         mine = mine._replace(generation=generation)
-
-
-def _carry_out(ask: QuorumVote, mine: Announcement | None, members: tuple[int, ...], step: int, attempt: int) -> str:
-    """Reduce if `mine` is of a member, and return DONE or FAILED; empty if the store has deleted it."""
-    outcome_key = quorum_key(step, attempt, "outcome")
-    if mine is not None:
-        went_well = ask.reduce(step, attempt, members)
-        if mine.rank == members[0] or not went_well:
-            return ask.set_once(outcome_key, DONE if went_well else FAILED)
-    return ask.wait_for(outcome_key, step, attempt, members)
 
 
 class QuorumVote:
@@ -202,17 +184,18 @@ class QuorumVote:
         number = self._elastic.ensure_generation(generation).number
         return None if self._is_over else number
 
-    def append(self, key: str, word: str) -> None:
-        """Append a word to the text under `key`."""
-        self._answer(partial(self._connection.append, key, word), self._require_answer)  # type: ignore[attr-defined]  # torch's stub is behind
+    def announce(self, key: str, word: str) -> Sequence[str]:
+        """Append `word` to the text under `key`; return the oldest step, and the text as it is then or later."""
+
+        def request() -> Sequence[str]:
+            self._connection.append(key, word)  # type: ignore[attr-defined]  # torch's stub is behind
+            return [*map(DECODED, self._connection.multi_get([OLDEST_STEP, key]))]
+
+        return self._answer(request, self._require_answer)
 
     def set_once(self, key: str, value: str) -> str:
         """Write `value` under `key` unless something is there, and return what stands there."""
         return self._answer(partial(set_once, self._connection, key, value), self._require_answer)
-
-    def read(self, *keys: str) -> Sequence[str]:
-        """Return the texts under all `keys`, which exist, as they are at one instant or in this order."""
-        return [*map(DECODED, self._answer(partial(self._connection.multi_get, [*keys]), self._require_answer))]
 
     def wait_for(self, key: str, step: int, attempt: int, members: tuple[int, ...] = ()) -> str:
         """Wait until `key` is written, by one of `members` if there are any, and return its text.
@@ -220,15 +203,13 @@ class QuorumVote:
         Probes those that should write it, and writes it if they will not: FAILED if a member is gone, NO_MEMBERS if too
         few ranks are left to announce. Raises what `run` does.
         """
-        if members:
-            check = partial(self._check_members, key, members)
-        else:
-            check = partial(self._check_announcements, key, step, attempt)
+        waiting = partial(self._check_announcements, key, step, attempt)
+        check = partial(self._check_members, key, members) if members else waiting
         try:
             return self._answer(partial(_get, self._connection, key), check)
         except BaseException:  # or the store's thread would wait for ever
             with suppress(Exception):
-                self._write(key, FAILED if members else NO_MEMBERS)
+                set_once(self._store, key, FAILED if members else NO_MEMBERS)
             raise
 
     def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:
@@ -263,7 +244,7 @@ class QuorumVote:
         is_evicted = following not in membership.generation.members
         is_lost = is_evicted or self._elastic.is_called or membership.is_gone(following)
         if is_lost or waited_s > membership.timeout_s():
-            self._write(key, FAILED)
+            set_once(self._store, key, FAILED)
 
     def _check_announcements(self, key: str, step: int, attempt: int, waited_s: float) -> None:
         """Check whether enough ranks have announced, or still can."""
@@ -271,9 +252,9 @@ class QuorumVote:
         number = self._membership.generation.number
         words = parse_announcements(text.decode(errors="replace"), number)
         if len(words) >= self.needed:  # the last of them died before it could say so
-            self._write(key, choose_members(words, self.needed))
+            set_once(self._store, key, choose_members(words, self.needed))
         elif self._elastic.is_called:
-            self._write(key, NO_MEMBERS)
+            set_once(self._store, key, NO_MEMBERS)
         else:
             self._end_if_too_few({word.rank for word in words}, key, step, waited_s)
 
@@ -290,7 +271,7 @@ class QuorumVote:
         is_late = bool(waiting) and (self._was_over or waited_s > limits.step_s)
         if len(here) + len(silent) < self.needed or is_late:
             self._is_over = True
-            self._write(key, NO_MEMBERS)
+            set_once(self._store, key, NO_MEMBERS)
         elif waited_s > limits.collective_s:
             membership.current()  # raises Evicted if the others went on without this rank
             what = (
@@ -298,9 +279,6 @@ class QuorumVote:
                 f"fewer than {self.needed}: they are stopped, or do something else; look at their output"
             )
             raise DeadlineExceeded(what, Place(membership.rank, silent[0], step))
-
-    def _write(self, key: str, value: str) -> None:
-        set_once(self._store, key, value)
 
     def delete_old_steps(self, step: int) -> Future[None] | None:
         """Begin to delete keys of old steps, now and then; the first member of each `step` calls it."""
@@ -326,27 +304,17 @@ def _delete_steps(store: Store, oldest: int) -> None:
         attempt = 0
         while store.check([key := quorum_key(step, attempt, "announced")]):  # `FileStore.delete_key` is always True
             store.delete_key(key)
-            delete_once(store, quorum_key(step, attempt, "members"))
-            delete_once(store, quorum_key(step, attempt, "outcome"))
+            store.delete_key(quorum_key(step, attempt, "members"))
+            store.delete_key(quorum_key(step, attempt, "outcome"))
             attempt += 1
 
 
 def set_once(store: Store | TimedStore, key: str, value: str) -> str:
     """Write `value` under `key` unless something is there, wake those who wait for it, and return what stands there.
 
-    A rank that waits for `key` blocks its connection. So the value is decided under a second key, for which nobody
-    waits, and then copied. If a process dies between the two, the next that sets the same key copies it.
+    A store need not wake them after a compare-and-set, but after a set. If a process dies between the two, the next
+    that sets the same key wakes them.
     """
-    stands: str = store.compare_set(_decided(key), "", value).decode(errors="replace")
+    stands: str = store.compare_set(key, "", value).decode(errors="replace")
     store.set(key, stands)
     return stands
-
-
-def delete_once(store: Store, key: str) -> None:
-    """Delete what `set_once` wrote under `key`."""
-    store.delete_key(key)
-    store.delete_key(_decided(key))
-
-
-def _decided(key: str) -> str:
-    return f"{key}/decided"

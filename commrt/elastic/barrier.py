@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from threading import Event
 
-from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Arrival, Generation, Head, arrival_key
+from commrt.elastic.generations import GATHERING, OPEN, ROLL_CALL, RUNNING, Arrival, Generation, Head, arrival_key
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import DisagreementError
 from commrt.threads.deadline import Deadline
@@ -61,8 +61,10 @@ class Barrier:
                 return None
             if arrivals.keys() >= generation.members.keys() and not generation.silent:
                 members.generations.set_phase(head, number, RUNNING)
-            # A roll call decides who lives, and takes a timeout itself.
-            elif members.is_roll_called(generation) or not members.evict_absent(head, generation, arrivals, why, limit):
+            # A roll call that has begun decides who lives, and takes a timeout itself.
+            elif self._store.check([arrival_key(generation, ROLL_CALL)]) or not members.evict_absent(
+                head, generation, arrivals, why, limit
+            ):
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
         return generation

@@ -73,7 +73,8 @@ class ElasticMembership(Membership):
         self._lock = Lock()  # around a change of the generation
         self._called = 0  # the latest generation to which others called this rank
         self._is_broken = False
-        self._attempts = 0
+        self.failures = 0
+        """Since an exchange was completed; whoever completes one sets it to 0, on any thread."""
         self._part: Generation | None = None  # of the collective part that is next or runs; None once refused
         self.submitted_steps = 0
         """Gossip steps so far."""
@@ -101,7 +102,7 @@ class ElasticMembership(Membership):
     @property
     def number(self) -> int:  # type: ignore[override]  # it changes here
         """The number of the generation."""
-        return self.generation.number
+        return self.on_store.generation.number
 
     def _on_call(self, number: int) -> None:
         """Cancel what runs here and join generation `number`, which other ranks form. On the watcher's thread."""
@@ -111,7 +112,7 @@ class ElasticMembership(Membership):
             self._called = max(self._called, number)
             self._transport.abort()
         with suppress(TransportClosed):
-            self._comm_thread.submit(partial(self.ensure_generation, 0))
+            self._comm_thread.submit(self.ensure_generation)
 
     @property
     def is_called(self) -> bool:
@@ -134,20 +135,16 @@ class ElasticMembership(Membership):
     def recover(self, failure: TransportError) -> None:
         """Go on in the next generation after `failure`; raise it if this world ends with a lost rank."""
         self.break_connections(failure)
-        self.ensure_generation(0)
+        self.ensure_generation()
 
     def _count(self, failure: TransportError) -> None:
-        self._attempts += 1
-        if self._attempts > ATTEMPTS:
+        self.failures += 1
+        if self.failures > ATTEMPTS:
             raise failure
 
-    def progress(self) -> None:
-        """Record a completed exchange: failures before it do not count any more. On any thread."""
-        self._attempts = 0
-
-    def ensure_generation(self, number: int) -> Generation:
+    def ensure_generation(self, number: int = 0) -> Generation:
         """Move to generation `number` or a later one, with working connections, and return it."""
-        while self._is_broken or self.generation.number < max(number, self._called):
+        while self._is_broken or self.on_store.generation.number < max(number, self._called):
             before, generation = self.generation, self._next_generation()
             level = logging.WARNING if self._transport.rank == generation.connected[0] else logging.INFO
             for change in generation.changes_since(before):
@@ -162,7 +159,7 @@ class ElasticMembership(Membership):
                 if not self.is_called:
                     self._count(failure)
             self.memory_epoch += 1
-        return self.generation
+        return self.on_store.generation
 
     def _follow(self) -> None:
         self.ensure_generation(self.on_store.current().number)
@@ -178,7 +175,7 @@ class ElasticMembership(Membership):
             membership.adopt(generation)
             self._is_broken = self._transport.rank in generation.silent  # then it makes a roll call
         if generation.ranks != before.ranks:
-            self._attempts = 0
+            self.failures = 0
         return generation
 
     def _connect(self, generation: Generation) -> None:
@@ -247,7 +244,7 @@ class ElasticMembership(Membership):
         self._store = self.on_store.store.connection = HashStore()
 
     def others(self) -> int:
-        """Return how many attached models depend on this world, without dropped ones."""
+        """Return how many attached models depend on this world, without dropped ones. On the training thread."""
         return count_kept(self._dependants.__len__)
 
     def begin(self, dependant: object, number: int, *, alone: bool, needed: int = 0, founds: bool = True) -> None:
@@ -357,7 +354,7 @@ class ElasticMembership(Membership):
         if not self.is_elastic:
             return work()
         while True:
-            generation = self._run(self.ensure_generation, 0)
+            generation = self._run(self.ensure_generation)
             due, self._part = self._part or generation, generation
             if due.number != generation.number:
                 self.barrier.vote(ok=False, generation=due)  # raises if a member refused there
@@ -372,7 +369,7 @@ class ElasticMembership(Membership):
                     raise
                 continue
             if self.barrier.vote(failure is None, generation):
-                self.progress()
+                self.failures = 0
                 return value
             self._part = self._run(self._leave_generation, generation, failure)
 

@@ -159,9 +159,9 @@ class Generations:
         self._store.set(f"generation/{proposal}", generation.to_json())
         return self._change(head, head._replace(proposal=proposal))
 
-    def set_phase(self, head: Head, collective: int, phase: str) -> bool:
-        """Say how far `collective` has come, if `head` still stands; True if it does."""
-        return self._change(head, head._replace(collective=collective, phase=phase))
+    def set_phase(self, head: Head, collective: int, phase: str) -> None:
+        """Say how far `collective` has come, if `head` still stands."""
+        self._change(head, head._replace(collective=collective, phase=phase))
 
     def _change(self, before: Head, after: Head) -> bool:
         stands = self._store.compare_set(HEAD, before.to_json(), after.to_json())
@@ -329,8 +329,7 @@ class Processes:
     def close(self) -> None:
         """Stop listening: from now on this process counts as gone. Safe to call twice."""
         if self._listener is not None:
-            with suppress(OSError):
-                self._listener.close()
+            self._listener.close()
 
 
 def _parse_process(text: bytes) -> tuple[int, str]:

@@ -101,17 +101,16 @@ class StoreMembership:
 
     def _watch(self, store: Store) -> None:
         """Call `on_roll_call` for each generation that other ranks want to form."""
-        target = self.generation.number + 1
         while not self._closed.is_set():
             try:
-                store.wait([wake_key(self.rank, target)], WATCH_LIMIT)
+                store.wait([wake_key(self.rank, self._watched)], WATCH_LIMIT)
             except DistNetworkError:
                 return  # the store is gone: the threads that need it raise that
             except RuntimeError:
                 continue
             if not self._closed.is_set():
-                self._on_roll_call(target)
-                self._watched = target = target + 1
+                self._on_roll_call(self._watched)
+                self._watched += 1
 
     def current(self) -> Generation:
         """Return the current generation; raise `Evicted` if this process is not a member."""
@@ -121,14 +120,11 @@ class StoreMembership:
         """Return the head of the store and its generation; raise `Evicted` if this process is not a member."""
         head, generation = self.generations.current()
         if generation.members.get(self.rank) != self.processes.incarnation:
-            raise self._evicted(generation)
+            self._closed.set()
+            taken = Loss(self.rank, 0, "another process has taken its place")
+            loss = next((loss for loss in generation.lost if loss.rank == self.rank), taken)
+            raise Evicted(loss.why, Place(self.rank), generation.number, loss.by)
         return head, generation
-
-    def _evicted(self, generation: Generation) -> Evicted:
-        self._closed.set()
-        loss = next((loss for loss in generation.lost if loss.rank == self.rank), None)
-        why = "another process has taken its place" if loss is None else loss.why
-        return Evicted(why, Place(self.rank), generation.number, None if loss is None else loss.by)
 
     def adopt(self, generation: Generation) -> None:
         """Exchange in `generation` from now on, and let the watcher wait for the next one.
@@ -167,10 +163,6 @@ class StoreMembership:
             if not self.evict_absent(head, generation, here, why, limit, joined, leaves_silent=leaves_silent):
                 Event().wait(pause_s)
         return generation
-
-    def is_roll_called(self, generation: Generation) -> bool:
-        """Return True if a member has answered the roll call that ends `generation`."""
-        return bool(self.store.check([arrival_key(generation, ROLL_CALL)]))
 
     def evict_absent(
         self,
@@ -282,7 +274,12 @@ class StoreMembership:
         collectives of earlier steps. Raises `UsageError` if the rank's process lives or no other member is left,
         `DeadlineExceeded` if the others do not come out of a collective.
         """
-        self._require_vacant()
+        _, generation = self.generations.current()
+        if self.rank in generation.members and self.processes.answers(self.rank):
+            raise UsageError(
+                f"a process of rank {self.rank} is a member and answers: another can take its place once it has ended "
+                "or was evicted; if nobody meant that, two processes were started with one rank's variables"
+            )
         self.processes.replace()
         limit = Deadline(self.timeout_s())
         while not self._is_admitted(fetch_state, limit):
@@ -291,14 +288,6 @@ class StoreMembership:
                 raise DeadlineExceeded(what, Place(self.rank))
             Event().wait(POLL_MOST_S)
         self._start()
-
-    def _require_vacant(self) -> None:
-        _, generation = self.generations.current()
-        if self.rank in generation.members and self.processes.answers(self.rank):
-            raise UsageError(
-                f"a process of rank {self.rank} is a member and answers: another can take its place once it has ended "
-                "or was evicted; if nobody meant that, two processes were started with one rank's variables"
-            )
 
     def _is_admitted(self, fetch_state: Callable[[], bool], limit: Deadline) -> bool:
         head, generation = self.generations.current()

@@ -117,10 +117,6 @@ class Membership:
         """The members, in ascending order."""
         return self._all
 
-    def others(self) -> int:
-        """Return how many attached models depend on this membership. On the training thread."""
-        return 0
-
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on the communication thread; ``result()`` raises what ended it."""
         return self._comm_thread.submit(task)

@@ -259,7 +259,7 @@ class GossipExchange:
         run(tag)
         if message.received.is_cuda:
             self.world.transport.wait()  # before it mixes what may never have come
-        self.membership.progress()
+        self.membership.failures = 0
         ours, theirs = message.sent[:HEADER_NUMEL], message.received[:HEADER_NUMEL]
         if not torch.equal(ours != 0, theirs != 0):
             why = explain_mismatch(ours + theirs)

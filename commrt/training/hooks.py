@@ -186,7 +186,7 @@ class StepGuard:
         self._optimizers, self._take_part = optimizers, take_part
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
         self.held_back = False  # True after a backward pass that added to gradients without averaging them
-        self._closed = False
+        self._refusal = ""  # why no optimizer may step now
         self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
         self.steps = 0
@@ -194,30 +194,32 @@ class StepGuard:
 
     def close(self, step: int) -> tuple[int, int]:
         """Refuse steps, as gradients are on their way; return what ranks compare: steps so far, digest of settings."""
-        self._closed = True
+        self._refusal = MIDWAY
         return self.steps, settings_digest(self._optimizers, step)
 
     def open(self) -> None:
         """Allow each optimizer a step: all gradients have been averaged."""
-        self.held_back = self._closed = False
+        self.held_back, self._refusal = False, ""
         self._unused_by = set(self._weights)
 
     def drop(self) -> None:
         """Note that the gradients at hand are not to be used."""
-        self.held_back = self._closed = False
+        self.held_back, self._refusal = False, ""
         self._unused_by.clear()
 
     @property
     def is_due(self) -> bool:
         """True if averaged gradients are at hand for an optimizer that has not stepped with them."""
+        if not self._unused_by:
+            return False
         unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
-        return not _are_zeroed(param for each in unused for group in each.param_groups for param in group["params"])
+        return not are_zeroed(param for each in unused for group in each.param_groups for param in group["params"])
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Refuse a step with other gradients than averaged ones; return its arguments if a closure makes them."""
-        if self._closed:
-            raise UsageError(MIDWAY)
-        if _are_zeroed(self._params):  # since the last backward pass: what is known is about older gradients
+        if self._refusal:
+            raise UsageError(self._refusal)
+        if are_zeroed(self._params):  # since the last backward pass: what is known is about older gradients
             self.held_back = False
             self._unused_by.clear()
         if (closure := closure_in(args, kwargs)) is not None:
@@ -238,7 +240,7 @@ class StepGuard:
             if self.held_back:
                 raise UsageError(UNAVERAGED)
             if id(optimizer) not in self._unused_by:
-                if not _are_zeroed(self._params):
+                if not are_zeroed(self._params):
                     raise UsageError(UNAVERAGED_BY_CLOSURE)
                 self._take_part()
             return value
@@ -253,7 +255,7 @@ class StepGuard:
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 
 
-def _are_zeroed(params: Iterable[Tensor]) -> bool:
+def are_zeroed(params: Iterable[Tensor]) -> bool:
     """Return True if no gradient has other values than zeros; one on a GPU, which would have to be waited for, has."""
     for param in params:
         grad = param.grad
