@@ -177,6 +177,8 @@ def attach(  # noqa: PLR0913  # each has its default
 
 
 def _checked(world: World | None) -> World:
+    if world is not None and not isinstance(world, World):
+        raise UsageError(f"world={world!r:.80} is no world: pass what commrt.init() returned, or leave it out")
     world = current() if world is None else world
     world.require_all_ranks("attach()")
     if world.membership.needed:
@@ -262,6 +264,8 @@ def _checked_optimizers(given: object, params: Sequence[Named]) -> list[Optimize
 
 def check_stateful(owners: Sequence[object], call: str = "join()") -> None:
     """Raise `UsageError` for an object without a state to send, given to `call`."""
+    if not isinstance(owners, Iterable):
+        raise UsageError(f"{call} takes a list, not a {type(owners).__name__}: put it into one")
     for owner in owners:
         if not isinstance(owner, Stateful):
             raise UsageError(

@@ -8,6 +8,7 @@ import os
 import signal
 import traceback
 from functools import partial
+from multiprocessing import get_context
 from multiprocessing.connection import wait
 from time import monotonic
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from commrt.runtime import init as world_of_this_process
 from commrt.store.client import hold, listen
-from commrt.testing.processes import Outcome, _context, _environment
+from commrt.testing.processes import IMPORTED, Outcome, _environment
 
 LIMIT_S = 60.0
 """For starting processes on a busy machine, and for all that they do."""
@@ -96,7 +97,8 @@ class Pool:
 
 
 def _start():
-    context = _context("forkserver")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
