@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings whose forward pass writes rows, by what is in a rank's batch, are refused at attach()."""
+"""Modules whose forward pass writes parameters, by what is in a rank's batch, are refused at attach()."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from cases import for_each, on_ranks, taking_turns
 from small_models import seeded, sgd
 from torch import nn
+from torch.ao.quantization import MovingAverageMinMaxObserver
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
 import commrt
 from commrt.errors import UsageError
@@ -99,3 +101,32 @@ def test_one_rank_alone_may_train_an_embedding_with_max_norm(world):
     table = nn.Embedding(ROWS, 6, max_norm=1.0)
     commrt.attach(table, world=world)
     train(table, world.rank)
+
+
+@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip()])
+@on_ranks(2)
+def test_a_max_norm_that_is_set_after_attach_is_noticed_in_the_first_step(world, algorithm):
+    net = seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), nn.Linear(6, 2)))
+    optimizer = sgd(net)
+    commrt.attach(net, optimizer, algorithm, world=world)
+    net[0].max_norm = 1.0
+    with pytest.raises(UsageError, match=r"changed since attach\(\), max_norm of 0 was set: detach\(\)"):  # noqa: PT012
+        net(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+
+def quantized(*, learning):
+    fake = _LearnableFakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    if learning:
+        fake.enable_param_learning()
+    return seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), fake, nn.Linear(6, 2)))
+
+
+@on_ranks(2)
+def test_a_fake_quantizer_that_writes_its_scale_from_a_batch_is_refused_and_one_that_learns_it_is_not(world):
+    with pytest.raises(UsageError, match=r"1 writes its parameters scale and zero_point .*enable_param_learning"):
+        commrt.attach(quantized(learning=False), world=world)
+    net = quantized(learning=True)
+    replica = commrt.attach(net, world=world)
+    train(net, world.rank)
+    assert replica.replicas_equal()

@@ -29,6 +29,7 @@ from commrt.runtime.init import current
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
 from commrt.schedule import SYNCHRONOUS, Algorithm, Schedule
+from commrt.training.hooks import EMBEDDINGS
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, attached
 
@@ -298,14 +299,20 @@ def _check_model(model: nn.Module, params: Sequence[Named]) -> None:
 
 
 def _require_read_only_forward(model: nn.Module) -> None:
-    """Raise `UsageError` for an embedding whose forward pass writes the rows that are in a rank's batch."""
+    """Raise `UsageError` for a module of torch whose forward pass writes parameters, by what is in a rank's batch."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        place = name or "the model"
+        if isinstance(module, EMBEDDINGS) and module.max_norm is not None:
             norm, most = module.norm_type, module.max_norm
             raise UsageError(
-                f"{name or 'the model'} has max_norm={most}: its forward pass rescales the rows that this rank looks "
-                "up, so replicas would drift apart. Leave max_norm out, and rescale the whole table after attach() and "
-                f"after each optimizer.step(): with torch.no_grad(): weight.renorm_({norm}, 0, {most})"
+                f"{place} has max_norm={most}: its forward pass rescales the rows that this rank looks up, so replicas "
+                "would drift apart. Leave max_norm out, and rescale the whole table after attach() and after each "
+                f"optimizer.step(): with torch.no_grad(): weight.renorm_({norm}, 0, {most})"
+            )
+        if type(module).__name__ == "_LearnableFakeQuantize" and getattr(module, "static_enabled", [0])[0]:
+            raise UsageError(
+                f"{place} writes its parameters scale and zero_point in forward, from what this rank's batch holds: "
+                "call its enable_param_learning() before attach()"
             )
 
 

@@ -31,6 +31,7 @@ from commrt.buckets.layout import WIDTHS
 from commrt.errors import UsageError
 
 NUMBERS = (int, float, np.integer, np.floating, np.bool_)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 INTERRUPTED = (
     "{what} came from a backward pass inside or after one that did not end: an error interrupted it, or reentrant "
     "activation checkpointing is on (use use_reentrant=False)"
@@ -130,16 +131,21 @@ class ParameterList:
         self._model = model
         self._names = _names(model)
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+        modules = model.named_modules()
+        self._tables = [each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None]
         self._remember()
 
     def require_unchanged(self) -> None:
-        """Raise `UsageError` if a parameter came or went, or requires a gradient now."""
+        """Raise `UsageError` if a parameter came or went, requires a gradient now, or is written by a forward pass."""
         if not self._is_as_before():
             _refuse(self._changed_parameter())
             self._remember()
         for name, param in self._frozen:
             if param.requires_grad:
                 _refuse(f"{name} was frozen and is not any more")
+        for name, table in self._tables:
+            if table.max_norm is not None:
+                _refuse(f"max_norm of {name or 'it'} was set")
 
     def names(self) -> Mapping[int, str]:
         """Return the names of the model's present parameters by their ids."""
