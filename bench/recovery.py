@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -110,10 +111,11 @@ def after_deaths(events: Sequence[Event]) -> Rows:
     for death in deaths:
         same_start = (event for event in events if event["attempt"] == death["attempt"])
         after = [event for event in same_start if event["at_s"] > death["at_s"]]
-        ready_s = next((event["at_s"] for event in after if event["kind"] == "connected"), None)
-        if ready_s is None:  # the death of one more than there are backups: all started again
+        ready_s = next((event["at_s"] for event in after if event["kind"] == "connected"), inf)
+        updates = (event["at_s"] for event in after if event["kind"] == "update")
+        done_s = next((at_s for at_s in updates if at_s > ready_s), None)
+        if done_s is None:  # the death of one more than there are backups: all started again
             continue
-        done_s = next(event["at_s"] for event in after if event["kind"] == "update" and event["at_s"] > ready_s)
         for kind, name in STAGES.items():
             times = [event["at_s"] for event in after if event["kind"] == kind and event["at_s"] < done_s]
             rows[name].append(max(times) - death["at_s"])

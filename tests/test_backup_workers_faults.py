@@ -76,6 +76,15 @@ def test_two_of_six_are_struck_and_no_step_is_lost_or_done_twice(first, second):
     assert max(end.value["longest_s"] for end in unhurt) < STOP_S / 2  # they go on without the one that is stopped
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_in_a_reduction_is_not_waited_for():
+    length, fault = RunLength(3 * STEPS, most_s=0.02), Fault(2, STEPS, "reducing", "stop")
+    ends = run_with_faults(4, commrt.BackupWorkers(1), [fault], length, stop_s=STOP_S)
+    assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
+    reference_holds(ends, needed=3)
+    assert max(end.value["longest_s"] for end in survivors(ends, [2])) < STOP_S / 2
+
+
 def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():
     length = RunLength(2 * STEPS, most_s=0.3)  # longer than weights are fetched: or who is late once stays so
     ends = run_with_faults(5, commrt.BackupWorkers(2), [], length)

@@ -36,6 +36,8 @@ from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import cut
 from commrt.runtime.recording import within_range
 from commrt.schedule import Schedule
+from commrt.store.client import start_call
+from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future, StreamEvent
 from commrt.training.attach import Request
 from commrt.training.hooks import UNAVERAGED, StepGuard, are_zeroed, closure_in
@@ -43,6 +45,8 @@ from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica, StepReport
 from commrt.transport.protocol import Tag
 
+STALLED, STALLED_S = 4, 1.0
+"""A reduction that takes so many times as long as the latest ones, and so long, may wait for a rank that is stopped."""
 NOBODY = (Announcement(0, 0, ready_s=inf),)
 T = TypeVar("T")
 
@@ -89,6 +93,7 @@ class BackupStep:
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
         self._ready_s = self._late_s = 0.0
+        self._usual_s = request.world.timeout_s  # of a reduction, as far as the training thread waited for it
         self._use_buckets()
         self._session = 0
         self._use_session(1)
@@ -188,7 +193,7 @@ class BackupStep:
             running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
         with within_range(self._world.recorder, "wait", step=self.version):
-            outcome = result.result()
+            outcome = self._outcome(result)
         self._pass, step = None, self.version
         if outcome.counts:
             for bucket in self._engine.buckets:
@@ -203,6 +208,24 @@ class BackupStep:
             self.drop()
             self._attempts = (step, 0 if outcome.is_over else outcome.attempt)
         return self._report(running, outcome, step, perf_counter() - begin_s), outcome
+
+    def _outcome(self, result: Future[StepOutcome]) -> StepOutcome:
+        """Wait for the outcome, and call all ranks to a new generation if a reduction may wait for a stopped rank.
+
+        It may if it takes `STALLED` times as long as the latest ones; twice as long in each further attempt.
+        """
+        seen, limit = None, Deadline(inf)
+        while not result.done():
+            with suppress(TimeoutError):
+                result.exception(LOOK_S)
+            if (reduction := self.votes.reduction) is not seen:
+                seen, patience_s = reduction, max(STALLED_S, STALLED * self._usual_s)
+                limit = Deadline(inf if seen is None else patience_s * 2 ** seen[1])
+            elif seen is not None and limit.left_s <= 0:
+                limit = Deadline(inf)
+                start_call(partial(self._membership.on_store.call_members, seen[0]))
+        self._usual_s = max(self._usual_s / 2, 0.0 if seen is None else limit.waited_s)
+        return result.result()
 
     def drop(self) -> None:
         """Set all gradients to zero, and use nothing of them."""
@@ -248,8 +271,9 @@ class BackupStep:
             membership.failures = 0
         return outcome
 
-    def _reduce(self, step: int, _: int, members: tuple[int, ...]) -> bool:
+    def _reduce(self, step: int, attempt: int, members: tuple[int, ...]) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it."""
+        self.votes.begin_reduction(attempt)
         running, self._engine.members = self._carried, members
         try:
             if self._memory_epoch != self._membership.memory_epoch:

@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import DistNetworkError, Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
+from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, clone_connection, malformed, require, start_call
 from commrt.threads.deadline import Deadline, Timeouts
@@ -163,6 +164,8 @@ class QuorumVote:
     def __init__(self, store: Store, needed: int, elastic: ElasticMembership, reduce: Reduce) -> None:
         self._elastic, self.needed, self.reduce = elastic, needed, reduce
         self._membership = elastic.on_store
+        self.reduction: tuple[Generation, int] | None = None
+        """The generation and the attempt in which members reduce now; another object for each. On any thread."""
         self._store = TimedStore(store, self._membership.rank, self._membership.timeout_s)
         self._is_over = self._was_over = False  # too few ranks train for the latest step, and for the one before
         self._connection = clone_connection(store)
@@ -184,6 +187,10 @@ class QuorumVote:
         number = self._elastic.ensure_generation(generation).number
         return None if self._is_over else number
 
+    def begin_reduction(self, attempt: int) -> None:
+        """Note that the members of `attempt` reduce from now on, until this rank announces again."""
+        self.reduction = self._elastic.generation, attempt
+
     def announce(self, key: str, word: str) -> Sequence[str]:
         """Append `word` to the text under `key`; return the oldest step, and the text as it is then or later."""
 
@@ -191,6 +198,7 @@ class QuorumVote:
             self._connection.append(key, word)  # type: ignore[attr-defined]  # torch's stub is behind
             return [*map(DECODED, self._connection.multi_get([OLDEST_STEP, key]))]
 
+        self.reduction = None
         return self._answer(request, self._require_answer)
 
     def set_once(self, key: str, value: str) -> str:
@@ -205,6 +213,8 @@ class QuorumVote:
         """
         waiting = partial(self._check_announcements, key, step, attempt)
         check = partial(self._check_members, key, members) if members else waiting
+        if members and self.reduction is None:
+            self.begin_reduction(attempt)
         try:
             return self._answer(partial(_get, self._connection, key), check)
         except BaseException:  # or the store's thread would wait for ever

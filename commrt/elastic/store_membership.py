@@ -147,7 +147,7 @@ class StoreMembership:
         collective, whose work needs all members, they are waited for, and evicted.
         """
         target = self.generation.number + 1
-        self._wake(self.generation, target)
+        self.call_members(self.generation)
         self.arrive(key := arrival_key(self.generation, ROLL_CALL), step)
         why = f"it did not answer a roll call within {self.timeout_s():g} s"
         limit = Deadline(self.timeout_s())
@@ -195,7 +195,7 @@ class StoreMembership:
         start = max(arrival.step for arrival in here.values())
         losses = [loss._replace(step=start, by=self.rank) for loss in lost]
         if self.generations.propose(head, generation.successor(losses, start, silent=silent, joined=joined)):
-            self._wake(generation, generation.number + 1)
+            self.call_members(generation)
         return True
 
     def _are_enough(self, ranks: Collection[int], generation: Generation, departed: Sequence[Loss] = ()) -> bool:
@@ -304,7 +304,7 @@ class StoreMembership:
         self.collective = head.collective
         line = json.dumps([self.rank, self.processes.incarnation, head.collective]) + "\n"
         self.store.append(joining_key(self.generation), line)
-        self._wake(self.generation, self.generation.number + 1)
+        self.call_members(self.generation)
         for pause_s in self.pauses(limit):
             _, after = self.generations.current()
             if after.number > self.generation.number or limit.left_s <= 0:
@@ -359,7 +359,7 @@ class StoreMembership:
             yield pause_s
             pause_s = min(2 * pause_s, most_s)
 
-    def _wake(self, generation: Generation, target: int) -> None:
-        """Wake the watchers of all members: they are to form generation `target`, or to learn that it exists."""
-        keys = [wake_key(rank, target) for rank in generation.ranks]
+    def call_members(self, generation: Generation) -> None:
+        """Let all members of `generation` form the next one, or learn that it exists; each one's watcher wakes up."""
+        keys = [wake_key(rank, generation.number + 1) for rank in generation.ranks]
         self.store.multi_set(keys, ["1"] * len(keys))
