@@ -214,18 +214,22 @@ class BackupStep:
 
         It may if it takes `STALLED` times as long as the latest ones; twice as long in each further attempt.
         """
-        seen, limit = None, Deadline(inf)
-        while not result.done():
-            with suppress(TimeoutError):
-                result.exception(LOOK_S)
+        seen, limit, usual_s = None, None, self._usual_s
+        self._usual_s /= 2
+        while True:
+            try:
+                return result.result(LOOK_S)
+            except TimeoutError:
+                if result.done():  # the step's own
+                    raise
             if (reduction := self.votes.reduction) is not seen:
-                seen, patience_s = reduction, max(STALLED_S, STALLED * self._usual_s)
-                limit = Deadline(inf if seen is None else patience_s * 2 ** seen[1])
-            elif seen is not None and limit.left_s <= 0:
-                limit = Deadline(inf)
-                start_call(partial(self._membership.on_store.call_members, seen[0]))
-        self._usual_s = max(self._usual_s / 2, 0.0 if seen is None else limit.waited_s)
-        return result.result()
+                seen, patience_s = reduction, max(STALLED_S, STALLED * usual_s)
+                limit = None if seen is None else Deadline(patience_s * 2 ** seen[1])
+            elif seen is not None and limit is not None:
+                self._usual_s = max(self._usual_s, limit.waited_s)
+                if limit.left_s <= 0:
+                    limit = None
+                    start_call(partial(self._membership.on_store.call_members, seen[0]))
 
     def drop(self) -> None:
         """Set all gradients to zero, and use nothing of them."""
