@@ -29,9 +29,9 @@ from commrt.options import require_short_sums  # noqa: F401  # the runtime asks 
 from commrt.program import Hop, Program, Transfer, chunk_bounds
 from commrt.quantizer import Adaptive, Progress, Quantizer
 from commrt.runtime.executor import BoundProgram, only_reads
-from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.wire import ValuesOnWire
 from commrt.schedule import ADD, COPY
+from commrt.threads.recording import Recorder, within_range
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 Quantize = Callable[[int], None]

@@ -26,10 +26,10 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.runtime.executor import RunnableProgram, bind, scratch_numel
 from commrt.runtime.prepared import Claim, Compare, HasMembership, Members, Prepared, check_tag, traits_of
-from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.wire import AnyWire, ValuesOnWire, carrier_of, check_wire, is_quantized, travels_as, wire_text
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.comm_thread import CommThread
+from commrt.threads.recording import Recorder
 from commrt.transport.protocol import Tag, TransportByDevice
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -186,15 +186,15 @@ class Sums:
             self._prepared.prove(schedule)
         return schedule
 
-    def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, tag: Tag, recorder: Recorder | None) -> None:
+    def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, tag: Tag) -> None:
         """Overwrite `tensor` with the sum or the mean over the members. On the communication thread."""
         members = self._world.membership.ranks
         if len(members) == 1:
             return
         own = self._prepared.get(schedule, members, call)
         self.require_no_mismatch()
-        with within_range(recorder, "sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
-            own.run(tensor, tag, recorder)
+        with self._comm_thread.within_range("sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
+            own.run(tensor, tag, self._comm_thread.listener)
         if tensor.is_cuda:
             self._unconfirmed.append((own, tag))
             tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it may be freed on another stream

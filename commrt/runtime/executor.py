@@ -20,9 +20,9 @@ from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
-from commrt.runtime.recording import Recorder, listening, within_range
 from commrt.schedule import ADD, COPY, Combine
 from commrt.threads.future import StreamEvent, Streams
+from commrt.threads.recording import Recorder, within_range
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 Combination = Callable[[], object]
@@ -86,7 +86,7 @@ class BoundProgram:
 
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
-        if self.streams is not None or listening(recorder) is not None:
+        if self.streams is not None or recorder is not None:
             self._run_on_streams(tag, self.streams or Streams(), recorder)
             return
         for hop in self.hops:

@@ -21,6 +21,7 @@ from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.membership import Membership
 from commrt.schedule import ADD, MIX, Schedule
 from commrt.threads.comm_thread import RecoveredError
+from commrt.threads.recording import Recorder
 from commrt.transport.protocol import Tag, Transport
 
 T = TypeVar("T")
@@ -189,13 +190,13 @@ class PreparedRuns:
             self._transport.allocate(0, buffer.dtype, buffer.device)  # raises for a device or dtype that it cannot move
             _require_arithmetic(buffer.dtype, traits_of(schedule).combines)
 
-    def run(self, schedule: Schedule, buffer: Tensor, tag: Tag) -> None:
+    def run(self, schedule: Schedule, buffer: Tensor, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run `schedule`, of all ranks, on `buffer` [numel]. On the communication thread."""
         program = self.known(schedule, buffer)
         if program is None:
             self._prepared.forget_one(schedule, None, ref(buffer))  # it may be bound to memory that the buffer has left
             program = self._prepared.get(schedule, None, ref(buffer)).program
-        program.run(tag)
+        program.run(tag, recorder)
 
     def forget(self) -> None:
         """Let go of all memory."""

@@ -21,7 +21,6 @@ from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.importing import untraced
 from commrt.runtime.membership import LOST
-from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, require
 from commrt.threads.deadline import clock
@@ -96,7 +95,7 @@ class AfterStepReplica(Replica):
         if not self._stepping:
             part.require_unwritten()
         begin_s = perf_counter()
-        with within_range(self._world.recorder, "wait", number=part.index):
+        with self._world.comm_thread.within_range("wait", number=part.index):
             yield
         part.note()
         self._exposed_s += perf_counter() - begin_s
