@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import Outer
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
-from commrt.buckets.layout import Header, Named, TensorSlot
+from commrt.buckets.gradient_bucket import GradientBucket, Header, build_buckets
+from commrt.buckets.layout import Named, TensorSlot
 from commrt.buckets.weight_bucket import WeightPart
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation

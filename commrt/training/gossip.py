@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import Header, exchanged_tensors, explain_mismatch, plan_buckets
+from commrt.buckets.gradient_bucket import Header, explain_mismatch
+from commrt.buckets.layout import exchanged_tensors, plan_buckets
 from commrt.buckets.weight_bucket import Message, Received, WeightBucket
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
