@@ -28,8 +28,6 @@ class Kind(Enum):
 
     SUM = "sum"
     """Each contribution of the goal exactly once, no other."""
-    AVERAGE = "average"
-    """Each contribution of the goal with weight 1/count, no other."""
     DOUBLY_STOCHASTIC = "doubly stochastic"
     """Weights are not negative; they sum to the total over origins for each rank, and over ranks for each origin."""
 
@@ -58,11 +56,6 @@ def all_reduce(ranks: int, chunks: int, members: Sequence[int] | None = None) ->
     goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
     goal[list(members)] = 0
     return _all_defined("all_reduce", Kind.SUM, goal, tuple(members))
-
-
-def average(ranks: int, chunks: int) -> Collective:
-    """Return the collective after which every rank holds the mean over all, by mixing weights."""
-    return _everywhere("average", Kind.AVERAGE, ranks, chunks)
 
 
 def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:

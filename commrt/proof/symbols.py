@@ -156,8 +156,7 @@ class Weights:
         if collective.kind is Kind.DOUBLY_STOCHASTIC:
             self._check_stochastic(goal, collective)
             return
-        is_mean = collective.kind is Kind.AVERAGE
-        wanted = [dict.fromkeys(f, Fraction(1, len(f) if is_mean else 1)) for f in collective.families]
+        wanted = [dict.fromkeys(family, Fraction(1)) for family in collective.families]
         for cell, family in enumerate(goal.tolist()):
             held = {origin: share for origin, share in self._rows[cell].items() if share}
             if family != ANYTHING and held != wanted[family]:
@@ -190,8 +189,8 @@ def _combined(own: Row, incoming: Row, combine: int, weight: float) -> Row:
 
 def _wrong_end(cell: int, held: str, goal: IntArray, collective: Collective) -> Refuted:
     wanted = collective.kind.value
-    if collective.kind is not Kind.DOUBLY_STOCHASTIC:
+    if collective.kind is Kind.SUM:
         family = collective.families[goal[cell]]
         listed = ", ".join(map(str, family[:12])) + (", ..." if len(family) > 12 else "")
-        wanted = f"the {wanted} over ranks {{{listed}}}"
+        wanted = f"the sum over ranks {{{listed}}}"
     return Refuted(f"ends with {held}; expected: {wanted}", cell)
