@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, recor
 
 import commrt
 from commrt.errors import TransportError, UsageError
-from commrt.threads import recording
-from commrt.threads.comm_thread import CommThread
-from commrt.threads.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
+from commrt.threads import recording
+from commrt.threads.comm_thread import CommThread
+from commrt.threads.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
 from commrt.tools.pictures.files import require_writable
 
 STEPS = 3

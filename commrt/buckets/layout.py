@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, chain
 from operator import mul
 from typing import NamedTuple, cast
 
@@ -77,16 +77,12 @@ def exchanged_tensors(model: nn.Module) -> list[TensorSlot]:
     """
     found: dict[int, TensorSlot] = {}
     for prefix, module in model.named_modules():
-        for key, tensor, is_buffer in _tensors_of(module):
+        for key, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            is_buffer = key in module._buffers  # noqa: SLF001
             if key in AVERAGED_BUFFERS and tensor.is_floating_point() if is_buffer else tensor.requires_grad:
                 name = f"{prefix}.{key}" if prefix else key
                 found.setdefault(id(tensor), TensorSlot(name, module, key, is_buffer))
     return [*found.values()]
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    for places, is_buffer in ((module._parameters, False), (module._buffers, True)):  # noqa: SLF001
-        yield from ((key, tensor, is_buffer) for key, tensor in places.items() if tensor is not None)
 
 
 class TensorKind(NamedTuple):
