@@ -23,7 +23,7 @@ from commrt.errors import TransportClosed, UsageError
 from commrt.program import Program, member_program
 from commrt.proof.spec import promise
 from commrt.runtime.executor import BoundProgram, RunnableProgram, bind, scratch_numel
-from commrt.runtime.prepared import Claim, Members, Prepared
+from commrt.runtime.prepared import Claim, Members, Prepared, schedule_of
 from commrt.runtime.reading import bind_reading
 from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
 from commrt.runtime.world import World
@@ -98,11 +98,7 @@ class Engine:
 
     def schedule(self, step: int) -> Schedule:
         """Return the proven schedule of training step `step` for the usual number of ranks."""
-        schedule = self.algorithm.schedule(step, self._usual_ranks)
-        if not isinstance(schedule, Schedule) or schedule.ranks != self._usual_ranks:
-            raise UsageError(
-                f"{self.algorithm} made {schedule!r:.80} for {self._usual_ranks} ranks: no schedule of as many"
-            )
+        schedule = schedule_of(self.algorithm, step, self._usual_ranks)
         self._prepared.prove(schedule)
         return schedule
 

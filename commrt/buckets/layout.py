@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 from operator import mul
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commrt.errors import UsageError
-from commrt.runtime.wire import AnyWire, is_quantized
+from commrt.runtime.wire import AnyWire, buffer_dtype, is_quantized, travels_as
 
 AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
@@ -123,7 +123,4 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
 
 def wire_dtype(own: torch.dtype, wire: AnyWire | None) -> torch.dtype:
     """Return the dtype of a wire buffer for values of dtype `own`: the narrower one; fp32 if it is quantized."""
-    if is_quantized(wire):
-        return torch.float32
-    narrow = cast("torch.dtype | None", wire)
-    return narrow if narrow is not None and narrow.itemsize < own.itemsize else own
+    return buffer_dtype(travels_as(own, wire))

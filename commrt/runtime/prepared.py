@@ -19,7 +19,7 @@ from commrt.program import chunk_bounds, member_program
 from commrt.proof.replay import ends_alike
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.membership import Membership
-from commrt.schedule import ADD, MIX, Schedule
+from commrt.schedule import ADD, MIX, Algorithm, Schedule
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.recording import Recorder
 from commrt.transport.protocol import Tag, Transport
@@ -230,6 +230,14 @@ class PreparedRuns:
 def cut(schedule: Schedule, row: Tensor) -> list[int]:
     """Return the bounds of the chunks of `row`, which are equal if it divides."""
     return chunk_bounds(row.numel(), schedule.chunks, granule=GRANULE if row.numel() % schedule.chunks else 1)
+
+
+def schedule_of(algorithm: Algorithm, step: int, ranks: int) -> Schedule:
+    """Return the schedule of training step `step`; raises `UsageError` if it is none of so many `ranks`."""
+    schedule = algorithm.schedule(step, ranks)
+    if not isinstance(schedule, Schedule) or schedule.ranks != ranks:
+        raise UsageError(f"{algorithm} made {schedule!r:.80} for {ranks} ranks, which is no schedule of them")
+    return schedule
 
 
 def check_run(schedule: Schedule, buffer: Tensor, tag: Tag, ranks: int) -> None:
