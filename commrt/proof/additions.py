@@ -30,7 +30,6 @@ SHOWN = 200
 class Additions:
     """The orders in which a schedule adds, as far as its result has them."""
 
-    schedule: str
     orders: tuple[str, ...]
     """The different ones, at most two: such as ``((0 + 1) + 2)``, by the ranks whose contributions are added."""
     chunks: tuple[int, ...]
@@ -67,7 +66,7 @@ def order_of_additions(schedule: Schedule) -> Additions:
     first = dict(zip(ends.tolist(), (places // schedule.ranks).tolist(), strict=True))  # chunk that ends with each tree
     most = max(trees.counts[tree] for tree in first)
     kept = [tree for tree in first if trees.counts[tree] == most > 1][:2]
-    return Additions(schedule.name, tuple(map(trees.text, kept)), tuple(first[tree] for tree in kept))
+    return Additions(tuple(map(trees.text, kept)), tuple(first[tree] for tree in kept))
 
 
 def require_one_order(schedule: Schedule) -> None:

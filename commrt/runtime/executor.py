@@ -8,11 +8,12 @@ one host may let it read the senders' memory instead of copying it to scratch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -43,22 +44,20 @@ class BoundHop:
     facts: dict[str, int | str]
 
 
-class RunnableProgram(Protocol):
+class RunnableProgram(ABC):
     """A program that is bound to memory, whatever travels in place of its values."""
 
-    @property
-    def nbytes_sent(self) -> int:
-        """Bytes that this rank sends in one run."""
+    nbytes_sent: int
+    """Bytes that this rank sends in one run."""
+    elsewhere: Parts = NO_PARTS
+    """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
 
-    @property
-    def elsewhere(self) -> Parts:
-        """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
-
+    @abstractmethod
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
-        """Run all hops in order on the calling thread."""
+        """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
 
-    def finish(self, tag: Tag) -> None:
-        """Tell peers that this rank has read what is `elsewhere`."""
+    def finish(self, tag: Tag) -> None:  # noqa: B027  # most leave nothing elsewhere
+        """Tell peers that this rank has read what is `elsewhere`; does nothing if nothing is."""
 
 
 class Landing(NamedTuple):
@@ -70,7 +69,7 @@ class Landing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BoundProgram:
+class BoundProgram(RunnableProgram):
     """A program on one buffer."""
 
     hops: tuple[BoundHop, ...]
@@ -80,12 +79,11 @@ class BoundProgram:
     """The streams to combine on while the next exchange runs; None to do one after the other."""
     landings: Sequence[Landing] = ()
     elsewhere: Parts = NO_PARTS
-    """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
     end: BoundHop | None = None
     """What `run` leaves to `finish`, if there are such parts."""
 
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
-        """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
+        """See `RunnableProgram.run`."""
         if self.streams is not None or recorder is not None:
             self._run_on_streams(tag, self.streams or Streams(), recorder)
             return
@@ -97,7 +95,7 @@ class BoundProgram:
                 return_borrowed()
 
     def finish(self, tag: Tag) -> None:
-        """Tell peers that this rank has read what is `elsewhere`; does nothing if nothing is."""
+        """See `RunnableProgram.finish`."""
         if self.end is not None:
             self.end.exchange(tag)
 
