@@ -92,11 +92,6 @@ class Prepared(Generic[T]):
         """Let go of one exchange, if it is there. A rank may do so alone, on any thread."""
         self._bound.pop((schedule, members, memory), None)
 
-    def forget_memory(self, memory: Hashable) -> None:
-        """Let go of all exchanges that use `memory`, the same object. A rank may do so alone, on any thread."""
-        for key in [key for key in tuple(self._bound) if key[2] is memory]:
-            self._bound.pop(key, None)
-
     def known(self, schedule: Schedule, members: Members, memory: Hashable) -> T | None:
         """Return the exchange if it is prepared, else None. On any thread."""
         is_current = self._generation == self._world.membership.number
@@ -224,7 +219,7 @@ class PreparedRuns:
             self._scratch[key] = torch.empty(need, dtype=row.dtype, device=row.device)
         program = bind(mine, row, self._transport, self._scratch[key], bounds=bounds)
         place = buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
-        return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_memory(memory)))
+        return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_one(schedule, None, memory)))
 
 
 def cut(schedule: Schedule, row: Tensor) -> list[int]:
