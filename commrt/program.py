@@ -25,9 +25,8 @@ MOST_MESSAGES = 7
 """Of a rank in a hop that NCCL never cuts: a kernel takes 254 batches, of which 32 stay free, a message up to 32."""
 JOINED = ((1 << 16, 18), (1 << 19, 3), (inf, 1))
 """(bytes, groups): how many groups become one for messages of up to so many bytes, of 1, 8 and 32 batches each."""
-Rows = slice | NDArray[np.bool_]
 PROGRAMS_KEPT = 64
-"""Programs that `member_program` remembers, by schedule and rank of the schedule; schedules of `permuted_program`."""
+"""Programs that `member_program` remembers, by schedule and rank of the schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ def group_count(groups: IntArray | None, nbytes: float) -> int:
     return 1 if groups is None else joined(int(groups.max()), nbytes)[1] + 1
 
 
-def _transfers(step: Step, peers: IntArray, rows: Rows, groups: IntArray | None = None) -> tuple[Transfer, ...]:
+def _transfers(step: Step, peers: IntArray, rows: NDArray[np.bool_], groups: IntArray | None) -> tuple[Transfer, ...]:
     """Return `rows` of `step`, of which `peers` are the other ends, sorted by (peer, lo)."""
     columns = [each[rows].tolist() for each in (peers, step.lo, step.hi, step.combine, step.weight)]
     columns += [] if groups is None else [groups[rows].tolist()]
@@ -171,32 +170,6 @@ def member_program(schedule: Schedule, members: Sequence[int], rank: int, ranks:
 
 
 _program_kept = lru_cache(PROGRAMS_KEPT)(program)
-
-
-def permuted_program(schedule: Schedule, members: IntArray, rank: int, ranks: int) -> Program:
-    """Return what `member_program` returns, for a short schedule whose `members` change places again and again.
-
-    Repeated calls, with any members, cost O(transfers of this rank), and a search for `rank`: all transfers are kept.
-
-    >>> from commrt.algorithms.gossip import dissemination
-    >>> order = np.array([2, 0, 1])
-    >>> permuted_program(dissemination(3, 0), order, 1, 3) == member_program(dissemination(3, 0), [2, 0, 1], 1, 3)
-    True
-    """
-    place, hops = int(np.flatnonzero(members == rank)[0]), []
-    for by_src, by_dst in _ends_kept(schedule):
-        sent = slice(*by_src.src.searchsorted((place, place + 1)).tolist())
-        received = slice(*by_dst.dst.searchsorted((place, place + 1)).tolist())
-        sends = _transfers(by_src, members[by_src.dst], sent)
-        hops.append(Hop(sends, _transfers(by_dst, members[by_dst.src], received)))
-    return Program(rank, ranks, schedule.chunks, tuple(hops))
-
-
-@lru_cache(PROGRAMS_KEPT)
-def _ends_kept(schedule: Schedule) -> list[tuple[Step, Step]]:
-    """Return each step sorted by sender, and sorted by receiver."""
-    steps = (require_valid(step, schedule).canonical() for step in schedule.checked_steps())
-    return [(step, step.rows(np.argsort(step.dst, kind="stable"))) for step in steps]
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,9 +120,6 @@ class Step:
         src, dst, lo, _, combine, weight = (column[first] for column in step.columns)
         return _derived(src, dst, lo, step.hi[last], combine, weight)
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, limit: int = 16) -> str:
         """Return one line such as ``add  0->1 [2:3)  1->2 [0:1)``, with at most `limit` transfers."""
         words: list[str] = []
@@ -133,6 +130,8 @@ class Step:
             words += [verb] * (verb != previous) + [f"{src}->{dst} [{lo}:{hi})"]
             previous = verb
         return "  ".join(words) + (f"  ... {len(self) - limit} more" if len(self) > limit else "")
+
+    __str__ = text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,13 +257,12 @@ class Schedule:
                 seen.update(np.ascontiguousarray(column).tobytes())
         return seen.hexdigest()
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, limit: int = 16) -> str:
         """Return the schedule as text, one line per step with at most `limit` transfers each."""
         lines = (f"{number:3d}  {step.text(limit)}" for number, step in enumerate(self.checked_steps()))
         return "\n".join([f"{self.name}: {_shape(self)}", *lines])
+
+    __str__ = text
 
 
 SYNCHRONOUS = "commrt.training.synchronous"

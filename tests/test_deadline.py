@@ -17,25 +17,24 @@ from commrt.elastic.barrier import Barrier
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
 from commrt.testing.processes import run_processes
-from commrt.threads import deadline
-from commrt.threads.deadline import Deadline
+from commrt.threads.deadline import Deadline, clock
 
 
 def test_all_waiting_counts_between_frequent_polls(monkeypatch):
-    monkeypatch.setattr(deadline, "now_s", iter([0.0, 1.0, 2.5, 4.5, 8.0]).__next__)
+    monkeypatch.setattr(clock, "now_s", iter([0.0, 1.0, 2.5, 4.5, 8.0]).__next__)
     waits = Deadline(8.0)
     assert [waits.waited_s for _ in range(3)] == [1.0, 2.5, 4.5]
     assert waits.left_s == 8.0 - 4.5 - 2.0
 
 
 def test_a_stop_counts_as_a_quarter_of_the_limit(monkeypatch):
-    monkeypatch.setattr(deadline, "now_s", iter([0.0, 1.0, 1000.0, 1001.0]).__next__)
+    monkeypatch.setattr(clock, "now_s", iter([0.0, 1.0, 1000.0, 1001.0]).__next__)
     waits = Deadline(8.0)
     assert [waits.left_s for _ in range(3)] == [7.0, 5.0, 4.0]
 
 
 def test_work_that_may_take_long_between_two_polls_counts(monkeypatch):
-    monkeypatch.setattr(deadline, "now_s", iter([0.0, 5.0, 1000.0]).__next__)
+    monkeypatch.setattr(clock, "now_s", iter([0.0, 5.0, 1000.0]).__next__)
     waits = Deadline(8.0, between_s=6.0)
     assert [waits.left_s for _ in range(2)] == [3.0, -3.0]
 

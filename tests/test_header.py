@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commrt.buckets.layout import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
+from commrt.buckets.gradient_bucket import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
 from commrt.kernels.plain_torch import bits
 from commrt.runtime.wire import WIRES
 

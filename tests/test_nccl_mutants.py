@@ -58,7 +58,7 @@ MUTANTS = {
         f"{ABOVE_6}self._explained(error, pending)",
     ),
     "no deadline": (nccl, "age_s > pending.timeout_s", "False"),
-    "a deadline of its own": (nccl, "tag, now_s(), self.timeout_s,", "tag, now_s(), 300.0,"),
+    "a deadline of its own": (nccl, "tag, clock.now_s(), self.timeout_s,", "tag, clock.now_s(), 300.0,"),
     "a late communicator not aborted": (nccl, "(communicator.abort)", "(int)"),
     "the others not told": (nccl, "self._notices.announce(None)", "pass"),
     "the others not asked": (nccl, "self._lost_peer(pending.counts, pending.tag, pending.group.hop) if", "None if"),

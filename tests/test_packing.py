@@ -20,8 +20,7 @@ from torch import nn
 from triton.runtime.interpreter import InterpreterError
 
 import commrt
-from commrt.buckets.gradient_bucket import GradientBucket, OverlapCheck
-from commrt.buckets.layout import Header
+from commrt.buckets.gradient_bucket import GradientBucket, Header, OverlapCheck
 from commrt.errors import UsageError
 from commrt.kernels import device, dispatch
 from commrt.kernels.dispatch import GPU_DTYPES

@@ -17,11 +17,12 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, recor
 
 import commrt
 from commrt.errors import TransportError, UsageError
-from commrt.runtime import recording
-from commrt.runtime.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
+from commrt.threads import recording
+from commrt.threads.comm_thread import CommThread
+from commrt.threads.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
 from commrt.tools.pictures.files import require_writable
 
 STEPS = 3
@@ -112,8 +113,15 @@ def test_what_is_too_much_is_counted(monkeypatch):
     assert (len(timeline.events), timeline.left_out) == (2, 3)
 
 
-def test_without_a_recorder_nothing_is_made():
-    assert within_range(None, "bucket", number=3) is NOTHING
+@pytest.fixture
+def comm_thread():
+    thread = CommThread(lambda failure: None)
+    yield thread
+    thread.close()
+
+
+def test_without_a_recorder_nothing_is_made(comm_thread):
+    assert comm_thread.within_range("bucket", number=3) is NOTHING
 
 
 def test_nsight_gets_the_same_ranges_in_one_domain(monkeypatch):
@@ -136,7 +144,7 @@ def test_nsight_gets_the_same_ranges_in_one_domain(monkeypatch):
 def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment(tmp_path, monkeypatch):
     tmp_path.joinpath("ranges.py").write_text(
         "import commrt, torch\n"
-        "from commrt.runtime.recording import Nvtx, within_range\n"
+        "from commrt.threads.recording import Nvtx, within_range\n"
         "with commrt.init() as world:\n"
         "    assert isinstance(world.recorder, Nvtx)\n"
         "    with within_range(world.recorder, 'hop', number=3, nbytes=512): pass\n"
@@ -198,17 +206,17 @@ def test_torch_s_profiler_shows_the_communication_thread_if_it_watches_all():
     assert elsewhere >= within | hops
 
 
-def test_a_recorder_that_was_set_gets_the_ranges_also_while_a_profiler_of_torch_runs():
-    timeline = Timeline(0)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, within_range(timeline, "something"):
+def test_a_recorder_that_was_set_gets_the_ranges_also_while_a_profiler_of_torch_runs(comm_thread):
+    comm_thread.recorder = timeline = Timeline(0)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, comm_thread.within_range("something"):
         pass
     assert [event["name"] for event in timeline.events] == ["something"]
     assert not [event for event in profiler.events() if "something" in event.name]
 
 
-def test_a_range_that_a_profiler_of_torch_saw_begin_may_end_after_it():
+def test_a_range_that_a_profiler_of_torch_saw_begin_may_end_after_it(comm_thread):
     with profile(activities=[ProfilerActivity.CPU]):
-        begun = within_range(None, "bucket")
+        begun = comm_thread.within_range("bucket")
         begun.__enter__()
     begun.__exit__(None, None, None)
-    assert within_range(None, "bucket") is NOTHING
+    assert comm_thread.within_range("bucket") is NOTHING

@@ -25,8 +25,7 @@ from torch.distributed import HashStore, PrefixStore
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.buckets.gradient_bucket import build_buckets
-from commrt.buckets.layout import Header, encode
+from commrt.buckets.gradient_bucket import Header, build_buckets, encode
 from commrt.buckets.step_graph import BY_CALLS, FIRST, NO_KERNEL, NOT_WHOLE, NOTHING_QUEUED, BoundStep, StepGraphs
 from commrt.errors import TransportClosed
 from commrt.kernels.device import launch as device_launch

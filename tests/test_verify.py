@@ -18,7 +18,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
 from commrt.program import Hop, program
 from commrt.proof.replay import NO_TRAFFIC, prove, traffic, verify
-from commrt.proof.spec import all_gather, all_reduce, average, broadcast, doubly_stochastic, reduce_scatter
+from commrt.proof.spec import all_gather, all_reduce, broadcast, doubly_stochastic, reduce_scatter
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty
 
 BOTH_WAYS = Torus2D(both_ways=True)
@@ -85,7 +85,7 @@ def test_an_unknown_way_to_combine_is_a_counterexample_and_not_a_crash():
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_is_a_counterexample_and_not_a_crash(weight):
-    assert verify(hypercube(2, weight), average(2, 1)).counterexample is not None
+    assert verify(hypercube(2, weight), doubly_stochastic(2, 1)).counterexample is not None
 
 
 def test_a_schedule_for_another_shape_is_refused():
@@ -226,23 +226,9 @@ def test_the_package_offers_verify_as_a_function_also_once_its_module_is_loaded(
     assert commrt.proof.verify is verify
 
 
-def test_pair_averaging_along_a_hypercube_is_an_average():
-    assert [ranks for ranks in (1, 2, 4, 8) if not verify(hypercube(ranks), average(ranks, 1)).ok] == []
-
-
-def test_pair_averaging_with_another_weight_is_no_average():
-    words = "rank 0, chunk 0: ends with weights {0: 3/4, 1: 1/4}; expected: the average over ranks {0, 1}"
-    assert refutation(hypercube(2, 0.25), average(2, 1)) == words
-
-
-def test_a_hypercube_that_stops_early_is_no_average():
-    schedule = made_of(*list(hypercube(8).steps())[:2], ranks=8)
-    assert "ends with weights {0: 1/4, 1: 1/4, 2: 1/4, 3: 1/4}" in refutation(schedule, average(8, 1))
-
-
-def test_averages_are_exact_where_floats_would_round():
-    third = made_of(Step.of(0, 1, 0, 1, MIX, 0.1), Step.of(0, 1, 0, 1, MIX, 0.2))
-    assert "expected: the average" in refutation(third, average(2, 1))
+def test_a_mix_is_no_sum():
+    words = "rank 0, chunk 0: ends with weights {0: 3/4, 1: 1/4}; expected: the sum over ranks {0, 1}"
+    assert refutation(hypercube(2, 0.25), all_reduce(2, 1)) == words
 
 
 def test_one_dissemination_round_is_doubly_stochastic():
@@ -279,14 +265,14 @@ WRONG = [
     (ring_without_its_last_copy(5), all_reduce(5, 5)),
     (made_of(Step.of([0, 1], [1, 0], 0, 7, COPY), chunks=7), all_reduce(2, 7)),
     (made_of(Step.of([0, 1], [1, 0], 0, 7, ADD), Step.of(0, 1, 5, 6, ADD), chunks=7), all_reduce(2, 7)),
-    (hypercube(4, 0.25).refined(5), average(4, 5)),
+    (made_of(Step.of(0, 1, 0, 5, MIX), chunks=5), doubly_stochastic(2, 5)),
 ]
 RIGHT = [
     (Torus2D().schedule(0, 12), all_reduce(12, 12)),
     (BOTH_WAYS.schedule(0, 13), all_reduce(13, 24)),
     (ring.all_gather(6), all_gather(6, 6)),
     (ring.reduce_scatter(6).refined(3), reduce_scatter(6, 18)),
-    (hypercube(8).refined(5), average(8, 5)),
+    (hypercube(8).refined(5), doubly_stochastic(8, 5)),
     (dissemination(5, 2).refined(3), doubly_stochastic(5, 3)),
 ]
 

@@ -34,7 +34,6 @@ from commrt.program import member_program
 from commrt.runtime.executor import BoundProgram, bind
 from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import cut
-from commrt.runtime.recording import within_range
 from commrt.schedule import Schedule
 from commrt.store.client import start_call
 from commrt.threads.deadline import Deadline
@@ -192,7 +191,7 @@ class BackupStep:
         if running.ready:
             running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
-        with within_range(self._world.recorder, "wait", step=self.version):
+        with self._world.comm_thread.within_range("wait", step=self.version):
             outcome = self._outcome(result)
         self._pass, step = None, self.version
         if outcome.counts:
@@ -266,7 +265,7 @@ class BackupStep:
         mine = Announcement(self._world.rank, generation, running.samples, self._ready_s, round(self._late_s, 4))
         outcome = self.votes.run(mine, step, self._attempts[1] if self._attempts[0] == step else 0)
         if outcome.counts:
-            with within_range(self._world.recorder, "unpack"):
+            with self._world.comm_thread.within_range("unpack"):
                 for bucket in self._engine.buckets:
                     bucket.unpack()
             if outcome.members[0] == self._world.rank:

@@ -23,9 +23,8 @@ from commrt.errors import TransportClosed, UsageError
 from commrt.program import Program, member_program
 from commrt.proof.spec import promise
 from commrt.runtime.executor import BoundProgram, RunnableProgram, bind, scratch_numel
-from commrt.runtime.prepared import Claim, Members, Prepared
+from commrt.runtime.prepared import Claim, Members, Prepared, schedule_of
 from commrt.runtime.reading import bind_reading
-from commrt.runtime.recording import within_range
 from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
@@ -99,11 +98,7 @@ class Engine:
 
     def schedule(self, step: int) -> Schedule:
         """Return the proven schedule of training step `step` for the usual number of ranks."""
-        schedule = self.algorithm.schedule(step, self._usual_ranks)
-        if not isinstance(schedule, Schedule) or schedule.ranks != self._usual_ranks:
-            raise UsageError(
-                f"{self.algorithm} made {schedule!r:.80} for {self._usual_ranks} ranks: no schedule of as many"
-            )
+        schedule = schedule_of(self.algorithm, step, self._usual_ranks)
         self._prepared.prove(schedule)
         return schedule
 
@@ -180,7 +175,7 @@ class Engine:
 
     def submit(self, bucket: GradientBucket, step: int) -> Future[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there."""
-        with within_range(self.world.recorder, "submit", number=bucket.index, step=step):
+        with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
             return self.world.comm_thread.submit(partial(self.reduce_now, bucket, step))
 
     def submit_sharing(self, flat: Tensor) -> Future[None]:
@@ -220,7 +215,7 @@ class Engine:
 
     def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
         """Pack `bucket`, add it up over `members`, and unpack the average, or leave it on the wire."""
-        begin_s, recorder, tag = perf_counter(), self.world.recorder, Tag(step, bucket.index)
+        begin_s, comm_thread, tag = perf_counter(), self.world.comm_thread, Tag(step, bucket.index)
         if len(members := self.members) == 1:
             if not self._unpacks:
                 bucket.pack(self.scale())
@@ -230,17 +225,17 @@ class Engine:
         else:
             schedule, members = self._round_of(step, members)
         quantizer = None if self.quantizer is None else self.quantizer.at(step)
-        with within_range(recorder, "bucket", number=bucket.index, step=step, algorithm=schedule.name):
+        with comm_thread.within_range("bucket", number=bucket.index, step=step, algorithm=schedule.name):
             bound = self._prepared.get(schedule, members, quantizer, step)
             own = bound.programs[bucket.index]
             if self.graphs is None or not self._replay(self.graphs, bucket, bound, tag):
-                with within_range(recorder, "pack"):
+                with comm_thread.within_range("pack"):
                     bucket.pack(self.scale())
-                own.run(tag, recorder)
+                own.run(tag, comm_thread.listener)
                 if self.quantizer is not None:
                     self.quantizer.note(bucket.wire[bucket.head_numel :])
                 if self._unpacks:
-                    with within_range(recorder, "unpack"):
+                    with comm_thread.within_range("unpack"):
                         bucket.unpack(own.elsewhere)
                     own.finish(tag)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
@@ -257,7 +252,7 @@ class Engine:
 
     def _replay(self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
-        with within_range(self.world.recorder, "graph"):
+        with self.world.comm_thread.within_range("graph"):
             return self.world.joined is None and graphs.carry(bucket, bound, self.scale(), tag)
 
     def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
@@ -290,7 +285,7 @@ class Engine:
         begin_s, tag = perf_counter(), Tag(step, "state")
         if self._shared is not None and flat is self._shared[0]:
             bound = self._shared[1](self.members)
-            bound.run(tag, self.world.recorder)
+            bound.run(tag, self.world.comm_thread.listener)
             nbytes_sent = bound.nbytes_sent
         else:
             nbytes_sent = self.world.broadcast_now(flat, self.members, tag)

@@ -10,23 +10,14 @@ somebody had.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
-from typing import NoReturn
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from commrt.buckets.layout import (
-    Header,
-    Named,
-    TensorKind,
-    bucket_description,
-    encode,
-    explain_mismatch,
-    gradient_dtype,
-    plan_buckets,
-    wire_dtype,
-)
+from commrt.buckets.layout import Named, TensorKind, bucket_description, gradient_dtype, plan_buckets, wire_dtype
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of
@@ -42,6 +33,71 @@ UNCOUNTED = -1
 """In place of the number of writes to a gradient that is absent, or a view: views count together."""
 Block = tuple[int, int, str]
 """Address, bytes and name of a gradient."""
+
+
+class Header(NamedTuple):
+    """What must be equal on all ranks that sum a bucket; each field counts modulo 2 to the power of its width."""
+
+    late: int
+    """1 if this rank had no backward pass and averages in its optimizer's step."""
+    model: int
+    """Number of the model among those attached to one world."""
+    optimizer_steps: int
+    """Since `attach` or the latest ``join()``; each optimizer's have a weight of their own."""
+    step: int
+    bucket: int
+    settings: int
+    """A digest of the optimizers' numeric settings."""
+
+
+WIDTHS = Header(late=1, model=6, optimizer_steps=5, step=6, bucket=6, settings=8)
+STARTS = [0, *accumulate(WIDTHS)][:-1]
+BITS = sum(WIDTHS)
+
+EXPLANATIONS = {
+    "late": "some ranks came to optimizer.step() without a backward pass and others had one: call replica.average() "
+    "where a rank has no batch, in place of its backward()",
+    "model": "the ranks call backward() of the models attached to one world in different orders: use one order "
+    "everywhere, and attach models that share a backward pass as one, in an nn.ModuleList",
+    "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or stepped "
+    "different optimizers: put all but the last pass of an accumulation in no_sync(). With BackupWorkers, call "
+    "replica.drain() first in each iteration, and choose the optimizer by replica.step, not by a counter of the loop",
+    "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
+    "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
+    "settings": "the optimizers' settings (learning rate, momentum, ...) have come to differ between ranks: drive "
+    "schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a rank's own data. Pass "
+    "them to replica.join() if ranks run out of data at different times. With BackupWorkers, pass them to "
+    "attach(also=); if the loop has a counter of its own, put `iter_num = replica.step` at its top",
+}
+
+
+@lru_cache(256)  # only one of a step is new
+def encode(header: Header) -> int:
+    """Return `header` as the 64-bit word that `Packing.pack` writes: low bits for zeros, high bits for ones.
+
+    >>> hex(encode(Header(late=1, model=0, optimizer_steps=0, step=0, bucket=0, settings=0)))
+    '0x1fffffffe'
+    """
+    word = 0
+    for value, width, start in zip(header, WIDTHS, STARTS, strict=True):
+        word |= (value % (1 << width)) << start
+    return word << BITS | ~word & ((1 << BITS) - 1)
+
+
+def explain_mismatch(total: Tensor) -> str:
+    """Return why `total` [64], the sum of the ranks' header flags, does not come from equal headers.
+
+    >>> from commrt.kernels.plain_torch import bits
+    >>> both = bits(encode(Header(0, 1, 0, 7, 0, 9))).int() + bits(encode(Header(0, 2, 0, 7, 0, 9))).int()
+    >>> explain_mismatch(both)[:42]
+    'the ranks call backward() of the models at'
+    """
+    set_by_some = (total != 0).cpu()
+    differs = set_by_some[:BITS] & set_by_some[BITS:]
+    for name, start, width in zip(Header._fields, STARTS, WIDTHS, strict=True):
+        if differs[start : start + width].any():
+            return EXPLANATIONS[name]
+    return "it is no sum of headers: the ranks run different programs, or models in different orders"
 
 
 class OverlapCheck:

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a model are averaged, and which share a bucket; headers and texts of buckets that ranks compare."""
+"""Which tensors of a model are averaged, and which share a bucket; texts of buckets that ranks compare."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, chain
 from operator import mul
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from commrt.errors import UsageError
-from commrt.runtime.wire import AnyWire, is_quantized
+from commrt.runtime.wire import AnyWire, buffer_dtype, is_quantized, travels_as
 
 AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
@@ -78,16 +77,12 @@ def exchanged_tensors(model: nn.Module) -> list[TensorSlot]:
     """
     found: dict[int, TensorSlot] = {}
     for prefix, module in model.named_modules():
-        for key, tensor, is_buffer in _tensors_of(module):
+        for key, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            is_buffer = key in module._buffers  # noqa: SLF001
             if key in AVERAGED_BUFFERS and tensor.is_floating_point() if is_buffer else tensor.requires_grad:
                 name = f"{prefix}.{key}" if prefix else key
                 found.setdefault(id(tensor), TensorSlot(name, module, key, is_buffer))
     return [*found.values()]
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    for places, is_buffer in ((module._parameters, False), (module._buffers, True)):  # noqa: SLF001
-        yield from ((key, tensor, is_buffer) for key, tensor in places.items() if tensor is not None)
 
 
 class TensorKind(NamedTuple):
@@ -128,72 +123,4 @@ def gradient_dtype(param: Tensor) -> torch.dtype:
 
 def wire_dtype(own: torch.dtype, wire: AnyWire | None) -> torch.dtype:
     """Return the dtype of a wire buffer for values of dtype `own`: the narrower one; fp32 if it is quantized."""
-    if is_quantized(wire):
-        return torch.float32
-    narrow = cast("torch.dtype | None", wire)
-    return narrow if narrow is not None and narrow.itemsize < own.itemsize else own
-
-
-class Header(NamedTuple):
-    """What must be equal on all ranks that sum a bucket; each field counts modulo 2 to the power of its width."""
-
-    late: int
-    """1 if this rank had no backward pass and averages in its optimizer's step."""
-    model: int
-    """Number of the model among those attached to one world."""
-    optimizer_steps: int
-    """Since `attach` or the latest ``join()``; each optimizer's have a weight of their own."""
-    step: int
-    bucket: int
-    settings: int
-    """A digest of the optimizers' numeric settings."""
-
-
-WIDTHS = Header(late=1, model=6, optimizer_steps=5, step=6, bucket=6, settings=8)
-STARTS = [0, *accumulate(WIDTHS)][:-1]
-BITS = sum(WIDTHS)
-
-EXPLANATIONS = {
-    "late": "some ranks came to optimizer.step() without a backward pass and others had one: call replica.average() "
-    "where a rank has no batch, in place of its backward()",
-    "model": "the ranks call backward() of the models attached to one world in different orders: use one order "
-    "everywhere, and attach models that share a backward pass as one, in an nn.ModuleList",
-    "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or stepped "
-    "different optimizers: put all but the last pass of an accumulation in no_sync(). With BackupWorkers, call "
-    "replica.drain() first in each iteration, and choose the optimizer by replica.step, not by a counter of the loop",
-    "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
-    "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
-    "settings": "the optimizers' settings (learning rate, momentum, ...) have come to differ between ranks: drive "
-    "schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a rank's own data. Pass "
-    "them to replica.join() if ranks run out of data at different times. With BackupWorkers, pass them to "
-    "attach(also=); if the loop has a counter of its own, put `iter_num = replica.step` at its top",
-}
-
-
-@lru_cache(256)  # only one of a step is new
-def encode(header: Header) -> int:
-    """Return `header` as the 64-bit word that `Packing.pack` writes: low bits for zeros, high bits for ones.
-
-    >>> hex(encode(Header(late=1, model=0, optimizer_steps=0, step=0, bucket=0, settings=0)))
-    '0x1fffffffe'
-    """
-    word = 0
-    for value, width, start in zip(header, WIDTHS, STARTS, strict=True):
-        word |= (value % (1 << width)) << start
-    return word << BITS | ~word & ((1 << BITS) - 1)
-
-
-def explain_mismatch(total: Tensor) -> str:
-    """Return why `total` [64], the sum of the ranks' header flags, does not come from equal headers.
-
-    >>> from commrt.kernels.plain_torch import bits
-    >>> both = bits(encode(Header(0, 1, 0, 7, 0, 9))).int() + bits(encode(Header(0, 2, 0, 7, 0, 9))).int()
-    >>> explain_mismatch(both)[:42]
-    'the ranks call backward() of the models at'
-    """
-    set_by_some = (total != 0).cpu()
-    differs = set_by_some[:BITS] & set_by_some[BITS:]
-    for name, start, width in zip(Header._fields, STARTS, WIDTHS, strict=True):
-        if differs[start : start + width].any():
-            return EXPLANATIONS[name]
-    return "it is no sum of headers: the ranks run different programs, or models in different orders"
+    return buffer_dtype(travels_as(own, wire))

@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import (
-    GONE,
-    Header,
-    TensorKind,
-    TensorSlot,
-    bucket_description,
-    encode,
-    wire_dtype,
-)
+from commrt.buckets.gradient_bucket import Header, encode
+from commrt.buckets.layout import GONE, TensorKind, TensorSlot, bucket_description, wire_dtype
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of

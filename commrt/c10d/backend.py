@@ -2,7 +2,7 @@
 """The methods that torch.distributed calls on a process group, by c10d's names, and the backend of torch 2.14 and on.
 
 torch's profiler and dispatch modes see them on the thread that calls. The ranges of the communication thread come from
-`commrt.runtime.recording`. Without a profiler nothing is recorded.
+`commrt.threads.recording`. Without a profiler nothing is recorded.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ from commrt.kernels.layout import GRANULE, padded
 from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.program import chunk_bounds, member_program
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
-from commrt.runtime.recording import Recorder, within_range
 from commrt.runtime.work import Work, new_future
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.future import Future
+from commrt.threads.recording import Recorder
 from commrt.transport.protocol import Tag, point
 
 LANDING_NUMEL = 1 << 15
@@ -179,7 +179,7 @@ class CallEngine:
         return (comm_thread.run if waits else comm_thread.submit)(partial(self._run, call, timeout_s))
 
     def _run(self, call: Call, timeout_s: float | None) -> None:
-        number, transport, recorder = self.begun, self._world.transport, self._world.recorder
+        number, transport, comm_thread = self.begun, self._world.transport, self._world.comm_thread
         self.begun += 1
         if timeout_s is not None:
             transport.timeout_s = timeout_s
@@ -187,9 +187,9 @@ class CallEngine:
             with torch.inference_mode():  # the caller's tensors may be made under it
                 plan, collective = self._plan(call.kind), call.kind.collective
                 tag = Tag(number, collective, plan.number ^ (number * SPREAD & 0xFFFFFFFF))
-                with within_range(recorder, collective, step=number, numel=plan.numel, schedule=plan.schedule):
+                with comm_thread.within_range(collective, step=number, numel=plan.numel, schedule=plan.schedule):
                     for part in plan.parts:
-                        _carry(part, call, tag, recorder)
+                        _carry(part, call, tag, comm_thread.listener)
                     for target, row in call.copies:
                         target.copy_(row.view(target.dtype).view(target.shape))
             if call.kind.device.type == "cuda":

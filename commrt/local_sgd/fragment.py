@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import Outer
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
-from commrt.buckets.layout import Header, Named, TensorSlot
+from commrt.buckets.gradient_bucket import GradientBucket, Header, build_buckets
+from commrt.buckets.layout import Named, TensorSlot
 from commrt.buckets.weight_bucket import WeightPart
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import PeerLost, Place, UsageError
 from commrt.runtime.membership import LOST
-from commrt.runtime.recording import within_range
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
 from commrt.training.attach import Request
@@ -298,7 +297,7 @@ class FragmentExchange:
         if membership.is_elastic and number > 2 and generation.ranks[0] == self.world.rank:
             # All ranks have merged since the vote before the last, or they would not have sent again.
             membership.barrier.forget(f"{topic}.{number - 2}")
-        with within_range(self.world.recorder, "submit", number=fragment.index):
+        with self.world.comm_thread.within_range("submit", number=fragment.index):
             self._submit(fragment, in_flight, generation, votes=membership.is_elastic)
 
     def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation, *, votes: bool) -> None:

@@ -22,8 +22,6 @@ from commrt.errors import UsageError
 from commrt.proof.symbols import select
 from commrt.schedule import COPY, MIX, IntArray, Schedule, Step
 
-BLOCK_CELLS = 1 << 24
-"""Chunks are replayed in blocks of so many cells (rank, chunk)."""
 SHOWN = 200
 """Characters of an order, after which the rest is left out."""
 
@@ -32,7 +30,6 @@ SHOWN = 200
 class Additions:
     """The orders in which a schedule adds, as far as its result has them."""
 
-    schedule: str
     orders: tuple[str, ...]
     """The different ones, at most two: such as ``((0 + 1) + 2)``, by the ranks whose contributions are added."""
     chunks: tuple[int, ...]
@@ -64,16 +61,12 @@ def order_of_additions(schedule: Schedule) -> Additions:
     >>> print(order_of_additions(ring.all_reduce(3)))
     several orders: chunk 0 as (0 + (1 + 2)), and chunk 1 as (1 + (0 + 2))
     """
-    trees, block = _Trees(schedule.ranks), max(1, BLOCK_CELLS // schedule.ranks)
-    first: dict[int, int] = {}  # chunk of each tree that a cell ends with
-    for lo in range(0, schedule.chunks, block):
-        held = _replayed(schedule, trees, lo, min(lo + block, schedule.chunks))
-        ends, places = np.unique(held.T, return_index=True)
-        for tree, place in zip(ends.tolist(), places.tolist(), strict=True):
-            first.setdefault(tree, lo + place // schedule.ranks)
+    trees = _Trees(schedule.ranks)
+    ends, places = np.unique(_replayed(schedule, trees).T, return_index=True)
+    first = dict(zip(ends.tolist(), (places // schedule.ranks).tolist(), strict=True))  # chunk that ends with each tree
     most = max(trees.counts[tree] for tree in first)
     kept = [tree for tree in first if trees.counts[tree] == most > 1][:2]
-    return Additions(schedule.name, tuple(map(trees.text, kept)), tuple(first[tree] for tree in kept))
+    return Additions(tuple(map(trees.text, kept)), tuple(first[tree] for tree in kept))
 
 
 def require_one_order(schedule: Schedule) -> None:
@@ -86,22 +79,23 @@ def require_one_order(schedule: Schedule) -> None:
         )
 
 
-def _replayed(schedule: Schedule, trees: _Trees, lo: int, hi: int) -> IntArray:
-    """Return the tree that each cell of chunks [lo, hi) ends with, [ranks, hi - lo]."""
-    held = np.repeat(np.arange(schedule.ranks), hi - lo)
+def _replayed(schedule: Schedule, trees: _Trees) -> IntArray:
+    """Return the tree that each cell ends with, [ranks, chunks]."""
+    ranks, chunks = schedule.ranks, schedule.chunks
+    held = np.repeat(np.arange(ranks), chunks)
     for step in map(Step.canonical, schedule.checked_steps()):  # whose ranges the ranks' programs have
         if (step.combine == int(MIX)).any():
             raise UsageError(f"{schedule.name} mixes, so what ranks end with is no sum: give a schedule that adds")
-        cells = select(step, lo, hi)
+        cells = select(step, 0, chunks)
         incoming, copies = held[cells.src], cells.combine == int(COPY)
-        summands = np.stack([cells.dst, step.lo[cells.row], step.hi[cells.row], cells.src // (hi - lo), incoming])
+        summands = np.stack([cells.dst, step.lo[cells.row], step.hi[cells.row], cells.src // chunks, incoming])
         summands = summands[:, ~copies]
         held[cells.dst[copies]] = incoming[copies]
         for (cell, *_), call in groupby(summands[:, np.lexsort(summands[3::-1])].T.tolist(), key=lambda one: one[:3]):
             parts = [(sender, tree) for *_, sender, tree in call]
-            insort(parts, (cell // (hi - lo), int(held[cell])))
+            insort(parts, (cell // chunks, int(held[cell])))
             held[cell] = trees.sum_of([tree for _, tree in parts])
-    return held.reshape(schedule.ranks, hi - lo)
+    return held.reshape(ranks, chunks)
 
 
 class _Trees:

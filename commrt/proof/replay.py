@@ -23,7 +23,7 @@ from fractions import Fraction
 import numpy as np
 
 from commrt.errors import ScheduleError
-from commrt.proof.spec import MAX_RANKS, Collective, Kind
+from commrt.proof.spec import MAX_RANKS, Collective
 from commrt.proof.symbols import Cells, Masks, Refuted, Weights, different, select
 from commrt.schedule import ADD, COPY, MIX, Schedule, malformed
 
@@ -96,7 +96,7 @@ def verify(schedule: Schedule, collective: Collective) -> Proof:
     if found is None:
         size, mixes, found = _surveyed(schedule)
     if found is None:
-        weighted = mixes or collective.kind is not Kind.SUM
+        weighted = mixes or collective.total is not None
         for lo, hi in _blocks(schedule, weighted=weighted):
             defined = collective.defined[:, lo:hi]
             found = found or _replay(schedule, collective, Weights(defined) if weighted else Masks(defined), lo)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,51 +22,35 @@ ANYTHING = -1
 """Goal of a (rank, chunk) whose final value nobody relies on."""
 
 
-class Kind(Enum):
-    """How the contributions named by a goal must be weighted."""
-
-    SUM = "sum"
-    """Each contribution of the goal exactly once, no other."""
-    AVERAGE = "average"
-    """Each contribution of the goal with weight 1/count, no other."""
-    DOUBLY_STOCHASTIC = "doubly stochastic"
-    """Weights are not negative; they sum to the total over origins for each rank, and over ranks for each origin."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
     """Precondition and goal of each (rank, chunk)."""
 
     name: str
-    kind: Kind
     defined: NDArray[np.bool_]
     """[ranks, chunks] holds a value of its own before the first step."""
     goal: IntArray
     """[ranks, chunks] index into `families`, or ANYTHING."""
     families: tuple[tuple[int, ...], ...]
-    """Sets of ranks. A cell must end with the contributions of one of them."""
-    total: int = 1
-    """What doubly stochastic weights sum to. Whoever runs the schedule divides by it."""
+    """Sets of ranks. A cell must end with each contribution of one of them exactly once, and no other."""
+    total: int | None = None
+    """If given, contributions are mixed instead, by doubly stochastic weights: not negative, and they sum to the total
+    over origins for each rank, and over ranks for each origin. Whoever runs the schedule divides by it."""
 
 
 def all_reduce(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Collective:
     """Return the collective after which every member holds the sum over the members; other ranks are not checked."""
     if members is None:
-        return _everywhere("all_reduce", Kind.SUM, ranks, chunks)
+        return _everywhere("all_reduce", ranks, chunks)
     _require_ranks(members, ranks)
     goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
     goal[list(members)] = 0
-    return _all_defined("all_reduce", Kind.SUM, goal, tuple(members))
-
-
-def average(ranks: int, chunks: int) -> Collective:
-    """Return the collective after which every rank holds the mean over all, by mixing weights."""
-    return _everywhere("average", Kind.AVERAGE, ranks, chunks)
+    return _all_defined("all_reduce", goal, tuple(members))
 
 
 def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:
     """Return mixing that keeps the mean over all ranks: rows and columns of its weights sum to `total`."""
-    return _everywhere("doubly_stochastic", Kind.DOUBLY_STOCHASTIC, ranks, chunks, total)
+    return _everywhere("doubly_stochastic", ranks, chunks, total)
 
 
 def promise(algorithm: Algorithm, schedule: Schedule) -> Collective:
@@ -79,12 +62,12 @@ def promise(algorithm: Algorithm, schedule: Schedule) -> Collective:
 
 def reduce(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective after which the root holds the sum over all ranks; other ranks are not checked."""
-    return _all_defined("reduce", Kind.SUM, _goals(ranks, chunks, root), _all(ranks))
+    return _all_defined("reduce", _goals(ranks, chunks, root), _all(ranks))
 
 
 def reduce_scatter(ranks: int, chunks: int) -> Collective:
     """Return the collective that sums chunk c over all ranks at its owner, rank ``c * ranks // chunks``."""
-    return _all_defined("reduce_scatter", Kind.SUM, _goals(ranks, chunks, _owner(ranks, chunks)), _all(ranks))
+    return _all_defined("reduce_scatter", _goals(ranks, chunks, _owner(ranks, chunks)), _all(ranks))
 
 
 def all_gather(ranks: int, chunks: int) -> Collective:
@@ -114,7 +97,7 @@ def all_to_all(ranks: int, chunks: int) -> Collective:
 def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
     """Return the collective after which every rank holds the root's buffer."""
     _require_ranks([root], ranks)
-    return _all_defined("broadcast", Kind.SUM, np.broadcast_to(np.int64(0), (ranks, chunks)), (root,))
+    return _all_defined("broadcast", np.broadcast_to(np.int64(0), (ranks, chunks)), (root,))
 
 
 def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collective:
@@ -135,13 +118,13 @@ def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collecti
     raise UsageError(f"no collective is called {name!r}: choose one of {offered}")
 
 
-def _everywhere(name: str, kind: Kind, ranks: int, chunks: int, total: int = 1) -> Collective:
+def _everywhere(name: str, ranks: int, chunks: int, total: int | None = None) -> Collective:
     """Return the collective of all ranks; its goal takes no memory, so that what is too large can be refused."""
-    return _all_defined(name, kind, np.broadcast_to(np.int64(0), (ranks, chunks)), _all(ranks), total)
+    return _all_defined(name, np.broadcast_to(np.int64(0), (ranks, chunks)), _all(ranks), total)
 
 
-def _all_defined(name: str, kind: Kind, goal: IntArray, family: tuple[int, ...], total: int = 1) -> Collective:
-    return Collective(name, kind, np.broadcast_to(np.True_, goal.shape), goal, (family,), total)
+def _all_defined(name: str, goal: IntArray, family: tuple[int, ...], total: int | None = None) -> Collective:
+    return Collective(name, np.broadcast_to(np.True_, goal.shape), goal, (family,), total)
 
 
 def _goals(ranks: int, chunks: int, at: int | IntArray, family: int | IntArray = 0) -> IntArray:
@@ -157,7 +140,7 @@ def _copied(name: str, source: int | IntArray, goal: IntArray) -> Collective:
     """Return the collective whose chunks only rank `source` [chunks] has at first; families are single ranks."""
     ranks, chunks = goal.shape
     defined = _goals(ranks, chunks, source) != ANYTHING
-    return Collective(name, Kind.SUM, defined, goal, tuple((rank,) for rank in _all(ranks)))
+    return Collective(name, defined, goal, tuple((rank,) for rank in _all(ranks)))
 
 
 def _require_fitting(ranks: int, chunks: int) -> None:

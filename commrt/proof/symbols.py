@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from commrt.proof.spec import ANYTHING, Collective, Kind
+from commrt.proof.spec import ANYTHING, Collective
 from commrt.schedule import ADD, COPY, IntArray, Step
 
 UNDEFINED = "sends this chunk before it holds a value"
@@ -152,12 +152,11 @@ class Weights:
         self._defined[cells.dst] = True
 
     def check(self, goal: IntArray, collective: Collective) -> None:
-        """Refute the first cell whose weights are not what the collective's kind asks for."""
-        if collective.kind is Kind.DOUBLY_STOCHASTIC:
+        """Refute the first cell whose weights are not what the collective asks for."""
+        if collective.total is not None:
             self._check_stochastic(goal, collective)
             return
-        is_mean = collective.kind is Kind.AVERAGE
-        wanted = [dict.fromkeys(f, Fraction(1, len(f) if is_mean else 1)) for f in collective.families]
+        wanted = [dict.fromkeys(family, Fraction(1)) for family in collective.families]
         for cell, family in enumerate(goal.tolist()):
             held = {origin: share for origin, share in self._rows[cell].items() if share}
             if family != ANYTHING and held != wanted[family]:
@@ -189,9 +188,9 @@ def _combined(own: Row, incoming: Row, combine: int, weight: float) -> Row:
 
 
 def _wrong_end(cell: int, held: str, goal: IntArray, collective: Collective) -> Refuted:
-    wanted = collective.kind.value
-    if collective.kind is not Kind.DOUBLY_STOCHASTIC:
+    wanted = "doubly stochastic"
+    if collective.total is None:
         family = collective.families[goal[cell]]
         listed = ", ".join(map(str, family[:12])) + (", ..." if len(family) > 12 else "")
-        wanted = f"the {wanted} over ranks {{{listed}}}"
+        wanted = f"the sum over ranks {{{listed}}}"
     return Refuted(f"ends with {held}; expected: {wanted}", cell)

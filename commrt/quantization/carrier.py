@@ -23,15 +23,14 @@ import torch
 from torch import Tensor
 
 from commrt.errors import UsageError
-from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.kernels.quantize import adding_quantized, dequantizing, key_of, quantizing
 from commrt.options import require_short_sums  # noqa: F401  # the runtime asks this module for it
 from commrt.program import Hop, Program, Transfer, chunk_bounds
 from commrt.quantizer import Adaptive, Progress, Quantizer
-from commrt.runtime.executor import BoundProgram, only_reads
-from commrt.runtime.recording import Recorder, within_range
+from commrt.runtime.executor import BoundProgram, RunnableProgram, only_reads
 from commrt.runtime.wire import ValuesOnWire
 from commrt.schedule import ADD, COPY
+from commrt.threads.recording import Recorder, within_range
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 Quantize = Callable[[int], None]
@@ -137,7 +136,7 @@ class _QuantizedHop:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedProgram:
+class QuantizedProgram(RunnableProgram):
     """A program on one buffer whose values travel as codes."""
 
     head: BoundProgram
@@ -147,10 +146,6 @@ class QuantizedProgram:
     rank: int
     nbytes_sent: int
     calls: Iterator[int]  # numbers of the runs, where tags come again
-    elsewhere: Parts = NO_PARTS  # all values are dequantized to the buffer
-
-    def finish(self, tag: Tag) -> None:
-        """Do nothing; see `BoundProgram.finish`."""
 
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run all hops in order on the calling thread; see `BoundProgram.run`.

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from commrt.algorithms.parts import require_maker
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -25,11 +26,20 @@ from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.runtime.executor import RunnableProgram, bind, scratch_numel
-from commrt.runtime.prepared import Claim, Compare, HasMembership, Members, Prepared, check_tag, traits_of
-from commrt.runtime.recording import Recorder, within_range
-from commrt.runtime.wire import AnyWire, ValuesOnWire, carrier_of, check_wire, is_quantized, travels_as, wire_text
+from commrt.runtime.prepared import Claim, Compare, HasMembership, Members, Prepared, check_tag, schedule_of, traits_of
+from commrt.runtime.wire import (
+    AnyWire,
+    ValuesOnWire,
+    buffer_dtype,
+    carrier_of,
+    check_wire,
+    is_quantized,
+    travels_as,
+    wire_text,
+)
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.comm_thread import CommThread
+from commrt.threads.recording import Recorder
 from commrt.transport.protocol import Tag, TransportByDevice
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -73,7 +83,7 @@ def check_all_reduce_call(
     check_wire(wire)
     check_all_reduce(algorithm, wire)
     check_tag(tag)
-    travels = travels_as(tensor, wire)
+    travels = travels_as(tensor.dtype, wire)
     if is_quantized(travels):
         carrier_of(travels).check_residual(travels, residual, tensor)
     elif residual is not None:
@@ -82,15 +92,9 @@ def check_all_reduce_call(
     return AllReduce(op, like.shape, like.stride(), like.dtype, travels, tensor.device, residual)
 
 
-def check_algorithm(algorithm: object) -> None:
-    """Raise `UsageError` unless `algorithm` has a method ``schedule``."""
-    if isinstance(algorithm, type) or not callable(getattr(algorithm, "schedule", None)):
-        raise UsageError(f"algorithm={algorithm!r:.200} makes no schedules: pass an object, such as commrt.Ring()")
-
-
 def check_all_reduce(algorithm: Algorithm, wire: AnyWire | None = None) -> None:
     """Raise `UsageError` for an algorithm that is no all-reduce, and for a wire that only `attach` takes."""
-    check_algorithm(algorithm)
+    require_maker("algorithm", algorithm)
     require_compatible(algorithm, wire, ["all-reduce"])
 
 
@@ -175,26 +179,22 @@ class Sums:
     def schedule(self, algorithm: Algorithm, call: AllReduce) -> Schedule:
         """Return the proven schedule for the members; raises `UsageError` or `ScheduleError` if there is none."""
         members = self._world.membership.ranks
-        schedule = algorithm.schedule(0, len(members))
-        if not isinstance(schedule, Schedule) or schedule.ranks != len(members):
-            raise UsageError(
-                f"{algorithm} made {schedule!r:.80} for {len(members)} ranks, which is no schedule of them"
-            )
+        schedule = schedule_of(algorithm, 0, len(members))
         if self._prepared.known(schedule, members, call) is None:
             if is_quantized(call.wire):
                 carrier_of(call.wire).require_short_sums(schedule, call.wire)
             self._prepared.prove(schedule)
         return schedule
 
-    def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, tag: Tag, recorder: Recorder | None) -> None:
+    def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, tag: Tag) -> None:
         """Overwrite `tensor` with the sum or the mean over the members. On the communication thread."""
         members = self._world.membership.ranks
         if len(members) == 1:
             return
         own = self._prepared.get(schedule, members, call)
         self.require_no_mismatch()
-        with within_range(recorder, "sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
-            own.run(tensor, tag, recorder)
+        with self._comm_thread.within_range("sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
+            own.run(tensor, tag, self._comm_thread.listener)
         if tensor.is_cuda:
             self._unconfirmed.append((own, tag))
             tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it may be freed on another stream
@@ -215,7 +215,7 @@ class Sums:
             self._unconfirmed.clear()
         packed, ranks = layout_of([call.shape.numel()]), cast("tuple[int, ...]", members)
         mine = member_program(schedule, ranks, self._transport.rank, self._transport.ranks)
-        dtype = torch.float32 if is_quantized(call.wire) else cast("torch.dtype", call.wire)
+        dtype = buffer_dtype(call.wire)
         allocate = partial(self._allocate, call.device)
         wire = allocate("wire", packed.numel, dtype)
         plain = wire[: packed.head_numel] if is_quantized(call.wire) else wire

@@ -8,11 +8,12 @@ one host may let it read the senders' memory instead of copying it to scratch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,9 +21,9 @@ from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
-from commrt.runtime.recording import Recorder, listening, within_range
 from commrt.schedule import ADD, COPY, Combine
 from commrt.threads.future import StreamEvent, Streams
+from commrt.threads.recording import Recorder, within_range
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 Combination = Callable[[], object]
@@ -43,22 +44,20 @@ class BoundHop:
     facts: dict[str, int | str]
 
 
-class RunnableProgram(Protocol):
+class RunnableProgram(ABC):
     """A program that is bound to memory, whatever travels in place of its values."""
 
-    @property
-    def nbytes_sent(self) -> int:
-        """Bytes that this rank sends in one run."""
+    nbytes_sent: int
+    """Bytes that this rank sends in one run."""
+    elsewhere: Parts = NO_PARTS
+    """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
 
-    @property
-    def elsewhere(self) -> Parts:
-        """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
-
+    @abstractmethod
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
-        """Run all hops in order on the calling thread."""
+        """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
 
-    def finish(self, tag: Tag) -> None:
-        """Tell peers that this rank has read what is `elsewhere`."""
+    def finish(self, tag: Tag) -> None:  # noqa: B027  # most leave nothing elsewhere
+        """Tell peers that this rank has read what is `elsewhere`; does nothing if nothing is."""
 
 
 class Landing(NamedTuple):
@@ -70,7 +69,7 @@ class Landing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class BoundProgram:
+class BoundProgram(RunnableProgram):
     """A program on one buffer."""
 
     hops: tuple[BoundHop, ...]
@@ -80,13 +79,12 @@ class BoundProgram:
     """The streams to combine on while the next exchange runs; None to do one after the other."""
     landings: Sequence[Landing] = ()
     elsewhere: Parts = NO_PARTS
-    """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
     end: BoundHop | None = None
     """What `run` leaves to `finish`, if there are such parts."""
 
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
-        """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
-        if self.streams is not None or listening(recorder) is not None:
+        """See `RunnableProgram.run`."""
+        if self.streams is not None or recorder is not None:
             self._run_on_streams(tag, self.streams or Streams(), recorder)
             return
         for hop in self.hops:
@@ -97,7 +95,7 @@ class BoundProgram:
                 return_borrowed()
 
     def finish(self, tag: Tag) -> None:
-        """Tell peers that this rank has read what is `elsewhere`; does nothing if nothing is."""
+        """See `RunnableProgram.finish`."""
         if self.end is not None:
             self.end.exchange(tag)
 
@@ -138,20 +136,20 @@ def bind(
     allocates it. On `streams` that queue work, a hop's combinations run beside the next exchange if the two touch
     different chunks.
     """
-    if bounds is None:  # cut so that 16-byte accesses stay aligned in every dtype
-        bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE)
+    binder = Binder(program, buffer, transport, bounds)
     waits = dependencies(program.hops, program.chunks)
-    half, other_half = _halves(program, bounds, waits)
-    if scratch is None:
-        scratch = buffer.new_empty(half + other_half)
-    binder = _Binder(program.rank, buffer, scratch, bounds, transport, half, add or adding)
-    final = final_receives(program.hops, program.chunks)
-    hops = tuple(
-        binder.hop(number, hop, waits, final[number]) for number, hop in enumerate(program.hops) if not hop.idle
-    )
-    nbytes = sum(message.data.nbytes for message in binder.sends)
+    half, other_half = _halves(program, binder.bounds, waits)
+    memory = buffer.new_empty(half + other_half) if scratch is None else scratch
+    hops, landings, final = list[BoundHop](), list[Landing](), final_receives(program.hops, program.chunks)
+    for number, hop in binder.hops():
+        places = _receive_places(hop, binder.own, memory[half * waits.parity[number] * waits.overlap :])
+        group = binder.group(number, hop, places, reads=only_reads(hop))
+        combinations = tuple(combinations_of(hop, program.rank, places, binder.own, add or adding))
+        hops.append(BoundHop(transport.bind(group), combinations, number, waits.after[number], facts_of(group)))
+        ends = zip(hop.recvs, places, final[number], strict=True)
+        landings += [Landing(place, binder.bounds[t.lo], binder.bounds[t.hi]) for t, place, ok in ends if ok]
     beside = streams if streams is not None and streams.queues and waits.overlap else None
-    return BoundProgram(hops, nbytes, P2PGroup(binder.sends, binder.recvs), beside, tuple(binder.landings))
+    return BoundProgram(tuple(hops), binder.nbytes_sent, P2PGroup(binder.sends, binder.recvs), beside, landings)
 
 
 def scratch_numel(program: Program, numel: int, bounds: Sequence[int] | None = None) -> int:
@@ -170,46 +168,45 @@ def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tup
     return max(sizes[0]), max(sizes[1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Binder:
-    rank: int
-    buffer: Tensor
-    scratch: Tensor
-    bounds: Sequence[int]
-    transport: Transport
-    half: int
-    """Where the scratch of odd hops begins."""
-    add: Adding
-    sends: list[P2PMessage] = field(default_factory=list)
-    recvs: list[P2PMessage] = field(default_factory=list)
-    """What all hops bound so far exchange."""
-    landings: list[Landing] = field(default_factory=list)
+class Binder:
+    """A program on `buffer`, cut at `bounds`, while its hops are bound; notes all that they exchange."""
 
-    def hop(self, number: int, hop: Hop, waits: Dependencies, final: Sequence[bool]) -> BoundHop:
-        places = self._receive_places(hop, self.half * waits.parity[number] * waits.overlap)
-        sends = [P2PMessage(transfer.peer, self._own(transfer), transfer.group) for transfer in hop.sends]
-        recvs = [
-            P2PMessage(transfer.peer, place, transfer.group) for transfer, place in zip(hop.recvs, places, strict=True)
-        ]
-        self.sends.extend(sends)
-        self.recvs.extend(recvs)
-        ends = zip(hop.recvs, places, final, strict=True)
-        self.landings.extend(Landing(place, self.bounds[t.lo], self.bounds[t.hi]) for t, place, ok in ends if ok)
-        exchange = self.transport.bind(P2PGroup(sends, recvs, number, only_reads(hop)))
-        combinations = tuple(combinations_of(hop, self.rank, places, self._own, self.add))
-        return BoundHop(exchange, combinations, number, waits.after[number], facts_of(number, sends, recvs))
+    def __init__(self, program: Program, buffer: Tensor, transport: Transport, bounds: Sequence[int] | None) -> None:
+        self.program, self.buffer, self.transport = program, buffer, transport
+        # cut so that 16-byte accesses stay aligned in every dtype
+        self.bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE) if bounds is None else bounds
+        self.sends, self.recvs = list[P2PMessage](), list[P2PMessage]()
 
-    def _own(self, transfer: Transfer) -> Tensor:
+    def hops(self) -> Iterator[tuple[int, Hop]]:
+        """Yield the hops in which this rank exchanges something, with their numbers."""
+        return ((number, hop) for number, hop in enumerate(self.program.hops) if not hop.idle)
+
+    def own(self, transfer: Transfer) -> Tensor:
+        """Return the chunks of `transfer` in the buffer."""
         return self.buffer[self.bounds[transfer.lo] : self.bounds[transfer.hi]]
 
-    def _receive_places(self, hop: Hop, used: int) -> list[Tensor]:
-        """Return the memory of each receive: its final place, or the next piece of scratch after `used` elements."""
-        places = []
-        for transfer in hop.recvs:
-            own = self._own(transfer)
-            places.append(own if transfer.combine == COPY else self.scratch[used : used + own.numel()])
-            used += 0 if transfer.combine == COPY else padded(own.numel())
-        return places
+    def group(self, number: int, hop: Hop, places: Sequence[Tensor], *, reads: bool = False) -> P2PGroup:
+        """Return the messages of a hop, whose receives go to `places`."""
+        sends = [P2PMessage(each.peer, self.own(each), each.group) for each in hop.sends]
+        recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
+        self.sends += sends
+        self.recvs += recvs
+        return P2PGroup(sends, recvs, number, reads)
+
+    @property
+    def nbytes_sent(self) -> int:
+        """Bytes of all messages so far that this rank sends."""
+        return sum(message.data.nbytes for message in self.sends)
+
+
+def _receive_places(hop: Hop, own_of: Callable[[Transfer], Tensor], scratch: Tensor) -> list[Tensor]:
+    """Return the memory of each receive: its final place, or the next piece of `scratch`."""
+    places, used = [], 0
+    for transfer in hop.recvs:
+        own = own_of(transfer)
+        places.append(own if transfer.combine == COPY else scratch[used : used + own.numel()])
+        used += 0 if transfer.combine == COPY else padded(own.numel())
+    return places
 
 
 def combinations_of(
@@ -241,7 +238,7 @@ def only_reads(hop: Hop) -> bool:
     return apart and len(hop.combined) == len(hop.recvs)
 
 
-def facts_of(number: int, sends: Sequence[P2PMessage], recvs: Sequence[P2PMessage]) -> dict[str, int | str]:
+def facts_of(group: P2PGroup) -> dict[str, int | str]:
     """Return what a trace says of a hop."""
-    to, source = (", ".join(str(peer) for peer in sorted({p.peer for p in side})) for side in (sends, recvs))
-    return {"number": number, "to": to, "from": source, "nbytes": sum(message.data.nbytes for message in sends)}
+    to, source = (", ".join(map(str, sorted({p.peer for p in side}))) for side in (group.sends, group.recvs))
+    return {"number": group.hop, "to": to, "from": source, "nbytes": sum(p.data.nbytes for p in group.sends)}

@@ -19,8 +19,9 @@ from commrt.program import chunk_bounds, member_program
 from commrt.proof.replay import ends_alike
 from commrt.runtime.executor import BoundProgram, bind, scratch_numel
 from commrt.runtime.membership import Membership
-from commrt.schedule import ADD, MIX, Schedule
+from commrt.schedule import ADD, MIX, Algorithm, Schedule
 from commrt.threads.comm_thread import RecoveredError
+from commrt.threads.recording import Recorder
 from commrt.transport.protocol import Tag, Transport
 
 T = TypeVar("T")
@@ -90,11 +91,6 @@ class Prepared(Generic[T]):
     def forget_one(self, schedule: Schedule, members: Members, memory: Hashable) -> None:
         """Let go of one exchange, if it is there. A rank may do so alone, on any thread."""
         self._bound.pop((schedule, members, memory), None)
-
-    def forget_memory(self, memory: Hashable) -> None:
-        """Let go of all exchanges that use `memory`, the same object. A rank may do so alone, on any thread."""
-        for key in [key for key in tuple(self._bound) if key[2] is memory]:
-            self._bound.pop(key, None)
 
     def known(self, schedule: Schedule, members: Members, memory: Hashable) -> T | None:
         """Return the exchange if it is prepared, else None. On any thread."""
@@ -189,13 +185,13 @@ class PreparedRuns:
             self._transport.allocate(0, buffer.dtype, buffer.device)  # raises for a device or dtype that it cannot move
             _require_arithmetic(buffer.dtype, traits_of(schedule).combines)
 
-    def run(self, schedule: Schedule, buffer: Tensor, tag: Tag) -> None:
+    def run(self, schedule: Schedule, buffer: Tensor, tag: Tag, recorder: Recorder | None = None) -> None:
         """Run `schedule`, of all ranks, on `buffer` [numel]. On the communication thread."""
         program = self.known(schedule, buffer)
         if program is None:
             self._prepared.forget_one(schedule, None, ref(buffer))  # it may be bound to memory that the buffer has left
             program = self._prepared.get(schedule, None, ref(buffer)).program
-        program.run(tag)
+        program.run(tag, recorder)
 
     def forget(self) -> None:
         """Let go of all memory."""
@@ -223,12 +219,20 @@ class PreparedRuns:
             self._scratch[key] = torch.empty(need, dtype=row.dtype, device=row.device)
         program = bind(mine, row, self._transport, self._scratch[key], bounds=bounds)
         place = buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
-        return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_memory(memory)))
+        return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_one(schedule, None, memory)))
 
 
 def cut(schedule: Schedule, row: Tensor) -> list[int]:
     """Return the bounds of the chunks of `row`, which are equal if it divides."""
     return chunk_bounds(row.numel(), schedule.chunks, granule=GRANULE if row.numel() % schedule.chunks else 1)
+
+
+def schedule_of(algorithm: Algorithm, step: int, ranks: int) -> Schedule:
+    """Return the schedule of training step `step`; raises `UsageError` if it is none of so many `ranks`."""
+    schedule = algorithm.schedule(step, ranks)
+    if not isinstance(schedule, Schedule) or schedule.ranks != ranks:
+        raise UsageError(f"{algorithm} made {schedule!r:.80} for {ranks} ranks, which is no schedule of them")
+    return schedule
 
 
 def check_run(schedule: Schedule, buffer: Tensor, tag: Tag, ranks: int) -> None:

@@ -13,12 +13,12 @@ from typing import cast
 from torch import Tensor
 
 from commrt.kernels.dispatch import copying
-from commrt.kernels.layout import GRANULE, padded
+from commrt.kernels.layout import padded
 from commrt.kernels.packing import Parts
-from commrt.program import Hop, Meeting, Program, Transfer, chunk_bounds, meetings
-from commrt.runtime.executor import BoundHop, BoundProgram, Combination, combinations_of, facts_of
+from commrt.program import Hop, Meeting, Program, Transfer, meetings
+from commrt.runtime.executor import Binder, BoundHop, BoundProgram, Combination, combinations_of, facts_of
 from commrt.schedule import COPY
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, Window
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, Window
 
 
 def bind_reading(
@@ -41,12 +41,11 @@ def bind_reading(
     `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
     reader = _Reader(program, buffer, window, transport, bounds, copied, scratch or buffer.new_empty)
-    hops = [bound for number, hop in enumerate(program.hops) if not hop.idle for bound in reader.hop(number, hop)]
-    nbytes = sum(message.data.nbytes for message in reader.sends)
-    group, end = reader.group(), reader.end()
+    hops = [bound for number, hop in reader.hops() for bound in reader.bind(number, hop)]
+    group, end = reader.all_messages(), reader.end()
     if not reader.elsewhere:
-        return BoundProgram((*hops, end), nbytes, group, None)
-    return BoundProgram(tuple(hops), nbytes, group, None, (), Parts(tuple(reader.elsewhere)), end)
+        return BoundProgram((*hops, end), reader.nbytes_sent, group, None)
+    return BoundProgram(tuple(hops), reader.nbytes_sent, group, None, (), Parts(tuple(reader.elsewhere)), end)
 
 
 def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exchange:
@@ -72,7 +71,7 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
     return run
 
 
-class _Reader:
+class _Reader(Binder):
     def __init__(
         self,
         program: Program,
@@ -83,56 +82,46 @@ class _Reader:
         copied: int | None,
         scratch: Callable[[int], Tensor],
     ) -> None:
-        self._buffer, self._window, self._transport = buffer, window, transport
-        self._rank = program.rank
-        self._bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE) if bounds is None else bounds
+        super().__init__(program, buffer, transport, bounds)
+        self._window = window
         self._copied = buffer.numel() if copied is None else copied
-        self._latest = max((number for number, hop in enumerate(program.hops) if not hop.idle), default=-1)
+        self._latest = max((number for number, _ in self.hops()), default=-1)
         self._near = sorted(program.peers & set(window.peers))
         self._has_far = len(self._near) < len(program.peers)
         self._meetings = meetings(program.hops, program.chunks, self._near)
         self._is_first, self._last = True, len(program.hops)
-        self._scratch = scratch(self._scratch_numel(program))
+        self._scratch = scratch(self._scratch_numel())
         self.elsewhere: list[tuple[Tensor, int, int]] = []
-        self.sends: list[P2PMessage] = []
-        self.recvs: list[P2PMessage] = []
-        """What all hops bound so far exchange."""
 
-    def hop(self, number: int, hop: Hop) -> list[BoundHop]:
+    def bind(self, number: int, hop: Hop) -> list[BoundHop]:
         """Return the hop as one, or as two if it must not write before all peers have read."""
         before, within = self._meetings.before[number], self._meetings.within[number]
         places = self._places(hop, number)
-        sends = [P2PMessage(each.peer, self._own(each), each.group) for each in hop.sends]
-        recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
-        self.sends += sends
-        self.recvs += recvs
-        _, far = P2PGroup(sends, recvs, number).parted(self._near)
-        come = self._exchange(cast("Meeting", before), number, far)
+        group = self.group(number, hop, places)
+        come = self._exchange(cast("Meeting", before), number, group.parted(self._near)[1])
         moves = self._moves(hop, places, lands=number == self._latest and within is None)
-        facts = facts_of(number, sends, recvs)
         if within is None:
-            return [BoundHop(come, moves, number, None, facts)]
+            return [BoundHop(come, moves, number, None, facts_of(group))]
         stages = tuple(
             copying(place, self._theirs(each))
             for each, place in zip(hop.recvs, places, strict=True)
             if each.peer in self._near
         )
-        go = self._exchange(within, number, P2PGroup([], []))
-        return [
-            BoundHop(come, stages, number, None, facts),
-            BoundHop(go, moves, number, None, facts_of(number, [], [])),
-        ]
+        return [BoundHop(come, stages, number, None, facts_of(group)), self._meet(within, number, moves)]
 
-    def group(self) -> P2PGroup:
+    def all_messages(self) -> P2PGroup:
         """Return what a transport exchanges: messages with ranks of other hosts; or all, if all are read."""
         _, far = P2PGroup(self.sends, self.recvs).parted(self._near)
         return far if self._has_far else P2PGroup(self.sends, self.recvs, reads=True)
 
     def end(self) -> BoundHop:
         """Return the last meeting, after which no peer reads the buffer."""
-        number = self._last
-        come = self._exchange(self._meetings.end, number, P2PGroup([], []))
-        return BoundHop(come, (), number, None, facts_of(number, [], []))
+        return self._meet(self._meetings.end, self._last, ())
+
+    def _meet(self, meeting: Meeting, number: int, moves: tuple[Combination, ...]) -> BoundHop:
+        """Return a hop without messages: `meeting`, then `moves`."""
+        nothing = P2PGroup([], [], number)
+        return BoundHop(self._exchange(meeting, number, nothing), moves, number, None, facts_of(nothing))
 
     def _exchange(self, meeting: Meeting, number: int, far: P2PGroup) -> Exchange:
         first, self._is_first = self._is_first, False
@@ -140,7 +129,7 @@ class _Reader:
         meet = self._window.bind(meeting, number, self._near, first=first, last=last, looks=self._has_far)
         if not far.peers:
             return meet
-        exchange = self._transport.bind(far)
+        exchange = self.transport.bind(far)
 
         def both(tag: Tag) -> None:
             meet(tag)
@@ -148,16 +137,13 @@ class _Reader:
 
         return both
 
-    def _own(self, transfer: Transfer) -> Tensor:
-        return self._buffer[self._bounds[transfer.lo] : self._bounds[transfer.hi]]
-
     def _theirs(self, transfer: Transfer) -> Tensor:
-        return self._window.peers[transfer.peer][self._bounds[transfer.lo] : self._bounds[transfer.hi]]
+        return self._window.peers[transfer.peer][self.bounds[transfer.lo] : self.bounds[transfer.hi]]
 
-    def _scratch_numel(self, program: Program) -> int:
+    def _scratch_numel(self) -> int:
         needs = (
-            sum(padded(self._own(each).numel()) for each in hop.recvs if self._is_staged(each, number))
-            for number, hop in enumerate(program.hops)
+            sum(padded(self.own(each).numel()) for each in hop.recvs if self._is_staged(each, number))
+            for number, hop in self.hops()
         )
         return max(needs, default=0)
 
@@ -170,7 +156,7 @@ class _Reader:
         """Return where each receive is read: the peer's memory, its final place, or scratch memory."""
         places, used = [], 0
         for each in hop.recvs:
-            own = self._own(each)
+            own = self.own(each)
             if self._is_staged(each, number):
                 places.append(self._scratch[used : used + own.numel()])
                 used += padded(own.numel())
@@ -182,7 +168,7 @@ class _Reader:
         """Return what copies and combines the receives, which lie at `places`; `lands` where nothing reads copies."""
         copies = []
         for each, place in zip(hop.recvs, places, strict=True):
-            own, begin = self._own(each), self._bounds[each.lo]
+            own, begin = self.own(each), self.bounds[each.lo]
             if each.combine != COPY or not own.numel() or own.data_ptr() == place.data_ptr():
                 continue
             here = min(max(self._copied - begin, 0), own.numel()) if lands else own.numel()
@@ -190,4 +176,4 @@ class _Reader:
                 copies.append(copying(own[:here], place[:here]))
             if here < own.numel():
                 self.elsewhere.append((place[here:], begin + here, begin + own.numel()))
-        return (*copies, *combinations_of(hop, self._rank, places, self._own))
+        return (*copies, *combinations_of(hop, self.program.rank, places, self.own))

@@ -117,12 +117,17 @@ def check_wire(wire: AnyWire | None) -> None:
     )
 
 
-def travels_as(tensor: Tensor, wire: AnyWire | None) -> AnyWire:
-    """Return what travels for `tensor`: `wire` if that is narrower."""
-    if wire is None or not tensor.is_floating_point():
-        return tensor.dtype
-    narrower = is_quantized(wire) or cast("torch.dtype", wire).itemsize < tensor.dtype.itemsize
-    return wire if narrower else tensor.dtype
+def travels_as(own: torch.dtype, wire: AnyWire | None) -> AnyWire:
+    """Return what travels for values of dtype `own`: `wire` if that is narrower."""
+    if wire is None or not own.is_floating_point:
+        return own
+    narrower = is_quantized(wire) or cast("torch.dtype", wire).itemsize < own.itemsize
+    return wire if narrower else own
+
+
+def buffer_dtype(travels: AnyWire) -> torch.dtype:
+    """Return the dtype of the wire buffer of what travels: fp32 for values that will be quantized."""
+    return torch.float32 if is_quantized(travels) else cast("torch.dtype", travels)
 
 
 def wire_text(wire: AnyWire) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Literal, Self
 
 import torch
@@ -22,7 +21,6 @@ from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_dev
 from commrt.runtime.executor import bind
 from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, ConsistencyCheck, Loss, Membership, RunNow
 from commrt.runtime.prepared import PreparedRuns, check_run, cut
-from commrt.runtime.recording import Nvtx, Recorder
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
@@ -31,6 +29,7 @@ from commrt.store.client import clone_connection
 from commrt.store.launcher import is_on
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
 from commrt.threads.future import streams_of
+from commrt.threads.recording import Nvtx, Recorder
 from commrt.transport.protocol import NullTransport, Tag, Transport, TransportByDevice
 
 UNNAMED = Tag(0, "run")
@@ -71,8 +70,7 @@ class World:
         self.joined: object = None
         """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = NO_HOOKS
-        self.recorder: Recorder | None = Nvtx() if is_on("COMMRT_NVTX") else None
-        """Receives ranges of time, for profilers."""
+        self.recorder = Nvtx() if is_on("COMMRT_NVTX") else None
         self.unraised_failure: TransportError | None = None
         """The error that ended a transfer on a GPU, while no call has raised it; or None."""
         self._in_collective, self._closed, self._is_inherited, self._entered = False, False, False, 0
@@ -105,6 +103,15 @@ class World:
         return self.transport.timeout_s
 
     @property
+    def recorder(self) -> Recorder | None:
+        """Receives ranges of time, for profilers; None for none but torch's."""
+        return self.comm_thread.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self.comm_thread.recorder = recorder
+
+    @property
     def closed(self) -> bool:
         """True after `close`, `abort`, or a failure."""
         return self._closed or bool(self.comm_thread.failure or self.unraised_failure)
@@ -127,12 +134,12 @@ class World:
         # Nobody else has a say in it, and the caller's thread may write.
         is_plain = self.hooks is NO_HOOKS and self.joined is None and self.config is None
         if is_ready and is_plain and not (self.membership.is_elastic or torch.is_inference_mode_enabled()):
-            self.comm_thread.run(lambda: self._runs.run(schedule, buffer, tag)).result()
+            self.comm_thread.run(lambda: self._runs.run(schedule, buffer, tag, self.comm_thread.listener)).result()
             return Work([buffer], self.rank)
 
         def begin() -> RunNow:
             self._runs.require_possible(schedule, buffer)
-            return lambda row: self._runs.run(schedule, row, tag)
+            return lambda row: self._runs.run(schedule, row, tag, self.comm_thread.listener)
 
         with self.collective("run()"):
             return self._work(begin, buffer, async_op=async_op)
@@ -164,7 +171,7 @@ class World:
 
         def begin() -> RunNow:
             schedule = self._sums.schedule(algorithm, call)
-            return lambda row: self._sums.run(schedule, call, row, tag, self.recorder)
+            return lambda row: self._sums.run(schedule, call, row, tag)
 
         with self.collective("all_reduce()"):
             if tensor.is_cuda:
@@ -364,9 +371,7 @@ class World:
         self._entered += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._entered -= 1
         if self._entered:
             return

@@ -15,7 +15,7 @@ from torch.distributed import DistNetworkError, Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
 from commrt.store.client import MALFORMED, call_store, parse, parse_dict, parse_int, require
-from commrt.threads.deadline import Deadline, now_s
+from commrt.threads.deadline import Deadline, clock
 
 TOPIC = "topic"
 LINGER_S, REPORTS_LINGER_S = 5.0, 3.0
@@ -54,8 +54,8 @@ def gather(
 def wait_until_read(store: Store, rank: int, members: Sequence[int]) -> None:
     """Record that `rank` needs no more of what `gather` left; the first rank, which may hold the store, leaves last."""
     store.add("read", 1)
-    deadline_s = now_s() + LINGER_S
-    while rank == members[0] and now_s() < deadline_s:
+    deadline_s = clock.now_s() + LINGER_S
+    while rank == members[0] and clock.now_s() < deadline_s:
         if store.add("read", 0) >= sum(store.check([f"record/{peer}"]) for peer in members):
             return
         Event().wait(POLL_S)

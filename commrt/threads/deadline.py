@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long waits may take: all limits follow from one number, and a pause of this process hardly counts.
 
-All deadlines of a process read one clock, for which tests put one that they move. A wait asks `now_s` for the time, and
-`slice_s` how long it may sleep before it asks again. So a test of a deadline waits for nothing
-(`tests/support/moved_clock.py`). Waits inside torch's stores and Gloo keep the time of the machine.
+All deadlines of a process read one `clock`, which tests move. A wait asks it for the time, and sleeps at most its
+`slice_s` before it asks again. So a test of a deadline waits for nothing (`tests/support/moved_clock.py`). Waits inside
+torch's stores and Gloo keep the time of the machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from time import monotonic
 from typing import NamedTuple
@@ -23,31 +24,16 @@ PARTS = 4
 
 
 class Clock:
-    """What tells deadlines the time: the machine's clock, or one of a subclass. Called from any thread."""
+    """What tells all deadlines of a process the time. Read from any thread; a test sets its attributes."""
 
-    now_s = staticmethod(monotonic)
-    slice_s = inf
-    """The most real seconds that a wait sleeps before it asks for the time again."""
-
-
-_clock = Clock()
-
-
-def now_s() -> float:
-    """Return the seconds that deadlines count, since some fixed moment."""
-    return _clock.now_s()
+    def __init__(self) -> None:
+        self.now_s: Callable[[], float] = monotonic
+        """Return the seconds that deadlines count, since some fixed moment."""
+        self.slice_s = inf
+        """The most real seconds that a wait sleeps before it asks for the time again."""
 
 
-def slice_s(left_s: float) -> float:
-    """Return how many real seconds a wait that has `left_s` may sleep before it asks for the time again."""
-    return min(max(left_s, 0.0), _clock.slice_s)
-
-
-def use(clock: Clock) -> Clock:
-    """Let all deadlines of this process read `clock` from now on, and return the one that they read before."""
-    global _clock  # the one state of this module
-    before, _clock = _clock, clock
-    return before
+clock = Clock()
 
 
 class Timeouts(NamedTuple):
@@ -91,12 +77,12 @@ class Deadline:
     def __init__(self, limit_s: float, between_s: float = 0.0) -> None:
         self.poll_s = max(limit_s / PARTS, between_s)
         """The longest time that counts between two polls; poll at least this often."""
-        self._limit_s, self._waited_s, self._polled_s = limit_s, 0.0, now_s()
+        self._limit_s, self._waited_s, self._polled_s = limit_s, 0.0, clock.now_s()
 
     @property
     def waited_s(self) -> float:
         """Seconds waited so far. Reading it is a poll."""
-        time_s = now_s()
+        time_s = clock.now_s()
         self._waited_s += min(time_s - self._polled_s, self.poll_s)
         self._polled_s = time_s
         return self._waited_s

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from commrt.errors import TransportClosed, UsageError
-from commrt.threads.deadline import now_s, slice_s
+from commrt.threads.deadline import clock
 
 _log = logging.getLogger("commrt")
 
@@ -284,8 +284,8 @@ class Future(Generic[T]):
     def _wait(self, timeout_s: float | None) -> None:
         if self._setter is not None and self._setter.is_current:
             raise UsageError(ON_COMM_THREAD)
-        end_s = inf if timeout_s is None else now_s() + timeout_s
-        while not self._lock.acquire(timeout=slice_s(min(SLICE_S, end_s - now_s()))):
-            if now_s() >= end_s:
+        end_s = inf if timeout_s is None else clock.now_s() + timeout_s
+        while not self._lock.acquire(timeout=max(min(SLICE_S, clock.slice_s, end_s - clock.now_s()), 0.0)):
+            if clock.now_s() >= end_s:
                 raise TimeoutError(f"no result within {timeout_s:g} s")
         self._lock.release()  # for other threads that wait

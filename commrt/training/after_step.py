@@ -21,10 +21,9 @@ from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.importing import untraced
 from commrt.runtime.membership import LOST
-from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, require
-from commrt.threads.deadline import now_s
+from commrt.threads.deadline import clock
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import current_pass, on_gradient
 from commrt.training.model_state import Stateful, overwrite_states
@@ -96,7 +95,7 @@ class AfterStepReplica(Replica):
         if not self._stepping:
             part.require_unwritten()
         begin_s = perf_counter()
-        with within_range(self._world.recorder, "wait", number=part.index):
+        with self._world.comm_thread.within_range("wait", number=part.index):
             yield
         part.note()
         self._exposed_s += perf_counter() - begin_s
@@ -230,7 +229,7 @@ class JoinProgress:
         """
         world, self._has_data = self._world, False
         self._set(steps)
-        latest_s, before = now_s(), self._all()
+        latest_s, before = clock.now_s(), self._all()
         while True:
             ranks = self._all()
             running = [rank for rank, place in ranks.items() if place.has_data]
@@ -240,10 +239,10 @@ class JoinProgress:
             elif not running:
                 return
             if ranks != before:
-                latest_s, before = now_s(), ranks
+                latest_s, before = clock.now_s(), ranks
             if running and world.membership.any_gone(running):
                 raise PeerLost("a rank that had not ended is gone: look at its output", Place(world.rank))
-            if now_s() - latest_s > world.timeout_s:
+            if clock.now_s() - latest_s > world.timeout_s:
                 raise DeadlineExceeded(
                     f"ranks {running} began no step within {world.timeout_s:g} s, and have not ended: look at their "
                     "output",

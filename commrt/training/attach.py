@@ -18,13 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from commrt.algorithms.parts import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.layout import MIB, Named, gradient_dtype, wire_dtype
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.options import require_compatible
-from commrt.runtime.collectives import check_algorithm, is_expanded
+from commrt.runtime.collectives import is_expanded
 from commrt.runtime.init import current
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
@@ -204,7 +205,7 @@ def _check_attach(
         raise UsageError(
             f"the model is a {type(model).__name__}: attach() takes a torch.nn.Module first, then optimizers"
         )
-    check_algorithm(algorithm)
+    require_maker("algorithm", algorithm)
     own: AnyWire | None = getattr(algorithm, "wire", None)  # an algorithm may say what travels
     if None not in (wire, own) and wire != own:
         raise UsageError(f"wire={wire} here and wire={own} in {type(algorithm).__name__}: give it once")

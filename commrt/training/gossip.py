@@ -15,19 +15,19 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
-from commrt.buckets.layout import Header, exchanged_tensors, explain_mismatch, plan_buckets
+from commrt.buckets.gradient_bucket import Header, explain_mismatch
+from commrt.buckets.layout import exchanged_tensors, plan_buckets
 from commrt.buckets.weight_bucket import Message, Received, WeightBucket
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.layout import HEADER_NUMEL
-from commrt.program import Program, permuted_program
+from commrt.program import Program, member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import bind, scratch_numel
 from commrt.runtime.membership import LOST
 from commrt.runtime.reading import bind_reading, bind_receiving
-from commrt.runtime.recording import within_range
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.training.after_step import AfterStepReplica
@@ -224,7 +224,7 @@ class GossipExchange:
             self.membership.submitted_steps = step + 1
         header = Header(0, self._number, 0, step, bucket.index, 0)
         message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
-        with within_range(self.world.recorder, "submit", number=bucket.index, step=step):
+        with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
             message.answer = self.world.comm_thread.submit(partial(self._carry, message, bucket.index, step))
         bucket.in_flight.append(bucket.free.popleft())
 
@@ -237,7 +237,7 @@ class GossipExchange:
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
         begin_s, membership = perf_counter(), self.membership
         nbytes_sent, share, sources = 0, 0.0, list[int]()
-        with within_range(self.world.recorder, "bucket", number=bucket, step=step, algorithm="gossip"):
+        with self.world.comm_thread.within_range("bucket", number=bucket, step=step, algorithm="gossip"):
             if bucket == 0:
                 membership.next_step = step + 1
             if (generation := membership.generation).start <= step:
@@ -267,8 +267,8 @@ class GossipExchange:
         return nbytes_sent, share
 
     def _program_of(self, schedule: Schedule, order: bytes) -> Program:
-        members = self._ranks[np.frombuffer(order, np.int64)]
-        return permuted_program(schedule, members, self.world.rank, self.world.size)
+        members = self._ranks[np.frombuffer(order, np.int64)].tolist()
+        return member_program(schedule, members, self.world.rank, self.world.size)
 
     def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
         transport, within = self.world.transport, self._algorithm.within
@@ -291,7 +291,7 @@ class GossipExchange:
 
         def run(tag: Tag) -> None:
             torch.mul(message.sent, 1 / within, out=message.received)
-            bound.run(tag, self.world.recorder)
+            bound.run(tag, self.world.comm_thread.listener)
 
         return run, bound.nbytes_sent, 1.0
 

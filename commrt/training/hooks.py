@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from commrt.buckets.layout import WIDTHS
+from commrt.buckets.gradient_bucket import WIDTHS
 from commrt.errors import UsageError
 
 NUMBERS = (int, float, np.integer, np.floating, np.bool_)

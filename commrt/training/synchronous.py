@@ -16,7 +16,6 @@ from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
-from commrt.runtime.recording import within_range
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
 from commrt.training.attach import Request, check_stateful, describe_buffers
@@ -141,7 +140,7 @@ class SynchronousReplica(Replica):
         buffers = self._submit_buffers() if self._broadcasts_buffers else []  # which the backward pass may have changed
         if self._has_data:
             self._has_data.result()  # first: if it failed, the others only know that something did
-        with within_range(self._world.recorder, "wait", step=self._step):
+        with self._world.comm_thread.within_range("wait", step=self._step):
             spans = tuple(map(Future.result, self._in_flight))
         if not self._alone:
             for bucket in self._engine.buckets:

@@ -42,7 +42,7 @@ from torch.distributed import Store
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.agreement import gather
 from commrt.store.client import parse_list, require
-from commrt.threads.deadline import now_s, slice_s
+from commrt.threads.deadline import clock
 
 RANK = struct.Struct("<I")
 PASSWORD_NBYTES = 16
@@ -57,7 +57,7 @@ DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
     """Return a socket to each other member; raises `DeadlineExceeded`, and `PeerLost` for a rank that came and left."""
-    deadline = now_s() + timeout_s
+    deadline = clock.now_s() + timeout_s
     higher = [peer for peer in members if peer > rank]
     sockets: dict[int, socket.socket] = {}
     name, password = secrets.token_hex(16), secrets.token_bytes(PASSWORD_NBYTES)
@@ -107,8 +107,8 @@ def _callers(
     poller = select.poll()
     poller.register(listener, select.POLLIN)
     come = 0
-    while come < len(expected) and (left_s := deadline - now_s()) > 0:
-        for fd, _ in poller.poll(ceil(slice_s(left_s) * 1000)):
+    while come < len(expected) and (left_s := deadline - clock.now_s()) > 0:
+        for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000)):
             if fd == listener.fileno():
                 end = listener.accept()[0]
                 end.setblocking(False)

@@ -26,7 +26,7 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, Tr
 from commrt.store.client import call_store
 from commrt.store.launcher import variable
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.threads.deadline import now_s
+from commrt.threads.deadline import clock
 from commrt.transport.protocol import CPU, EndLoan, Exchange, P2PGroup, Tag, Transport, require_cpu, split_self
 from commrt.transport.shared import SharedTransport
 
@@ -131,12 +131,12 @@ class GlooTransport(Transport):
 
     def _start(self, transfers: list[_Transfer], place: Place, call: int) -> Callable[[], None]:
         works: list[Work] = []
-        deadline = now_s() + self.timeout_s
+        deadline = clock.now_s() + self.timeout_s
 
         def finish() -> None:
             try:
                 for work in works:
-                    work.wait(timedelta(seconds=max(deadline - now_s(), 0.001)))
+                    work.wait(timedelta(seconds=max(deadline - clock.now_s(), 0.001)))
             except RuntimeError as error:
                 raise self._explained(error, transfers, works, place) from error
 

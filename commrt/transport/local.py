@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
-from commrt.threads.deadline import now_s, slice_s
+from commrt.threads.deadline import clock
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, split_self
 
 
@@ -52,7 +52,7 @@ class Fabric:
 
     def run(self, rank: int, group: P2PGroup, tag: Tag, timeout_s: float) -> None:
         """Post all messages of `group` for `rank`, then wait until all are transferred."""
-        deadline = now_s() + timeout_s
+        deadline = clock.now_s() + timeout_s
 
         def place(post: _Post) -> Place:
             return tag.place(rank, group.hop, post.peer, post.data.nbytes)
@@ -65,8 +65,8 @@ class Fabric:
                 for post in waiting:
                     if post.peer in self._gone:
                         raise PeerLost("the peer left before this transfer: look at its own error", place(post))
-                self._changed.wait(slice_s(deadline - now_s()))
-                if now_s() >= deadline and (late := [post for post in waiting if not post.done]):
+                self._changed.wait(min(deadline - clock.now_s(), clock.slice_s))
+                if clock.now_s() >= deadline and (late := [post for post in waiting if not post.done]):
                     what = f"no transfer with ranks {sorted({post.peer for post in late})} within {timeout_s:g} s"
                     raise DeadlineExceeded(f"{what}; who waits for whom: {self._waits()}", place(late[0]))
             for post in posts:

@@ -30,7 +30,7 @@ from torch.distributed import Store
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.store.client import start_call
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.threads.deadline import now_s
+from commrt.threads.deadline import clock
 from commrt.threads.future import DONE, Future, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import Binding, Communicator, ShutdownNotices, Watchdog, create, load, uncut
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
@@ -156,7 +156,7 @@ class NcclTransport(Transport):
         peers = group.peers
         for peer in peers:
             self._counts[peer] += 1
-        pending = Pending(group, tag, now_s(), self.timeout_s, {peer: self._counts[peer] for peer in peers})
+        pending = Pending(group, tag, clock.now_s(), self.timeout_s, {peer: self._counts[peer] for peer in peers})
         self._pending.append(pending)
         try:
             with suppress(IndexError):  # fewer are pending
@@ -182,7 +182,7 @@ class NcclTransport(Transport):
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """Record one CUDA graph, which the watchdog treats as one group with all peers."""
-        pending = Pending(group, CAPTURE, now_s(), self.timeout_s, {})
+        pending = Pending(group, CAPTURE, clock.now_s(), self.timeout_s, {})
         self._pending.append(pending)  # NCCL may wait for the peers during the capture
         self._capturing = True
         try:
@@ -270,7 +270,7 @@ class NcclTransport(Transport):
         if not self._pending:
             return None
         pending = self._pending[0]
-        age_s = now_s() - pending.begin_s
+        age_s = clock.now_s() - pending.begin_s
         if age_s > pending.timeout_s:
             what = f"no transfer with ranks {sorted(pending.group.peers)} within {pending.timeout_s:g} s"
             return DeadlineExceeded(f"{what}: slow, stopped, or running another program", self._place(pending))
@@ -313,7 +313,7 @@ class NcclTransport(Transport):
         end_s = pending.begin_s + pending.timeout_s + 2 * FREE_S
         try:
             while not pending.is_over:
-                if now_s() > end_s:
+                if clock.now_s() > end_s:
                     raise DeadlineExceeded(HELD_UP, self._place(pending))
                 sleep(POLL_S)
         except RuntimeError as error:

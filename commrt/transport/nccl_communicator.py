@@ -36,7 +36,7 @@ from commrt.store.client import (
     start_call,
 )
 from commrt.store.launcher import variable
-from commrt.threads.deadline import now_s
+from commrt.threads.deadline import clock
 from commrt.threads.future import Future, Streams
 from commrt.transport.protocol import P2PGroup, P2PMessage
 
@@ -251,8 +251,8 @@ class ShutdownNotices:
     def _known_of(self, peers: Collection[int]) -> dict[int, Counts]:
         self._asked.update(peers)
         if self._question is None:
-            if now_s() >= self._next_read_s:
-                self._next_read_s = now_s() + READ_INTERVAL_S
+            if clock.now_s() >= self._next_read_s:
+                self._next_read_s = clock.now_s() + READ_INTERVAL_S
                 asked, self._asked = self._asked, set()
                 self._question = start_call(lambda: self._read(asked))
         elif self._question.done():

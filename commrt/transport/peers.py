@@ -25,7 +25,7 @@ from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIM
 from commrt.program import Meeting
 from commrt.store.client import clone_connection, host_identity, start_call
 from commrt.store.launcher import chosen_transport
-from commrt.threads.deadline import now_s
+from commrt.threads.deadline import clock
 from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending
 from commrt.transport.nccl_communicator import Binding
 from commrt.transport.neighbours import Neighbours, PeerMemory
@@ -178,8 +178,8 @@ class PeersTransport(NcclTransport):
         """Return the error for a peer that left without its part in what is queued; looked up if nothing moves."""
         ended, since_s = self._stalled
         if ended != self._words[ENDED] or ended == self._queued:
-            self._stalled = int(self._words[ENDED]), now_s()
-        elif now_s() - since_s > READ_NOTICES_S:
+            self._stalled = int(self._words[ENDED]), clock.now_s()
+        elif clock.now_s() - since_s > READ_NOTICES_S:
             begun = {peer: self._counts[peer] for peer in self._neighbours.ranks}
             return self._lost_peer(begun, self._latest, 0)
         return None
@@ -192,7 +192,7 @@ class PeersTransport(NcclTransport):
         """Wait for what is queued on this thread's stream."""
         if self._failure is None:
             end = self._streams.record_event()
-            self._wait_for(Pending(P2PGroup([], []), self._latest, now_s(), self.timeout_s, {}, end))
+            self._wait_for(Pending(P2PGroup([], []), self._latest, clock.now_s(), self.timeout_s, {}, end))
         self._note_failure()
         super().wait()
 

@@ -24,7 +24,7 @@ from torch.distributed import Store
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
 from commrt.store.client import MALFORMED, call_store
 from commrt.threads.comm_thread import release_in_forked_child
-from commrt.threads.deadline import now_s, slice_s
+from commrt.threads.deadline import clock
 from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, Segment, aligned, connect
 from commrt.transport.protocol import (
     CPU,
@@ -231,7 +231,7 @@ class SharedTransport(Transport):
 
     def _complete(self, exchanges: Mapping[int, _PeerExchange], where: Where) -> None:
         """Serve each peer that has sent something, until all of `exchanges` are complete."""
-        deadline = now_s() + self.timeout_s
+        deadline = clock.now_s() + self.timeout_s
         waiting = dict(exchanges)
         ready = list(waiting)  # packets may be here already, and reading costs no more than polling
         while True:
@@ -240,8 +240,8 @@ class SharedTransport(Transport):
                     del waiting[fd]
             if not waiting:
                 return
-            ready = _poll(waiting.values(), deadline - now_s())
-            if not ready and now_s() > deadline:
+            ready = _poll(waiting.values(), deadline - clock.now_s())
+            if not ready and clock.now_s() > deadline:
                 late = sorted(waiting.values(), key=lambda exchange: exchange.peer)
                 what = f"no answer from ranks {[exchange.peer for exchange in late]} within {self.timeout_s:g} s"
                 raise DeadlineExceeded(f"{what}: slow, stopped, or running another program", late[0].place(where))
@@ -289,7 +289,7 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
     for exchange in waiting:
         writable = select.POLLOUT if exchange.channel.unsent else 0
         poller.register(exchange.channel.fd, select.POLLIN | writable)
-    return [fd for fd, _ in poller.poll(ceil(slice_s(left_s) * 1000))] if left_s > 0 else []
+    return [fd for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000))] if left_s > 0 else []
 
 
 def _close(channels: Iterable[Channel]) -> None:

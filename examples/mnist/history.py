@@ -13,7 +13,7 @@ from gather import gather_on_first
 from torch import Tensor
 
 import commrt
-from commrt.runtime.recording import Timeline, chrome_trace
+from commrt.threads.recording import Timeline, chrome_trace
 from commrt.tools.pictures.files import write
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training_curve import TrainingCurve
 
 import commrt
-from commrt.runtime.recording import Timeline
+from commrt.threads.recording import Timeline
 
 __all__ = ["RunRecorder"]
 

@@ -29,7 +29,7 @@ from train import app, train_rank
 from commrt.buckets.engine import Span
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import Loss
-from commrt.runtime.recording import Timeline
+from commrt.threads.recording import Timeline
 from commrt.training import StepReport
 
 CHROMIUM = shutil.which("chromium")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from commrt.algorithms import chain, tree
 from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
-from commrt.proof.spec import ANYTHING, Collective, Kind
+from commrt.proof.spec import ANYTHING, Collective
 from commrt.schedule import IntArray, Schedule, beside, empty
 
 __all__ = ["Grid", "backward", "backward_goal", "forward", "forward_goal"]
@@ -189,4 +189,4 @@ def _collective(name: str, grid: Grid, defined: NDArray[np.bool_], goal: IntArra
     columns = np.arange(grid.world).reshape(-1, grid.side).T
     families = (*np.arange(grid.world)[:, None].tolist(), *grid.rows.tolist(), *columns.tolist())
     defined, goal = np.repeat(defined, lengths, axis=1), np.repeat(goal, lengths, axis=1)
-    return Collective(f"{name} on {grid}", Kind.SUM, defined, goal, tuple(map(tuple, families)))
+    return Collective(f"{name} on {grid}", defined, goal, tuple(map(tuple, families)))

@@ -15,8 +15,8 @@ from fake_gpu import Driver, Operations, fake_gpu
 from torch import nn
 
 import commrt
-from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
-from commrt.buckets.layout import MIB, Header
+from commrt.buckets.gradient_bucket import GradientBucket, Header, build_buckets
+from commrt.buckets.layout import MIB
 from commrt.kernels.device.variants import SIZES
 from commrt.testing.ranks import run_ranks
 

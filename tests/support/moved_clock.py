@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Event, get_ident
 from time import monotonic
 
-from commrt.threads.deadline import Clock, now_s, use
+from commrt.threads.deadline import clock
 
 __all__ = ["MovedClock", "moved_clock"]
 
@@ -18,13 +18,11 @@ REAL_LIMIT_S = 60.0
 """Real seconds in which what a test waits for must happen."""
 
 
-class MovedClock(Clock):
+class MovedClock:
     """Stands still until a test moves it. Deadlines in this process read it, on all threads; torch's do not."""
 
-    slice_s = POLL_S  # the test may move the clock meanwhile
-
     def __init__(self) -> None:
-        self._now_s = now_s()  # deadlines that have begun go on
+        self._now_s = clock.now_s()  # deadlines that have begun go on
         self._readers: set[int] = set()
 
     def now_s(self) -> float:
@@ -65,8 +63,9 @@ def _pause(end_s: float, what: str) -> None:
 def moved_clock() -> Iterator[MovedClock]:
     """Let all deadlines of this process read a `MovedClock` inside the block; end there what begins there."""
     moved = MovedClock()
-    before = use(moved)
+    before = clock.now_s, clock.slice_s
+    clock.now_s, clock.slice_s = moved.now_s, POLL_S  # the test may move the clock meanwhile
     try:
         yield moved
     finally:
-        use(before)
+        clock.now_s, clock.slice_s = before

@@ -20,7 +20,7 @@ from nccl_stand_in import ask
 from torch import Tensor
 
 from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
-from commrt.threads.deadline import now_s
+from commrt.threads.deadline import clock
 from commrt.transport.neighbours import PeerMemory
 
 __all__ = ["HostPeerMemory"]
@@ -119,10 +119,10 @@ def meeting(plan: MeetingPlan) -> Iterator[bool]:
     for place in peers:
         _write(plan.outboxes[place], int(plan.counts[place]) + plan.position)
         yield False
-    deadline_s = now_s() + plan.host[TIMEOUT_NS].item() * 1e-9
+    deadline_s = clock.now_s() + plan.host[TIMEOUT_NS].item() * 1e-9
     for place, need in enumerate(plan.needs):
         while need and _difference(int(plan.inboxes[place]), int(plan.counts[place]) + need) < 0:
-            if plan.host[ABORT] or now_s() > deadline_s:
+            if plan.host[ABORT] or clock.now_s() > deadline_s:
                 yield from _fail(plan, place)
                 return
             yield True
