@@ -5,7 +5,7 @@ Replicas must not drift apart: what an optimizer steps was averaged, nobody else
 one that was attached.
 
 C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer to would never be
-freed if it referred back. So hooks refer weakly to a replica, and the model's modules keep the replica alive.
+freed if it referred back. So these refer weakly to a replica, and the model's modules keep the replica alive.
 
 Some parts of torch's autograd engine that are used here are not public yet; DDP and FSDP use the same ones.
 """
@@ -58,11 +58,6 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 """Call a function when the running backward pass has ended; ``backward()`` raises its error."""
 
 
-def on_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `callback` with `param` each time a backward pass has added to ``param.grad``."""
-    return cast("RemovableHandle", param.register_post_accumulate_grad_hook(callback))  # type: ignore[no-untyped-call]  # torch's own
-
-
 def on_dense_gradients(
     owner: T, params: Iterable[tuple[str, nn.Parameter]], call: Callable[[T, str], None]
 ) -> Iterator[RemovableHandle]:
@@ -80,7 +75,7 @@ def on_dense_gradients(
             raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
         call(here, name)
 
-    return (on_gradient(param, partial(ready, name)) for name, param in params)
+    return (param.register_post_accumulate_grad_hook(partial(ready, name)) for name, param in params)  # type: ignore[no-untyped-call]  # torch's own
 
 
 class ModuleHook:
