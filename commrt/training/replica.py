@@ -110,7 +110,7 @@ class Replica(ABC):
 
     def _require_attached(self, param: Tensor) -> None:
         """Raise `UsageError` if `param`, which is to be stepped, belongs to no replica."""
-        if id(param) not in self._averaged and not all(attached([param])):
+        if id(param) not in self._averaged and id(param) not in attached_params():
             name = self._parameters.names().get(id(param), f"a parameter of shape {list(param.shape)}")
             raise UsageError(
                 f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
@@ -294,11 +294,10 @@ def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
                 replica._stepping.pop()  # noqa: SLF001
 
 
-def attached(params: Iterable[Tensor]) -> list[bool]:
-    """Return which of `params` have a replica."""
+def attached_params() -> set[int]:
+    """Return the ids of all parameters that have a replica."""
     replicas = [weakly() for weakly in _replicas.valuerefs()]
-    taken = {id(param) for replica in replicas if replica is not None for _, param in replica._params}  # noqa: SLF001
-    return [id(param) in taken for param in params]
+    return {id(param) for replica in replicas if replica is not None for _, param in replica._params}  # noqa: SLF001
 
 
 def attached_to(world: World) -> int:
