@@ -40,16 +40,12 @@ UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
     "outside no_sync()"
 )
-UNAVERAGED_BY_CLOSURE = (
-    "optimizer.step() with a closure that made gradients which were never averaged: call loss.backward() in it, or "
-    "replica.average() after it has filled param.grad"
-)
 MIDWAY = (
     "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
     "it, the other ranks wait for the rest: close the world and start again"
 )
 ATTRIBUTE = "_commrt"
-"""Where a module keeps what must live as long as it does."""
+"""Where a module holds a `Keeper`."""
 
 T = TypeVar("T")
 current_pass: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
@@ -81,39 +77,23 @@ def on_dense_gradients(
 class ModuleHook:
     """A hook of a module that does nothing on a copy or a pickle of the module, nor while torch compiles it."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
         """Pass everything on; a compiled graph would break here."""
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or self._call is None):
             self._call(*args)
 
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[Callable[..., None]]]:
-        return ModuleHook, (_nothing,)
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
 
 
-def _nothing(*args: Any) -> None:
-    pass
-
-
-class _Keeper(list[object]):
-    """Keeps its items alive; a copy or a pickle of it is None."""
+class Keeper(list[object]):
+    """Keeps its items alive for as long as the module that holds it; a copy or a pickle of it is None."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-def keep_alive(kept: object, modules: Iterable[nn.Module]) -> None:
-    """Keep `kept` alive until the last of `modules` is gone, or `let_go`."""
-    for module in modules:
-        module.__dict__[ATTRIBUTE] = _Keeper([kept])
-
-
-def let_go(modules: Iterable[nn.Module]) -> None:
-    """Undo `keep_alive`."""
-    for module in modules:
-        module.__dict__.pop(ATTRIBUTE, None)
 
 
 class ParameterList:
@@ -242,7 +222,10 @@ class StepGuard:
                 raise UsageError(UNAVERAGED)
             if id(optimizer) not in self._unused_by:
                 if not are_zeroed(self._params):
-                    raise UsageError(UNAVERAGED_BY_CLOSURE)
+                    raise UsageError(
+                        "optimizer.step() with a closure that made gradients which were never averaged: call "
+                        "loss.backward() in it, or replica.average() after it has filled param.grad"
+                    )
                 self._take_part()
             return value
 

@@ -24,7 +24,7 @@ from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
-from commrt.training.hooks import ParameterList, keep_alive, let_go, wrapped_as
+from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, wrapped_as
 from commrt.training.model_state import (
     Stateful,
     fingerprint,
@@ -70,7 +70,8 @@ class Replica(ABC):
         self._handles += (each.register_step_post_hook(after_step) for each in self._optimizers)
         _watch_steps()
         _replicas[id(self)] = self
-        keep_alive(self, self._owners())
+        for module in self._owners():
+            module.__dict__[ATTRIBUTE] = Keeper([self])
 
     def _owners(self) -> Iterator[nn.Module]:
         """Yield the modules that hold a parameter of this replica."""
@@ -263,7 +264,8 @@ class Replica(ABC):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        let_go(self._owners())
+        for module in self._owners():
+            module.__dict__.pop(ATTRIBUTE, None)
         _replicas.pop(id(self), None)
 
 
