@@ -25,9 +25,7 @@ ONE_ALL_REDUCE = (
 )
 
 REFUSED = {
-    ("all-reduce", "gossip"): NO_ALL_REDUCE,
-    ("all-reduce", "backup workers"): NO_ALL_REDUCE,
-    ("all-reduce", "local SGD"): NO_ALL_REDUCE,
+    **{("all-reduce", kind): NO_ALL_REDUCE for kind in ("gossip", "backup workers", "local SGD")},
     ("all-reduce", "adaptive wire"): (
         "wire={wire} follows the gradients of attach(): here use a quantizer with fixed bits, such as "
         "commrt.quantization.Int8()"
@@ -43,12 +41,8 @@ REFUSED = {
     ("graphs", "quantized wire"): (
         "graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out"
     ),
-    ("views", "gossip of weights"): NO_VIEWS,
-    ("views", "backup workers"): NO_VIEWS,
-    ("views", "local SGD"): NO_VIEWS,
-    ("same bits", "gossip"): ONE_ALL_REDUCE,
-    ("same bits", "backup workers"): ONE_ALL_REDUCE,
-    ("same bits", "local SGD"): ONE_ALL_REDUCE,
+    **{("views", kind): NO_VIEWS for kind in ("gossip of weights", "backup workers", "local SGD")},
+    **{("same bits", kind): ONE_ALL_REDUCE for kind in ("gossip", "backup workers", "local SGD")},
     ("same bits", "quantized wire"): (
         "same_bits=True with a wire of {wire}, which rounds a value by the block that it lies in: leave wire out, or "
         "use torch.bfloat16"

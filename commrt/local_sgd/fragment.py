@@ -233,15 +233,13 @@ def cut_fragments(held: Sequence[TensorSlot], algorithm: LocalSGD) -> list[Fragm
 
 def _reusing(pieces: list[Tensor], allocate: Allocate) -> Allocate:
     """Return what gives out `pieces` once more, and adds to them where none has room."""
-    used: dict[int, int] = {}
+    free = [*pieces]
 
     def again(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for i, piece in enumerate(pieces):
-            begin = used.get(i, 0)
-            if piece.dtype == dtype and begin + numel <= len(piece):
-                used[i] = begin + numel
-                return piece[begin : begin + numel]
-        used[len(pieces)] = numel
+        for i, piece in enumerate(free):
+            if piece.dtype == dtype and numel <= len(piece):
+                free[i] = piece[numel:]
+                return piece[:numel]
         pieces.append(allocate(numel, dtype, device))
         return pieces[-1]
 
