@@ -24,7 +24,7 @@ from commrt.buckets.layout import MIB
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.future import streams_of
-from commrt.training.hooks import at_end_of_backward, on_gradient
+from commrt.training.hooks import at_end_of_backward
 
 CLOCK = Clock()
 ALONE, PACKED = "backward alone", "with packing beside it"
@@ -77,7 +77,7 @@ class Packer:
         self._order = ReadyOrder([bucket.names for bucket in self._buckets])
         self._answers: list[object] = []
         for name, param in params:
-            on_gradient(param, lambda _, name=name: self._ready(name))
+            param.register_post_accumulate_grad_hook(lambda _, name=name: self._ready(name))
 
     def _enter(self) -> None:
         streams = streams_of(DEVICE)

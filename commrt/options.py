@@ -7,7 +7,6 @@ An algorithm or a wire that is more than the usual says so by `traits`, a tuple 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 from math import inf
 
 import numpy as np
@@ -15,7 +14,6 @@ import numpy as np
 from commrt.errors import UsageError
 from commrt.schedule import ADD, Schedule
 
-LEAVE_OUT_GRAPHS = "leave graphs out"
 NO_ALL_REDUCE = (
     "algorithm={algorithm!r} is no all-reduce, in which every rank takes part: use Torus2D(), Ring() or "
     "HalvingDoubling() here, and attach() for gossip, backup workers and local SGD"
@@ -27,9 +25,7 @@ ONE_ALL_REDUCE = (
 )
 
 REFUSED = {
-    ("all-reduce", "gossip"): NO_ALL_REDUCE,
-    ("all-reduce", "backup workers"): NO_ALL_REDUCE,
-    ("all-reduce", "local SGD"): NO_ALL_REDUCE,
+    **{("all-reduce", kind): NO_ALL_REDUCE for kind in ("gossip", "backup workers", "local SGD")},
     ("all-reduce", "adaptive wire"): (
         "wire={wire} follows the gradients of attach(): here use a quantizer with fixed bits, such as "
         "commrt.quantization.Int8()"
@@ -41,16 +37,12 @@ REFUSED = {
     ("graphs", "backup workers"): (
         "graphs=True with BackupWorkers: another quorum in each step leaves nothing to repeat"
     ),
-    ("graphs", "local SGD"): (f"graphs=True with LocalSGD: it exchanges too rarely to need them; {LEAVE_OUT_GRAPHS}"),
+    ("graphs", "local SGD"): "graphs=True with LocalSGD: it exchanges too rarely to need them; leave graphs out",
     ("graphs", "quantized wire"): (
-        f"graphs=True with a wire of {{wire}}: its exchanges cannot be captured yet; {LEAVE_OUT_GRAPHS}"
+        "graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out"
     ),
-    ("views", "gossip of weights"): NO_VIEWS,
-    ("views", "backup workers"): NO_VIEWS,
-    ("views", "local SGD"): NO_VIEWS,
-    ("same bits", "gossip"): ONE_ALL_REDUCE,
-    ("same bits", "backup workers"): ONE_ALL_REDUCE,
-    ("same bits", "local SGD"): ONE_ALL_REDUCE,
+    **{("views", kind): NO_VIEWS for kind in ("gossip of weights", "backup workers", "local SGD")},
+    **{("same bits", kind): ONE_ALL_REDUCE for kind in ("gossip", "backup workers", "local SGD")},
     ("same bits", "quantized wire"): (
         "same_bits=True with a wire of {wire}, which rounds a value by the block that it lies in: leave wire out, or "
         "use torch.bfloat16"
@@ -74,8 +66,6 @@ REFUSED = {
 """What is wrong with two traits together, and what to do."""
 MOST_SUMMING_STEPS = 2
 """Steps in which a sum may grow: each codes it again, and the error grows with them."""
-MOST_CELLS = 1 << 24
-"""Ranks x chunks that are followed one by one. Beyond, every step that adds counts."""
 
 
 def traits_of(option: object) -> frozenset[str]:
@@ -104,10 +94,7 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
 
 def require_short_sums(schedule: Schedule, wire: object) -> None:
     """Raise `UsageError` for a schedule in which a sum of codes would be quantized again and again."""
-    if not _adds_in_more(schedule, MOST_SUMMING_STEPS):
-        return
-    is_large = schedule.ranks * schedule.chunks > MOST_CELLS
-    if is_large or summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
+    if summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
         raise UsageError(
             f"a wire of {wire} cannot carry {schedule.name}: codes do not add, and its sums grow over more than "
             f"{MOST_SUMMING_STEPS} steps, each of which would round them again; use commrt.Direct(), which sums in "
@@ -116,23 +103,20 @@ def require_short_sums(schedule: Schedule, wire: object) -> None:
 
 
 def summing_steps(schedule: Schedule, enough: float = inf) -> int:
-    """Return over how many steps the longest sum of `schedule` grows; stop counting above `enough`.
+    """Return the largest number of steps that add to the same chunk; stop counting above `enough`.
+
+    No sum of `schedule` grows over more steps.
 
     >>> from commrt.algorithms import direct, ring
     >>> summing_steps(direct.all_reduce(8)), summing_steps(ring.all_reduce(8))
     (1, 7)
     """
-    grown = np.zeros((schedule.ranks, schedule.chunks), dtype=np.int32)
+    counts = np.zeros(schedule.chunks, dtype=np.int32)
     for step in schedule.checked_steps():
-        adds, before = step.rows(step.combine == ADD), grown.copy()
-        for src, dst, lo, hi in zip(*(column.tolist() for column in adds.columns[:4]), strict=True):
-            np.maximum(grown[dst, lo:hi], before[src, lo:hi] + 1, out=grown[dst, lo:hi])
-        if grown.max(initial=0) > enough:
+        adds = step.rows(step.combine == ADD)
+        bounds = (np.clip(column, 0, schedule.chunks) for column in (adds.lo, adds.hi))
+        begun, ended = (np.bincount(each, minlength=schedule.chunks + 1) for each in bounds)
+        counts += np.cumsum(begun - ended)[:-1] > 0
+        if counts.max() > enough:
             break
-    return int(grown.max(initial=0))
-
-
-def _adds_in_more(schedule: Schedule, steps: int) -> bool:
-    """Return True if more than `steps` steps add; otherwise no sum grows over more."""
-    adding = (step for step in schedule.checked_steps() if (step.combine == ADD).any())
-    return next(islice(adding, steps, None), None) is not None
+    return int(counts.max())

@@ -36,10 +36,10 @@ def numbers_of(ring):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20), st.booleans())
-def test_no_sample_is_lost_or_doubled_and_shards_keep_their_size(ranks, count, batch_size, taken, shuffle):
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20))
+def test_no_sample_is_lost_or_doubled_and_shards_keep_their_size(ranks, count, batch_size, taken):
     def body(world):
-        ring = ring_of(world, count, batch_size, shuffle=shuffle)
+        ring = ring_of(world, count, batch_size)
         left = taken
         while left:
             for pixels, numbers in ring:
@@ -77,11 +77,6 @@ def test_order_follows_from_seed_rank_and_pass():
 
     first, again, other = run_ranks(2, body)[0]
     assert first == again != other
-
-
-def test_without_shuffling_batches_come_in_order():
-    (batches,) = run_ranks(1, lambda world: [n.tolist() for _, n in ring_of(world, 5, 2, shuffle=False)])
-    assert batches == [[0, 1], [2, 3], [4]]
 
 
 @for_each("at", [0, 1, 3, 4])
@@ -163,13 +158,11 @@ SOURCES = {
     "a map-style dataset": Squares,
     "a TensorDataset": lambda rank: TensorDataset(*shard(rank, 4)),
     "a tuple of tensors": lambda rank: shard(rank, 4),
-    "a loader": lambda rank: DataLoader(Squares(rank), batch_size=2),
-    "batches": lambda rank: (tuple(part[i : i + 2] for part in shard(rank, 4)) for i in (0, 2)),
 }
 
 
 @for_each("name", SOURCES)
-def test_samples_come_from_datasets_tensors_and_loaders(name):
+def test_samples_come_from_datasets_and_tensors(name):
     def body(world):
         ring = commrt.RingShuffle(SOURCES[name](world.rank), 2, world=world)
         return [len(numbers) for _ in range(2) for _, numbers in ring], sorted(numbers_of(ring))
@@ -177,13 +170,6 @@ def test_samples_come_from_datasets_tensors_and_loaders(name):
     (sizes, here), (_, there) = run_ranks(2, body)
     assert sizes == [2] * 4
     assert not set(here) & set(there)
-
-
-def test_a_loader_s_batch_size_is_taken_where_none_is_given():
-    ((size,),) = run_ranks(
-        1, lambda world: {len(n) for _, n in commrt.RingShuffle(SOURCES["a loader"](0), world=world)}
-    )
-    assert size == 2
 
 
 def test_samples_leave_while_the_next_batch_is_in_use():
@@ -223,7 +209,7 @@ def test_changing_what_a_batch_holds_changes_no_sample():
         (7, 2, "a int has no samples"),
         ((torch.zeros(3), torch.zeros(4)), 2, r"fields of \[3, 4\] samples"),
         ((torch.zeros(0), torch.zeros(0)), 2, "at least one"),
-        (torch.zeros(3), None, "say how many samples a batch has"),
+        (DataLoader(TensorDataset(torch.zeros(3))), 2, "a DataLoader has no samples: pass a dataset"),
         ((torch.zeros(3),), 0, "say how many samples a batch has"),
         ([("text", 1)], 1, "cannot be sent: make them tensors"),
     ],

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from heapq import heapify, heapreplace
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, cast
 
 import torch
@@ -48,16 +47,11 @@ class InFlight:
     generation: Generation | None = None
     """The ranks that average; None before it was sent."""
     vote: str = ""
-    answer: Future[tuple[Span, ...]] | None = None
-    """What averages `buckets`."""
+    answer: Future[tuple[Span, ...]] = field(default_factory=Future)
+    """What averages `buckets`, and what that cost."""
     buckets: Sequence[GradientBucket] = ()
     residuals: Mapping[str, Tensor] | None = None
     """The residuals when the weights left; None before they were sent."""
-
-    def result(self) -> tuple[Span, ...]:
-        """Wait for the end of the exchange, and return what it cost."""
-        assert self.answer is not None  # noqa: S101  # for mypy: it was sent
-        return self.answer.result()
 
 
 class _Tensor:
@@ -134,7 +128,7 @@ class Fragment(WeightPart):
         """Return what the weights have changed by since they left."""
         found = []
         for each in self._tensors:
-            weights, sent = each.slot.tensor().to(each.anchor.dtype), _grad(each.outgoing)
+            weights, sent = each.slot.tensor().to(each.anchor.dtype), cast("Tensor", each.outgoing.grad)
             origin = 0.0 if self._is_gossip else each.anchor.to(sent.device)
             found.append(weights - origin + sent)
         return found
@@ -148,7 +142,7 @@ class Fragment(WeightPart):
         merge = self._algorithm.merge
         for i, each in enumerate(self._tensors):
             anchor, weights = each.anchor, each.slot.tensor()
-            average, rate = _grad(each.outgoing).to(anchor.device), in_flight.rates[i]
+            average, rate = cast("Tensor", each.outgoing.grad).to(anchor.device), in_flight.rates[i]
             difference = anchor + average if self._is_gossip else average
             if outer is None or each.velocity is None or rate is None:
                 anchor -= difference
@@ -179,7 +173,7 @@ class Fragment(WeightPart):
         """Return all that training goes on with; of what is in flight, what this rank has sent."""
         state: dict[str, Any] = {"exchanges": self.exchanges, "left": self.left, "in_flight": None}
         if self.in_flight is not None:
-            sent = {each.slot.name: _grad(each.outgoing).clone() for each in self._tensors}
+            sent = {each.slot.name: cast("Tensor", each.outgoing.grad).clone() for each in self._tensors}
             state["in_flight"] = {"sent": sent, "rates": [*self.in_flight.rates], "settings": self.in_flight.settings}
         return state | {key: {name: each.clone() for name, each in kept.items()} for key, kept in self._kept().items()}
 
@@ -211,11 +205,6 @@ class Fragment(WeightPart):
             _require_fit("difference", in_flight.get("sent"), kept["anchors"])
 
 
-def _grad(outgoing: nn.Parameter) -> Tensor:
-    assert outgoing.grad is not None  # noqa: S101  # for mypy: it is in flight
-    return outgoing.grad
-
-
 def _require_fit(what: str, given: object, wanted: Mapping[str, Tensor]) -> None:
     for name, like in wanted.items():
         tensor = given.get(name) if isinstance(given, Mapping) else None
@@ -232,27 +221,24 @@ def cut_fragments(held: Sequence[TensorSlot], algorithm: LocalSGD) -> list[Fragm
     modules: dict[int, list[TensorSlot]] = {}
     for slot in held:
         modules.setdefault(id(slot.module), []).append(slot)
-    filled = [(0, index) for index in range(min(algorithm.fragments, len(modules)))]
-    parts: list[list[TensorSlot]] = [[] for _ in filled]
-    heapify(filled)
+    parts: list[list[TensorSlot]] = [[] for _ in range(min(algorithm.fragments, len(modules)))]
+    nbytes = [0] * len(parts)
     for slots in modules.values():
-        nbytes, index = filled[0]
-        parts[index] += slots
-        heapreplace(filled, (nbytes + sum(slot.tensor().nbytes for slot in slots), index))
+        emptiest = nbytes.index(min(nbytes))
+        parts[emptiest] += slots
+        nbytes[emptiest] += sum(slot.tensor().nbytes for slot in slots)
     return [Fragment(index, part, algorithm) for index, part in enumerate(parts)]
 
 
 def _reusing(pieces: list[Tensor], allocate: Allocate) -> Allocate:
     """Return what gives out `pieces` once more, and adds to them where none has room."""
-    used: dict[int, int] = {}
+    free = [*pieces]
 
     def again(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for i, piece in enumerate(pieces):
-            begin = used.get(i, 0)
-            if piece.dtype == dtype and begin + numel <= len(piece):
-                used[i] = begin + numel
-                return piece[begin : begin + numel]
-        used[len(pieces)] = numel
+        for i, piece in enumerate(free):
+            if piece.dtype == dtype and numel <= len(piece):
+                free[i] = piece[numel:]
+                return piece[:numel]
         pieces.append(allocate(numel, dtype, device))
         return pieces[-1]
 
@@ -271,7 +257,7 @@ class FragmentExchange:
         self._agreed = self._membership.number  # the generation of the latest average that all ranks have
         self._buckets = self._new_buckets()
         self._memory_epoch = self._membership.memory_epoch
-        self.engine = Engine(self.world, self.algorithm.inner, self._flat())
+        self.engine = Engine(self.world, self.algorithm.inner, [*chain.from_iterable(self._buckets)])
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
         """Return the buckets of each fragment; fragments that are never in flight at the same time share memory."""
@@ -283,9 +269,6 @@ class FragmentExchange:
             found.append(build_buckets(fragment.outgoing, *kind, own, first=sum(map(len, found))))
         return found
 
-    def _flat(self) -> list[GradientBucket]:
-        return [bucket for buckets in self._buckets for bucket in buckets]
-
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Let leave what `fragment` holds as its differences, unless a rank was lost since all ranks had an average."""
         membership, generation = self._membership, self._membership.generation
@@ -293,36 +276,37 @@ class FragmentExchange:
         if generation.number != self._agreed:
             return
         topic, number = f"merge/{self._number}.{generation.number}.{fragment.index}", self._votes[fragment.index]
-        in_flight.vote = f"{topic}.{number}"
-        if membership.is_elastic and number > 2 and generation.ranks[0] == self.world.rank:
+        in_flight.vote = f"{topic}.{number}" if membership.is_elastic else ""
+        if in_flight.vote and number > 2 and generation.ranks[0] == self.world.rank:
             # All ranks have merged since the vote before the last, or they would not have sent again.
             membership.barrier.forget(f"{topic}.{number - 2}")
         with self.world.comm_thread.within_range("submit", number=fragment.index):
-            self._submit(fragment, in_flight, generation, votes=membership.is_elastic)
+            self._submit(fragment, in_flight, generation)
 
-    def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation, *, votes: bool) -> None:
+    def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation) -> None:
         buckets, number = self._buckets[fragment.index], fragment.exchanges - 1
         for bucket in buckets:
             header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
             bucket.take(header, lambda _: True)
             if self._shares_memory:
                 bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
-        in_flight.generation, in_flight.buckets = generation, buckets
+        in_flight.buckets = buckets
         if self.engine.quantizer is not None:  # remember the residuals, for an exchange that is done again
             own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}
             if in_flight.residuals is None:
                 in_flight.residuals = {name: part.clone() for name, part in own.items()}
             for name, part in own.items():
                 part.copy_(in_flight.residuals[name])
-        in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number, votes=votes))
+        in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number))
+        in_flight.generation = generation
 
-    def _average(self, in_flight: InFlight, generation: Generation, number: int, *, votes: bool) -> tuple[Span, ...]:
-        """Average a fragment in its exchange `number`, then vote if asked to. On the communication thread."""
+    def _average(self, in_flight: InFlight, generation: Generation, number: int) -> tuple[Span, ...]:
+        """Average a fragment in its exchange `number`, and vote if there is a vote. On the communication thread."""
         if self._membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
         self._membership.next_step = in_flight.step
         spans = tuple(map(self.engine.reduce_now, in_flight.buckets, repeat(number)))
-        if votes:
+        if in_flight.vote:
             self.world.transport.wait()
             self._membership.barrier.promise(in_flight.vote, generation)
         return spans
@@ -339,7 +323,7 @@ class FragmentExchange:
         if not self._all_have(in_flight):
             with self._membership.collective(f"merging what left after step {in_flight.step}"):
                 self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
-        return in_flight.result()
+        return in_flight.answer.result()
 
     def _all_have(self, in_flight: InFlight) -> bool:
         """Return True if the average that was made in the background is there on all ranks; they get one answer."""
@@ -347,7 +331,7 @@ class FragmentExchange:
             return False
         membership = self._membership
         try:
-            in_flight.result()
+            in_flight.answer.result()
         except LOST:
             if not membership.is_elastic:
                 raise
@@ -361,13 +345,9 @@ class FragmentExchange:
         if self._memory_epoch != self._membership.memory_epoch:
             self._memory_epoch = self._membership.memory_epoch
             residuals, self._buckets = self.engine.residuals(), self._new_buckets()
-            self.engine.replace_buckets(self._flat())
+            self.engine.replace_buckets([*chain.from_iterable(self._buckets)])
             self.engine.restore_residuals(residuals)
-        generation = self._membership.generation
-        self._submit(fragment, in_flight, generation, votes=False)
-        in_flight.result()
+        generation, in_flight.vote = self._membership.generation, ""  # the ranks vote on the whole attempt
+        self._submit(fragment, in_flight, generation)
+        in_flight.answer.result()
         return generation.number
-
-    def release(self) -> None:
-        """Free all memory; call it when no exchange is in flight."""
-        self.engine.release()

@@ -182,15 +182,15 @@ class LocalReplica(AfterStepReplica):
         step = self._step_in(state)
         residuals = own_residuals(state, self._world.rank, self._exchange.engine.residuals())
         saved = state.get("fragments")
-        if saved is not None:
-            self._check(saved, state["period"], state["delay"])
-        for i, fragment in enumerate(self._fragments):
-            if saved is None:
+        if saved is None:
+            for fragment in self._fragments:
                 fragment.restart()
-            else:
-                fragment.load_state_dict(saved[i])
+        else:
+            self._check(saved, state["period"], state["delay"])
+            for fragment, part in zip(self._fragments, saved, strict=True):
+                fragment.load_state_dict(part)
         self._restart_at_step(step)
-        self._passes, self._noted = step if saved is None else step + state["due"], {}
+        self._passes, self._noted = step + state.get("due", 0), {}
         stepped = zip(self._optimizers, state.get("stepped", ()), strict=False)
         self._stepped = {id(optimizer): step + passes for optimizer, passes in stepped if passes}
         self._agree_on_state()
@@ -223,9 +223,9 @@ class LocalReplica(AfterStepReplica):
     def detach(self) -> None:
         """Remove all hooks, and drop the averages that are in flight once they are there; not collective."""
         for _, in_flight in self._in_flight():
-            if in_flight.answer is not None:
+            if in_flight.generation is not None:
                 in_flight.answer.exception()  # waits
         super().detach()
         for fragment in self._fragments:
             fragment.drop_in_flight()
-        self._exchange.release()
+        self._exchange.engine.release()

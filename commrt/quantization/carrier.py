@@ -25,7 +25,7 @@ from torch import Tensor
 from commrt.errors import UsageError
 from commrt.kernels.quantize import adding_quantized, dequantizing, key_of, quantizing
 from commrt.options import require_short_sums  # noqa: F401  # the runtime asks this module for it
-from commrt.program import Hop, Program, Transfer, chunk_bounds
+from commrt.program import Hop, Program, chunk_bounds
 from commrt.quantizer import Adaptive, Progress, Quantizer
 from commrt.runtime.executor import BoundProgram, RunnableProgram, only_reads
 from commrt.runtime.wire import ValuesOnWire
@@ -45,9 +45,13 @@ class step_quantizer:  # noqa: N801  # a function of `Carrier`
     def __init__(self, wire: Quantizer | Adaptive) -> None:
         self._wire = wire
         self._now = wire.quantizer(None) if isinstance(wire, Adaptive) else wire
+        self.resume(None)
+
+    def resume(self, norm: float | None) -> None:
+        """Go on after a step whose average had this `norm`."""
         self._step: int | None = None
         self._squares: list[Tensor] = []  # of the norms of this step's buckets
-        self._resumed: float | None = None  # the norm that a checkpoint holds
+        self._resumed = norm
 
     def at(self, step: int) -> Quantizer:
         """Return the quantizer of `step`, after all of the step before was averaged."""
@@ -68,10 +72,6 @@ class step_quantizer:  # noqa: N801  # a function of `Carrier`
         if not self._squares:
             return self._resumed
         return float(torch.stack(self._squares).sum().sqrt().float())
-
-    def resume(self, norm: float | None) -> None:
-        """Go on after a step whose average had this `norm`."""
-        self._step, self._squares, self._resumed = None, [], norm
 
 
 def check_residual(wire: Quantizer, residual: Tensor | None, tensor: Tensor) -> None:
@@ -99,21 +99,10 @@ def bind_values(
     calls: Iterator[int] = ZEROS,
 ) -> list[QuantizedProgram]:
     """Return, for each buffer, a program that runs its head and carries its values quantized; see `Carrier`."""
+    binders = [_Binder(program, each, quantizer, transport) for each in buffers]
     codes = allocate("quantized", max(quantizer.nbytes(len(each.values)) for each in buffers))
-    scratch = allocate("received", max(_scratch_nbytes(program, each, quantizer) for each in buffers))
-    return [_Binder(program, each, codes, scratch, quantizer, transport).bound(calls) for each in buffers]
-
-
-def _scratch_nbytes(program: Program, buffer: ValuesOnWire, quantizer: Quantizer) -> int:
-    """Return the bytes for what is received in one hop to be added."""
-    bounds = _bounds(program, buffer, quantizer)
-    sizes = (sum(quantizer.nbytes(bounds[each.hi] - bounds[each.lo]) for each in hop.combined) for hop in program.hops)
-    return max(sizes, default=0)
-
-
-def _bounds(program: Program, buffer: ValuesOnWire, quantizer: Quantizer) -> list[int]:
-    """Return where the chunks of a buffer begin, [chunks + 1]: at whole tiles."""
-    return chunk_bounds(len(buffer.values), program.chunks, quantizer.tile_numel)
+    scratch = allocate("received", max(binder.scratch_nbytes() for binder in binders))
+    return [binder.bound(codes, scratch, calls) for binder in binders]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +141,13 @@ class QuantizedProgram(RunnableProgram):
 
         Stochastic rounding takes other random numbers for each step and bucket of `tag`, and for each of `calls`.
         """
-        key = key_of(self.quantizer.seed, tag.step, _number(tag.bucket) + (next(self.calls) << 32), self.rank)
+        bucket = tag.bucket if isinstance(tag.bucket, int) else zlib.crc32(tag.bucket.encode())
+        key = key_of(self.quantizer.seed, tag.step, bucket + (next(self.calls) << 32), self.rank)
         self.head.run(tag, recorder)
         for hop in self.hops:
             with within_range(recorder, "quantized hop", number=hop.number):
                 hop.run(key, tag)
         self.dequantize()
-
-
-def _number(bucket: int | str) -> int:
-    return bucket if isinstance(bucket, int) else zlib.crc32(bucket.encode())
 
 
 @dataclass(slots=True)
@@ -170,24 +156,33 @@ class _Binder:
 
     program: Program
     buffer: ValuesOnWire
-    codes: Tensor  # uint8 [at least quantizer.nbytes(numel)]
-    scratch: Tensor  # uint8 [at least _scratch_nbytes]
     quantizer: Quantizer
     transport: Transport
     bounds: Sequence[int] = field(init=False)
+    """[chunks + 1] where the chunks of the buffer begin: at whole tiles."""
+    codes: Tensor = field(init=False)
+    scratch: Tensor = field(init=False)
     nbytes_sent: int = 0
     _is_quantized: list[bool] = field(init=False)
     """[chunks] True for chunks whose codes are those of their values, or came from another rank."""
 
     def __post_init__(self) -> None:
-        self.bounds = _bounds(self.program, self.buffer, self.quantizer)
+        self.bounds = chunk_bounds(len(self.buffer.values), self.program.chunks, self.quantizer.tile_numel)
         self._is_quantized = [False] * self.program.chunks
 
-    def bound(self, calls: Iterator[int]) -> QuantizedProgram:
-        """Return the program; raises `UsageError` for a schedule in which a rank would code twice, or that mixes."""
+    def scratch_nbytes(self) -> int:
+        """Return the bytes for what is received in one hop to be added."""
+        sizes = (sum(self._nbytes(each.lo, each.hi) for each in hop.combined) for hop in self.program.hops)
+        return max(sizes, default=0)
+
+    def bound(self, codes: Tensor, scratch: Tensor, calls: Iterator[int]) -> QuantizedProgram:
+        """Return the program on `codes` and `scratch`, uint8 of at least the bytes of all values and `scratch_nbytes`.
+
+        Raises `UsageError` for a schedule in which a rank would code twice, or that mixes.
+        """
+        self.codes, self.scratch = codes, scratch
         hops = tuple(self.hop(number, hop) for number, hop in enumerate(self.program.hops) if not hop.idle)
-        codes = self._codes(0, self.program.chunks)
-        dequantize = dequantizing(codes, self.buffer.values, self.quantizer)
+        dequantize = dequantizing(self._codes(0, self.program.chunks), self.buffer.values, self.quantizer)
         nbytes_sent = self.buffer.head.nbytes_sent + self.nbytes_sent
         return QuantizedProgram(
             self.buffer.head, hops, dequantize, self.quantizer, self.program.rank, nbytes_sent, calls
@@ -195,15 +190,12 @@ class _Binder:
 
     def hop(self, number: int, hop: Hop) -> _QuantizedHop:
         quantizings = tuple(self._quantizings(hop))
-        places = self._receive_places(hop)
+        places = [*self._receive_places(hop)]
         sends = [P2PMessage(each.peer, self._codes(each.lo, each.hi), each.group) for each in hop.sends]
         recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
         self.nbytes_sent += sum(message.data.nbytes for message in sends)
         exchange = self.transport.bind(P2PGroup(sends, recvs, number, only_reads(hop)))
-        additions = tuple(self._additions(hop, places))
-        for each in hop.recvs:
-            self._receive(each)
-        return _QuantizedHop(quantizings, exchange, additions, number)
+        return _QuantizedHop(quantizings, exchange, tuple(self._additions(hop, places)), number)
 
     def _quantizings(self, hop: Hop) -> Iterator[tuple[int, Quantize]]:
         """Yield what codes the chunks that `hop` sends and that have no codes yet."""
@@ -219,23 +211,20 @@ class _Binder:
                 values = self._part(self.buffer.values, lo, hi)
                 yield lo, quantizing(values, self._codes(lo, hi), self.quantizer, residual)
 
-    def _receive(self, transfer: Transfer) -> None:
-        chunks = range(transfer.lo, transfer.hi)
-        if transfer.combine == COPY:
-            self._is_quantized[transfer.lo : transfer.hi] = [True] * len(chunks)
-        elif transfer.combine != ADD or any(self._is_quantized[chunk] for chunk in chunks):
-            raise UsageError(
-                f"a wire of {self.quantizer} needs a schedule in which a rank adds to its own values before it sends "
-                "them: codes do not add; use algorithm=commrt.Direct()"
-            )
-
-    def _receive_places(self, hop: Hop) -> list[Tensor]:
-        places, used = [], 0
+    def _receive_places(self, hop: Hop) -> Iterator[Tensor]:
+        used = 0
         for each in hop.recvs:
-            own = self._codes(each.lo, each.hi)
-            places.append(own if each.combine == COPY else self.scratch[used : used + own.numel()])
-            used += 0 if each.combine == COPY else own.numel()
-        return places
+            if each.combine == COPY:
+                self._is_quantized[each.lo : each.hi] = [True] * (each.hi - each.lo)
+                yield self._codes(each.lo, each.hi)
+            elif each.combine == ADD and not any(self._is_quantized[each.lo : each.hi]):
+                begin, used = used, used + self._nbytes(each.lo, each.hi)
+                yield self.scratch[begin:used]
+            else:
+                raise UsageError(
+                    f"a wire of {self.quantizer} needs a schedule in which a rank adds to its own values before it "
+                    "sends them: codes do not add; use algorithm=commrt.Direct()"
+                )
 
     def _additions(self, hop: Hop, places: Sequence[Tensor]) -> Iterator[Callable[[], object]]:
         pending = [(each, place) for each, place in zip(hop.recvs, places, strict=True) if each.combine != COPY]
@@ -249,4 +238,7 @@ class _Binder:
 
     def _codes(self, lo: int, hi: int) -> Tensor:
         begin = self.bounds[lo] // self.quantizer.tile_numel * self.quantizer.tile_nbytes
-        return self.codes[begin : begin + self.quantizer.nbytes(self.bounds[hi] - self.bounds[lo])]
+        return self.codes[begin : begin + self._nbytes(lo, hi)]
+
+    def _nbytes(self, lo: int, hi: int) -> int:
+        return self.quantizer.nbytes(self.bounds[hi] - self.bounds[lo])

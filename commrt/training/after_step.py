@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event
 from time import perf_counter
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
@@ -25,7 +24,7 @@ from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, require
 from commrt.threads.deadline import clock
 from commrt.training.attach import Request, check_stateful
-from commrt.training.hooks import current_pass, on_gradient
+from commrt.training.hooks import current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, StepReport
 
@@ -106,20 +105,9 @@ class AfterStepReplica(Replica):
         self._spans, self._received_from, self._exposed_s = [], set(), 0.0
 
     def _hooks(self) -> Iterator[RemovableHandle]:
-        end_of_pass = self._weakly(self._end_of_pass)
-        return (on_gradient(param, end_of_pass) for _, param in self._params)
+        return on_dense_gradients(self, self._params, AfterStepReplica._end_of_pass)
 
-    def _weakly(self, call: Callable[..., None]) -> Callable[..., None]:
-        """Return `call` without a reference to this replica, which a hook would keep alive for ever."""
-        weakly, function = ref(self), call.__func__  # type: ignore[attr-defined]
-
-        def called(*args: Any) -> None:
-            if (replica := weakly()) is not None:
-                function(replica, *args)
-
-        return called
-
-    def _end_of_pass(self, *_: Any) -> None:
+    def _end_of_pass(self, _: str) -> None:
         """Note that a step is due once the optimizers have stepped; called for each gradient."""
         if self._is_synchronous and (number := current_pass()) != self._pass:
             self._pass = number
@@ -204,13 +192,8 @@ class AfterStepReplica(Replica):
         make_elastic(self._world).end(self)
 
 
-class _Place(NamedTuple):
-    steps: int
-    has_data: bool
-
-
 class JoinProgress:
-    """How far each member of `world` is in its loop; needs a store prefix of its own."""
+    """How far each member of `world` is in its loop, and whether it has data; needs a store prefix of its own."""
 
     def __init__(self, store: Store, world: World) -> None:
         self._world, self._has_data = world, True
@@ -232,8 +215,8 @@ class JoinProgress:
         latest_s, before = clock.now_s(), self._all()
         while True:
             ranks = self._all()
-            running = [rank for rank, place in ranks.items() if place.has_data]
-            if max(place.steps for place in ranks.values()) > steps:
+            running = [rank for rank, (_, has_data) in ranks.items() if has_data]
+            if max(begun for begun, _ in ranks.values()) > steps:
                 yield steps
                 steps += 1
             elif not running:
@@ -253,17 +236,17 @@ class JoinProgress:
     def last(self) -> int:
         """Return the lowest rank of those that did most steps; call it once all have ended."""
         ranks = self._all()
-        return max(ranks, key=lambda rank: (ranks[rank].steps, -rank))
+        return max(ranks, key=lambda rank: (ranks[rank][0], -rank))
 
     def _set(self, steps: int) -> None:
         self._store.set(str(self._world.rank), f"{steps} {self._has_data:d}")
 
-    def _all(self) -> dict[int, _Place]:
+    def _all(self) -> dict[int, tuple[int, bool]]:
         data = {rank: self._store.get(str(rank)) for rank in self._world.members}
         return {rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()}
 
 
-def _place(text: bytes) -> _Place:
+def _place(text: bytes) -> tuple[int, bool]:
     steps, has_data = map(int, text.split())
     require(steps >= 0 and has_data in (0, 1))
-    return _Place(steps, has_data == 1)
+    return steps, has_data == 1

@@ -32,9 +32,8 @@ from commrt.runtime.world import World
 from commrt.schedule import SYNCHRONOUS, Algorithm, Schedule
 from commrt.training.hooks import EMBEDDINGS
 from commrt.training.model_state import Stateful, overwrite_states
-from commrt.training.replica import Replica, attached
+from commrt.training.replica import Replica, attached_params
 
-MOST_MB = 1e9
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -166,8 +165,9 @@ def attach(  # noqa: PLR0913  # each has its default
     if world.size > 1:
         _require_read_only_forward(model)
     kind = ViewBucket if _wants_views(gradients, params, wire) else GradientBucket
-    for (name, _), taken in zip(params, attached(param for _, param in params), strict=True):
-        if taken:
+    taken = attached_params()
+    for name, param in params:
+        if id(param) in taken:
             raise UsageError(f"{name} is attached already: detach() the first replica before attaching again")
     if (device := params[0][1].device).type == "cuda":
         world.connect(device)
@@ -218,7 +218,7 @@ def _check_attach(
         "same bits": flags["same_bits"] is True,
     }
     require_compatible(algorithm, wire, [name for name, is_chosen in chosen.items() if is_chosen])
-    if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= MOST_MB:
+    if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= 1e9:
         raise UsageError(f"bucket_cap_mb={cap_mb!r:.80} must be a positive number of MiB: 25 is a good start")
     for name, flag in flags.items():
         if not isinstance(flag, bool) and (name, flag) != ("graphs", None):
@@ -331,9 +331,7 @@ def _problem(tensor: Tensor) -> str | None:
 
 
 def _check_devices(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    devices: dict[torch.device, str] = {}
-    for name, tensor in tensors:
-        devices.setdefault(tensor.device, name)
+    devices = {tensor.device: name for name, tensor in tensors}
     if len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise UsageError(f"the model lies on different devices ({where}): move the model to one device")

@@ -46,10 +46,7 @@ def attach(request: Request) -> Replica:
     """Return a replica that exchanges its weights with one partner after each step. Collective."""
     world, algorithm = request.world, cast("Gossip", request.algorithm)
     exchange = GossipExchange(world, algorithm, world.attached)
-    held, wire = (
-        exchanged_tensors(request.model),
-        cast("torch.dtype | None", request.wire),
-    )  # or it was refused
+    held, wire = exchanged_tensors(request.model), cast("torch.dtype | None", request.wire)  # else it was refused
     messages, allocate, watches = algorithm.staleness + 1, world.transport.allocate_shared, bool(request.optimizers)
     plan = plan_buckets(((slot.tensor().nbytes, slot.tensor().dtype) for slot in held), request.cap_nbytes)
     buckets = [
@@ -92,10 +89,9 @@ class GossipReplica(AfterStepReplica):
         for bucket in self.buckets:
             for slot in bucket.held:
                 modules.setdefault(id(slot.module), (slot.module, set()))[1].add(bucket.index)
-        before_forward, drain = self._weakly(self._before_forward), self._weakly(self.drain)
-        before_state = ModuleHook(lambda *_: drain())
+        before_state = ModuleHook(lambda *_: self.drain())
         for module, indices in modules.values():
-            mix = ModuleHook(partial(before_forward, sorted(indices)))
+            mix = ModuleHook(partial(self._before_forward, sorted(indices)))
             yield module.register_forward_pre_hook(mix, prepend=True)  # others compute weights: spectral_norm, prune
             yield module.register_load_state_dict_pre_hook(before_state)  # type: ignore[no-untyped-call]
         yield self.model.register_state_dict_pre_hook(before_state)  # type: ignore[no-untyped-call]

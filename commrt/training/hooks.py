@@ -5,7 +5,7 @@ Replicas must not drift apart: what an optimizer steps was averaged, nobody else
 one that was attached.
 
 C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer to would never be
-freed if it referred back. So hooks refer weakly to a replica, and the model's modules keep the replica alive.
+freed if it referred back. So these refer weakly to a replica, and the model's modules keep the replica alive.
 
 Some parts of torch's autograd engine that are used here are not public yet; DDP and FSDP use the same ones.
 """
@@ -40,27 +40,18 @@ UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
     "outside no_sync()"
 )
-UNAVERAGED_BY_CLOSURE = (
-    "optimizer.step() with a closure that made gradients which were never averaged: call loss.backward() in it, or "
-    "replica.average() after it has filled param.grad"
-)
 MIDWAY = (
     "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
     "it, the other ranks wait for the rest: close the world and start again"
 )
 ATTRIBUTE = "_commrt"
-"""Where a module keeps what must live as long as it does."""
+"""Where a module holds a `Keeper`."""
 
 T = TypeVar("T")
 current_pass: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 """Return the number of the backward pass that this thread runs; -1 outside of one."""
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 """Call a function when the running backward pass has ended; ``backward()`` raises its error."""
-
-
-def on_gradient(param: nn.Parameter, callback: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `callback` with `param` each time a backward pass has added to ``param.grad``."""
-    return cast("RemovableHandle", param.register_post_accumulate_grad_hook(callback))  # type: ignore[no-untyped-call]  # torch's own
 
 
 def on_dense_gradients(
@@ -80,45 +71,29 @@ def on_dense_gradients(
             raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
         call(here, name)
 
-    return (on_gradient(param, partial(ready, name)) for name, param in params)
+    return (param.register_post_accumulate_grad_hook(partial(ready, name)) for name, param in params)  # type: ignore[no-untyped-call]  # torch's own
 
 
 class ModuleHook:
     """A hook of a module that does nothing on a copy or a pickle of the module, nor while torch compiles it."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
         """Pass everything on; a compiled graph would break here."""
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or self._call is None):
             self._call(*args)
 
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[Callable[..., None]]]:
-        return ModuleHook, (_nothing,)
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
 
 
-def _nothing(*args: Any) -> None:
-    pass
-
-
-class _Keeper(list[object]):
-    """Keeps its items alive; a copy or a pickle of it is None."""
+class Keeper(list[object]):
+    """Keeps its items alive for as long as the module that holds it; a copy or a pickle of it is None."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-def keep_alive(kept: object, modules: Iterable[nn.Module]) -> None:
-    """Keep `kept` alive until the last of `modules` is gone, or `let_go`."""
-    for module in modules:
-        module.__dict__[ATTRIBUTE] = _Keeper([kept])
-
-
-def let_go(modules: Iterable[nn.Module]) -> None:
-    """Undo `keep_alive`."""
-    for module in modules:
-        module.__dict__.pop(ATTRIBUTE, None)
 
 
 class ParameterList:
@@ -247,7 +222,10 @@ class StepGuard:
                 raise UsageError(UNAVERAGED)
             if id(optimizer) not in self._unused_by:
                 if not are_zeroed(self._params):
-                    raise UsageError(UNAVERAGED_BY_CLOSURE)
+                    raise UsageError(
+                        "optimizer.step() with a closure that made gradients which were never averaged: call "
+                        "loss.backward() in it, or replica.average() after it has filled param.grad"
+                    )
                 self._take_part()
             return value
 

@@ -7,16 +7,16 @@ rate over batch, so a growing batch can replace a decay of the learning rate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from math import ceil, inf
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from commrt.errors import UsageError
 from commrt.training.replica import Replica
@@ -25,13 +25,6 @@ MOST_COUNT = 1_000_000_000
 Rule = Literal["keep", "sqrt", "linear"]
 RULES: Mapping[str, float] = {"keep": 0.0, "sqrt": 0.5, "linear": 1.0}
 """The rate grows by the batch's growth to this power."""
-
-
-class Samples(Protocol):
-    """The indices of a rank's samples in an epoch, as torch's DistributedSampler gives them."""
-
-    def __iter__(self) -> Iterator[int]: ...
-    def __len__(self) -> int: ...
 
 
 class Part(NamedTuple):
@@ -59,18 +52,15 @@ class BatchSizeControl(Sampler[list[int]]):
     (4, 2, [0, 1, 2])
     """
 
-    def __init__(self, sampler: Samples, sizes: Mapping[int, int], most: int | None = None) -> None:
+    def __init__(
+        self, sampler: DistributedSampler[Any] | Sequence[int], sizes: Mapping[int, int], most: int | None = None
+    ) -> None:
         _require_sizes(sizes, most)
         self._sampler, self._most = sampler, inf if most is None else most
         self._sizes = dict(sorted(sizes.items()))
         self._done = 0  # steps of this epoch
         self._given = 0  # parts of this step
         self.epoch = 0
-
-    @property
-    def batch(self) -> int:
-        """Samples of this rank in a step of this epoch."""
-        return self.batch_in(self.epoch)
 
     def batch_in(self, epoch: int) -> int:
         """Return the samples of this rank in a step of `epoch`."""
@@ -79,7 +69,7 @@ class BatchSizeControl(Sampler[list[int]]):
     @property
     def parts(self) -> int:
         """The number of parts in which a batch comes."""
-        return max(ceil(self.batch / self._most), 1)
+        return max(ceil(self.batch_in(self.epoch) / self._most), 1)
 
     @property
     def steps(self) -> int:
@@ -117,8 +107,8 @@ class BatchSizeControl(Sampler[list[int]]):
         self._given = 0
         if not self.steps:
             raise UsageError(
-                f"a batch of {self.batch} samples in epoch {epoch}, and this rank has {len(self._sampler)}: no step "
-                "could be made; use smaller batches, or fewer ranks"
+                f"a batch of {self.batch_in(epoch)} samples in epoch {epoch}, and this rank has {len(self._sampler)}: "
+                "no step could be made; use smaller batches, or fewer ranks"
             )
         if callable(begin := getattr(self._sampler, "set_epoch", None)):
             begin(epoch)
@@ -126,8 +116,9 @@ class BatchSizeControl(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if self._done == self.steps:
             raise UsageError(f"epoch {self.epoch} is done: call set_epoch() before the loader is asked for batches")
-        samples = islice(self._sampler, self._done * self.batch, self.steps * self.batch)
-        while part := list(islice(samples, self.batch // self.parts)):
+        size = self.batch_in(self.epoch)
+        samples = islice(self._sampler, self._done * size, self.steps * size)
+        while part := list(islice(samples, size // self.parts)):
             yield part
 
     def __len__(self) -> int:
@@ -215,23 +206,19 @@ class Rate:
         self._updates = 0
         self._set()
 
-    @property
-    def factor(self) -> float:
-        """The next update's rate over the highest rate."""
-        now, after = (self._control.epochs_after(self._updates + one) for one in (0, 1))
-        growth = self._control.batch_in(int(now)) / self._control.batch_in(0)
-        begun = after / self._warmup if self._warmup else 1.0
-        rest = max(self._epochs - now, 0.0) / (self._epochs - self._warmup)
-        return float(growth**self._rule * min(begun, 1.0) * min(rest, 1.0) ** self._power)
-
     def step(self) -> None:
         """Count an update."""
         self._updates += 1
         self._set()
 
     def _set(self) -> None:
+        now, after = (self._control.epochs_after(self._updates + one) for one in (0, 1))
+        growth = self._control.batch_in(int(now)) / self._control.batch_in(0)
+        begun = after / self._warmup if self._warmup else 1.0
+        rest = max(self._epochs - now, 0.0) / (self._epochs - self._warmup)
+        factor = float(growth**self._rule * min(begun, 1.0) * min(rest, 1.0) ** self._power)
         for group, highest in zip(self._optimizer.param_groups, self._highest, strict=True):
-            group["lr"] = highest * self.factor
+            group["lr"] = highest * factor
 
     def state_dict(self) -> dict[str, Any]:
         """Return the highest rates, and how much of the training is done."""
@@ -249,15 +236,11 @@ class Rate:
         self._set()
 
 
-def lars(
-    model: nn.Module, lr: float, *, momentum: float = 0.9, weight_decay: float = 5e-5, trust: float = 0.01
-) -> Optimizer:
-    """Return ``pytorch-optimizer``'s LARS: a matrix moves by `trust` of its size times `lr`; vectors do not decay."""
+def lars(model: nn.Module, lr: float) -> Optimizer:
+    """Return ``pytorch-optimizer``'s LARS: a matrix moves by 1 % of its size times `lr`; vectors do not decay."""
     try:
         from pytorch_optimizer import LARS  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise UsageError("LARS comes with pytorch-optimizer: pip install 'commrt[recipe]'") from error
-    found: Optimizer = LARS(
-        model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust
-    )
+    found: Optimizer = LARS(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.01)
     return found

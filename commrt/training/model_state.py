@@ -10,7 +10,7 @@ import hashlib
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, repeat
 from pickle import PicklingError, UnpicklingError
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from commrt.algorithms import halving_doubling
 from commrt.buckets.layout import MIB
@@ -30,7 +31,7 @@ from commrt.transport.protocol import Allocate, Tag
 
 ALIGNMENT_NBYTES = 16
 """Each tensor of a `FlatBuffer` begins at a multiple of this, which suits every dtype."""
-PLAIN = (bool, int, float, complex, str, Tensor, type(None))
+PLAIN = (bool, int, float, complex, str, Tensor, type(None), np.generic)
 
 
 @runtime_checkable
@@ -125,7 +126,7 @@ def dump(owners: Sequence[Stateful]) -> Tensor:
     """
     file = io.BytesIO()
     try:
-        torch.save([_plain(_without_objects(owner.state_dict())) for owner in owners], file)
+        torch.save(tree_map(_python_number, [_without_objects(owner.state_dict()) for owner in owners]), file)
     except (PicklingError, AttributeError, TypeError):  # what pickle raises for functions and locks
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -194,22 +195,12 @@ def _with_objects(state: dict[str, Any], owner: Stateful) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, (*PLAIN, np.generic))
+    return all(map(isinstance, tree_leaves(value), repeat(PLAIN)))
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` with numpy's numbers, which no rank would load, as Python's; other types of containers stay."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) is dict:
-        return {key: _plain(part) for key, part in value.items()}
-    if type(value) in {list, tuple}:
-        return type(value)(map(_plain, value))
-    return value
+def _python_number(value: object) -> object:
+    """Return a number of numpy, which no rank would load, as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -24,7 +24,7 @@ from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
-from commrt.training.hooks import ParameterList, keep_alive, let_go, wrapped_as
+from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, wrapped_as
 from commrt.training.model_state import (
     Stateful,
     fingerprint,
@@ -70,7 +70,8 @@ class Replica(ABC):
         self._handles += (each.register_step_post_hook(after_step) for each in self._optimizers)
         _watch_steps()
         _replicas[id(self)] = self
-        keep_alive(self, self._owners())
+        for module in self._owners():
+            module.__dict__[ATTRIBUTE] = Keeper([self])
 
     def _owners(self) -> Iterator[nn.Module]:
         """Yield the modules that hold a parameter of this replica."""
@@ -110,7 +111,7 @@ class Replica(ABC):
 
     def _require_attached(self, param: Tensor) -> None:
         """Raise `UsageError` if `param`, which is to be stepped, belongs to no replica."""
-        if id(param) not in self._averaged and not all(attached([param])):
+        if id(param) not in self._averaged and id(param) not in attached_params():
             name = self._parameters.names().get(id(param), f"a parameter of shape {list(param.shape)}")
             raise UsageError(
                 f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
@@ -263,7 +264,8 @@ class Replica(ABC):
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        let_go(self._owners())
+        for module in self._owners():
+            module.__dict__.pop(ATTRIBUTE, None)
         _replicas.pop(id(self), None)
 
 
@@ -294,11 +296,10 @@ def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
                 replica._stepping.pop()  # noqa: SLF001
 
 
-def attached(params: Iterable[Tensor]) -> list[bool]:
-    """Return which of `params` have a replica."""
+def attached_params() -> set[int]:
+    """Return the ids of all parameters that have a replica."""
     replicas = [weakly() for weakly in _replicas.valuerefs()]
-    taken = {id(param) for replica in replicas if replica is not None for _, param in replica._params}  # noqa: SLF001
-    return [id(param) in taken for param in params]
+    return {id(param) for replica in replicas if replica is not None for _, param in replica._params}  # noqa: SLF001
 
 
 def attached_to(world: World) -> int:

@@ -8,7 +8,7 @@ rank. There it takes the place of the batch that the next rank sends on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,10 +43,9 @@ class RingShuffle:
     """Iterate over this rank's shard in batches; after each pass every sample has moved to the next rank.
 
     `samples` is a map-style dataset or a list, whose items are tensors, numbers, or tuples of these. Or it is a tuple
-    of tensors [n, ...]. Or it is a ``DataLoader`` or another iterable of batches, which is read once. All samples stay
-    in memory. Apply random augmentation to the batches that you get. All ranks need the same number of samples, of the
-    same dtypes and shapes, and must take the same number of batches. After as many passes as there are ranks, each
-    rank has seen every sample.
+    of tensors [n, ...]. All samples stay in memory. Apply random augmentation to the batches that you get. All ranks
+    need the same number of samples, of the same dtypes and shapes, and must take the same number of batches. After as
+    many passes as there are ranks, each rank has seen every sample.
 
     ``for batch in ring`` is one pass. It yields tuples of tensors [batch_size, ...]; the last batch may be smaller.
     The order follows from `seed`, the rank and the pass. A batch is sent on the communication thread while you use the
@@ -60,22 +59,12 @@ class RingShuffle:
     cannot be sent, `DisagreementError` if ranks have different ones.
     """
 
-    def __init__(
-        self,
-        samples: _Indexed | Iterable[Any],
-        batch_size: int | None = None,
-        *,
-        world: World | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-    ) -> None:
+    def __init__(self, samples: _Indexed, batch_size: int, *, world: World | None = None, seed: int = 0) -> None:
         self._world = current() if world is None else world
-        self._fields, found = _stacked(samples)
-        self._batch_size = (found if batch_size is None else batch_size) or 0
-        if self._batch_size < 1:
+        self._fields, self._batch_size = _stacked(samples), batch_size
+        if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
-        self._seed, self._shuffles = seed, shuffle
-        self.passes = 0
+        self._seed, self.passes = seed, 0
         """The number of whole passes so far."""
         self._taken = 0  # batches of the running pass
         self._order = lru_cache(2)(self._order_of)
@@ -110,12 +99,9 @@ class RingShuffle:
         return self._order(passes)[number * self._batch_size :][: self._batch_size]
 
     def _order_of(self, passes: int) -> Tensor:
-        count = len(self._fields[0])
-        if not self._shuffles:
-            return torch.arange(count, device="cpu")
         seed = np.random.SeedSequence([self._seed, self._world.rank, passes]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(seed[0] >> 1))
-        return torch.randperm(count, generator=generator, device="cpu")
+        return torch.randperm(len(self._fields[0]), generator=generator, device="cpu")
 
     def drain(self) -> None:
         """Wait for the batch in flight, and put what has come into the shard; not collective."""
@@ -209,28 +195,19 @@ class RingShuffle:
         return int(counts[list(members)].min())
 
 
-def _stacked(samples: _Indexed | Iterable[Any]) -> tuple[list[Tensor], int | None]:
-    """Return the fields [n, ...] of all samples, and the size of a batch if they came in batches."""
-    batch_size = None
+def _stacked(samples: _Indexed) -> list[Tensor]:
+    """Return the fields [n, ...] of all samples."""
     if isinstance(samples, list | tuple) and samples and all(isinstance(part, Tensor) for part in samples):
         fields = [part.clone() for part in samples]
-    elif isinstance(samples, _Indexed) and not hasattr(samples, "batch_size") and len(samples):
-        fields = _parts(default_collate([samples[i] for i in range(len(samples))]))
+    elif isinstance(samples, _Indexed) and len(samples):
+        collated = default_collate([samples[i] for i in range(len(samples))])
+        fields = [*collated] if isinstance(collated, list | tuple) else [collated]
     else:
-        batches = [_parts(batch) for batch in samples] if isinstance(samples, Iterable) else []
-        if not batches:
-            kind = type(samples).__name__
-            raise UsageError(f"a {kind} has no samples: pass a dataset, tensors, or a loader of batches")
-        fields, batch_size = [torch.cat(parts) for parts in zip(*batches, strict=True)], len(batches[0][0])
+        raise UsageError(f"a {type(samples).__name__} has no samples: pass a dataset, or tensors")
+    if not all(isinstance(field, Tensor) for field in fields):
+        kinds = ", ".join(type(field).__name__ for field in fields)
+        raise UsageError(f"samples of {kinds} cannot be sent: make them tensors, numbers, or tuples of these")
     lengths = {len(field) for field in fields}
     if len(lengths) != 1 or not min(lengths):
         raise UsageError(f"fields of {sorted(lengths)} samples: all need the same number, and at least one")
-    return fields, batch_size
-
-
-def _parts(batch: Any) -> list[Tensor]:
-    parts = list(batch) if isinstance(batch, list | tuple) else [batch]
-    if not all(isinstance(part, Tensor) for part in parts):
-        kinds = ", ".join(type(part).__name__ for part in parts)
-        raise UsageError(f"samples of {kinds} cannot be sent: make them tensors, numbers, or tuples of these")
-    return parts
+    return fields

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from commrt.training.model_state import (
 )
 from commrt.training.replica import Replica, StepReport
 
+_kind = attrgetter("dtype", "shape")
 LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
 """In place of a backward pass's number: averaging in the optimizer's step, and by `Replica.average`."""
 
@@ -269,7 +271,3 @@ class SynchronousReplica(Replica):
         """Remove every hook, and free the buckets; see `Replica.detach`."""
         super().detach()
         self._engine.release()
-
-
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
-    return tensor.dtype, tensor.shape
