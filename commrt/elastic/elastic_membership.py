@@ -385,7 +385,7 @@ class ElasticMembership(Membership):
     def finish(self) -> bool:
         """Say that this rank has finished, and stay while others train; return True if none of them is left."""
         self.depart("it closed its world", finished=True)
-        self.on_store.stay_while(self.on_store.ranks_in_training)
+        self.on_store.stay_while(partial(self.on_store.ranks_alive, in_training=True))
         return not self.on_store.ranks_alive()
 
     def wait_for_all_closed(self) -> None:
