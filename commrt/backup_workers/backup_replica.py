@@ -187,7 +187,7 @@ class BackupWorkersReplica(Replica):
             self._require(self.last.step + 1, outcome.members)
         else:
             self._phase = Phase.OVER
-            self._state.keep(self._backup_step.version)
+            self._state.keep(self._backup_step.snapshot(in_pass=False))
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(ENDED, self._world.rank, self.last.step, self._world.membership.needed)
