@@ -87,6 +87,7 @@ def test_what_is_written_about_members_is_understood_or_refused_in_words(said):
 @given(JUNK | WORDS.map(" ".join).map(str.encode))
 @example(b"\xff 1")
 @example(b"one")
+@example(f".. 80 {'00' * 16}".encode())
 def test_words_of_ranks_are_understood_or_refused_in_words(said):
     store = HashStore()
     for key in ("1", "report/1", "left/1"):

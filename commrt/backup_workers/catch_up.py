@@ -331,7 +331,7 @@ def request_state(address: bytes | str, number: int, ready_s: float, copy_s: flo
                 return None
             line.settimeout(copy_s)
             return _receive(line, *NBYTES.unpack(_receive(line, NBYTES.size))) or None
-    except OSError:
+    except (OSError, UnicodeError):  # the second for a host that is no name
         return None
 
 

@@ -7,6 +7,7 @@ no rank uses a result that another member can never get.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from threading import Event
 
@@ -24,7 +25,7 @@ class Barrier:
 
     def __init__(self, membership: StoreMembership) -> None:
         self._membership, self._store, self._rank = membership, membership.store, membership.rank
-        self._votes = (-1, 0)  # in which generation, and how many
+        self._votes = Counter[int]()  # by generation
         self._used: list[str] = []  # keys of the latest collective
 
     def arrive(
@@ -149,9 +150,8 @@ class Barrier:
         return self._decide(self._next_vote(generation), refusal).startswith(REFUSED)
 
     def _next_vote(self, generation: Generation) -> str:
-        before, count = self._votes
-        self._votes = generation.number, count + 1 if before == generation.number else 1
-        key = "vote/{}.{}".format(*self._votes)
+        self._votes[generation.number] += 1
+        key = f"vote/{generation.number}.{self._votes[generation.number]}"
         self._used += [key, f"{key}/outcome"]
         return key
 

@@ -197,7 +197,7 @@ def probe(address: str, limit_s: float) -> bool | None:
         socket.create_connection((host, int(port)), limit_s).close()
     except ConnectionRefusedError:
         return False
-    except OSError:  # too slow, out of reach, or this process has no sockets left
+    except (OSError, UnicodeError):  # too slow, out of reach, no name, or this process has no sockets left
         return None
     return True
 
