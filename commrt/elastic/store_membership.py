@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from math import inf
 from threading import Event
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch.distributed import DistNetworkError, Store
 
 from commrt.elastic.generations import (
     HEAD,
-    NOBODY,
     OPEN,
     ROLL_CALL,
     RUNNING,
@@ -171,35 +171,26 @@ class StoreMembership:
             if head.generation.number >= target:
                 break
             require_open()
-            here, joined = self.arrivals(key), self._joining(head)
-            can_leave_some = self.needed > 0 and head.phase != RUNNING and limit.waited_s >= patience_s
-            leaves_silent = can_leave_some and self._are_enough({*here, *joined}, head.generation)
-            if not self.evict_absent(head, here, why, limit, joined, leaves_silent=leaves_silent):
+            if not self.evict_absent(head, self.arrivals(key), why, limit, patience_s if self.needed else inf):
                 Event().wait(pause_s)
         return head.generation
 
     def evict_absent(
-        self,
-        head: Head,
-        here: Mapping[int, Arrival],
-        why: str,
-        limit: Deadline,
-        joined: Mapping[int, int] = NOBODY,
-        *,
-        leaves_silent: bool = False,
+        self, head: Head, here: Mapping[int, Arrival], why: str, limit: Deadline, patience_s: float = inf
     ) -> bool:
-        """Propose the generation of the ranks that are `here` or have `joined`; another rank may propose one first.
+        """Propose the generation of the ranks that are `here`, and new processes; another rank may propose one first.
 
-        Return False, and do nothing, while others may come before `limit`; if it `leaves_silent` ones, they stay
-        members, and are not waited for. Raises `DeadlineExceeded` if too few are here for a step of backup workers,
-        though others live.
+        Return False, and do nothing, while others may come before `limit`. After `patience_s`, unless a collective
+        runs, those that are silent stay members, and are not waited for, if the others are enough for a step. Raises
+        `DeadlineExceeded` if too few are here for a step of backup workers, though others live.
         """
-        generation = head.generation
-        lost, silent = self.absent(generation, {*here, *joined})
-        if silent and not leaves_silent:
+        generation, joined = head.generation, self._joining(head)
+        lost, silent = self.absent(generation, come := {*here, *joined})
+        can_leave_silent = head.phase != RUNNING and limit.waited_s >= patience_s
+        if silent and not (can_leave_silent and self._are_enough(come, generation)):
             if limit.left_s > 0:
                 return False
-            if not self._are_enough({*here, *joined}, generation, lost):
+            if not self._are_enough(come, generation, lost):
                 raise DeadlineExceeded(
                     f"ranks {silent} are missing ({why}), and without them fewer than {self.needed} ranks are "
                     "left: look at their output, or raise timeout_s",
@@ -324,7 +315,7 @@ class StoreMembership:
 
     def _joining(self, head: Head) -> dict[int, int]:
         """Return the processes that take the places of lost ranks now, by rank: with the latest collective in them."""
-        lines = self._lines(joining_key(head.generation), int, int, int) if self.needed else []
+        lines = self._lines(joining_key(head.generation), int, int, int) if self.needed and head.phase == OPEN else []
         found = {rank: process for rank, process, collective in lines if collective == head.collective}
         return {rank: process for rank, process in found.items() if not self.processes.is_gone(rank, process)}
 
