@@ -337,15 +337,19 @@ def test_a_layer_that_is_frozen_during_training_is_copied_unchanged():
     assert all_are_equal(Loop(late_by=3).run(body))
 
 
+def world_of(rank, timeout_s):
+    options = SimpleNamespace(towards="127.0.0.1")
+    return SimpleNamespace(rank=rank, timeout_s=timeout_s, config=None, reconnect_options=options)
+
+
 def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources_are_gone():
     def evicted():
         raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
 
     membership = SimpleNamespace(is_gone=lambda rank: True, current=evicted)
-    elastic = SimpleNamespace(
-        host="127.0.0.1", require_open=int, generation=Generation(0, dict.fromkeys(range(3), 0)), on_store=membership
-    )
-    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, config=None), elastic, None, None)
+    generation = Generation(0, dict.fromkeys(range(3), 0))
+    elastic = SimpleNamespace(require_open=int, generation=generation, on_store=membership)
+    catch_up = CatchUp(world_of(2, 60.0), elastic, None, None)
     catch_up.close()
     with pytest.raises(Evicted):
         catch_up._require_sources(3, [0, 1], is_late=False)
@@ -353,10 +357,8 @@ def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources
 
 def test_a_late_rank_whose_sources_are_no_members_is_told_that_they_are_gone():
     membership = SimpleNamespace(is_gone=lambda rank: True, current=int)
-    elastic = SimpleNamespace(
-        host="127.0.0.1", require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=membership
-    )
-    catch_up = CatchUp(SimpleNamespace(rank=2, timeout_s=60.0, config=None), elastic, None, None)
+    elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=membership)
+    catch_up = CatchUp(world_of(2, 60.0), elastic, None, None)
     catch_up.close()
     with pytest.raises(QuorumLost, match=r"only ranks \[0, 1\] had the weights of step 3, and they are gone"):
         catch_up.fetch(3, [0, 1])
@@ -364,10 +366,10 @@ def test_a_late_rank_whose_sources_are_no_members_is_told_that_they_are_gone():
 
 @for_each("timeout_s", [2.0, 60.0])
 def test_a_source_and_who_asks_it_wait_by_the_timeout_that_holds_now(timeout_s):
-    world = SimpleNamespace(rank=1, timeout_s=8.0, config=None)
+    world = world_of(1, 8.0)
     asked, waits_s = [], []
     state = SimpleNamespace(give=lambda _, limit_s: waits_s.append(limit_s) or iter(()))
-    elastic = SimpleNamespace(host="127.0.0.1", generation=Generation(0, {0: 0, 1: 0}))
+    elastic = SimpleNamespace(generation=Generation(0, {0: 0, 1: 0}))
     catch_up = CatchUp(world, elastic, HashStore(), state)
     catch_up.open()
     world.timeout_s = timeout_s

@@ -17,11 +17,10 @@ from torch.distributed import HashStore
 
 from commrt.elastic.barrier import Barrier
 from commrt.elastic.elastic_membership import ElasticMembership
-from commrt.elastic.generations import GATHERING, OPEN, Generation, Generations, Head, arrival_key, joining_key
+from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Generation, Head, arrival_key, joining_key
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, Evicted, TransportClosed, UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import TimedStore
 from commrt.threads.deadline import Deadline
 
 LONG_S = 20.0
@@ -84,41 +83,29 @@ def end(found):
 # generations
 
 
-@given(st.dictionaries(st.integers(0, 9), st.integers(0, 3), min_size=1), st.integers(0, 9), st.text(), st.booleans())
-def test_a_generation_reads_as_it_was_written(incarnations, step, why, finished):
+@given(
+    st.dictionaries(st.integers(0, 9), st.integers(0, 3), min_size=1),
+    st.integers(0, 9),
+    st.text(),
+    st.booleans(),
+    st.sampled_from([OPEN, GATHERING, RUNNING]),
+)
+def test_a_head_reads_as_it_was_written(incarnations, step, why, finished, phase):
     ranks = dict(sorted(incarnations.items()))
     losses = Loss(11, step, why, finished, 3), Loss(12, step, why)
-    generation = Generation(step, ranks, step, losses, tuple(ranks)[1:], step)
-    assert Generation.from_json(generation.to_json().encode()) == generation
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([OPEN, GATHERING]))
-def test_a_head_reads_as_it_was_written(number, collective, phase):
-    head = Head(f"{number}/0.0.1", collective, phase)
+    head = Head(Generation(step, ranks, step, losses, tuple(ranks)[1:], step), step, phase)
     assert Head.from_json(head.to_json().encode()) == head
+    assert Head.from_json(head.to_json().encode()).to_json() == head.to_json()
 
 
 def test_the_first_proposal_for_a_generation_holds_for_all_ranks():
-    store, founders = HashStore(), Generation(0, dict.fromkeys(range(3), 0))
-    logs = [Generations(TimedStore(store, 0, lambda: LONG_S), founders) for _ in range(3)]
-    head, _ = logs[0].current()
+    found = members(3)
+    head, founders = found[0].head(), found[0].generation
     lost = [Loss(2, 4, "silent", by=0)], [Loss(0, 4, "silent", by=2)]
-    assert [log.propose(head, founders.successor(each, 4)) for log, each in zip(logs[::2], lost, strict=True)] == [
-        True,
-        False,
-    ]
-    assert {log.current()[1].ranks for log in logs} == {(0, 1)}
-
-
-def test_an_old_head_is_still_understood_after_another_thread_has_read_a_newer_one():
-    store, founders = HashStore(), Generation(0, dict.fromkeys(range(2), 0))
-    log = Generations(TimedStore(store, 0, lambda: LONG_S), founders)
-    head, _ = log.current()
-    old = store.get("head")
-    assert log.propose(head, founders.successor([Loss(1, 0, "gone")], 0))
-    log.current()
-    store.set("head", old)
-    assert log.current() == (head, founders)
+    nexts = [founders.successor(each, 4) for each in lost]
+    assert [each.change(head, generation=after) for each, after in zip(found[::2], nexts, strict=True)] == [True, False]
+    assert {each.latest().generation.ranks for each in found} == {(0, 1)}
+    end(found)
 
 
 # roll calls
@@ -535,8 +522,8 @@ def test_a_new_process_whose_state_is_of_before_a_collective_is_not_admitted():
 
     def fetch_while_others_make_a_collective():
         if not tried:
-            found[0].generations.set_phase(found[0].head()[0], 1, OPEN)
-        tried.append(found[0].head()[0].collective)
+            found[0].change(found[0].head(), collective=1)
+        tried.append(found[0].head().collective)
         return True
 
     new.join_as_replacement(fetch_while_others_make_a_collective)
@@ -555,10 +542,14 @@ def test_a_replacement_is_refused_where_all_others_have_finished():
 
 def test_gpus_connect_without_a_silent_member():
     membership, asked = object.__new__(ElasticMembership), []
-    membership._transport = SimpleNamespace(gpus=["cuda:0"], timeout_s=LONG_S, replace_host=list, add=lambda *_: None)
-    membership.reconnect_options = SimpleNamespace(connect=lambda _, ranks, __: asked.append(ranks) or ())
-    membership._connect_gpu = lambda _, __, ranks: asked.append(ranks)
+    membership._transport = SimpleNamespace(
+        rank=0, gpus=["cuda:0"], timeout_s=LONG_S, replace_host=list, add=lambda *_: None
+    )
+    membership._world = SimpleNamespace(
+        reconnect_options=SimpleNamespace(connect=lambda _, ranks, __: asked.append(ranks) or ()),
+        connect_gpu=lambda _, __, ranks: asked.append(ranks),
+    )
     membership.on_store = members(1)[0]
-    membership._comm_thread, membership._is_broken = SimpleNamespace(failure=None), False
+    membership._comm_thread, membership.wanted = SimpleNamespace(failure=None), 0
     membership._connect(Generation(1, dict.fromkeys(range(3), 0), silent=(1,)))
     assert asked == [(0, 2), (0, 2)]

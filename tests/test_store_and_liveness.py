@@ -37,7 +37,9 @@ def test_a_listener_is_where_the_others_are_and_nowhere_else():
     listener.close()
 
 
-@pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EMFILE, "too many open files"), OSError(113, "")])
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), OSError(errno.EMFILE, "too many open files"), UnicodeError("label empty")]
+)
 def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
     def fail(*_):
         raise error

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ from commrt.store.launcher import chosen_transport
 from commrt.training import synchronous
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful, dump, fingerprint, flatten, gather_integers, load
+from commrt.training.model_state import Stateful, digest, dump, fingerprint, gather_integers, load
 from commrt.training.replica import Replica, StepReport, attached_to
 
 _log = logging.getLogger("commrt")
@@ -187,7 +186,7 @@ class BackupWorkersReplica(Replica):
             self._require(self.last.step + 1, outcome.members)
         else:
             self._phase = Phase.OVER
-            self._state.keep(self._backup_step.version)
+            self._state.keep(self._backup_step.snapshot(in_pass=False))
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(ENDED, self._world.rank, self.last.step, self._world.membership.needed)
@@ -331,13 +330,12 @@ def attach(request: Request) -> Replica:
         "kinds in also=": ", ".join(type(one).__name__ for one in request.also),
     }
     if world.config is not None:
-        frozen = {"frozen parameters": _frozen_digest(request.model)}
-        world.config.require_same(world.rank, world.attached, claim | frozen)
+        world.config.require_same(world.rank, world.attached, claim | _frozen(request.model))
         return BackupWorkersReplica(request, engine).join_as_replacement()
     request.agree(claim)
     replica = request.begin(BackupWorkersReplica(request, engine))
     host = host_identity() if world.transport.one_host else None
-    claim |= {"frozen parameters": _frozen_digest(request.model)}  # they are rank 0's now
+    claim |= _frozen(request.model)  # they are rank 0's now
     WorldConfig(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
     return replica
 
@@ -359,7 +357,6 @@ def _check_for_backups(request: Request) -> None:
         )
 
 
-def _frozen_digest(model: nn.Module) -> str:
-    """Return a digest of the frozen parameters, which ranks do not send each other later, as they do not change."""
-    frozen = [param for param in model.parameters() if not param.requires_grad]
-    return hashlib.sha256(flatten(frozen).cpu().numpy().tobytes()).hexdigest() if frozen else "none"
+def _frozen(model: nn.Module) -> dict[str, str]:
+    """Return a claim about the frozen parameters, which ranks do not send each other later, as they do not change."""
+    return {"frozen parameters": digest(named for named in model.named_parameters() if not named[1].requires_grad)}

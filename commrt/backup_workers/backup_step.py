@@ -9,10 +9,9 @@ again. Optimizers skip their steps on a rank whose gradients did not count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from math import inf
 from time import perf_counter, time
 from typing import Any, TypeVar, cast
@@ -25,15 +24,15 @@ from torch.optim import Optimizer
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.catch_up import Snapshot
-from commrt.backup_workers.quorum import LOOK_S, Announcement, QuorumVote, StepOutcome
+from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.buckets.engine import KEPT, Engine, Span
 from commrt.buckets.gradient_bucket import ReadyOrder
 from commrt.elastic.elastic_membership import make_elastic
-from commrt.errors import PeerLost, Place, UsageError
+from commrt.errors import UsageError
 from commrt.program import member_program
 from commrt.runtime.executor import BoundProgram, bind
 from commrt.runtime.membership import LOST
-from commrt.runtime.prepared import cut
+from commrt.runtime.prepared import Members, Prepared, cut
 from commrt.schedule import Schedule
 from commrt.store.client import start_call
 from commrt.threads.deadline import Deadline
@@ -48,9 +47,6 @@ STALLED, STALLED_S = 4, 1.0
 """A reduction that takes so many times as long as the latest ones, and so long, may wait for a rank that is stopped."""
 NOBODY = (Announcement(0, 0, ready_s=inf),)
 T = TypeVar("T")
-
-OVER = "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
-CLOSURE = "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
 
 
 @dataclass(slots=True)
@@ -81,8 +77,6 @@ class BackupStep:
         """The number of updates that this rank has applied."""
         self.order: list[int] | None = None
         """The places of the parameters in the order in which gradients become ready; None before the first step."""
-        self.votes: QuorumVote
-        """The votes on whose gradients count, of this session."""
         self._world, self._membership, self._model = request.world, make_elastic(request.world), request.model
         self._engine, self._guard, self._cut, self._store = engine, guard, request.build_buckets, store
         self._early = cast("BackupWorkers", request.algorithm).early
@@ -94,15 +88,12 @@ class BackupStep:
         self._ready_s = self._late_s = 0.0
         self._usual_s = request.world.timeout_s  # of a reduction, as far as the training thread waited for it
         self._use_buckets()
-        self._session = 0
         self._use_session(1)
 
     def _use_session(self, session: int) -> None:
         """Vote with keys of their own, as the numbers of steps may come again after a checkpoint was loaded."""
-        if session != self._session:
-            store = PrefixStore(f"session {session}", self._store)
-            needed, self._session = self._membership.needed, session
-            self.votes = QuorumVote(store, needed, self._membership, self._reduce)
+        store, self._session = PrefixStore(f"session {session}", self._store), session
+        self.votes = QuorumVote(store, self._membership.needed, self._membership, self._reduce)
 
     def _renew_buckets(self) -> None:
         """Use other memory, and the order of gradients once that is known."""
@@ -114,15 +105,12 @@ class BackupStep:
         self._ready_order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
         allocate = self._world.transport.allocate
         self._flat_buffer = FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
-        self._memory_epoch, self._bound = self._membership.memory_epoch, lru_cache(KEPT)(self._bind)
+        self._memory_epoch, self._prepared = self._membership.memory_epoch, Prepared(self._world, self._bind, kept=KEPT)
 
-    def _bind(self, make: Callable[[int], Schedule], members: tuple[int, ...]) -> BoundProgram:
-        """Bind a broadcast of the model's buffers, or a sum that shows the first member that all are done."""
-        buffer, schedule = self._done, make(len(members))
-        if make is tree.broadcast and self._flat_buffer is not None:
-            buffer = self._flat_buffer.flat
-        mine = member_program(schedule, members, self._world.rank, self._world.size)
-        return bind(mine, buffer, self._world.transport, bounds=cut(schedule, buffer))
+    def _bind(self, schedule: Schedule, members: Members, buffer: Tensor) -> BoundProgram:
+        world = self._world
+        mine = member_program(schedule, members or range(world.size), world.rank, world.size)
+        return bind(mine, buffer, world.transport, bounds=cut(schedule, buffer))
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
@@ -134,7 +122,8 @@ class BackupStep:
         self._guard.drop()  # gradients of before
         self.version, self._guard.steps = snapshot.version - snapshot.is_due, snapshot.optimizer_steps
         self._use_order(snapshot.order)
-        self._use_session(snapshot.session)
+        if snapshot.session != self._session:
+            self._use_session(snapshot.session)
 
     def _use_order(self, order: Sequence[int] | None) -> None:
         if order is not None and list(order) != self.order:
@@ -219,8 +208,8 @@ class BackupStep:
             try:
                 return result.result(LOOK_S)
             except TimeoutError:
-                if result.done():  # the step's own
-                    raise
+                if result.done():  # meanwhile, perhaps with a TimeoutError of its own
+                    return result.result()
             if (reduction := self.votes.reduction) is not seen:
                 seen, patience_s = reduction, max(STALLED_S, STALLED * usual_s)
                 limit = None if seen is None else Deadline(patience_s * 2 ** seen[1])
@@ -261,8 +250,9 @@ class BackupStep:
         """Announce, reduce, and wait for the outcome; on the communication thread, as all that follows."""
         membership, step, self._carried = self._membership, self.version, running
         membership.next_step, self._ready_s = step, round(time(), 4)
-        generation = membership.ensure_generation().number
-        mine = Announcement(self._world.rank, generation, running.samples, self._ready_s, round(self._late_s, 4))
+        if membership.wanted > membership.number:
+            membership.ensure_generation()
+        mine = Announcement(self._world.rank, membership.number, running.samples, self._ready_s, round(self._late_s, 4))
         outcome = self.votes.run(mine, step, self._attempts[1] if self._attempts[0] == step else 0)
         if outcome.counts:
             with self._world.comm_thread.within_range("unpack"):
@@ -290,9 +280,10 @@ class BackupStep:
                 self._wait_for(running.ready[-1])
             if self._flat_buffer is not None or self.order is None:
                 running.spans += self._broadcast(running, step, members)
-            self._world.transport.wait()
+            if self._world.comm_thread.streams.queues:
+                self._world.transport.wait()
             self._done.fill_(1)  # arrives at the first member when it was sent by all others
-            self._bound(tree.reduce, members).run(Tag(step, "through"))
+            self._prepared.get(tree.reduce(len(members)), members, self._done).run(Tag(step, "through"))
         except LOST as failure:
             self._membership.break_connections(failure)
             return False
@@ -308,21 +299,16 @@ class BackupStep:
         for bucket in self._engine.buckets:
             bucket.take(bucket.header._replace(**running.says), ready_order.is_ready)
 
-    def _wait_for(self, future: Future[StreamEvent]) -> None:
-        """Wait until the training thread has come to `future`; raises if the world was given up, or others call."""
-        while not future.done():
-            with suppress(TimeoutError):
-                future.exception(LOOK_S)
-            self._membership.require_open()
-            if self._membership.is_called:
-                raise PeerLost("the ranks formed a new generation meanwhile", Place(self._world.rank))
-        self._world.comm_thread.streams.wait_event(future.result())
+    def _wait_for(self, ready: Future[StreamEvent]) -> None:
+        """Wait until the training thread has come to `ready`; raises if the world was given up, or others call."""
+        self._world.comm_thread.streams.wait_event(self._membership.wait_for(ready))
 
     def _broadcast(self, running: _Pass, step: int, members: tuple[int, ...]) -> Iterable[Span]:
         """Send the first member's buffers, and in the first step its order of gradients."""
         if self._flat_buffer is not None:
             self._flat_buffer.fill([*self._model.buffers()])
-            begin_s, bound = perf_counter(), self._bound(tree.broadcast, members)
+            begin_s = perf_counter()
+            bound = self._prepared.get(tree.broadcast(len(members)), members, self._flat_buffer.flat)
             bound.run(Tag(step, "state"))
             yield Span("state", begin_s, perf_counter(), bound.nbytes_sent)
         if self.order is None:
@@ -336,30 +322,31 @@ class BackupStep:
 class SkippingGuard(StepGuard):
     """A guard with which optimizer steps change nothing after gradients that did not count, whatever a loop calls.
 
-    `begin` is called before parameters may change.
+    `take_part` is called before each step, as parameters may change then.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], params: Sequence[Tensor], begin: Callable[[], None]) -> None:
-        super().__init__(optimizers, params, lambda: None)
-        self._begin = begin
-        self._hidden: list[tuple[Tensor, Tensor]] | None = None  # gradients, during a step that changes nothing
+    _hidden: list[tuple[Tensor, Tensor]] | None = None  # gradients, during a step that changes nothing
 
     def end_step(self) -> None:
         """Refuse further steps with the gradients at hand: all ranks take the weights as they are."""
         if self.is_due:
             self.drop()
-            self._refusal = OVER
+            self._refusal = (
+                "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
+            )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse a step with gradients that were not averaged; hide those that did not count."""
         if closure_in(args, kwargs) is not None:
-            raise UsageError(CLOSURE)
+            raise UsageError(
+                "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
+            )
         if self._refusal:
             raise UsageError(self._refusal)
         if self.held_back and not are_zeroed(self._params):
             raise UsageError(UNAVERAGED)
         self.held_back = False
-        self._begin()
+        self._take_part()
         if id(optimizer) not in self._unused_by:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             self._hidden = [(param, param.grad) for param in params if param.grad is not None]

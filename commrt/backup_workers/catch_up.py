@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
-from commrt.elastic.generations import Listener
+from commrt.elastic.generations import Listener, typed
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
 from commrt.store.client import MALFORMED, TimedStore, malformed, parse, parse_int, require
@@ -97,7 +97,7 @@ class ReplicaState:
         self._buffers = self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.again: Tensor | None = None
         """States to load again when this one opens: until then the loop may do what the source's had done before."""
-        self._kept: tuple[int, Tensor, Tensor] | None = None
+        self._kept: StateTransfer | None = None
         self.keep_buffers()
 
     def keep_buffers(self) -> None:
@@ -162,26 +162,20 @@ class ReplicaState:
         """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's step."""
         restore(transfer.params.to(self._trained[0].device), self._trained)
         self._buffers = transfer.buffers
-        self._restore_buffers()
+        if buffers := [*self._model.buffers()]:
+            restore(self._buffers.to(buffers[0].device), buffers, unread_buffers(self._model))
         load(transfer.states, self._owners)
         self.again = transfer.states if transfer.snapshot.in_pass or amid_step else None
 
-    def _restore_buffers(self) -> None:
-        if buffers := [*self._model.buffers()]:
-            restore(self._buffers.to(buffers[0].device), buffers, unread_buffers(self._model))
-
-    def keep(self, version: int) -> None:
-        """Remember this state, the first of its `version`: the gradient was not used, and the loop's work is undone."""
-        if self._kept is None or self._kept[0] != version:
-            self._kept = version, dump(self._owners), flatten(self._trained)
+    def keep(self, snapshot: Snapshot) -> None:
+        """Remember this state, the first of its version: the gradient was not used, and the loop's work is undone."""
+        if self._kept is None or self._kept.snapshot.version != snapshot.version:
+            self._kept = StateTransfer(snapshot, flatten(self._trained), self._buffers, dump(self._owners))
 
     def undo(self) -> None:
         """Go back to what `keep` remembered."""
         if self._kept is not None:
-            _, states, weights = self._kept
-            load(states, self._owners)
-            restore(weights, self._trained)
-            self._restore_buffers()
+            self.install(self._kept, amid_step=False)
             self._kept = None
 
     def forget(self) -> None:
@@ -202,12 +196,11 @@ def unpack(packed: bytes) -> StateTransfer:
     """Return what was packed, without running any of it; raises `DisagreementError` for other bytes."""
     try:
         fields, *tensors = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-        transfer = StateTransfer(snapshot := Snapshot(*fields), *tensors)
+        snapshot = Snapshot(*typed(fields, int, int, list | None, int, bool, bool))
+        for place in snapshot.order or []:
+            parse_int(place)
         require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
-        require(isinstance(snapshot.order, list | None))
-        require(isinstance(snapshot.in_pass, bool) and isinstance(snapshot.is_due, bool))
-        for each in (snapshot.version, snapshot.optimizer_steps, snapshot.session, *(snapshot.order or [])):
-            parse_int(each)
+        transfer = StateTransfer(snapshot, *tensors)
     except (*MALFORMED, UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # as torch has no one error
         raise malformed("state of another rank", packed) from error
     return transfer
@@ -219,8 +212,9 @@ class CatchUp:
     def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
         self._world, self._membership = world, membership
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
+        towards = None if world.reconnect_options is None else world.reconnect_options.towards
         self._server = StateServer(
-            membership.host or gethostname(),
+            towards or gethostname(),
             lambda version: state.give(version, Timeouts.of(world.timeout_s).probe_s * PASS_SHARE),
         )
 
@@ -337,7 +331,7 @@ def request_state(address: bytes | str, number: int, ready_s: float, copy_s: flo
                 return None
             line.settimeout(copy_s)
             return _receive(line, *NBYTES.unpack(_receive(line, NBYTES.size))) or None
-    except OSError:
+    except (OSError, UnicodeError):  # the second for a host that is no name
         return None
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.elastic.elastic_membership import ElasticMembership
+from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
 from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, clone_connection, malformed, require, start_call
@@ -36,8 +36,6 @@ OLDEST_STEP = "floor"
 """The key of the oldest step whose keys the store still has."""
 PROBE_S, PROBE_MOST_S = 0.1, 1.0
 """Between two probes of the ranks that a step waits for: first, and at most."""
-LOOK_S = 0.05
-"""Between two looks whether other ranks make a roll call: less than it waits (`PATIENCE_S`)."""
 STORE_WAIT = timedelta(days=7)
 KEPT_STEPS = 64
 """The store keeps the keys of so many steps; a rank that is farther behind was late."""
@@ -250,9 +248,7 @@ class QuorumVote:
     def _check_members(self, key: str, members: tuple[int, ...], waited_s: float) -> None:
         """Probe the next member of the reduction: each member probes one, so that all are probed."""
         membership = self._membership
-        following = membership.next_member(members)
-        is_evicted = following not in membership.generation.members
-        is_lost = is_evicted or self._elastic.is_called or membership.is_gone(following)
+        is_lost = self._elastic.is_called or membership.is_gone(membership.next_member(members))
         if is_lost or waited_s > membership.timeout_s():
             set_once(self._store, key, FAILED)
 

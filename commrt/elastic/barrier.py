@@ -7,6 +7,7 @@ no rank uses a result that another member can never get.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from threading import Event
 
@@ -24,7 +25,7 @@ class Barrier:
 
     def __init__(self, membership: StoreMembership) -> None:
         self._membership, self._store, self._rank = membership, membership.store, membership.rank
-        self._votes = (-1, 0)  # in which generation, and how many
+        self._votes = Counter[int]()  # by generation
         self._used: list[str] = []  # keys of the latest collective
 
     def arrive(
@@ -45,36 +46,35 @@ class Barrier:
     def _all_come(self, what: str, step: int, require_open: Callable[[], None]) -> Generation | None:
         """Return None if a new generation was formed before all had come."""
         members, number = self._membership, self._membership.collective
-        head, generation = self._begin_gathering()
+        generation = (head := self._begin_gathering()).generation
         if not head.has_begun(number) and generation.number != members.generation.number:
             return None
         members.arrive(key := arrival_key(generation, number), step, what)
         limit, why = Deadline(members.timeout_s()), f"it did not come to {what} within {members.timeout_s():g} s"
         for pause_s in members.pauses(limit):
             require_open()
-            head, now = members.head()
+            head = members.head()
             arrivals = members.arrivals(key)
             self._require_same(what, arrivals)  # first, as a rank that came to something else has gone on
             if head.has_begun(number):
                 break
-            if now.number != generation.number:
+            if head.generation.number != generation.number:
                 return None
             if arrivals.keys() >= generation.members.keys() and not generation.silent:
-                members.generations.set_phase(head, number, RUNNING)
+                members.change(head, phase=RUNNING)
             # A roll call that has begun decides who lives, and takes a timeout itself.
             elif self._store.check([arrival_key(generation, ROLL_CALL)]) or not members.evict_absent(
-                head, generation, arrivals, why, limit
+                head, arrivals, why, limit
             ):
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
         return generation
 
-    def _begin_gathering(self) -> tuple[Head, Generation]:
-        while True:
-            head, generation = self._membership.head()
-            if head.collective >= self._membership.collective:
-                return head, generation
-            self._membership.generations.set_phase(head, self._membership.collective, GATHERING)
+    def _begin_gathering(self) -> Head:
+        members = self._membership
+        while (head := members.head()).collective < members.collective:
+            members.change(head, collective=members.collective, phase=GATHERING)
+        return head
 
     def _require_same(self, what: str, arrivals: Mapping[int, Arrival]) -> None:
         for rank, arrival in arrivals.items():
@@ -94,8 +94,8 @@ class Barrier:
     def leave(self) -> None:
         """Let new processes in again; every member that has seen the end calls it."""
         members = self._membership
-        while (head := members.generations.current()[0]).collective == members.collective and head.phase != OPEN:
-            members.generations.set_phase(head, members.collective, OPEN)
+        while (head := members.latest()).collective == members.collective and head.phase != OPEN:
+            members.change(head, phase=OPEN)
 
     def vote(self, ok: bool, generation: Generation) -> bool:
         """Return True if all members of `generation` vote `ok`; the answer is the same for all of them.
@@ -150,9 +150,8 @@ class Barrier:
         return self._decide(self._next_vote(generation), refusal).startswith(REFUSED)
 
     def _next_vote(self, generation: Generation) -> str:
-        before, count = self._votes
-        self._votes = generation.number, count + 1 if before == generation.number else 1
-        key = "vote/{}.{}".format(*self._votes)
+        self._votes[generation.number] += 1
+        key = f"vote/{generation.number}.{self._votes[generation.number]}"
         self._used += [key, f"{key}/outcome"]
         return key
 

@@ -32,7 +32,7 @@ from commrt.errors import (
     TransportError,
     UsageError,
 )
-from commrt.runtime.membership import LOST, REFUSALS, Begin, Loss, Membership, count_kept
+from commrt.runtime.membership import LOST, REFUSALS, Begin, Membership, count_kept
 from commrt.runtime.world import World
 from commrt.store.client import start_call
 from commrt.threads.comm_thread import RecoveredError
@@ -41,8 +41,8 @@ from commrt.threads.future import Future
 T = TypeVar("T")
 ATTEMPTS = 5
 """Generations of the same members, with no exchange done in between, before an error is final."""
-PROBE_EVERY_S = 0.05
-"""Between two looks whether a rank was lost, while ranks connect."""
+LOOK_S = 0.05
+"""Between two looks whether other ranks make a roll call: less than it waits (`PATIENCE_S`)."""
 _log = logging.getLogger("commrt")
 
 
@@ -61,9 +61,7 @@ class ElasticMembership(Membership):
 
     def __init__(self, world: World) -> None:
         super().__init__(world.transport.members, world.comm_thread)
-        self._store, self._transport = world.store, world.transport
-        self.reconnect_options, self._connect_gpu = world.reconnect_options, world.connect_gpu
-        """How ranks connect again; None in a world that cannot, and after it was closed."""
+        self._world, self._transport = world, world.transport
         self.is_elastic = False
         founders = Generation(0, dict.fromkeys(world.transport.members, 0))
         self.on_store = StoreMembership(HashStore(), world.transport.rank, founders, lambda: world.timeout_s)
@@ -71,18 +69,13 @@ class ElasticMembership(Membership):
         self.barrier = Barrier(self.on_store)
         self._dependants: WeakSet[object] = WeakSet()
         self._lock = Lock()  # around a change of the generation
-        self._called = 0  # the latest generation to which others called this rank
-        self._is_broken = False
+        self.wanted = 0
+        """The generation to come to before the next exchange: others form it, or this rank broke its connections."""
         self.failures = 0
         """Since an exchange was completed; whoever completes one sets it to 0, on any thread."""
         self._part: Generation | None = None  # of the collective part that is next or runs; None once refused
         self.submitted_steps = 0
         """Gossip steps so far."""
-
-    @property
-    def host(self) -> str | None:
-        """An address in the network through which the ranks see each other, if it is known."""
-        return None if self.reconnect_options is None else self.reconnect_options.towards
 
     @property
     def generation(self) -> Generation:
@@ -94,30 +87,24 @@ class ElasticMembership(Membership):
         """The members, in ascending order."""
         return self.generation.ranks
 
-    @property
-    def lost(self) -> tuple[Loss, ...]:  # type: ignore[override]  # it changes here
-        """The ranks without which the others went on."""
-        return self.generation.lost
-
-    @property
-    def number(self) -> int:  # type: ignore[override]  # it changes here
-        """The number of the generation."""
-        return self.on_store.generation.number
-
     def _on_call(self, number: int) -> None:
         """Cancel what runs here and join generation `number`, which other ranks form. On the watcher's thread."""
+        self._want(number)
+        if self.is_called:
+            with suppress(TransportClosed):
+                self._comm_thread.submit(self.ensure_generation)
+
+    def _want(self, number: int) -> None:
+        """Cancel what runs here, and come to generation `number` before the next exchange. On any thread."""
         with self._lock:
-            if number <= self.generation.number:
-                return
-            self._called = max(self._called, number)
-            self._transport.abort()
-        with suppress(TransportClosed):
-            self._comm_thread.submit(self.ensure_generation)
+            if number > self.number:
+                self.wanted = max(self.wanted, number)
+                self._transport.abort()
 
     @property
     def is_called(self) -> bool:
-        """True if other ranks form a new generation, and wait for this rank. On any thread."""
-        return self._called > self.generation.number
+        """True if this rank must come to a new generation, for which others may wait. On any thread."""
+        return self.wanted > self.number
 
     def takes_part(self, step: int) -> bool:
         """True if this rank exchanges in training step `step`; False before the step in which its generation starts."""
@@ -125,12 +112,11 @@ class ElasticMembership(Membership):
 
     def break_connections(self, failure: TransportError) -> None:
         """Break all connections until `ensure_generation`; raise `failure` if this world ends with a lost rank."""
-        was_closed = isinstance(failure, TransportClosed) and not (self._is_broken or self.is_called)
+        was_closed = isinstance(failure, TransportClosed) and not self.is_called
         if was_closed or not self.is_elastic:
             raise failure
         self._count(failure)
-        self._transport.abort()
-        self._is_broken = True
+        self._want(self.number + 1)
 
     def recover(self, failure: TransportError) -> None:
         """Go on in the next generation after `failure`; raise it if this world ends with a lost rank."""
@@ -144,7 +130,7 @@ class ElasticMembership(Membership):
 
     def ensure_generation(self, number: int = 0) -> Generation:
         """Move to generation `number` or a later one, with working connections, and return it."""
-        while self._is_broken or self.on_store.generation.number < max(number, self._called):
+        while self.number < max(number, self.wanted):
             before, generation = self.generation, self._next_generation()
             level = logging.WARNING if self._transport.rank == generation.connected[0] else logging.INFO
             for change in generation.changes_since(before):
@@ -155,11 +141,11 @@ class ElasticMembership(Membership):
             except TransportClosed:
                 raise
             except TransportError as failure:  # a member was lost on the way, or stopped
-                self._is_broken = True
                 if not self.is_called:
                     self._count(failure)
+                self._want(generation.number + 1)
             self.memory_epoch += 1
-        return self.on_store.generation
+        return self.generation
 
     def _follow(self) -> None:
         self.ensure_generation(self.on_store.current().number)
@@ -173,30 +159,36 @@ class ElasticMembership(Membership):
             generation = membership.roll_call(self.next_step, self.require_open)
         with self._lock:
             membership.adopt(generation)
-            self._is_broken = self._transport.rank in generation.silent  # then it makes a roll call
+            self.number, self.lost = generation.number, generation.lost
+        if self._transport.rank in generation.silent:
+            self._want(generation.number + 1)  # this rank makes a roll call
         if generation.ranks != before.ranks:
             self.failures = 0
         return generation
 
     def _connect(self, generation: Generation) -> None:
         """Connect the members, for host memory and each GPU; programs bound before stay broken. Collective."""
-        transport, members, options = self._transport, generation.connected, self.reconnect_options
-        if options is not None and len(members) > 1 and not self._is_broken:
+        transport, members, options = self._transport, generation.connected, self._world.reconnect_options
+        if options is not None and len(members) > 1 and transport.rank in members:
+            following = self.on_store.next_member(members)
             connect_host = partial(options.connect, generation.number, members, transport.timeout_s)
-            transport.replace_host(self._unless_lost(members, connect_host))
+            transport.replace_host(self.wait_for(start_call(connect_host), following))
             for device in transport.gpus:
-                connect_gpu = partial(self._connect_gpu, f"generation {generation.number}", device, members)
-                transport.add(device, self._unless_lost(members, connect_gpu))
+                connect_gpu = partial(self._world.connect_gpu, f"generation {generation.number}", device, members)
+                transport.add(device, self.wait_for(start_call(connect_gpu), following))
         self.require_open()
 
-    def _unless_lost(self, members: tuple[int, ...], connect: Callable[[], T]) -> T:
-        """Return what `connect` does on another thread; raises `PeerLost` if a member is lost meanwhile."""
-        following, future = self.on_store.next_member(members), start_call(connect)
+    def wait_for(self, future: Future[T], *ranks: int) -> T:
+        """Return the result of `future`; raise `PeerLost` if one of `ranks` is lost, or others form a new generation.
+
+        Also raises what `require_open` does.
+        """
         while not future.done():
             with suppress(TimeoutError):
-                future.exception(PROBE_EVERY_S)
-            if not future.done() and (self.is_called or self.on_store.is_gone(following)):
-                raise PeerLost("a rank was lost while the members connected", Place(self._transport.rank))
+                future.exception(LOOK_S)
+            self.require_open()
+            if not future.done() and (self.is_called or any(map(self.on_store.is_gone, ranks))):
+                raise PeerLost("a rank was lost meanwhile", Place(self._transport.rank))
         return future.result()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
@@ -240,8 +232,7 @@ class ElasticMembership(Membership):
 
     def close(self) -> None:
         """Release the store; call it after `end_membership`."""
-        self.reconnect_options = None
-        self._store = self.on_store.store.connection = HashStore()
+        self.on_store.store.connection = HashStore()
 
     def others(self) -> int:
         """Return how many attached models depend on this world, without dropped ones. On the training thread."""
@@ -256,13 +247,13 @@ class ElasticMembership(Membership):
         if self.is_elastic:
             self.end_membership("another model gossips now")
         self._dependants.add(dependant)
-        if not alone or self.reconnect_options is None:
+        if not alone or (options := self._world.reconnect_options) is None:
             return
         now, transport, self.needed = self.generation, self._transport, needed
-        store = PrefixStore(f"elastic {number}", self._store)
+        store = PrefixStore(f"elastic {number}", self._world.store)
         founders = Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost)
         join = partial(StoreMembership, store, transport.rank, founders, lambda: transport.timeout_s)
-        self.on_store = join(host=self.host, needed=needed, on_roll_call=self._on_call)
+        self.on_store = join(host=options.towards, needed=needed, on_roll_call=self._on_call)
         self.is_elastic, self.barrier = True, Barrier(self.on_store)
         if founds:
             self.on_store.join_first_generation()
@@ -385,11 +376,11 @@ class ElasticMembership(Membership):
     def finish(self) -> bool:
         """Say that this rank has finished, and stay while others train; return True if none of them is left."""
         self.depart("it closed its world", finished=True)
-        self.on_store.stay_while(self.on_store.ranks_in_training)
+        self.on_store.stay_while(partial(self.on_store.ranks_alive, in_training=True))
         return not self.on_store.ranks_alive()
 
     def wait_for_all_closed(self) -> None:
         """Stay until all others have ended the membership too."""
-        if self.on_store.has_begun and self.reconnect_options is not None:  # else this was done before
+        if self.on_store.has_begun and self._world.reconnect_options is not None:  # else this was done before
             with suppress(CommrtError, RuntimeError):
                 self.on_store.stay_while(self.on_store.ranks_alive)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations: numbered lists of live ranks on the store, changed by compare-and-set only; and who lives.
 
-The key ``head`` names the current generation in a few bytes; its details stand under a key of their own, which is
-written once, before the head points to it. So a generation is either the current one or not, for everybody at once.
-
+The key ``head`` holds the current generation, so a generation is either the current one or not, for everybody at once.
 The head also says how far the latest collective has come, so that two things follow from one compare-and-set: all
 members begin a collective or none does, also if a generation ends at that instant; and no process takes the place of a
 lost rank in the middle of a collective.
@@ -21,14 +19,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from secrets import token_hex
 from threading import Event
-from types import MappingProxyType
-from typing import NamedTuple
+from types import MappingProxyType, UnionType
+from typing import Any, NamedTuple
 
 from commrt.errors import UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import TimedStore, own_address, parse, parse_int, parse_list, require
+from commrt.store.client import TimedStore, own_address, parse, parse_int, require
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import Timeouts
 
@@ -37,8 +34,6 @@ ROLL_CALL = 0
 """In place of the number of a collective."""
 OPEN, GATHERING, RUNNING = "open", "gathering", "running"
 """Of the latest collective: no rank is in it, ranks wait for the others, all members have come."""
-FOUNDERS = "-"
-"""The proposal of generation 0, which every founder knows without the store."""
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
 NOBODY: Mapping[int, int] = MappingProxyType({})
@@ -92,33 +87,29 @@ class Generation(NamedTuple):
             *(f"rank {rank} does not answer, and is not waited for" for rank in silent),
         ]
 
-    def to_json(self) -> str:
-        """All fields, for the store."""
-        return json.dumps([self.number, list(self.members.items()), *self[2:]])
 
-    @classmethod
-    def from_json(cls, text: bytes) -> Generation:
-        """Raise `ValueError` or the like for anything but the result of `to_json`."""
-        found, pairs, start, lost, silent, haste = parse_list(text, 6)
-        members = {parse_int(rank): parse_int(incarnation) for rank, incarnation in pairs}
-        losses = tuple(_loss(*loss) for loss in lost)
-        silent_ranks = tuple(map(parse_int, silent))
-        return cls(parse_int(found), members, parse_int(start), losses, silent_ranks, parse_int(haste))
+def typed(values: list[Any], *kinds: type | UnionType) -> list[Any]:
+    """Return `values` if they are a list of these kinds, with whole numbers from 0 on; else raise `ValueError`."""
+    require(isinstance(values, list))
+    for value, kind in zip(values, kinds, strict=True):
+        if type(value) is int:
+            parse_int(value)
+        require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)))
+    return values
 
 
-def _loss(rank: object, step: object, why: object, finished: object, by: object) -> Loss:
-    require(isinstance(why, str) and isinstance(finished, bool))
-    return Loss(parse_int(rank), parse_int(step), str(why), bool(finished), None if by is None else parse_int(by))
+def parse_lines(text: bytes, *kinds: type) -> list[list[Any]]:
+    """Return the fields of each line of `text`, a JSON list of these kinds; raise `ValueError` or the like if not."""
+    return [typed(json.loads(line), *kinds) for line in text.splitlines()]
 
 
 class Head(NamedTuple):
     """What the store says is current."""
 
-    proposal: str
-    """Under which key the details of the generation stand."""
-    collective: int
+    generation: Generation
+    collective: int = 0
     """The number of the latest collective that a rank came to; 0 before the first."""
-    phase: str
+    phase: str = OPEN
     """Of that collective; while it is `OPEN` a new process may become a member."""
 
     def has_begun(self, collective: int) -> bool:
@@ -127,45 +118,18 @@ class Head(NamedTuple):
 
     def to_json(self) -> str:
         """All fields, for the store."""
-        return json.dumps(self)
+        number, members, *others = self.generation
+        return json.dumps([self.collective, self.phase, number, [*members.items()], *others])
 
     @classmethod
     def from_json(cls, text: bytes) -> Head:
-        """Raise `ValueError` for anything but a head."""
-        proposal, collective, phase = parse_list(text, 3)
-        require(isinstance(proposal, str) and phase in (OPEN, GATHERING, RUNNING))
-        return cls(proposal, parse_int(collective), phase)
-
-
-class Generations:
-    """The generations of one world, as the process of one rank reads and changes them. On any thread."""
-
-    def __init__(self, store: TimedStore, founders: Generation) -> None:
-        self._store = store
-        self._known = {FOUNDERS: founders}  # by proposal; a thread may still hold an older head than another has read
-        store.compare_set(HEAD, "", Head(FOUNDERS, 0, OPEN).to_json())
-
-    def current(self) -> tuple[Head, Generation]:
-        """The head and its generation; costs one store operation, and one more after a change."""
-        head = parse(HEAD, self._store.get(HEAD), Head.from_json)
-        if head.proposal not in self._known:
-            key = f"generation/{head.proposal}"
-            self._known[head.proposal] = parse(key, self._store.get(key), Generation.from_json)
-        return head, self._known[head.proposal]
-
-    def propose(self, head: Head, generation: Generation) -> bool:
-        """Make `generation` the current one if `head` still stands; True if it does now."""
-        proposal = f"{generation.number}/{token_hex(8)}"
-        self._store.set(f"generation/{proposal}", generation.to_json())
-        return self._change(head, head._replace(proposal=proposal))
-
-    def set_phase(self, head: Head, collective: int, phase: str) -> None:
-        """Say how far `collective` has come, if `head` still stands."""
-        self._change(head, head._replace(collective=collective, phase=phase))
-
-    def _change(self, before: Head, after: Head) -> bool:
-        stands = self._store.compare_set(HEAD, before.to_json(), after.to_json())
-        return bool(stands == after.to_json().encode())
+        """Raise `ValueError` or the like for anything but the result of `to_json`."""
+        collective, phase, *fields = typed(json.loads(text), int, str, int, list, int, list, list, int)
+        require(phase in (OPEN, GATHERING, RUNNING))
+        number, pairs, start, lost, silent, haste = fields
+        members = dict(typed(pair, int, int) for pair in pairs)
+        losses = tuple(Loss(*typed(loss, int, int, str, bool, int | None)) for loss in lost)
+        return cls(Generation(number, members, start, losses, tuple(map(parse_int, silent)), haste), collective, phase)
 
 
 class Arrival(NamedTuple):
@@ -176,43 +140,24 @@ class Arrival(NamedTuple):
 
 
 def arrival_key(generation: Generation, collective: int) -> str:
-    """Return the key under which members of `generation` write that they have come to a collective, or `ROLL_CALL`."""
+    """Return the key under which members of `generation` say that they have come to a collective, or `ROLL_CALL`.
+
+    Each writes a line: its rank, and the fields of its `Arrival`.
+    """
     return f"arrived/{generation.number}.{collective}"
 
 
 def joining_key(generation: Generation) -> str:
-    """Return the key under which new processes write that they want to be in the generation after `generation`."""
+    """Return the key under which new processes say that they want to be in the generation after `generation`.
+
+    Each writes a line: rank, incarnation, and the number of collectives that its state has made.
+    """
     return f"joining/{generation.number}"
 
 
 def wake_key(rank: int, target: int) -> str:
     """Return the key for which `rank` waits, to learn that others form generation `target`."""
     return f"called/{rank}/{target}"
-
-
-def parse_arrivals(text: bytes) -> dict[int, Arrival]:
-    """Return the ranks that have come, from the lines under an `arrival_key`."""
-    found: dict[int, Arrival] = {}
-    for line in text.splitlines():
-        rank, step, what = parse_list(line, 3)
-        require(isinstance(what, str))
-        found[parse_int(rank)] = Arrival(parse_int(step), what)
-    return found
-
-
-def parse_joining(text: bytes) -> list[list[int]]:
-    """Return each process that wants to be a member: rank, incarnation, and the collectives that its state has made."""
-    return [[*map(parse_int, parse_list(line, 3))] for line in text.splitlines()]
-
-
-def parse_departures(text: bytes) -> list[tuple[Loss, int]]:
-    """Return each loss with the incarnation of the process that left."""
-    found: list[tuple[Loss, int]] = []
-    for line in text.splitlines():
-        rank, incarnation, why, finished = parse_list(line, 4)
-        require(isinstance(why, str) and isinstance(finished, bool))
-        found.append((Loss(parse_int(rank), 0, why, finished), parse_int(incarnation)))
-    return found
 
 
 class Listener:
@@ -252,7 +197,7 @@ def probe(address: str, limit_s: float) -> bool | None:
         socket.create_connection((host, int(port)), limit_s).close()
     except ConnectionRefusedError:
         return False
-    except OSError:  # too slow, out of reach, or this process has no sockets left
+    except (OSError, UnicodeError):  # too slow, out of reach, no name, or this process has no sockets left
         return None
     return True
 
@@ -333,6 +278,6 @@ class Processes:
 
 
 def _parse_process(text: bytes) -> tuple[int, str]:
-    incarnation, address = parse_list(text, 2)
+    incarnation, address = typed(json.loads(text), int, str)
     require(ADDRESS.fullmatch(address) and int(address.split()[1]) < 65536)
-    return parse_int(incarnation), address
+    return incarnation, address

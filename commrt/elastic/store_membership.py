@@ -13,25 +13,24 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from math import inf
 from threading import Event
+from typing import Any
 
 from torch.distributed import DistNetworkError, Store
 
 from commrt.elastic.generations import (
-    NOBODY,
+    HEAD,
     OPEN,
     ROLL_CALL,
     RUNNING,
     Arrival,
     Generation,
-    Generations,
     Head,
     Processes,
     arrival_key,
     joining_key,
-    parse_arrivals,
-    parse_departures,
-    parse_joining,
+    parse_lines,
     wake_key,
 )
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
@@ -47,6 +46,8 @@ third number says."""
 PATIENCE_S, MOST_HASTE = 0.2, 10
 """For so long a roll call of backup workers waits for ranks that it can do without; twice as long after each
 `Generation.haste`, at most so often."""
+DEPARTED = "departed"
+"""The key under which each process that leaves writes a line: rank, incarnation, why, and whether it has finished."""
 WATCH_LIMIT = timedelta(days=7)
 """One wait of the watcher thread."""
 
@@ -75,7 +76,8 @@ class StoreMembership:
         self.rank, self.timeout_s, self.needed = rank, timeout_s, needed
         self._on_roll_call, self.generation = on_roll_call, founders
         """The one in which this rank exchanges."""
-        self.generations = Generations(self.store, founders)
+        self._known = b"", Head(founders)  # the latest head that was read, also as text
+        self.store.compare_set(HEAD, "", Head(founders).to_json())
         self.processes = Processes(self.store, rank, host, timeout_s)
         self.collective = 0
         """How many collectives this rank has come to."""
@@ -114,17 +116,29 @@ class StoreMembership:
 
     def current(self) -> Generation:
         """Return the current generation; raise `Evicted` if this process is not a member."""
-        return self.head()[1]
+        return self.head().generation
 
-    def head(self) -> tuple[Head, Generation]:
-        """Return the head of the store and its generation; raise `Evicted` if this process is not a member."""
-        head, generation = self.generations.current()
+    def head(self) -> Head:
+        """Return the head of the store; raise `Evicted` if this process is not a member of its generation."""
+        generation = (head := self.latest()).generation
         if generation.members.get(self.rank) != self.processes.incarnation:
             self._closed.set()
             taken = Loss(self.rank, 0, "another process has taken its place")
             loss = next((loss for loss in generation.lost if loss.rank == self.rank), taken)
             raise Evicted(loss.why, Place(self.rank), generation.number, loss.by)
-        return head, generation
+        return head
+
+    def latest(self) -> Head:
+        """Return the head of the store, also to a process that is no member; costs one store operation."""
+        text, known = self.store.get(HEAD), self._known
+        if text != known[0]:
+            self._known = known = text, parse(HEAD, text, Head.from_json)
+        return known[1]
+
+    def change(self, head: Head, **fields: Any) -> bool:
+        """Change `fields` of the head if `head` still stands; True if the result stands now."""
+        after = head._replace(**fields).to_json()
+        return bool(self.store.compare_set(HEAD, head.to_json(), after) == after.encode())
 
     def adopt(self, generation: Generation) -> None:
         """Exchange in `generation` from now on, and let the watcher wait for the next one.
@@ -153,39 +167,30 @@ class StoreMembership:
         limit = Deadline(self.timeout_s())
         patience_s = min(PATIENCE_S * 2 ** min(self.generation.haste, MOST_HASTE), self.timeout_s())
         for pause_s in self.pauses(limit, patience_s / 4):
-            head, generation = self.head()
-            if generation.number >= target:
+            head = self.head()
+            if head.generation.number >= target:
                 break
             require_open()
-            here, joined = self.arrivals(key), self._joining(head, generation)
-            can_leave_some = self.needed > 0 and head.phase != RUNNING and limit.waited_s >= patience_s
-            leaves_silent = can_leave_some and self._are_enough({*here, *joined}, generation)
-            if not self.evict_absent(head, generation, here, why, limit, joined, leaves_silent=leaves_silent):
+            if not self.evict_absent(head, self.arrivals(key), why, limit, patience_s if self.needed else inf):
                 Event().wait(pause_s)
-        return generation
+        return head.generation
 
     def evict_absent(
-        self,
-        head: Head,
-        generation: Generation,
-        here: Mapping[int, Arrival],
-        why: str,
-        limit: Deadline,
-        joined: Mapping[int, int] = NOBODY,
-        *,
-        leaves_silent: bool = False,
+        self, head: Head, here: Mapping[int, Arrival], why: str, limit: Deadline, patience_s: float = inf
     ) -> bool:
-        """Propose the generation of the ranks that are `here` or have `joined`; another rank may propose one first.
+        """Propose the generation of the ranks that are `here`, and new processes; another rank may propose one first.
 
-        Return False, and do nothing, while others may come before `limit`; if it `leaves_silent` ones, they stay
-        members, and are not waited for. Raises `DeadlineExceeded` if too few are here for a step of backup workers,
-        though others live.
+        Return False, and do nothing, while others may come before `limit`. After `patience_s`, unless a collective
+        runs, those that are silent stay members, and are not waited for, if the others are enough for a step. Raises
+        `DeadlineExceeded` if too few are here for a step of backup workers, though others live.
         """
-        lost, silent = self.absent(generation, {*here, *joined})
-        if silent and not leaves_silent:
+        generation, joined = head.generation, self._joining(head)
+        lost, silent = self.absent(generation, come := {*here, *joined})
+        can_leave_silent = head.phase != RUNNING and limit.waited_s >= patience_s
+        if silent and not (can_leave_silent and self._are_enough(come, generation)):
             if limit.left_s > 0:
                 return False
-            if not self._are_enough({*here, *joined}, generation, lost):
+            if not self._are_enough(come, generation, lost):
                 raise DeadlineExceeded(
                     f"ranks {silent} are missing ({why}), and without them fewer than {self.needed} ranks are "
                     "left: look at their output, or raise timeout_s",
@@ -194,7 +199,7 @@ class StoreMembership:
             lost, silent = [*lost, *(Loss(rank, 0, why) for rank in silent)], []
         start = max(arrival.step for arrival in here.values())
         losses = [loss._replace(step=start, by=self.rank) for loss in lost]
-        if self.generations.propose(head, generation.successor(losses, start, silent=silent, joined=joined)):
+        if self.change(head, generation=generation.successor(losses, start, silent=silent, joined=joined)):
             self.call_members(generation)
         return True
 
@@ -211,7 +216,8 @@ class StoreMembership:
         away = {rank: incarnation for rank, incarnation in generation.members.items() if rank not in here}
         if not away:
             return [], []
-        departed = {loss.rank: loss for loss in self._departures(generation) if loss.rank in away}
+        lines = self._lines(DEPARTED, int, int, str, bool)
+        departed = {rank: Loss(rank, 0, why, finished) for rank, each, why, finished in lines if away.get(rank) == each}
         gone = [rank for rank, each in away.items() if rank not in departed and self.processes.is_gone(rank, each)]
         departed |= {rank: Loss(rank, 0, "its process is gone") for rank in gone}
         return [departed[rank] for rank in sorted(departed)], [rank for rank in away if rank not in departed]
@@ -249,15 +255,11 @@ class StoreMembership:
         """Return the members that have come to the next collective, and wait there for this rank."""
         return self.arrivals(arrival_key(generation, self.collective + 1)).keys()
 
-    def ranks_in_training(self) -> Sequence[int]:
-        """Return the other members that may still announce a gradient: they live, and neither finished nor wait."""
-        _, generation = self.generations.current()
-        return self.absent(generation, {self.rank, *self.ranks_in_collective(generation)})[1]
-
-    def ranks_alive(self) -> Sequence[int]:
-        """Return the other members that have not departed, and live."""
-        _, generation = self.generations.current()
-        return self.absent(generation, {self.rank})[1]
+    def ranks_alive(self, *, in_training: bool = False) -> Sequence[int]:
+        """Return the other members that have not departed, and live; `in_training` those that wait in no collective."""
+        generation = self.latest().generation
+        waiting = self.ranks_in_collective(generation) if in_training else ()
+        return self.absent(generation, {self.rank, *waiting})[1]
 
     def stay_while(self, others: Callable[[], Sequence[int]]) -> None:
         """Wait while there are `others`, at most a whole timeout in which the store does not change."""
@@ -274,8 +276,7 @@ class StoreMembership:
         collectives of earlier steps. Raises `UsageError` if the rank's process lives or no other member is left,
         `DeadlineExceeded` if the others do not come out of a collective.
         """
-        _, generation = self.generations.current()
-        if self.rank in generation.members and self.processes.answers(self.rank):
+        if self.rank in self.latest().generation.members and self.processes.answers(self.rank):
             raise UsageError(
                 f"a process of rank {self.rank} is a member and answers: another can take its place once it has ended "
                 "or was evicted; if nobody meant that, two processes were started with one rank's variables"
@@ -290,31 +291,31 @@ class StoreMembership:
         self._start()
 
     def _is_admitted(self, fetch_state: Callable[[], bool], limit: Deadline) -> bool:
-        head, generation = self.generations.current()
-        self.generation = generation  # liveness checks of sources need the processes of now
-        if not self.absent(generation, [self.rank])[1]:
+        head = self.latest()
+        self.generation = head.generation  # liveness checks of sources need the processes of now
+        if not self.absent(head.generation, [self.rank])[1]:
             raise UsageError(
                 f"this process takes the place of rank {self.rank}, but all others have finished or are gone"
             )
         if head.phase != OPEN or not fetch_state():
             return False
-        now, self.generation = self.generations.current()
-        if now[1:] != head[1:]:  # the state lacks a collective
+        self.generation, *place = self.latest()
+        if place != [head.collective, head.phase]:  # the state lacks a collective
             return False
         self.collective = head.collective
         line = json.dumps([self.rank, self.processes.incarnation, head.collective]) + "\n"
         self.store.append(joining_key(self.generation), line)
         self.call_members(self.generation)
         for pause_s in self.pauses(limit):
-            _, after = self.generations.current()
+            after = self.latest().generation
             if after.number > self.generation.number or limit.left_s <= 0:
                 break
             Event().wait(pause_s)
         return after.members.get(self.rank) == self.processes.incarnation
 
-    def _joining(self, head: Head, generation: Generation) -> dict[int, int]:
+    def _joining(self, head: Head) -> dict[int, int]:
         """Return the processes that take the places of lost ranks now, by rank: with the latest collective in them."""
-        lines = parse("joining", self.store.read(joining_key(generation)) if self.needed else b"", parse_joining)
+        lines = self._lines(joining_key(head.generation), int, int, int) if self.needed and head.phase == OPEN else []
         found = {rank: process for rank, process, collective in lines if collective == head.collective}
         return {rank: process for rank, process in found.items() if not self.processes.is_gone(rank, process)}
 
@@ -324,7 +325,7 @@ class StoreMembership:
             self._closed.set()
             with suppress(RuntimeError, TransportError):  # the store is gone, and so are they
                 line = json.dumps([self.rank, self.processes.incarnation, why, finished]) + "\n"
-                call_store(lambda: self.store.connection.append("departed", line), rank=self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
+                call_store(lambda: self.store.connection.append(DEPARTED, line), rank=self.rank)  # type: ignore[attr-defined]  # torch's stub is behind
 
     def close(self) -> None:
         """End the watcher, and count as gone; call it after `depart`, twice if you like. The store still answers."""
@@ -338,14 +339,13 @@ class StoreMembership:
             self._watcher = None
         self.processes.close()
 
-    def _departures(self, generation: Generation) -> list[Loss]:
-        """Return the members of `generation` that said that they leave."""
-        departed = parse("departures", self.store.read("departed"), parse_departures)
-        return [loss for loss, process in departed if generation.members.get(loss.rank) == process]
-
     def arrivals(self, key: str) -> dict[int, Arrival]:
         """Return the ranks that have come, from the lines under `key`."""
-        return parse(key, self.store.read(key), parse_arrivals)
+        return {rank: Arrival(step, what) for rank, step, what in self._lines(key, int, int, str)}
+
+    def _lines(self, key: str, *kinds: type) -> list[list[Any]]:
+        """Return the fields of the lines under `key`, which are of these kinds."""
+        return parse(key, self.store.read(key), lambda text: parse_lines(text, *kinds))
 
     def arrive(self, key: str, step: int, what: str = "") -> None:
         """Add this rank to those that have come, under `key`."""

@@ -14,7 +14,6 @@ import torch
 from failing_ranks import joined, model_of, one_step
 
 import commrt
-from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import PeerLost, Place, TransportError
 from commrt.runtime.collectives import Sums
 from commrt.runtime.executor import BoundProgram
@@ -168,8 +167,7 @@ def connecting_in_vain(tell, timeout_s, times):
     """Kill rank 3 and let rank 1 fail to connect `times` times; return if replicas are equal after two more steps."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    elastic, left = make_elastic(world), iter(range(times))
-    connect = elastic.reconnect_options.connect
+    left, connect = iter(range(times)), world.reconnect_options.connect
 
     def unlucky(*where):
         if next(left, None) is not None:
@@ -177,7 +175,7 @@ def connecting_in_vain(tell, timeout_s, times):
         return connect(*where)
 
     if world.rank == 1:
-        elastic.reconnect_options = elastic.reconnect_options._replace(connect=unlucky)
+        world.reconnect_options = world.reconnect_options._replace(connect=unlucky)
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     for step in (1, 2):
