@@ -37,6 +37,7 @@ from commrt.runtime.world import World
 from commrt.store.client import start_call
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
+from commrt.transport.protocol import CPU
 
 T = TypeVar("T")
 ATTEMPTS = 5
@@ -183,7 +184,7 @@ class ElasticMembership(Membership):
         transport, members, options = self._transport, generation.connected, self.reconnect_options
         if options is not None and len(members) > 1 and not self._is_broken:
             connect_host = partial(options.connect, generation.number, members, transport.timeout_s)
-            transport.replace_host(self._unless_lost(members, connect_host))
+            transport.add(CPU, self._unless_lost(members, connect_host))
             for device in transport.gpus:
                 connect_gpu = partial(self._connect_gpu, f"generation {generation.number}", device, members)
                 transport.add(device, self._unless_lost(members, connect_gpu))
