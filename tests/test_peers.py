@@ -305,7 +305,7 @@ def test_abort_from_another_thread_ends_a_meeting():
         buffers = group.buffers(ODD)
         bound, first = group.bound(direct.all_reduce(2), buffers, 0), group.transports[0]
         future = group.pool.submit(bound.run, NOW)
-        wait_until(lambda: int(group.transports[1]._neighbours.words(0).inbox) == 1)
+        wait_until(lambda: int(group.transports[1]._neighbours.inbox(0)) == 1)
         first.abort()
         with pytest.raises(TransportClosed):
             future.result(10)

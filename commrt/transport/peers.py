@@ -101,11 +101,11 @@ class PeersTransport(NcclTransport):
         One that `looks` fails if an exchange before it, by other means, has been given up.
         """
         self._require_open(hop)
-        number, words = next(self._numbers), [self._neighbours.words(peer) for peer in ranks]
+        number = next(self._numbers)
         bound = self._meetings[number] = _Bound(hop, ranks, first)
         plan = MeetingPlan(
-            [word.outbox for word in words],
-            [word.inbox for word in words],
+            [self._neighbours.outbox(peer) for peer in ranks],
+            [self._neighbours.inbox(peer) for peer in ranks],
             [self._begins[peer] for peer in ranks],
             ranks,
             [meeting.needs.get(peer, 0) for peer in ranks],
@@ -145,7 +145,6 @@ class PeersTransport(NcclTransport):
             else:
                 self._queue(graph.replay, group, tag)
 
-        self._keep(graph, replay)
         return replay
 
     def _note(self, meetings: Sequence[_Bound], tag: Tag, hop: int) -> None:
