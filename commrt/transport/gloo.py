@@ -30,8 +30,6 @@ from commrt.threads.deadline import now_s
 from commrt.transport.protocol import CPU, EndLoan, Exchange, P2PGroup, Tag, Transport, require_cpu, split_self
 from commrt.transport.shared import SharedTransport
 
-MEDIUM = "Gloo"
-
 UNUSED_TAG = (1 << 31) - 1
 """The largest of Gloo's tags, which torch passes as a signed int: nobody sends with it; see `GlooTransport.close`."""
 POLL = timedelta(milliseconds=1)
@@ -94,7 +92,7 @@ class GlooTransport(Transport):
         return cast("ProcessGroupGloo", self._gloo)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        require_cpu(device, MEDIUM)
+        require_cpu(device)
         return super().allocate(numel, dtype)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
@@ -115,7 +113,7 @@ class GlooTransport(Transport):
         """Bind `group` so that a run only starts its transfers, and returns the function that waits for them."""
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*rest.sends, *rest.recvs):
-            require_cpu(message.data.device, MEDIUM)
+            require_cpu(message.data.device)
         transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data, _ in rest.recvs]
         transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data, _ in rest.sends]
 

@@ -171,10 +171,10 @@ def point(target: Tensor, memory: Tensor) -> None:
     target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
 
 
-def require_cpu(device: torch.device, medium: str) -> None:
-    """Raise `UsageError` if `medium` cannot reach `device`."""
+def require_cpu(device: torch.device) -> None:
+    """Raise `UsageError` for a `device` that a transport of host memory cannot reach."""
     if device.type != "cpu":
-        raise UsageError(f"{medium} moves CPU tensors, not those on {device}: move them to the CPU")
+        raise UsageError(f"this transport moves CPU tensors, not those on {device}: move them to the CPU")
 
 
 def split_self(group: P2PGroup, rank: int, members: Sequence[int]) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:

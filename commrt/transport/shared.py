@@ -39,9 +39,6 @@ from commrt.transport.protocol import (
     split_self,
 )
 
-MEDIUM = "shared memory"
-
-
 Where = Callable[..., Place]
 """(peer, nbytes) -> the place of a transfer of a group."""
 
@@ -154,7 +151,7 @@ class SharedTransport(Transport):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in memory from which sends need no copy on this side."""
-        require_cpu(device, MEDIUM)
+        require_cpu(device)
         return self._arena.allocate(numel, dtype)
 
     def bind(self, group: P2PGroup) -> Exchange:
@@ -298,5 +295,5 @@ def _close(channels: Iterable[Channel]) -> None:
 
 
 def _on_cpu(data: Tensor) -> Tensor:
-    require_cpu(data.device, MEDIUM)
+    require_cpu(data.device)
     return data.detach() if data.requires_grad else data  # the very tensor, which may be set to other memory
