@@ -212,9 +212,7 @@ class NcclTransport(Transport):
 
     def _require_device(self, device: torch.device) -> None:
         if device != self.device:
-            raise UsageError(
-                f"this communicator moves tensors on {self.device}, not those on {device}: move them there"
-            )
+            raise UsageError(f"this transport moves tensors on {self.device}, not those on {device}: move them there")
 
     def _explained(self, error: Exception, pending: Pending) -> TransportError:
         """Return the reason for an error of NCCL, which only says that a group has ended."""
@@ -237,8 +235,6 @@ class NcclTransport(Transport):
 
     def _check(self) -> None:
         """Abort the communicator if something has failed or is late; called by the watchdog."""
-        if self._closed or self._failure is not None:
-            return
         try:
             while self._pending and self._pending[0].is_over:
                 self._pending.popleft()
