@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from itertools import dropwhile, islice
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -81,11 +82,9 @@ def untraced(kind: type[T]) -> type[T]:
     frames = sys.modules["torch"]._C._dynamo.eval_frame  # noqa: SLF001  # torch.compiler.disable takes seconds to import
     if hasattr(frames, "set_code_exec_strategy"):  # torch 2.6 has none
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
+        file = sys.modules[kind.__module__].__file__
         for method in vars(kind).values():
-            if (
-                isinstance(method, FunctionType)
-                and method.__code__.co_filename == sys.modules[kind.__module__].__file__
-            ):
+            if isinstance(method, FunctionType) and method.__code__.co_filename == file:
                 frames.set_code_exec_strategy(method.__code__, skip)
     return kind
 
@@ -103,18 +102,13 @@ class _Finder:
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action
-        self._is_asking = False  # another one of the same name, as after a reload, would ask back for ever
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return None for all modules but one; see ``importlib.abc.MetaPathFinder``."""
-        if name != self._name or self._is_asking:
+        if name != self._name:
             return None
-        self._is_asking = True
-        try:
-            found = (finder.find_spec(name, path, target) for finder in tuple(sys.meta_path) if finder is not self)
-            spec = next((spec for spec in found if spec is not None), None)
-        finally:
-            self._is_asking = False
+        behind = islice(dropwhile(lambda finder: finder is not self, tuple(sys.meta_path)), 1, None)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in behind)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -45,6 +45,6 @@ class MeetingPlan(NamedTuple):
     last: int
     """How far `counts` move at the end of a program; 0 in all meetings but the last."""
     number: int
-    """Tells meetings apart in errors."""
+    """Says in errors which meeting of a program it was."""
     looks: bool = False
     """True if the host may have given up what comes before: then nothing is told."""

@@ -120,7 +120,7 @@ def test_a_liveness_listener_goes_on_after_any_bytes(said):
 @given(said=FILES)
 @example(said=b"")
 @example(said=b"\1\0\0\0")
-def test_connections_with_the_name_but_without_the_password_are_closed(said):
+def test_connections_from_sockets_without_the_name_of_a_rank_are_closed(said):
     """Names in the abstract namespace are for all on the host to read."""
     store = HashStore()
     ends, strangers = {}, []
@@ -131,10 +131,10 @@ def test_connections_with_the_name_but_without_the_password_are_closed(said):
     first = threading.Thread(target=rank, args=(0,))
     first.start()
     store.wait(["record/0"])
-    name, _ = json.loads(store.get("record/0"))
-    for _ in range(3):
-        line = channel._socket()
-        line.connect(channel._address(name))
+    (secret,) = json.loads(store.get("record/0"))
+    for name in ("", "\0stranger", channel._name(bytes(16), 0)):
+        line = channel._socket(name)
+        line.connect(channel._name(bytes.fromhex(secret)))
         with suppress(OSError):
             line.send(said)
         strangers.append(line)

@@ -58,7 +58,7 @@ def test_a_charter_is_one_or_is_refused_in_words(said):
 @example(b'["00", "zz"]')
 @example(b'[22809, null, "0"]')
 def test_a_foreign_record_is_understood_or_is_refused_in_words(said):
-    for read in (connection._parse_start, channel._parse_call, nccl_communicator._parse_info):
+    for read in (connection._parse_start, channel._parse_secret, nccl_communicator._parse_info):
         met(gather, planted("record/1", said), 0, [1], None, 1.0, read)
 
 
@@ -100,7 +100,7 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     met(diagnose, store, 0, 2, PeerLost("gone", Place(0, 1)))
     departures = ShutdownNotices(store, 0)
     departures.left_early({1: 1})
-    departures._question.exception(5.0)
+    departures._reading.exception(5.0)
     departures.left_early({1: 1})
     met(request_state, said[:99].decode(errors="replace"), 1, 0.5, 0.5)
 

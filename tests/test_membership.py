@@ -542,9 +542,7 @@ def test_a_replacement_is_refused_where_all_others_have_finished():
 
 def test_gpus_connect_without_a_silent_member():
     membership, asked = object.__new__(ElasticMembership), []
-    membership._transport = SimpleNamespace(
-        rank=0, gpus=["cuda:0"], timeout_s=LONG_S, replace_host=list, add=lambda *_: None
-    )
+    membership._transport = SimpleNamespace(rank=0, gpus=["cuda:0"], timeout_s=LONG_S, add=lambda *_: None)
     membership._world = SimpleNamespace(
         reconnect_options=SimpleNamespace(connect=lambda _, ranks, __: asked.append(ranks) or ()),
         connect_gpu=lambda _, __, ranks: asked.append(ranks),

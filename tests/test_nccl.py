@@ -270,7 +270,7 @@ def test_a_gpu_that_failed_is_the_next_exchanges_error(queued, monkeypatch):
 
 
 def test_closing_on_a_gpu_that_failed_says_so_and_frees_the_communicator(queued, monkeypatch):
-    queued.transport._watchdog.stop()
+    queued.transport._freeing.set()
     monkeypatch.setattr(queued.queue, "record_event", lambda: SimpleNamespace(query=failing, synchronize=failing))
     swap(queued.transport)(NOW)
     with pytest.raises(TransportError, match="illegal memory access"):
@@ -374,7 +374,7 @@ def test_no_more_exchanges_are_queued_than_nccl_has_room_for(queued, monkeypatch
 
 def test_a_stream_that_something_else_holds_up_is_waited_for_until_the_deadline(queued, monkeypatch):
     monkeypatch.setattr(transport_module, "FREE_S", 0.1)
-    queued.transport._watchdog.stop()
+    queued.transport._freeing.set()
     queued.transport.timeout_s = 0.2
     swap(queued.transport)(NOW)
     with pytest.raises(DeadlineExceeded, match="held up by something else"):
@@ -382,8 +382,8 @@ def test_a_stream_that_something_else_holds_up_is_waited_for_until_the_deadline(
 
 
 def test_a_rank_0_without_an_id_is_named_by_the_others_at_once():
-    first, second = two(HashStore(), 2, rank0=but(get_unique_id=lambda: tuple(range(128))))
-    assert isinstance(first, UsageError)
+    first, second = two(HashStore(), 2, rank0=but(get_unique_id=failing))
+    assert isinstance(first, RuntimeError)
     assert isinstance(second, PeerLost)
     assert "rank 0 could not make a communicator" in str(second)
 
@@ -430,7 +430,7 @@ def test_ranks_that_do_not_come_are_named():
 def test_ranks_with_different_versions_of_nccl_are_told_so():
     for error in two(HashStore(), 2, rank1=but(get_version=lambda: 23007)):
         assert isinstance(error, DisagreementError)
-        assert "rank 1 runs NCCL 23007 and rank 0 NCCL 22809" in str(error)
+        assert "rank 1 disagrees with rank 0 about the version of NCCL: '2.30.7' against '2.28.9'" in str(error)
 
 
 def test_two_ranks_on_one_gpu_are_told_so(monkeypatch):
@@ -446,11 +446,6 @@ def test_two_ranks_may_share_a_gpu_where_nccl_allows_it(monkeypatch):
     newer = but(get_version=lambda: 23003)
     for transport in two(HashStore(), 2, rank0=newer, rank1=newer):
         transport.abort()
-
-
-def test_a_binding_of_an_older_cupy_is_refused():
-    with pytest.raises(UsageError, match="this CuPy is older than 14"):
-        NcclTransport(HashStore(), 0, range(1), 2.0, CPU, but(get_unique_id=lambda: tuple(range(128))))
 
 
 @pytest.mark.parametrize(

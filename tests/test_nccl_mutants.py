@@ -63,7 +63,11 @@ MUTANTS = {
     "the others not told": (nccl, "self._notices.announce(None)", "pass"),
     "the others not asked": (nccl, "self._lost_peer(pending.counts, pending.tag, pending.group.hop) if", "None if"),
     "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
-    "an id of each rank's own": (nccl_communicator, "bytes.fromhex(infos[members[0]].unique_id)", "_new_id(binding)"),
+    "an id of each rank's own": (
+        nccl_communicator,
+        "bytes.fromhex(infos[members[0]].unique_id)",
+        "binding.get_unique_id()",
+    ),
     "a rank of another": (nccl_communicator, "unique_id, members.index(rank))", "unique_id, 0)"),
 }
 

@@ -112,7 +112,7 @@ class Ranks:
         for transport in self.transports:
             for peer, count in transport._begins.items():
                 count.fill_(NEAR_WRAP)
-                transport._neighbours.words(peer).inbox.fill_(NEAR_WRAP)
+                transport._neighbours.inbox(peer).fill_(NEAR_WRAP)
 
     def share(self, name):
         """Let all read a new buffer of each rank."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
@@ -309,18 +310,21 @@ def test_a_rank_that_left_while_the_others_came_is_lost():
         SharedTransport(store, 1, range(2), PATIENT_S)
 
 
-def test_connections_with_a_wrong_greeting_are_ignored():
+def test_connections_from_other_sockets_are_ignored():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         zero = pool.submit(SharedTransport, store, 0, range(2), PATIENT_S)
         store.wait(["record/0"], timedelta(seconds=PATIENT_S))
-        name, _ = json.loads(store.get("record/0"))
-        for greeting in (b"", channel.RANK.pack(1) + bytes(channel.PASSWORD_NBYTES), b"hello"):
-            with channel._socket() as stranger:
-                stranger.connect(channel._address(name))
-                stranger.send(greeting)
-        silent = channel._socket()
-        silent.connect(channel._address(name))
+        (secret,) = json.loads(store.get("record/0"))
+        listening = channel._name(bytes.fromhex(secret))
+        for name in ("", channel._name(bytes(channel.SECRET_NBYTES), 0)):
+            with channel._socket(name) as stranger:
+                stranger.connect(listening)
+                stranger.send(b"hello")
+        silent = channel._socket("")
+        silent.connect(listening)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as thief, pytest.raises(OSError, match="in use"):
+            thief.bind(listening)
         one = pool.submit(SharedTransport, store, 1, range(2), PATIENT_S)
         pair = zero.result(), one.result()
         silent.close()

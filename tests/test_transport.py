@@ -158,7 +158,7 @@ def test_a_closed_transport_of_nccl_is_not_watched_any_more():
     transports = over_nccl(HashStore(), 2, 10.0)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(NcclTransport.close, transports))
-    assert [transport._watchdog._stopped.is_set() for transport in transports] == [True, True]
+    assert [transport._freeing.is_set() for transport in transports] == [True, True]
 
 
 def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():

@@ -27,7 +27,7 @@ from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.buckets.engine import KEPT, Engine, Span
 from commrt.buckets.gradient_bucket import ReadyOrder
-from commrt.elastic.elastic_membership import make_elastic
+from commrt.elastic.elastic_membership import LOOK_S, make_elastic
 from commrt.errors import UsageError
 from commrt.program import member_program
 from commrt.runtime.executor import BoundProgram, bind

@@ -37,6 +37,7 @@ from commrt.runtime.world import World
 from commrt.store.client import start_call
 from commrt.threads.comm_thread import RecoveredError
 from commrt.threads.future import Future
+from commrt.transport.protocol import CPU
 
 T = TypeVar("T")
 ATTEMPTS = 5
@@ -172,7 +173,7 @@ class ElasticMembership(Membership):
         if options is not None and len(members) > 1 and transport.rank in members:
             following = self.on_store.next_member(members)
             connect_host = partial(options.connect, generation.number, members, transport.timeout_s)
-            transport.replace_host(self.wait_for(start_call(connect_host), following))
+            transport.add(CPU, self.wait_for(start_call(connect_host), following))
             for device in transport.gpus:
                 connect_gpu = partial(self._world.connect_gpu, f"generation {generation.number}", device, members)
                 transport.add(device, self.wait_for(start_call(connect_gpu), following))

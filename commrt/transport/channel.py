@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sockets and shared memory between the ranks of one host: how ranks connect, and what they tell each other.
 
-To connect, each rank listens for higher ranks and calls lower ones. Addresses are random names in Linux's abstract
-namespace, so no file is left behind. They are on the store together with a password, because everybody on the host
-can read the names from ``/proc/net/unix``.
+To connect, each rank listens for higher ranks and calls lower ones. Its sockets have names in Linux's abstract
+namespace, so no file is left behind. A name is a hash of a secret, which is on the store only, and of the rank that is
+called. So a caller is known by the name of its socket: a name can be read from ``/proc/net/unix`` while it is in use,
+but nobody else can guess it before, or take it then.
 
 Packets, which arrive whole and in order::
 
-    S number                          map my segment of this number (its descriptor comes along)
-    O call number, offset, nbytes     I offer these bytes, for the call of this number
+    O call number, offset, nbytes     I offer these bytes of a segment, whose descriptor comes along first
     M call bytes                      a small message itself, which needs no answer
     T count                           I have copied this many of your offers, in order
     R nbytes                          your next offer is refused: I expect this many bytes
@@ -23,17 +23,16 @@ import array
 import mmap
 import os
 import secrets
-import select
 import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from hashlib import sha256
 from itertools import count
-from math import ceil
 from threading import Lock
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +43,7 @@ from commrt.store.agreement import gather
 from commrt.store.client import parse_list, require
 from commrt.threads.deadline import clock
 
-RANK = struct.Struct("<I")
-PASSWORD_NBYTES = 16
+SECRET_NBYTES = 16
 NUMBER = struct.Struct("<cQ")
 OFFER = struct.Struct("<QQQ")
 CALL = struct.Struct("<cI")
@@ -57,35 +55,26 @@ DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
     """Return a socket to each other member; raises `DeadlineExceeded`, and `PeerLost` for a rank that came and left."""
-    deadline = clock.now_s() + timeout_s
-    higher = [peer for peer in members if peer > rank]
-    sockets: dict[int, socket.socket] = {}
-    name, password = secrets.token_hex(16), secrets.token_bytes(PASSWORD_NBYTES)
-    try:
-        with _socket() as listener:
-            listener.bind(_address(name))
-            listener.listen(socket.SOMAXCONN)  # other programs may call too
-            calls = gather(store, rank, members, [name, password.hex()], timeout_s, _parse_call)
-            for peer in (peer for peer in members if peer < rank):
-                sockets[peer] = _call(rank, peer, *calls[peer])
-            sockets.update(_callers(listener, password, higher, deadline))
-        if missing := [peer for peer in higher if peer not in sockets]:
+    deadline, own = clock.now_s() + timeout_s, secrets.token_bytes(SECRET_NBYTES)
+    with ExitStack() as opened, _socket(_name(own)) as listener:
+        listener.listen(socket.SOMAXCONN)  # other programs may call too
+        others = gather(store, rank, members, [own.hex()], timeout_s, _parse_secret)
+        sockets = {peer: opened.enter_context(_call(rank, peer, own, others[peer])) for peer in members if peer < rank}
+        callers = {_name(others[peer], rank): peer for peer in members if peer > rank}
+        sockets |= {peer: opened.enter_context(end) for peer, end in _accepted(listener, callers, deadline)}
+        if missing := [*callers.values()]:
             what = f"ranks {missing} came and did not connect within {timeout_s:g} s: look at their output"
-            raise DeadlineExceeded(what, Place(rank, missing[0]))  # noqa: TRY301  # all sockets are closed below
-    except BaseException:
-        for end in sockets.values():
-            end.close()
-        raise
+            raise DeadlineExceeded(what, Place(rank, missing[0]))
+        opened.pop_all()
     return sockets
 
 
-def _call(rank: int, peer: int, name: str, password: bytes) -> socket.socket:
+def _call(rank: int, peer: int, own: bytes, theirs: bytes) -> socket.socket:
     """Connect to a rank that listens; the kernel accepts the call even if that process is busy."""
-    end = _socket()
+    end = _socket(_name(own, peer))
     try:
         end.setblocking(False)  # the listener's queue has room for all ranks
-        end.connect(_address(name))
-        end.send(RANK.pack(rank) + password)
+        end.connect(_name(theirs))
     except OSError as error:
         end.close()
         what = "the peer listens no more: it failed while the world was starting; look at its own output"
@@ -93,54 +82,35 @@ def _call(rank: int, peer: int, name: str, password: bytes) -> socket.socket:
     return end
 
 
-def _parse_call(data: bytes) -> tuple[str, bytes]:
-    name, password = parse_list(data, 2)
-    require(len(name) == 2 * PASSWORD_NBYTES and bytes.fromhex(name))
-    return name, bytes.fromhex(password)
+def _parse_secret(data: bytes) -> bytes:
+    secret = bytes.fromhex(*parse_list(data, 1))
+    require(len(secret) == SECRET_NBYTES)
+    return secret
 
 
-def _callers(
-    listener: socket.socket, password: bytes, expected: Collection[int], deadline: float
+def _accepted(
+    listener: socket.socket, callers: dict[bytes, int], deadline: float
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Yield peers as they call, until all have or the deadline is over; hang up on callers without the password."""
-    unidentified: dict[int, socket.socket] = {}
-    poller = select.poll()
-    poller.register(listener, select.POLLIN)
-    come = 0
-    while come < len(expected) and (left_s := deadline - clock.now_s()) > 0:
-        for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000)):
-            if fd == listener.fileno():
-                end = listener.accept()[0]
-                end.setblocking(False)
-                unidentified[end.fileno()] = end
-                poller.register(end, select.POLLIN)
-                continue
-            end = unidentified.pop(fd)
-            poller.unregister(fd)
-            if (caller := _identify(end, password)) in expected and caller is not None:
-                come += 1
-                yield caller, end
+    """Yield `callers`, by name, as they call, and remove them, until the deadline is over; hang up on all others."""
+    while callers and (left_s := deadline - clock.now_s()) > 0:
+        listener.settimeout(min(left_s, clock.slice_s))
+        with suppress(TimeoutError):
+            end, name = listener.accept()
+            if name in callers:
+                yield callers.pop(name), end
             else:
                 end.close()
-    for end in unidentified.values():
-        end.close()
 
 
-def _identify(end: socket.socket, password: bytes) -> int | None:
-    try:
-        data = end.recv(RANK.size + len(password))
-    except OSError:
-        return None
-    known = secrets.compare_digest(data[RANK.size :], password)
-    return int(RANK.unpack_from(data)[0]) if known else None
+def _socket(name: bytes) -> socket.socket:
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end.bind(name)
+    return end
 
 
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _address(name: str) -> str:
-    return f"\0commrt-{name}"
+def _name(secret: bytes, called: int | None = None) -> bytes:
+    """Return the name of the socket with which the rank of `secret` calls the rank `called`, or listens."""
+    return b"\0commrt-" + sha256(secret + str(called).encode()).hexdigest().encode()
 
 
 class Offer(NamedTuple):
@@ -153,8 +123,13 @@ class Offer(NamedTuple):
     message: memoryview | None = None
 
 
-Packet = tuple[Literal[b"O", b"M"], bytes | memoryview]
-"""An offer or a small message, without the number of its call."""
+class Packet(NamedTuple):
+    """A small message, or an offer of bytes in a segment; without the number of its call."""
+
+    content: bytes | memoryview
+    segment: Segment | None = None
+    nbytes: int = 0
+    """How many are offered."""
 
 
 class Channel:
@@ -162,30 +137,32 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
+        weakref.finalize(self, end.close)
         self._socket = end
         self.fd = end.fileno()
         self.is_open = True
         """False once the peer sends no more."""
-        self.untaken = 0
-        """Number of our offers that the peer has yet to copy."""
+        self.untaken: deque[int] = deque()
+        """Bytes of each of our offers that the peer has yet to copy."""
         self.offers: deque[Offer] = deque()
         """What the peer sent and we have yet to receive."""
         self.expected_nbytes: int | None = None
         """Size that the peer expects instead of our oldest offer, if it refused that."""
-        self.unsent: deque[tuple[bytes, list[int]]] = deque()
+        self.unsent: deque[tuple[bytes, Sequence[int]]] = deque()
         """Packets with descriptors, which wait until the socket can be written to."""
         self._announced: set[int] = set()  # numbers of our segments that the peer maps
         self._mapped: dict[int, mmap.mmap] = {}  # the peer's segments
 
-    def post(self, segments: Iterable[Segment], packets: Iterable[Packet], offers: int, call: int) -> None:
-        """Send `packets`, of which so many are `offers` of bytes in `segments`, which the peer comes to map."""
-        for segment in segments:
-            if segment.number not in self._announced:
-                self._announced.add(segment.number)
-                self._send(NUMBER.pack(b"S", segment.number), [segment.fd])
-        self.untaken += offers
-        for kind, content in packets:
-            self._send(b"".join((CALL.pack(kind, call), content)))
+    def post(self, packets: Iterable[Packet], call: int) -> None:
+        """Send `packets` for `call`; the peer comes to map the segments in which bytes are offered."""
+        for content, segment, nbytes in packets:
+            fds = []
+            if segment is not None:
+                self.untaken.append(nbytes)
+                if segment.number not in self._announced:
+                    self._announced.add(segment.number)
+                    fds.append(segment.fd)
+            self._send(b"".join((CALL.pack(b"M" if segment is None else b"O", call), content)), fds)
 
     def forget(self, number: int) -> None:
         """Let the peer unmap our freed segment `number`."""
@@ -207,7 +184,7 @@ class Channel:
         self._send(NUMBER.pack(b"R", nbytes))
 
     def _send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
-        self.unsent.append((packet, list(fds)))
+        self.unsent.append((packet, fds))
         if len(self.unsent) == 1:
             self.flush()
 
@@ -237,21 +214,24 @@ class Channel:
             self.offers.append(Offer(CALL.unpack_from(packet)[1], len(message), message=message))
         elif packet[:1] == b"O":
             number, offset, nbytes = OFFER.unpack_from(packet, CALL.size)
+            for *_, fds in extra:
+                self._map(number, *array.array("i", fds))
             self.offers.append(Offer(CALL.unpack_from(packet)[1], nbytes, number, offset))
         elif packet:
-            kind, number = NUMBER.unpack(packet)
-            self._apply(kind, number, [fd for _, _, data in extra for fd in array.array("i", data)])
+            self._apply(*NUMBER.unpack(packet))
         else:
             self.is_open = False
 
-    def _apply(self, kind: bytes, number: int, fds: Sequence[int]) -> None:
+    def _map(self, number: int, fd: int) -> None:
+        try:
+            self._mapped[number] = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+
+    def _apply(self, kind: bytes, number: int) -> None:
         if kind == b"T":
-            self.untaken -= number
-        elif kind == b"S":
-            try:
-                self._mapped[number] = mmap.mmap(fds[0], 0)
-            finally:
-                os.close(fds[0])
+            for _ in range(number):
+                self.untaken.popleft()
         elif kind == b"F":
             del self._mapped[number]
         elif kind == b"R":

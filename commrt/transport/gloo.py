@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -30,11 +31,9 @@ from commrt.threads.deadline import clock
 from commrt.transport.protocol import CPU, EndLoan, Exchange, P2PGroup, Tag, Transport, require_cpu, split_self
 from commrt.transport.shared import SharedTransport
 
-MEDIUM = "Gloo"
-
 UNUSED_TAG = (1 << 31) - 1
 """The largest of Gloo's tags, which torch passes as a signed int: nobody sends with it; see `GlooTransport.close`."""
-POLL = timedelta(milliseconds=1)
+POLL_S = 0.001
 """How long a failed group asks each of its other transfers for its result."""
 
 
@@ -72,13 +71,9 @@ class GlooTransport(Transport):
         self._received = {peer: count() for peer in members}
         self._lazy, self._gloo = lazy, cast("Any", None)
         place, ranks = members.index(rank), len(members)
-        options: Any = timedelta(seconds=timeout_s)  # only without options does torch read GLOO_SOCKET_IFNAME
-        if address or lazy:
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
-            options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-            options._devices = [_device(address, lazy)]  # noqa: SLF001
+        how = timeout_s, address, lazy
         try:
-            self._gloo = call_store(lambda: ProcessGroupGloo(store, place, ranks, options), timeout_s)
+            self._gloo = call_store(lambda: ProcessGroupGloo(store, place, ranks, _options(*how)), timeout_s)
         except (RuntimeError, TransportError) as error:
             raise TransportError(
                 f"not all {ranks} ranks connected within {timeout_s:g} s: start all of them, with the same "
@@ -94,7 +89,7 @@ class GlooTransport(Transport):
         return cast("ProcessGroupGloo", self._gloo)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        require_cpu(device, MEDIUM)
+        require_cpu(device)
         return super().allocate(numel, dtype)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
@@ -115,55 +110,52 @@ class GlooTransport(Transport):
         """Bind `group` so that a run only starts its transfers, and returns the function that waits for them."""
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*rest.sends, *rest.recvs):
-            require_cpu(message.data.device, MEDIUM)
+            require_cpu(message.data.device)
         transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data, _ in rest.recvs]
         transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data, _ in rest.sends]
+        return partial(self._start, transfers, copies, rest.hop)
 
-        def start(tag: Tag) -> Callable[[], None]:
-            place = tag.place(self.rank, rest.hop)
-            if self._gloo is None:
-                raise TransportClosed("the transport was closed", place)
-            for source, target in copies:
-                target.copy_(source)
-            return self._start(transfers, place, tag.call)
-
-        return start
-
-    def _start(self, transfers: list[_Transfer], place: Place, call: int) -> Callable[[], None]:
-        works: list[Work] = []
+    def _start(
+        self, transfers: Sequence[_Transfer], copies: Sequence[tuple[Tensor, Tensor]], hop: int, tag: Tag
+    ) -> Callable[[], None]:
+        place = tag.place(self.rank, hop)
+        if self._gloo is None:
+            raise TransportClosed("the transport was closed", place)
+        for source, target in copies:
+            target.copy_(source)
+        begun, failed = list[tuple[_Transfer, Work]](), list[tuple[_Transfer, Exception]]()
         deadline = clock.now_s() + self.timeout_s
 
         def finish() -> None:
-            try:
-                for work in works:
-                    work.wait(timedelta(seconds=max(deadline - clock.now_s(), 0.001)))
-            except RuntimeError as error:
-                raise self._explained(error, transfers, works, place) from error
+            for transfer, work in begun:
+                left_s = (
+                    0.0 if failed else deadline - clock.now_s()
+                )  # after a failure, only whether others have failed too
+                try:
+                    work.wait(timedelta(seconds=max(left_s, POLL_S)))
+                except RuntimeError as error:
+                    failed.append((transfer, error.with_traceback(None)))  # which would keep `begun` alive
+            if failed:
+                raise self._explained(failed, place) from failed[0][1]
 
-        try:
-            for peer, data, is_send, numbers in transfers:
-                tag = (next(numbers) * 0x9E3779B1 ^ data.nbytes ^ call) % UNUSED_TAG
-                works.append(self.post(data, peer, tag, is_send=is_send))
-        except (RuntimeError, TransportClosed) as error:
-            raise self._explained(error, transfers, works, place) from error
+        for transfer in transfers:
+            number = (next(transfer.numbers) * 0x9E3779B1 ^ transfer.data.nbytes ^ tag.call) % UNUSED_TAG
+            try:
+                begun.append((transfer, self.post(transfer.data, transfer.peer, number, is_send=transfer.is_send)))
+            except (RuntimeError, TransportClosed) as error:
+                failed.append((transfer, error.with_traceback(None)))
+                finish()  # raises
         return finish
 
-    def _explained(
-        self, error: Exception, transfers: list[_Transfer], works: list[Work], place: Place
-    ) -> TransportError:
+    def _explained(self, failed: Sequence[tuple[_Transfer, Exception]], place: Place) -> TransportError:
         """Return the error that names the peer: of a broken connection if there is one, otherwise of a late rank."""
-        failed = [(each, state) for each, work in zip(transfers, works, strict=False) if (state := _state(work))]
-        if len(works) < len(transfers):  # the error came from starting the next one
-            failed.append((transfers[len(works)], error))
-        broken = [pair for pair in failed if not _is_late(pair[1])]
-        transfer, state = (broken or failed or [(transfers[0], error)])[0]
+        transfer, error = next((each for each in failed if not _is_late(each[1])), failed[0])
         place = replace(place, peer=transfer.peer, nbytes=transfer.data.nbytes)
         if self._gloo is None:
             return TransportClosed("this rank gave the transport up during the transfer", place)
-        if not _is_late(state):
-            return PeerLost(
-                "the connection to the peer broke: its process ended or gave up; look at its own output", place
-            )
+        if not _is_late(error):
+            what = "the connection to the peer broke: its process ended or gave up; look at its own output"
+            return PeerLost(what, place)
         peers = sorted({each.peer for each, _ in failed})
         what = f"no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped, or running another program"
         return DeadlineExceeded(what, place)
@@ -179,7 +171,7 @@ class GlooTransport(Transport):
         for place, peer in enumerate(self.members if gloo is not None and not self._lazy else ()):
             if peer != self.rank:
                 with suppress(RuntimeError):
-                    gloo.recv([torch.empty(1, device=CPU)], place, UNUSED_TAG).wait(POLL)
+                    gloo.recv([torch.empty(1, device=CPU)], place, UNUSED_TAG).wait(timedelta(seconds=POLL_S))
 
     abort = close
 
@@ -254,23 +246,20 @@ class HierarchicalTransport(Transport):
         self._remote.abort()
 
 
-def _device(address: str | None, lazy: bool) -> Any:
-    """Return what Gloo listens on: `address`, or its own choice. Early versions of torch (2.6) connect all at once."""
+def _options(timeout_s: float, address: str | None, lazy: bool) -> Any:
+    """Return Gloo's options, with what it listens on: `address`, or its own choice."""
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
+    # Early versions of torch (2.6) connect all at once.
     how: Any = {"lazy_init": True} if lazy and "lazy_init" in str(ProcessGroupGloo.create_device.__doc__) else {}
     if address:
-        return ProcessGroupGloo.create_device(hostname=address, **how)
-    if interface := variable("GLOO_SOCKET_IFNAME"):
-        return ProcessGroupGloo.create_device(interface=interface, **how)
-    return ProcessGroupGloo.create_default_device(**how)
-
-
-def _state(work: Work) -> Exception | None:
-    """Return the error of a transfer, or None if it is complete."""
-    try:
-        work.wait(POLL)
-    except RuntimeError as error:
-        return error
-    return None
+        devices = [ProcessGroupGloo.create_device(hostname=address, **how)]
+    elif interfaces := variable("GLOO_SOCKET_IFNAME"):
+        devices = [ProcessGroupGloo.create_device(interface=each, **how) for each in interfaces.split(",")]
+    else:
+        devices = [ProcessGroupGloo.create_default_device(**how)]
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    options._devices, options._threads = devices, 2 * len(devices)  # noqa: SLF001  # as torch without options
+    return options
 
 
 def _is_late(error: Exception) -> bool:

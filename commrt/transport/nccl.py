@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from commrt.store.client import start_call
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import clock
 from commrt.threads.future import DONE, Future, StreamEvent, streams_of
-from commrt.transport.nccl_communicator import Binding, Communicator, ShutdownNotices, Watchdog, create, load, uncut
+from commrt.transport.nccl_communicator import Binding, Communicator, ShutdownNotices, create, load, uncut, watch
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
 
 READ_NOTICES_S = 0.1
@@ -49,8 +48,7 @@ BUSY_S = 0.2
 
 CAPTURE = Tag(-1, "graph")
 """In errors, for a group that is being captured."""
-Graphs = list["weakref.finalize[[], Any]"]
-"""Functions that free graphs of a communicator. Each is also called when its graph is not used any more."""
+Graphs = weakref.WeakSet["torch.cuda.CUDAGraph"]
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +110,10 @@ class NcclTransport(Transport):
         self._raised = False  # whether a caller has got the failure
         self._closed = self._capturing = False
         self._communicator = create(store, rank, members, timeout_s, self.device, self._streams, self._nccl)
-        self._graphs: Graphs = []
+        self._graphs = Graphs()
         """To be freed before the communicator, which waits for them."""
-        self._watchdog = Watchdog(self._check, self._streams.use)
-        self._abandon = weakref.finalize(self, _abandon, self._watchdog, self._in_use, self._graphs, self._communicator)
+        self._freeing = watch(self._check, self._streams.use)
+        self._abandon = weakref.finalize(self, _abandon, self._freeing, self._in_use, self._graphs, self._communicator)
         release_in_forked_child(self)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -188,7 +186,8 @@ class NcclTransport(Transport):
         try:
             with self._in_use:
                 self._require_open(group.hop)
-                graph = self._streams.capture(work)
+                if (graph := self._streams.capture(work)) is not None:
+                    self._graphs.add(graph)
         except (RuntimeError, KeyError) as error:
             if self._failure is not None or self._closed:
                 raise self._explained(error, pending) from error
@@ -202,13 +201,7 @@ class NcclTransport(Transport):
             self._require_open(group.hop, tag)
             self._queue(graph.replay, group, tag)
 
-        self._keep(graph, replay)
         return replay
-
-    def _keep(self, graph: torch.cuda.CUDAGraph, replay: Exchange) -> None:
-        """Keep `graph` as long as the function `replay` exists, which replays it."""
-        self._graphs[:] = [each for each in self._graphs if each.alive]
-        self._graphs.append(weakref.finalize(replay, graph.reset))
 
     def _require_open(self, hop: int, tag: Tag | None = None) -> None:
         if self._failure is not None:
@@ -219,9 +212,7 @@ class NcclTransport(Transport):
 
     def _require_device(self, device: torch.device) -> None:
         if device != self.device:
-            raise UsageError(
-                f"this communicator moves tensors on {self.device}, not those on {device}: move them there"
-            )
+            raise UsageError(f"this transport moves tensors on {self.device}, not those on {device}: move them there")
 
     def _explained(self, error: Exception, pending: Pending) -> TransportError:
         """Return the reason for an error of NCCL, which only says that a group has ended."""
@@ -244,20 +235,15 @@ class NcclTransport(Transport):
 
     def _check(self) -> None:
         """Abort the communicator if something has failed or is late; called by the watchdog."""
-        if self._closed or self._failure is not None:
-            return
         try:
             while self._pending and self._pending[0].is_over:
                 self._pending.popleft()
             failure = self._find_failure()
         except (RuntimeError, KeyError) as error:
             what = f"the GPU or NCCL failed ({error}): look at the output of all ranks"
-            failure = TransportError(what, self._oldest())
+            failure = TransportError(what, self._place(self._pending[0]) if self._pending else Place(self.rank))
         if failure is not None and self._fail(failure) and self._on_failure is not None:
             self._on_failure(failure)
-
-    def _oldest(self) -> Place:
-        return self._place(self._pending[0]) if self._pending else Place(self.rank)
 
     def _find_failure(self) -> TransportError | None:
         """Return why what is queued cannot complete, if that is known; raises NCCL's own errors."""
@@ -299,7 +285,7 @@ class NcclTransport(Transport):
 
     def _may_free(self) -> bool:
         """Stop the watchdog; return True for the first caller only, since a communicator is freed once."""
-        self._watchdog.stop()
+        self._freeing.set()
         return self._abandon.detach() is not None
 
     def wait(self) -> None:
@@ -317,7 +303,8 @@ class NcclTransport(Transport):
                     raise DeadlineExceeded(HELD_UP, self._place(pending))
                 sleep(POLL_S)
         except RuntimeError as error:
-            self._fail(TransportError(f"the GPU failed ({error}): look at the output of all ranks", self._oldest()))
+            what = f"the GPU failed ({error}): look at the output of all ranks"
+            self._fail(TransportError(what, self._place(pending)))
 
     def close(self) -> None:
         """Wait until all queued groups are complete, then free the communicator, even after an error."""
@@ -346,14 +333,14 @@ class NcclTransport(Transport):
 
 
 def _abandon(
-    watchdog: Watchdog, in_use: threading.Lock, graphs: Graphs, communicator: Communicator
+    freeing: threading.Event, in_use: threading.Lock, graphs: Graphs, communicator: Communicator
 ) -> Future[None] | None:
     """Abort the communicator of a transport that was collected, before CuPy frees it and waits for other ranks.
 
     Whoever happens to collect may hold what an abort waits for, so a thread of its own aborts. At the end of the
     interpreter nobody holds anything, and no thread can be started (Python 3.12).
     """
-    watchdog.stop()
+    freeing.set()
     if threading.main_thread().is_alive():
         return start_call(lambda: _abort(in_use, graphs, communicator))
     _free(graphs)
@@ -362,8 +349,8 @@ def _abandon(
 
 
 def _free(graphs: Graphs) -> None:
-    for free in graphs:
-        free()
+    for graph in tuple(graphs):
+        graph.reset()
 
 
 def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:

@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations
 from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakMethod
@@ -22,9 +21,9 @@ from weakref import WeakMethod
 import torch
 from torch.distributed import Store
 
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
 from commrt.program import MOST_MESSAGES, joined
-from commrt.store.agreement import gather
+from commrt.store.agreement import find_disagreement, gather
 from commrt.store.client import (
     MALFORMED,
     call_store,
@@ -109,12 +108,14 @@ def create(
     made, failure = "", None
     if rank == members[0]:
         try:
-            made = _new_id(binding).hex()
+            made = binding.get_unique_id().hex()
         except Exception as error:  # the others must learn of it
             failure = error
     own = _RankInfo(binding.get_version(), _gpu(device), made)
     infos = gather(store, rank, members, own, timeout_s, _parse_info)
-    _require_one_version(infos)
+    claims = {peer: {"the version of NCCL": named(info.nccl)} for peer, info in infos.items()}
+    if mismatch := find_disagreement("connect", claims):
+        raise mismatch
     _require_a_gpu_each(infos)
     if failure is not None:
         raise failure
@@ -160,59 +161,35 @@ def _parse_info(data: bytes) -> _RankInfo:
     return _RankInfo(parse_int(nccl), gpu, unique_id)
 
 
-def _require_one_version(infos: Mapping[int, _RankInfo]) -> None:
-    first = next(iter(infos))
-    for rank, info in infos.items():
-        if info.nccl != infos[first].nccl:
-            raise DisagreementError(
-                f"rank {rank} runs NCCL {info.nccl} and rank {first} NCCL {infos[first].nccl}: install the same one "
-                "everywhere"
-            )
-
-
 def _require_a_gpu_each(infos: Mapping[int, _RankInfo]) -> None:
     if next(iter(infos.values())).nccl >= SHARES_GPUS and variable("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
-    for (one, first), (other, second) in combinations(infos.items(), 2):
-        if first.gpu is not None and first.gpu == second.gpu:
+    owners: dict[str, int] = {}
+    for rank, info in infos.items():
+        if info.gpu is not None and (owner := owners.setdefault(info.gpu, rank)) != rank:
             raise UsageError(
-                f"ranks {one} and {other} chose the same GPU, {first.gpu}: move each model to its rank's world.device "
+                f"ranks {owner} and {rank} chose the same GPU, {info.gpu}: move each model to its rank's world.device "
                 "before it is attached"
             )
 
 
-def _new_id(binding: Binding) -> bytes:
-    unique_id = binding.get_unique_id()
-    if not isinstance(unique_id, bytes):
-        raise UsageError(
-            "this CuPy is older than 14, whose ids of communicators differ: pip install 'cupy-cuda13x>=14'"
-        )
-    return unique_id
+def watch(check: Callable[[], None], begin: Callable[[], None]) -> threading.Event:
+    """Call `begin`, then the method `check` every `CHECK_INTERVAL_S`, on a thread, until its object is collected.
 
-
-class Watchdog:
-    """A thread that calls the method `check` every `CHECK_INTERVAL_S` until `stop`, or until its object is collected.
-
-    It calls `begin` first, once.
+    Returns the event that ends it too; a check that is running goes on.
     """
+    method, stopped = WeakMethod(check), threading.Event()
+    threading.Thread(target=_watch, args=(method, begin, stopped), name="commrt-watchdog", daemon=True).start()
+    return stopped
 
-    def __init__(self, check: Callable[[], None], begin: Callable[[], None]) -> None:
-        self._check, self._begin = WeakMethod(check), begin
-        self._stopped = threading.Event()
-        threading.Thread(target=self._watch, name="commrt-watchdog", daemon=True).start()
 
-    def _watch(self) -> None:
-        self._begin()
-        while not self._stopped.wait(CHECK_INTERVAL_S):
-            check = self._check()
-            if check is None:
-                return
-            check()
-            del check  # or its object would live until the next check
-
-    def stop(self) -> None:
-        """Start no further check; one that is running goes on."""
-        self._stopped.set()
+def _watch(method: WeakMethod[Callable[[], None]], begin: Callable[[], None], stopped: threading.Event) -> None:
+    begin()
+    while not stopped.wait(CHECK_INTERVAL_S):
+        if (check := method()) is None:
+            return
+        check()
+        del check  # or its object would live until the next check
 
 
 Counts = dict[int, int] | None
@@ -230,40 +207,32 @@ class ShutdownNotices:
         self._known: dict[int, Counts] = {}
         self._asked: set[int] = set()
         """Peers that were asked about since the last read began: the next one covers them all."""
-        self._question: Future[dict[int, Counts]] | None = None
+        self._reading: Future[None] | None = None
         self._next_read_s = 0.0
 
-    def announce(self, counts: Mapping[int, int] | None) -> None:
-        """Tell the others that this rank shuts down; `counts` is None if it gives up. Waits for 2 s at most."""
-        data = json.dumps(None if counts is None else {str(peer): count for peer, count in counts.items()})
+    def announce(self, counts: Counts) -> None:
+        """Tell the others that this rank shuts down. Waits for 2 s at most."""
         with suppress(RuntimeError, TransportError):  # the store is gone, and the other ranks with it
-            call_store(lambda: self._store.set(f"left/{self._rank}", data))
+            call_store(lambda: self._store.set(f"left/{self._rank}", json.dumps(counts)))
 
     def left_early(self, begun: Mapping[int, int]) -> int | None:
         """Return a peer that is known to have left without its part in what was `begun` with it; None if none has.
 
         Never waits: another thread reads the store.
         """
-        known = self._known_of(begun)
-        early = (peer for peer, counts in known.items() if counts is None or counts.get(self._rank, 0) < begun[peer])
-        return next(early, None)
+        self._asked.update(begun)
+        if (self._reading is None or self._reading.done()) and clock.now_s() >= self._next_read_s:
+            self._next_read_s = clock.now_s() + READ_INTERVAL_S
+            asked, self._asked = self._asked, set()
+            self._reading = start_call(lambda: self._read(asked))
+        known = ((peer, self._known[peer]) for peer in begun if peer in self._known)
+        return next((peer for peer, counts in known if counts is None or counts.get(self._rank, 0) < begun[peer]), None)
 
-    def _known_of(self, peers: Collection[int]) -> dict[int, Counts]:
-        self._asked.update(peers)
-        if self._question is None:
-            if clock.now_s() >= self._next_read_s:
-                self._next_read_s = clock.now_s() + READ_INTERVAL_S
-                asked, self._asked = self._asked, set()
-                self._question = start_call(lambda: self._read(asked))
-        elif self._question.done():
-            with suppress(RuntimeError, *MALFORMED):  # a malformed notice is none
-                self._known |= self._question.result()
-            self._question = None
-        return {peer: self._known[peer] for peer in peers if peer in self._known}
-
-    def _read(self, peers: Collection[int]) -> dict[int, Counts]:
-        keys = {peer: f"left/{peer}" for peer in peers}
-        return {peer: _parse_counts(self._store.get(key)) for peer, key in keys.items() if self._store.check([key])}
+    def _read(self, peers: Collection[int]) -> None:
+        for peer in peers:
+            if self._store.check([key := f"left/{peer}"]):
+                with suppress(*MALFORMED):  # a malformed notice is none
+                    self._known[peer] = _parse_counts(self._store.get(key))
 
 
 def _parse_counts(data: bytes) -> Counts:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 from weakref import finalize
 
 import torch
@@ -27,8 +27,6 @@ from commrt.kernels.dispatch import on_gpu
 from commrt.kernels.meeting import MeetingPlan
 from commrt.store.agreement import gather
 from commrt.store.client import call_store, parse_int, parse_list, require
-
-T = TypeVar("T")
 
 WORD_NBYTES = 128
 """A word has a cache line for itself."""
@@ -109,14 +107,6 @@ class PeerMemory:
         torch.cuda.synchronize(self._device)
 
 
-class Words(NamedTuple):
-    """What a rank and one peer tell each other: int32 [1] each."""
-
-    outbox: Tensor
-    """In the peer's memory."""
-    inbox: Tensor
-
-
 class _Page(NamedTuple):
     """What a rank tells the others of its page."""
 
@@ -170,13 +160,13 @@ class Neighbours:
         except RuntimeError as error:
             verdict = f"the memory of rank {self.rank} cannot be mapped ({error})"
         own = _Page(host, handle, nonce)
-        pages = self._gather("pages", self.members, own, timeout_s, _parse_page)
+        pages = gather(PrefixStore("pages", store), rank, members, own, timeout_s, _parse_page)
         there = {peer: page for peer, page in pages.items() if page.host == host and peer != self.rank}
         try:
             self._pages = {peer: self._opened_page(page) for peer, page in there.items() if page.handle}
         except RuntimeError as error:
             verdict = f"rank {self.rank} cannot map the memory of another rank ({error})"
-        verdicts = self._gather("verdicts", self.members, verdict, timeout_s, _parse_verdict)
+        verdicts = gather(PrefixStore("verdicts", store), rank, members, verdict, timeout_s, _parse_verdict)
         self.refusal = next((verdicts[peer] for peer in sorted([*there, rank]) if verdicts[peer]), "")
         self.ranks: Sequence[int] = sorted(there)
         """The others, in ascending order."""
@@ -190,14 +180,13 @@ class Neighbours:
             raise RuntimeError("its page shows other numbers than it has written")
         return opened
 
-    def _gather(
-        self, what: str, members: Sequence[int], record: object, timeout_s: float, read: Callable[[bytes], T]
-    ) -> dict[int, T]:
-        return gather(PrefixStore(what, self._store), self.rank, members, record, timeout_s, read)
+    def outbox(self, peer: int) -> Tensor:
+        """Return what this rank tells `peer`: int32 [1] in the memory of that."""
+        return self._word(self._pages[peer], self.rank)
 
-    def words(self, peer: int) -> Words:
-        """Return what this rank and `peer` tell each other."""
-        return Words(self._word(self._pages[peer], self.rank), self._word(self._page, peer))
+    def inbox(self, peer: int) -> Tensor:
+        """Return what `peer` tells this rank: int32 [1]."""
+        return self._word(self._page, peer)
 
     def _word(self, page: Any, rank: int) -> Tensor:
         begin = self.members.index(rank) * WORD_NBYTES
@@ -244,7 +233,8 @@ class Neighbours:
         self._shares += 1
         own = [self._place(buffer) for buffer in buffers]
         here = sorted([self.rank, *self.ranks])  # a rank that is alone on its host shares nothing
-        shared = self._gather(f"share {self._shares}", here, own, timeout_s, _parse_places)
+        store = PrefixStore(f"share {self._shares}", self._store)
+        shared = gather(store, self.rank, here, own, timeout_s, _parse_places)
         for peer in self.ranks:
             if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
                 raise SizeMismatch(f"rank {peer} shares buffers of other sizes: start all ranks with the same code")

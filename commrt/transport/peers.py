@@ -11,10 +11,8 @@ kernel tells anything any more.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -34,15 +32,9 @@ from commrt.transport.protocol import Exchange, P2PGroup, Tag, Window
 _log = logging.getLogger("commrt")
 LINGER_S = 1.0
 """Time for the peers to unmap the memory of this rank before it is freed."""
+BEGUN_KEPT = 4096
+"""Programs whose tags are remembered: more than a GPU has queued."""
 WHY_NOT = "slow, stopped, waiting for another rank, or running another program"
-
-
-@dataclass(slots=True, eq=False)
-class _Bound:
-    hop: int
-    ranks: Sequence[int]
-    begins: bool
-    tag: Tag = CAPTURE
 
 
 class PeersTransport(NcclTransport):
@@ -63,16 +55,15 @@ class PeersTransport(NcclTransport):
         on_failure: Callable[[TransportError], None] | None = None,
     ) -> None:
         self._neighbours, self._memory = neighbours, neighbours.memory
-        self._numbers = count()
-        self._meetings: dict[int, _Bound] = {}  # by number, as long as it is bound
-        self._captured: list[_Bound] = []  # meetings of the graph that is being captured
+        self._begun = deque([(0, CAPTURE)], BEGUN_KEPT)
+        """(number, tag) of each program that was queued, the latest last."""
+        self._captured: list[Sequence[int]] = []
+        """For each program of the graph that is being captured, the ranks that it meets."""
         self._host = self._memory.host_words(len(HOST_WORDS))
         self._words = self._host.numpy()
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
         self._begins = {peer: torch.zeros(1, dtype=torch.int32, device=device) for peer in neighbours.ranks}
         """By peer, int32 [1]: see `MeetingPlan.counts`."""
-        self._queued = 0  # programs
-        self._latest = CAPTURE
         self._stalled: tuple[int, float] = 0, 0.0  # how many had ended, and since when no other has
         self._is_unmapped = False
         super().__init__(store, neighbours.rank, neighbours.members, timeout_s, device, binding, on_failure)
@@ -101,11 +92,10 @@ class PeersTransport(NcclTransport):
         One that `looks` fails if an exchange before it, by other means, has been given up.
         """
         self._require_open(hop)
-        number, words = next(self._numbers), [self._neighbours.words(peer) for peer in ranks]
-        bound = self._meetings[number] = _Bound(hop, ranks, first)
+        begun = [ranks] if first else []
         plan = MeetingPlan(
-            [word.outbox for word in words],
-            [word.inbox for word in words],
+            [self._neighbours.outbox(peer) for peer in ranks],
+            [self._neighbours.inbox(peer) for peer in ranks],
             [self._begins[peer] for peer in ranks],
             ranks,
             [meeting.needs.get(peer, 0) for peer in ranks],
@@ -113,19 +103,18 @@ class PeersTransport(NcclTransport):
             self._host,
             meeting.position,
             meeting.position if last else 0,
-            number,
+            hop,
             looks,
         )
         launch = self._memory.meet(plan)
 
         def meet(tag: Tag) -> None:
             if self._capturing:
-                self._captured.append(bound)
+                self._captured += begun
             else:
-                self._note([bound], tag, hop)
+                self._note(begun, tag, hop)
             launch()
 
-        finalize(meet, self._meetings.pop, number)
         return meet
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
@@ -145,19 +134,17 @@ class PeersTransport(NcclTransport):
             else:
                 self._queue(graph.replay, group, tag)
 
-        self._keep(graph, replay)
         return replay
 
-    def _note(self, meetings: Sequence[_Bound], tag: Tag, hop: int) -> None:
+    def _note(self, begun: Sequence[Sequence[int]], tag: Tag, hop: int) -> None:
+        """Note that programs begin, given the ranks that each meets; raises an error of those before them."""
         self._note_failure()
         self._require_open(hop, tag)
-        for bound in meetings:
-            bound.tag = self._latest = tag
-            if bound.begins:
-                self._words[TIMEOUT_NS] = int(min(self.timeout_s, 1e9) * 1e9)
-                self._queued += 1
-                for peer in bound.ranks:
-                    self._counts[peer] += 1
+        for ranks in begun:
+            self._words[TIMEOUT_NS] = int(min(self.timeout_s, 1e9) * 1e9)
+            self._begun.append((self._begun[-1][0] + 1, tag))
+            for peer in ranks:
+                self._counts[peer] += 1
 
     def _note_failure(self) -> None:
         if (failure := self._failed_meeting()) is not None:
@@ -169,19 +156,20 @@ class PeersTransport(NcclTransport):
     def _failed_meeting(self) -> TransportError | None:
         if not (word := int(self._words[FAILED])):
             return None
-        number, peer = divmod(word - 1, PLACES)
-        bound = self._meetings.get(number, _Bound(0, (), begins=False, tag=self._latest))
+        hop, peer = divmod(word - 1, PLACES)
+        latest, ended = self._begun[-1], self._words[ENDED]  # programs end in order
+        _, tag = next((each for each in tuple(self._begun) if each[0] > ended), latest)
         what = f"rank {peer} did not come within {self.timeout_s:g} s, or gave up: {WHY_NOT}"
-        return DeadlineExceeded(what, bound.tag.place(self.rank, bound.hop, peer))
+        return DeadlineExceeded(what, tag.place(self.rank, hop, peer))
 
     def _stalled_meeting(self) -> TransportError | None:
         """Return the error for a peer that left without its part in what is queued; looked up if nothing moves."""
-        ended, since_s = self._stalled
-        if ended != self._words[ENDED] or ended == self._queued:
+        (ended, since_s), (queued, latest) = self._stalled, self._begun[-1]
+        if ended != self._words[ENDED] or ended == queued:
             self._stalled = int(self._words[ENDED]), clock.now_s()
         elif clock.now_s() - since_s > READ_NOTICES_S:
             begun = {peer: self._counts[peer] for peer in self._neighbours.ranks}
-            return self._lost_peer(begun, self._latest, 0)
+            return self._lost_peer(begun, latest, 0)
         return None
 
     def _give_up(self) -> None:
@@ -192,7 +180,7 @@ class PeersTransport(NcclTransport):
         """Wait for what is queued on this thread's stream."""
         if self._failure is None:
             end = self._streams.record_event()
-            self._wait_for(Pending(P2PGroup([], []), self._latest, clock.now_s(), self.timeout_s, {}, end))
+            self._wait_for(Pending(P2PGroup([], []), self._begun[-1][1], clock.now_s(), self.timeout_s, {}, end))
         self._note_failure()
         super().wait()
 

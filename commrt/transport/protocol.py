@@ -171,10 +171,10 @@ def point(target: Tensor, memory: Tensor) -> None:
     target.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
 
 
-def require_cpu(device: torch.device, medium: str) -> None:
-    """Raise `UsageError` if `medium` cannot reach `device`."""
+def require_cpu(device: torch.device) -> None:
+    """Raise `UsageError` for a `device` that a transport of host memory cannot reach."""
     if device.type != "cpu":
-        raise UsageError(f"{medium} moves CPU tensors, not those on {device}: move them to the CPU")
+        raise UsageError(f"this transport moves CPU tensors, not those on {device}: move them to the CPU")
 
 
 def split_self(group: P2PGroup, rank: int, members: Sequence[int]) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:
@@ -204,30 +204,25 @@ class TransportByDevice(Transport):
     """
 
     def __init__(self, host: Transport) -> None:
-        self.rank, self.ranks = host.rank, len(host.members)
-        self._timeout_s = host.timeout_s
-        self.gpus: dict[torch.device, Transport] = {}
-        self._use(host)
-
-    def _use(self, host: Transport) -> None:
-        self._host, self.members = host, host.members
-        self.one_host, self.can_move_receives = host.one_host, host.can_move_receives
-        self.kind = " and ".join(transport.kind for transport in self._all())
-
-    def replace_host(self, host: Transport) -> None:
-        """Use `host` for tensors in host memory from now on, and close its predecessor; bound groups stay bound."""
-        host.timeout_s, before = self._timeout_s, self._host
-        self._use(host)
-        before.close()
+        self.rank, self.ranks, self._timeout_s = host.rank, len(host.members), host.timeout_s
+        self._by_device: dict[torch.device, Transport] = {}
+        self.add(CPU, host)
 
     def add(self, device: torch.device, transport: Transport) -> None:
-        """Use `transport` for tensors on `device` from now on, and close its predecessor."""
-        before = self.gpus.get(device)
-        self.gpus[device] = transport
-        self._use(self._host)
+        """Use `transport` for tensors on `device` from now on, and close its predecessor; bound groups stay bound."""
+        before, transport.timeout_s = self._by_device.get(device), self._timeout_s
+        self._by_device[device] = transport
+        host = self._by_device[CPU]
+        self.members, self.one_host, self.can_move_receives = host.members, host.one_host, host.can_move_receives
+        self.kind = " and ".join(each.kind for each in reversed(self._by_device.values()))
         if before is not None:
             with suppress(TransportError):  # it was raised, or nobody waits for it any more
                 before.close()
+
+    @property
+    def gpus(self) -> list[torch.device]:
+        """Those of this rank that have a transport."""
+        return [device for device in self._by_device if device != CPU]
 
     def require_no_other(self, device: torch.device) -> None:
         """Raise `UsageError` if another GPU than `device` has a transport."""
@@ -237,7 +232,7 @@ class TransportByDevice(Transport):
 
     def reaches(self, device: torch.device) -> bool:
         """Return True if a transport can move tensors on `device`, or none is needed."""
-        return device.type != "cuda" or device in self.gpus or self.ranks == 1
+        return device.type != "cuda" or device in self._by_device or self.ranks == 1
 
     @property
     def timeout_s(self) -> float:
@@ -247,7 +242,7 @@ class TransportByDevice(Transport):
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._timeout_s = seconds
-        for transport in self._all():
+        for transport in self._by_device.values():
             transport.timeout_s = seconds
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
@@ -271,28 +266,25 @@ class TransportByDevice(Transport):
                 f"no transport for tensors on {device} yet: call world.connect({str(device)!r}) on every rank first, "
                 "or attach() a model on that device"
             )
-        return self.gpus.get(device, self._host)
+        return self._by_device.get(device, self._by_device[CPU])
 
     def wait(self) -> None:
-        for transport in self.gpus.values():
+        for transport in self._by_device.values():
             transport.wait()
 
     def close(self) -> None:
         """Close all transports, and raise the error of one."""
         with ExitStack() as stack:
-            for transport in reversed(self._all()):
+            for transport in self._by_device.values():
                 stack.callback(transport.close)
 
     def abort(self) -> None:
-        for transport in self._all():
+        for transport in self._by_device.values():
             transport.abort()
 
     def abort_host(self) -> None:
         """End what waits in host memory only; transports of GPUs keep the error that no call has raised yet."""
-        self._host.abort()
-
-    def _all(self) -> tuple[Transport, ...]:
-        return (*self.gpus.values(), self._host)
+        self._by_device[CPU].abort()
 
 
 def _device(group: P2PGroup) -> torch.device:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from operator import methodcaller
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeM
 from commrt.store.client import MALFORMED, call_store
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import clock
-from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, Segment, aligned, connect
+from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, aligned, connect
 from commrt.transport.protocol import (
     CPU,
     EndLoan,
@@ -39,9 +38,6 @@ from commrt.transport.protocol import (
     split_self,
 )
 
-MEDIUM = "shared memory"
-
-
 Where = Callable[..., Place]
 """(peer, nbytes) -> the place of a transfer of a group."""
 
@@ -53,10 +49,6 @@ class _PeerExchange:
     peer: int
     channel: Channel
     packets: Sequence[Packet]
-    offered: Sequence[int]
-    """[offers] the bytes of each."""
-    segments: frozenset[Segment]
-    """Segments that hold them."""
     targets: Sequence[Tensor]
     originals: Sequence[Tensor] | None
     """[receives] the same memory, if a receive may be the peer's memory until `return_borrowed`; None if it may not."""
@@ -70,7 +62,7 @@ class _PeerExchange:
     def begin(self, call: int) -> None:
         """Make all offers, and send all small messages."""
         self.received, self.call, self.lent = 0, call, self.originals is not None
-        self.channel.post(self.segments, self.packets, len(self.offered), call)
+        self.channel.post(self.packets, call)
 
     def progress(self, where: Where) -> bool:
         """Read a packet and receive what can be received; return True if all is complete, in a loan all receives."""
@@ -103,7 +95,7 @@ class _PeerExchange:
         """Return how the two ends differ; tell the peer."""
         place, expected = self.place(where), self.channel.expected_nbytes
         if expected is not None:
-            own = [*self._untaken, "other"][0]
+            own = [*self.channel.untaken, "other"][0]
             what = f"this rank sends {own} bytes and the peer expects {expected}"
         elif self.channel.offers[0].call != self.call:
             what = "the peer makes another call: make the same calls in the same order on every rank"
@@ -124,11 +116,7 @@ class _PeerExchange:
     def place(self, where: Where) -> Place:
         """Return the place of the first transfer that is not complete, in a group at `where`."""
         sizes = [target.nbytes for target in self.targets[self.received :]]
-        return where(self.peer, [*sizes, *self._untaken, 0][0])
-
-    @property
-    def _untaken(self) -> Sequence[int]:
-        return self.offered[len(self.offered) - self.channel.untaken :]
+        return where(self.peer, [*sizes, *self.channel.untaken, 0][0])
 
 
 class SharedTransport(Transport):
@@ -150,11 +138,10 @@ class SharedTransport(Transport):
         ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s, rank)
         self._channels = {peer: Channel(end) for peer, end in ends.items()}
         release_in_forked_child(self)
-        finalize(self, _close, tuple(self._channels.values()))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in memory from which sends need no copy on this side."""
-        require_cpu(device, MEDIUM)
+        require_cpu(device)
         return self._arena.allocate(numel, dtype)
 
     def bind(self, group: P2PGroup) -> Exchange:
@@ -194,18 +181,17 @@ class SharedTransport(Transport):
 
     def _exchanges(self, group: P2PGroup, memory: Sequence[Tensor]) -> Iterator[_PeerExchange]:
         for peer in dict.fromkeys(m.peer for m in (*group.sends, *group.recvs)):
-            packets, offered, segments = list[Packet](), list[int](), set[Segment]()
-            for data in (data for data, m in zip(memory, group.sends, strict=True) if m.peer == peer):
-                place = self._arena.find(data) if data.nbytes > SMALL_NBYTES else None
-                if place is None:
-                    packets.append((b"M", _on_cpu(data).view(torch.uint8).numpy().data))
-                else:
-                    packets.append((b"O", OFFER.pack(place[0].number, place[1], data.nbytes)))
-                    offered.append(data.nbytes)
-                    segments.add(place[0])
+            packets = [self._packet(data) for data, m in zip(memory, group.sends, strict=True) if m.peer == peer]
             targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
             originals = [target.detach() for target in targets] if group.reads else None
-            yield _PeerExchange(peer, self._channels[peer], packets, offered, frozenset(segments), targets, originals)
+            yield _PeerExchange(peer, self._channels[peer], packets, targets, originals)
+
+    def _packet(self, data: Tensor) -> Packet:
+        """Return the small message `data`, or an offer of it from the segment that it lies in."""
+        if data.nbytes <= SMALL_NBYTES or (place := self._arena.find(data)) is None:
+            return Packet(_on_cpu(data).view(torch.uint8).numpy().data)
+        segment, offset = place
+        return Packet(OFFER.pack(segment.number, offset, data.nbytes), segment, data.nbytes)
 
     def _require_open(self, where: Where) -> None:
         if self._closed:
@@ -266,7 +252,8 @@ class SharedTransport(Transport):
     def close(self) -> None:
         """End all connections; peers that wait for this rank raise `PeerLost` at once. Allocated memory stays."""
         self._closed = True
-        _close(self._channels.values())
+        for channel in self._channels.values():
+            channel.close()
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
@@ -292,11 +279,6 @@ def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
     return [fd for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000))] if left_s > 0 else []
 
 
-def _close(channels: Iterable[Channel]) -> None:
-    for channel in channels:
-        channel.close()
-
-
 def _on_cpu(data: Tensor) -> Tensor:
-    require_cpu(data.device, MEDIUM)
+    require_cpu(data.device)
     return data.detach() if data.requires_grad else data  # the very tensor, which may be set to other memory

@@ -84,6 +84,8 @@ class RecordedGraph:
         for call in callbacks:
             call()
 
+    __del__ = reset
+
 
 class _Thread(threading.local):
     """What a thread has begun."""
