@@ -219,29 +219,28 @@ def _messages_us(src: IntArray, dst: IntArray, cluster: Cluster, ranks: int) -> 
 
 def _busiest_link(src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks: Seconds, cluster: Cluster) -> Seconds:
     """Return [transfers] the seconds per byte of a chunk, for all that passes the busiest link of each path."""
-    far = np.where(near, 0.0, chunks)
-    inside = np.where(near, chunks, 0.0)
-    port_s = _shared(src, dst, inside, 1, cluster.within.gbytes_per_s * 1e9)
-    bus_s = _shared(src, dst, inside, cluster.gpus_per_node, cluster.bus_bytes_per_s)
-    cards_s = _shared(src, dst, far, 1, cluster.rank_bytes_per_s)
-    node_s = _shared(src, dst, far, cluster.gpus_per_node, cluster.node_bytes_per_s)
-    slowest = np.where(near, np.maximum(port_s, bus_s), np.maximum(cards_s, node_s))
-    if cluster.racks is None:
-        return slowest
-    group = cluster.racks.nodes * cluster.gpus_per_node
-    leaves = src // group != dst // group
-    rack_s = _shared(src, dst, np.where(leaves, chunks, 0.0), group, cluster.rack_bytes_per_s)
-    return np.where(leaves, np.maximum(slowest, rack_s), slowest)
+    node = cluster.gpus_per_node
+    rack = node if cluster.racks is None else node * cluster.racks.nodes
+    links = [
+        (near, 1, cluster.within.gbytes_per_s * 1e9),
+        (near, node, cluster.bus_bytes_per_s),
+        (~near, 1, cluster.rank_bytes_per_s),
+        (~near, node, cluster.node_bytes_per_s),
+        (src // rack != dst // rack, rack, cluster.rack_bytes_per_s),
+    ]
+    slowest: Seconds = np.maximum.reduce([_shared(src, dst, chunks, *link) for link in links])
+    return slowest
 
 
-def _shared(src: IntArray, dst: IntArray, load: Seconds, group: int, bytes_per_s: float) -> Seconds:
-    """Return [transfers] the time of the busier one of two ports: the sender's group's and the receiver's group's."""
-    if bytes_per_s == inf or not load.any():
-        return np.zeros(len(load))
-    sender, receiver = src // group, dst // group
+def _shared(
+    src: IntArray, dst: IntArray, chunks: Seconds, passes: NDArray[np.bool_], group: int, bytes_per_s: float
+) -> Seconds:
+    """Return [transfers] the time of the busier port, of the sender's group and the receiver's, for what `passes`."""
+    if bytes_per_s == inf or not passes.any():
+        return np.zeros(len(chunks))
+    sender, receiver, load = src // group, dst // group, np.where(passes, chunks, 0.0)
     leaving, coming = np.bincount(sender, load), np.bincount(receiver, load)
-    busier: Seconds = np.maximum(leaving[sender], coming[receiver]) / bytes_per_s
-    return busier
+    return np.where(passes, np.maximum(leaving[sender], coming[receiver]) / bytes_per_s, 0.0)
 
 
 def all_reduce_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:
