@@ -135,16 +135,12 @@ class _Pattern:
     """Chunks of the largest message."""
     groups_s: dict[float, float]
     """Time of further NCCL groups, by the most bytes of a message."""
-    even: tuple[float, float] | None = None
-    """Seconds of a step, and seconds per byte of a chunk, if all ranks that begin together also end together."""
 
     def play(self, clock_s: Seconds, chunk_nbytes: float, times: int) -> Seconds:
         """Return when each rank has finished `times` steps that follow each other, if it was ready at `clock_s`.
 
         Once a step takes all ranks equally long, every later one does: a common delay of all begins delays all ends.
         """
-        if self.even is not None and np.ptp(clock_s) == 0:
-            return clock_s + times * (self.even[0] + self.even[1] * chunk_nbytes + self._groups_s(chunk_nbytes))
         for played in range(1, times + 1):
             after_s = self._step(clock_s, chunk_nbytes)
             took_s = after_s - clock_s
@@ -189,8 +185,6 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
     s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
     adding_s_per_byte = add_s_per_byte * added
-    is_busy = all(np.bincount(ends, minlength=ranks).all() for ends in (src, dst))
-    is_even = is_busy and not any(np.ptp(column) for column in (latency_s, s_per_byte, adding_s_per_byte))
     return _Pattern(
         src=src,
         dst=dst,
@@ -200,7 +194,6 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
         adds=bool(added.any()),
         most_chunks=float(chunks.max(initial=0)),
         groups_s=_groups_s(step, ranks, cluster),
-        even=(float(latency_s[0]), float(s_per_byte[0] + adding_s_per_byte[0])) if is_even else None,
     )
 
 
