@@ -7,7 +7,7 @@ A message says what happened, what was expected, and what to do. `UsageError` is
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 
 class CommrtError(Exception):
@@ -43,8 +43,7 @@ class Place:
     nbytes: int | None = None
 
     def __str__(self) -> str:
-        known = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return ", ".join(f"{name} {value}" for name, value in known if value is not None)
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value is not None)
 
 
 class TransportError(CommrtError):

@@ -175,13 +175,13 @@ def test_uneven_parts_of_an_all_to_all_meet(narrow):
 REFUSED = [
     (
         lambda ask: ask.pieces("all_gather", torch.zeros(2), torch.zeros(5)),
-        r"float32\[5\].* for 2 ranks: it must have 2 times",
+        r"1 outputs of all_gather, float32\[5\].*: give 2 with as many elements, or one with 2 times as many",
     ),
     (
         lambda ask: ask.pieces("all_gather", torch.zeros(2), [torch.zeros(2)]),
-        "1 outputs of all_gather: give one for each",
+        r"1 outputs of all_gather, float32\[2\].*: give 2 with as many elements",
     ),
-    (lambda ask: ask.pieces("all_gather", torch.zeros(2), [torch.zeros(3)] * 2), "must have as many elements"),
+    (lambda ask: ask.pieces("all_gather", torch.zeros(2), [torch.zeros(3)] * 2), "give 2 with as many elements"),
     (lambda ask: ask.whole("broadcast", torch.zeros(2), of_root(2)), r"rank 2 cannot be the root.*one of 0..1"),
     (lambda ask: ask.pieces("scatter", torch.zeros(2), [torch.zeros(2).double()] * 2), "must have one dtype"),
     (

@@ -74,9 +74,9 @@ def test_a_replacement_with_another_transport_is_refused():
             UsageError,
             "number 1, and this process.* attaches its number",
         ),
-        (1, {"algorithm": "ring", "buffers": "none"}, DisagreementError, "in algorithm: 'ring' against 'backup'"),
-        (1, {"algorithm": "backup"}, DisagreementError, "in buffers: 'nothing' against 'none'"),
-        (1, {**CONFIG.claim, "more": "x"}, DisagreementError, "in more: 'x' against 'nothing'"),
+        (1, {"algorithm": "ring", "buffers": "none"}, DisagreementError, "about algorithm: 'ring' against 'backup'"),
+        (1, {"algorithm": "backup"}, DisagreementError, "about buffers: 'nothing' against 'none'"),
+        (1, {**CONFIG.claim, "more": "x"}, DisagreementError, "about more: 'x' against 'nothing'"),
     ],
 )
 def test_a_replacement_with_another_model_is_told_what_differs(model, claim, kind, says):
@@ -104,7 +104,8 @@ def test_a_replacement_cannot_call_collectives_before_it_is_admitted(call):
 
 def test_a_replacement_with_another_model_is_refused_before_it_contacts_a_rank():
     model = torch.nn.Linear(2, 2)
-    with replacement_world() as world, pytest.raises(DisagreementError, match="differs from the others in"):
+    said = "takes the place of rank 2: rank 2 disagrees with rank 0"
+    with replacement_world() as world, pytest.raises(DisagreementError, match=said):
         commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
 
 

@@ -26,8 +26,6 @@ from commrt.c10d.group import ProcessGroupWorld
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 from commrt.importing import NAME, untraced
 
-SHORTEST = timedelta(milliseconds=1)
-"""The timeout of a barrier for which 0 is given."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001  # of the calling thread
@@ -172,7 +170,7 @@ class Methods:
         """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
         opts, given = dist.BarrierOptions(), timeout if isinstance(timeout, timedelta | None) else timeout.timeout
         if given is not None and given >= timedelta(0):
-            opts.timeout = max(given, SHORTEST)
+            opts.timeout = max(given, timedelta(milliseconds=1))  # 0 would stand for the group's own
         try:
             self._begin(opts, self.group.requests.barrier()).wait()
         except DeadlineExceeded as late:

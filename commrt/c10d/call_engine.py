@@ -49,8 +49,6 @@ KEPT = 256
 """Plans that are kept, and programs: those used last."""
 NO_TIMEOUT = timedelta(0)
 """What torch passes where the caller gives none."""
-OUTSIDE = -1
-"""torch's number of the running backward pass, where there is none."""
 WORKS_KEPT = 0 if Version(torch.__version__) >= Version("2.9") else 32
 """Earlier versions of torch hold only the C++ half of a work, which then waits for ever: the newest are kept alive
 until somebody has waited for them."""
@@ -299,14 +297,11 @@ def _with_base(kind: Any) -> Any:
 
 
 def _reduced(error: CommrtError) -> tuple[Any, ...]:
-    """Return how to pickle `error`: its class is made here, so pickle cannot find it by its name."""
-    return _restored, (type(error).__base__, error.args, error.__dict__)
-
-
-def _restored(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(fields)
-    return as_dist_error(error)
+    """Return how to pickle `error`, as one of commrt: pickle cannot find a class that is made here by its name."""
+    kind: Any = type(error).__base__
+    plain = kind.__new__(kind)
+    plain.args, plain.__dict__ = error.args, error.__dict__
+    return as_dist_error, (plain,)
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
@@ -356,7 +351,7 @@ class GroupWork(Work, dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Do as `Work.get_future`. In a backward pass ``backward()`` raises the error too, which DDP would replace."""
         self._is_observed = True
-        if torch._C._current_graph_task_id() != OUTSIDE:  # noqa: SLF001
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # -1: no backward pass runs
             callback: Any = self.wait
             torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
         done = new_future(self._result)

@@ -17,7 +17,7 @@ from commrt.algorithms.parts import require_root
 from commrt.c10d.call_engine import Call, Kind, Piece
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
-from commrt.pricing.selection import WIRE_NBYTES, slots_of
+from commrt.pricing.selection import SUMS, WIRE_NBYTES, slots_of
 from commrt.runtime.collectives import is_expanded
 
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members
@@ -33,7 +33,6 @@ NAMES = {
     _OPS.BXOR: "xor",
 }
 """torch's operations, and what is combined for them."""
-COMBINING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 KEPT = 1024
 Pieces = Sequence[Tensor] | Tensor
 """A tensor for each rank, or one that holds the pieces of all."""
@@ -119,7 +118,7 @@ class CheckedCalls:
 
     def _call(self, collective: str, like: Tensor, put: Sequence[Tensor], taken: Sequence[Tensor], opts: Any) -> Call:
         _require_alike([like, *put, *taken])
-        op: Any = option(opts, "reduceOp", ReduceOp.SUM) if collective in COMBINING else None
+        op: Any = option(opts, "reduceOp", ReduceOp.SUM) if collective in SUMS else None
         wire_dtype = torch.uint8 if op is None else like.dtype
         copies: list[tuple[Tensor, Tensor]] = []
         outputs = [*map(_row, taken, repeat(wire_dtype), repeat(copies))]
@@ -161,19 +160,14 @@ class CheckedCalls:
 
     def _one_each(self, pieces: Pieces, like: Tensor, what: str) -> Sequence[Tensor]:
         """Return the tensors that hold a piece like `like` for each rank; raise `UsageError` for other sizes."""
-        if isinstance(pieces, Tensor):
-            if pieces.numel() != self.size * like.numel():
-                raise UsageError(
-                    f"{what} of {_text(pieces)} beside {_text(like)}, for {self.size} ranks: it must have {self.size} "
-                    "times as many elements"
-                )
-            return [pieces]
-        if len(pieces) != self.size:
-            raise UsageError(f"{len(pieces)} {what}: give one for each of the {self.size} ranks")
-        for tensor in pieces:
-            if tensor.numel() != like.numel():
-                raise UsageError(f"{what} of {_text(tensor)} beside {_text(like)}: all must have as many elements")
-        return pieces
+        numel, size = like.numel(), self.size
+        given, expected = ([pieces], [size * numel]) if isinstance(pieces, Tensor) else (pieces, [numel] * size)
+        if [tensor.numel() for tensor in given] != expected:
+            raise UsageError(
+                f"{len(given)} {what}, {', '.join(map(_text, given)):.200}, beside {_text(like)}: give {size} with as "
+                f"many elements, or one with {size} times as many"
+            )
+        return given
 
 
 def option(opts: Any, name: str, default: Any) -> Any:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -42,8 +41,6 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport
 
 CONNECT_TRIES = 5
 """Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
-ONE_HOST = "host"
-"""The built-in cluster for which schedules are chosen if COMMRT_CLUSTER is not set."""
 
 
 class ProcessGroupWorld:
@@ -117,7 +114,7 @@ class HostMessages:
             work = self._gloo.post(data, peer, tag, is_send=is_send)
         except RuntimeError as error:
             raise self.explained(error, place) from error
-        return HostWork(work, data, partial(self.explained, place=place), self.timeout_s)
+        return HostWork(self, work, data, place)
 
     def explained(self, error: RuntimeError, place: Place) -> TransportError:
         """Return what Gloo's `error` means. It may say only that connecting took too long, to a rank that is gone."""
@@ -137,18 +134,17 @@ class HostMessages:
 class HostWork(dist.Work):
     """A send or a receive of Gloo, with errors that name the peer."""
 
-    def __init__(
-        self, work: dist.Work, data: Tensor, explained: Callable[[RuntimeError], TransportError], timeout_s: float
-    ) -> None:
+    def __init__(self, messages: HostMessages, work: dist.Work, data: Tensor, place: Place) -> None:
         super().__init__()
-        self._work, self._data, self._explained, self._timeout_s = work, data, explained, timeout_s
+        self._messages, self._work, self._data, self._place = messages, work, data, place
+        self._timeout_s = messages.timeout_s
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when it is done; see `GroupWork.wait`."""
         try:
             return self._work.wait(timedelta(seconds=seconds_of(timeout) or self._timeout_s))
         except RuntimeError as error:
-            raise as_dist_error(self._explained(error)) from error
+            raise as_dist_error(self._messages.explained(error, self._place)) from error
 
     def is_completed(self) -> bool:
         """Return True if it is done. Never waits."""
@@ -229,7 +225,7 @@ def _connect(
 ) -> tuple[Transport, Selection]:
     given = variable("COMMRT_CLUSTER")
     forced = parse_forced(variable("COMMRT_SCHEDULES"), same_bits=is_on("COMMRT_SAME_BITS"))
-    cluster = Cluster.named(given or ONE_HOST)
+    cluster = Cluster.named(given or "host")
     if size == 1:
         return Fabric(1).transport(0), Selection(cluster, [0], forced)
     choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])

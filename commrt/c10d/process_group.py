@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from operator import attrgetter
 from typing import Any, cast
@@ -38,6 +37,7 @@ KEY = "FPGA"
 """Comes after the keys of modes, and before those of devices. All ops but those below fall through it."""
 TORCH_S_KEY = DispatchKey.CompositeExplicitAutograd
 """Of torch's own kernel, in an op that has one for all devices."""
+_library: Any = Library  # which has no types
 
 
 class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of torch's overloads, we take one
@@ -102,16 +102,8 @@ for _name in {*dir(ProcessGroupGloo)} - {*dir(CommrtProcessGroup)}:  # torch's c
     setattr(CommrtProcessGroup, _name, property(attrgetter(f"_gloo.process_group.{_name}")))
 
 
-@dataclass(slots=True)
-class _Observed:
-    """A call that passes an op of `group`, whose kernel begins it."""
-
-    group: ProcessGroup
-    begin: Callable[[], Any]
-    outcome: list[Any] = field(default_factory=list)
-
-
-_observed: ContextVar[_Observed | None] = ContextVar("observed", default=None)
+_observed: ContextVar[tuple[ProcessGroup, Callable[[], Any]] | None] = ContextVar("observed", default=None)
+"""The plain group whose op is called, and what its kernel does."""
 
 
 def _through_op(group: ProcessGroup, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
@@ -120,14 +112,19 @@ def _through_op(group: ProcessGroup, name: str, given: Sequence[Any], begin: Cal
     A mode that keeps the op from its kernel, as that of fake tensors does, decides what is returned instead.
     """
     _register()
-    call = _Observed(group, begin)
-    token = _observed.set(call)
+    outcome: list[Any] = []
+
+    def kept() -> Any:
+        outcome.append(begin())
+        return outcome[0]
+
+    token = _observed.set((group, kept))
     try:
         with _key(included=True):
             other = getattr(group, name)(*[each for each in given if each is not None])
     finally:
         _observed.reset(token)
-    return call.outcome[0] if call.outcome else other
+    return outcome[0] if outcome else other
 
 
 @contextmanager
@@ -143,7 +140,7 @@ def _key(*, included: bool) -> Iterator[None]:
 @cache
 def _register() -> list[Any]:
     """Register the kernels, and return what keeps them registered."""
-    rest, ops = _library("_"), _library("c10d")
+    rest, ops = _library("_", "IMPL"), _library("c10d", "IMPL")
     rest.fallback(fallthrough_kernel, KEY)
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]  # noqa: SLF001
     for name in names:
@@ -155,20 +152,15 @@ def _register() -> list[Any]:
 
 
 def _kernel(op: Any, place: int, *given: Any) -> Any:
-    call = _observed.get()
+    observed = _observed.get()
     is_meta = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(given[0]))
     with _key(included=False):
-        if call is None or is_meta or ProcessGroup.unbox(given[place]) is not call.group:
+        if observed is None or is_meta or ProcessGroup.unbox(given[place]) is not observed[0]:
             return op(*given)
-        work = call.begin()
-    call.outcome.append(work)
+        work = observed[1]()
     returned = len(op._schema.returns)  # noqa: SLF001  # the work, and what holds the result
     boxed = work.boxed() if returned else None
     return (given[0], boxed) if returned > 1 else boxed
-
-
-def _library(namespace: str) -> Any:
-    return Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
 
 
 def _gather_with(kind: type[ProcessGroup]) -> Any:
@@ -183,7 +175,7 @@ def _gather_with(kind: type[ProcessGroup]) -> Any:
         _register_work(out, work)
         return out
 
-    library = _library("_c10d_functional")
+    library = _library("_c10d_functional", "IMPL")
     for key in ("CPU", "CUDA"):
         library.impl("all_gather_into_tensor_out", gathered, key)
     return library

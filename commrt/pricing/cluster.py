@@ -163,12 +163,11 @@ class Cluster:
         True
         """
         flat = {key: value for key, value in asdict(self).items() if value not in (None, {}) and key != "name"}
-        names = ("within", "between", "racks", "compute", "kernel_efficiency")
-        tables = {key: flat.pop(key) for key in names if key in flat}
-        tables["within"] = {key: value for key, value in tables["within"].items() if value is not None}
+        tables = {key: flat.pop(key) for key in [*flat] if isinstance(flat[key], dict)}
         lines = [_toml_line(*pair) for pair in flat.items()]
         for name, table in tables.items():
-            lines += ["", f"[{name}]", *(_toml_line(str(key), value) for key, value in table.items())]
+            given = {str(key): value for key, value in table.items() if value is not None}
+            lines += ["", f"[{name}]", *(_toml_line(*pair) for pair in given.items())]
         return "\n".join([*lines, ""])
 
     def ranks(self) -> float:

@@ -135,16 +135,12 @@ class _Pattern:
     """Chunks of the largest message."""
     groups_s: dict[float, float]
     """Time of further NCCL groups, by the most bytes of a message."""
-    even: tuple[float, float] | None = None
-    """Seconds of a step, and seconds per byte of a chunk, if all ranks that begin together also end together."""
 
     def play(self, clock_s: Seconds, chunk_nbytes: float, times: int) -> Seconds:
         """Return when each rank has finished `times` steps that follow each other, if it was ready at `clock_s`.
 
         Once a step takes all ranks equally long, every later one does: a common delay of all begins delays all ends.
         """
-        if self.even is not None and np.ptp(clock_s) == 0:
-            return clock_s + times * (self.even[0] + self.even[1] * chunk_nbytes + self._groups_s(chunk_nbytes))
         for played in range(1, times + 1):
             after_s = self._step(clock_s, chunk_nbytes)
             took_s = after_s - clock_s
@@ -189,8 +185,6 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
     s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
     adding_s_per_byte = add_s_per_byte * added
-    is_busy = all(np.bincount(ends, minlength=ranks).all() for ends in (src, dst))
-    is_even = is_busy and not any(np.ptp(column) for column in (latency_s, s_per_byte, adding_s_per_byte))
     return _Pattern(
         src=src,
         dst=dst,
@@ -200,7 +194,6 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
         adds=bool(added.any()),
         most_chunks=float(chunks.max(initial=0)),
         groups_s=_groups_s(step, ranks, cluster),
-        even=(float(latency_s[0]), float(s_per_byte[0] + adding_s_per_byte[0])) if is_even else None,
     )
 
 
@@ -219,29 +212,28 @@ def _messages_us(src: IntArray, dst: IntArray, cluster: Cluster, ranks: int) -> 
 
 def _busiest_link(src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks: Seconds, cluster: Cluster) -> Seconds:
     """Return [transfers] the seconds per byte of a chunk, for all that passes the busiest link of each path."""
-    far = np.where(near, 0.0, chunks)
-    inside = np.where(near, chunks, 0.0)
-    port_s = _shared(src, dst, inside, 1, cluster.within.gbytes_per_s * 1e9)
-    bus_s = _shared(src, dst, inside, cluster.gpus_per_node, cluster.bus_bytes_per_s)
-    cards_s = _shared(src, dst, far, 1, cluster.rank_bytes_per_s)
-    node_s = _shared(src, dst, far, cluster.gpus_per_node, cluster.node_bytes_per_s)
-    slowest = np.where(near, np.maximum(port_s, bus_s), np.maximum(cards_s, node_s))
-    if cluster.racks is None:
-        return slowest
-    group = cluster.racks.nodes * cluster.gpus_per_node
-    leaves = src // group != dst // group
-    rack_s = _shared(src, dst, np.where(leaves, chunks, 0.0), group, cluster.rack_bytes_per_s)
-    return np.where(leaves, np.maximum(slowest, rack_s), slowest)
+    node = cluster.gpus_per_node
+    rack = node if cluster.racks is None else node * cluster.racks.nodes
+    links = [
+        (near, 1, cluster.within.gbytes_per_s * 1e9),
+        (near, node, cluster.bus_bytes_per_s),
+        (~near, 1, cluster.rank_bytes_per_s),
+        (~near, node, cluster.node_bytes_per_s),
+        (src // rack != dst // rack, rack, cluster.rack_bytes_per_s),
+    ]
+    slowest: Seconds = np.maximum.reduce([_shared(src, dst, chunks, *link) for link in links])
+    return slowest
 
 
-def _shared(src: IntArray, dst: IntArray, load: Seconds, group: int, bytes_per_s: float) -> Seconds:
-    """Return [transfers] the time of the busier one of two ports: the sender's group's and the receiver's group's."""
-    if bytes_per_s == inf or not load.any():
-        return np.zeros(len(load))
-    sender, receiver = src // group, dst // group
+def _shared(
+    src: IntArray, dst: IntArray, chunks: Seconds, passes: NDArray[np.bool_], group: int, bytes_per_s: float
+) -> Seconds:
+    """Return [transfers] the time of the busier port, of the sender's group and the receiver's, for what `passes`."""
+    if bytes_per_s == inf or not passes.any():
+        return np.zeros(len(chunks))
+    sender, receiver, load = src // group, dst // group, np.where(passes, chunks, 0.0)
     leaving, coming = np.bincount(sender, load), np.bincount(receiver, load)
-    busier: Seconds = np.maximum(leaving[sender], coming[receiver]) / bytes_per_s
-    return busier
+    return np.where(passes, np.maximum(leaving[sender], coming[receiver]) / bytes_per_s, 0.0)
 
 
 def all_reduce_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
@@ -93,14 +94,11 @@ class Selection:
         for collective, name in (forced or {}).items():
             require_candidate(collective, name, len(ranks))
         self._cluster, self._ranks, self._forced = cluster, ranks, forced or {}
-        self._known: dict[tuple[str, int, int], Schedule] = {}
+        self._known = cache(self._choose)
 
     def choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         """Return the schedule to take for pieces of `piece_nbytes`; see `choices`."""
-        key = collective, root, size_class(piece_nbytes)
-        if key not in self._known:
-            self._known[key] = self._choose(*key)
-        return self._known[key]
+        return self._known(collective, root, size_class(piece_nbytes))
 
     def _choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         ranks = len(self._ranks)

@@ -65,8 +65,10 @@ def find_disagreement(topic: str, claims: Mapping[int, Mapping[str, str]]) -> Di
     """Return the error for the first of these `claims` that differs from the first one; None if they are equal."""
     (first, expected), *others = claims.items()
     for rank, claim in others:
-        if (about := first_difference(claim, expected)) is not None:
-            texts = excerpt(claim.get(about, "nothing"), expected.get(about, "nothing"))
+        differing = [name for name in claim.keys() | expected.keys() if claim.get(name) != expected.get(name)]
+        if differing:
+            about = min(differing, key=lambda name: (name != TOPIC, name))
+            texts = _excerpt(claim.get(about, "nothing"), expected.get(about, "nothing"))
             return DisagreementError(
                 f"{topic}: rank {rank} disagrees with rank {first} about {about}: {texts}. Start every rank with the "
                 "same code and arguments",
@@ -75,13 +77,7 @@ def find_disagreement(topic: str, claims: Mapping[int, Mapping[str, str]]) -> Di
     return None
 
 
-def first_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """Return the first name under which the claims differ; the topic comes before all others."""
-    names = sorted(ours.keys() | theirs.keys(), key=lambda name: (name != TOPIC, name))
-    return next((name for name in names if ours.get(name) != theirs.get(name)), None)
-
-
-def excerpt(mine: str, first: str, width: int = 160) -> str:
+def _excerpt(mine: str, first: str, width: int = 160) -> str:
     """Return both texts from shortly before the place where they differ."""
     part = next((i for i, (a, b) in enumerate(zip(mine, first, strict=False)) if a != b), min(len(mine), len(first)))
     start = max(0, part - width // 4)
@@ -153,12 +149,10 @@ class WorldConfig:
                 f"the others train their attached model number {self.model}, and this process, which takes the place "
                 f"of rank {rank}, attaches its number {model}: start all ranks again"
             )
-        if (name := first_difference(claim, self.claim)) is not None:
-            mine, theirs = claim.get(name, "nothing"), self.claim.get(name, "nothing")
-            raise DisagreementError(
-                f"this process takes the place of rank {rank}, and differs from the others in {name}: "
-                f"{excerpt(mine, theirs)}. Start it with the same program and options"
-            )
+        another = 0 if rank else 1
+        topic = f"this process takes the place of rank {rank}"
+        if error := find_disagreement(topic, {another: self.claim, rank: claim}):
+            raise error
 
 
 def _parse_config(text: bytes) -> WorldConfig | None:

@@ -34,8 +34,6 @@ ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
 STORE_HOLDER = "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, struct.error)
-DISCARD_PORT = 9
-"""UDP's discard: no packet is sent there."""
 
 _held: dict[tuple[str, int], Store] = {}
 """Stores that live in this process until it ends: the next world uses the same port."""
@@ -181,7 +179,7 @@ def is_loopback(address: str) -> bool:
 
 def own_address(towards: str) -> str:
     """Return the address of this host that leads to the host `towards`."""
-    family, kind, _, _, target = socket.getaddrinfo(towards, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]  # 9: discard
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing: the kernel only chooses
         return str(probe.getsockname()[0])

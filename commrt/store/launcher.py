@@ -78,7 +78,7 @@ SLURM = _Launcher(
     ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_STEP_NUM_TASKS",
 )  # fmt: skip
 STEP = re.compile(r"[0-9]{1,10}")
-NUMBER = re.compile(r"\s*(-?[0-9]{1,18})\s*", re.ASCII)
+NUMBER = re.compile(r"\s*([0-9]{1,18})\s*", re.ASCII)
 COUNT = re.compile(r"\s*([0-9]{1,18})(\(x[0-9]+\))?(,[0-9(),x]*)?\s*", re.ASCII)
 """Slurm writes those of several nodes as 4(x2),3."""
 HOST = re.compile(r"[^\s\[\]]+")
@@ -126,7 +126,7 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
     if known.size not in env:
         raise UsageError(f"{known.rank} is set but {known.size} is not: set both, or neither to run as one process")
     rank, size = _integer(env, known.rank), _integer(env, known.size)
-    if size < 1 or not 0 <= rank < size:
+    if rank >= size:
         raise UsageError(f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are 0..size-1")
     local_size = _integer(env, known.local_size, 0, COUNT if known is SLURM else NUMBER)
     address = env.get("MASTER_ADDR") or _address(known, env, size, local_size)
@@ -139,10 +139,6 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
     local_rank = _integer(env, known.local_rank, 0)
-    counts = {known.local_rank: local_rank, known.local_size: local_size, "TORCHELASTIC_RESTART_COUNT": attempt}
-    for name, number in counts.items():
-        if number < 0:
-            raise UsageError(f"{name}={number} is below 0: the launcher must set it to 0, 1, 2, ...")
     if known.local_size in env and known is not SLURM and local_rank >= local_size:  # Slurm's is that of its first node
         raise UsageError(f"{known.local_rank}={local_rank} and {known.local_size}={local_size} contradict each other")
     return Launch(known.name, rank, size, local_rank, local_size, address, port, agent, attempt, job)
@@ -169,7 +165,7 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None, form
     text = env.get(name, "" if default is None else str(default))
     number = form.fullmatch(text)
     if number is None:
-        raise UsageError(f"{name}={text!r:.80} is no number: the launcher must set it to a whole one")
+        raise UsageError(f"{name}={text!r:.80} is no number: the launcher must set it to 0, 1, 2, ...")
     return int(number[1])
 
 
@@ -200,8 +196,8 @@ def first_host(nodelist: str) -> str:
     >>> first_host("gpu[003-007,9],login1"), first_host("a1,a2"), first_host("r[1-2]n[03,05]")
     ('gpu003', 'a1', 'r1n03')
     """
-    head = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])*", nodelist)
-    first = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", head[0]) if head else ""
+    head = re.split(r",(?![^\[]*\])", nodelist)[0]  # at a comma outside brackets
+    first = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", head)
     if not HOST.fullmatch(first):
         raise UsageError(f"Slurm's node list {nodelist!r:.80} begins with no host: set MASTER_ADDR to that of rank 0")
     return first

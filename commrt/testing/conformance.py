@@ -299,30 +299,25 @@ def a_forked_child_takes_nothing_from_its_parent(make: Make) -> None:
 
 def sizes_that_differ_never_pass_for_success(make: Make) -> None:
     """At least the receiver gets an error, at the latest by the deadline."""
-
-    def body(t: Transport) -> bool:
-        try:
-            _one_way(t, torch.ones(4) if t.rank == 0 else torch.zeros(5))(NOW)
-        except TransportError:
-            return True
-        return False
-
-    _require(_on_all(make(2, SHORT_S), body)[1], "4 elements were taken for 5")
+    _require(_fails_at_receiver(make(2, SHORT_S), [4, 5], [NOW, NOW]), "4 elements were taken for 5")
 
 
 def calls_that_differ_never_pass_for_success(make: Make) -> None:
     """The receiver gets an error, at the latest by the deadline, where messages carry the number of their call."""
+    transports = make(2, SHORT_S)
+    fails = _fails_at_receiver(transports, [4, 4], [NOW._replace(call=rank) for rank in range(2)])
+    _require(fails or "nccl" in transports[1].kind, "one call was taken for another")  # which has no room
 
+
+def _fails_at_receiver(transports: Sequence[Transport], numels: Sequence[int], tags: Sequence[Tag]) -> bool:
     def body(t: Transport) -> bool:
         try:
-            _one_way(t, torch.ones(4))(NOW._replace(call=t.rank))
+            _one_way(t, torch.ones(numels[t.rank]))(tags[t.rank])
         except TransportError:
             return True
         return False
 
-    transports = make(2, SHORT_S)
-    is_told = _on_all(transports, body)[1]
-    _require(is_told or "nccl" in transports[1].kind, "one call was taken for another")  # which has no room
+    return _on_all(transports, body)[1]
 
 
 CHECKS: tuple[Check, ...] = tuple(

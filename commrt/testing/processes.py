@@ -113,9 +113,7 @@ def run_workers(workers: int, body: Callable[[], T], may_lose: int = 0, limit_s:
     listener = listen()
     crew = _Crew(workers, _work, (body, listener, os.getpid()), get_context("fork"), listener, inf)
     try:
-        with _ending_signals_raise():
-            with _signals_blocked():
-                crew.start()
+        with _started(crew):
             crew.listen(inf if limit_s is None else limit_s, patience_s=lambda: _verdict(crew, may_lose)[1])
         if error := _verdict(crew, may_lose)[0]:
             raise error
@@ -218,9 +216,6 @@ def _work(_: object, body: Callable[[], object], listener: socket.socket, parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills this process when its parent ends
     if os.getppid() != parent:
         os._exit(1)
-    for number in ENDING:
-        if signal.getsignal(number) is _interrupt:
-            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     listener.close()  # otherwise connections to a dead store would wait for this process
     try:
@@ -255,12 +250,22 @@ def _verdict(crew: _Crew, may_lose: int) -> tuple[CommrtError | None, float]:
 
 
 @contextmanager
-def _ending_signals_raise() -> Iterator[None]:
-    """Let SIGTERM and the like raise `KeyboardInterrupt`, unless they are ignored (nohup)."""
+def _started(crew: _Crew) -> Iterator[None]:
+    """Start the workers; then SIGTERM and the like raise `KeyboardInterrupt` here, unless they are ignored (nohup).
+
+    Signals wait until all workers are forked. The heap is frozen meanwhile: workers finalise none of its objects.
+    """
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, _interrupt)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
+    gc.freeze()
     try:
+        try:
+            crew.start()
+            for number in ours:  # which no worker inherits
+                signal.signal(number, _interrupt)
+        finally:
+            gc.unfreeze()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield
     finally:
         for number in ours:
@@ -269,18 +274,6 @@ def _ending_signals_raise() -> Iterator[None]:
 
 def _interrupt(number: int, _: object) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(number))
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Delay signals until all workers are forked; freeze the heap, so workers do not finalise the parent's objects."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def free_port() -> int:
