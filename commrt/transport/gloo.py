@@ -128,9 +128,8 @@ class GlooTransport(Transport):
 
         def finish() -> None:
             for transfer, work in begun:
-                left_s = (
-                    0.0 if failed else deadline - clock.now_s()
-                )  # after a failure, only whether others have failed too
+                # After a failure, only look whether others have failed too.
+                left_s = 0.0 if failed else deadline - clock.now_s()
                 try:
                     work.wait(timedelta(seconds=max(left_s, POLL_S)))
                 except RuntimeError as error:
