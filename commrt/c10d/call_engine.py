@@ -331,9 +331,7 @@ class GroupWork(Work, dist.Work):
                     _newest.remove(self)
         return True
 
-    def synchronize(self) -> None:
-        """Do what `wait` does."""
-        self.wait()
+    synchronize = wait  # type: ignore[assignment]  # which returns True
 
     def is_success(self) -> bool:
         """Return True if the collective is done without an error."""
