@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Between, Cluster, Link, Racks
-from commrt.pricing.price import Pricing, all_reduce_bound_s
+from commrt.pricing.price import Pricing
+from commrt.tools.planning.bounds import all_reduce_bound_s
 
 KEYS = [
     "name", "about", "gpus_per_node", "nodes", "within", "between", "racks", "reduce_gbytes_per_s",

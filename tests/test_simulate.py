@@ -22,8 +22,9 @@ from commrt.algorithms.torus import Torus2D
 from commrt.buckets.layout import plan_buckets
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Between, Cluster, Link, Racks
-from commrt.pricing.price import Pricing, all_reduce_bound_s, exchange_bound_s
+from commrt.pricing.price import Pricing
 from commrt.schedule import ADD, COPY, Schedule, Step
+from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
 from commrt.tools.planning.stragglers import Jitter
 from commrt.tools.planning.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
 from commrt.tools.planning.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket, Workload
@@ -81,7 +82,7 @@ def test_steps_that_are_alike_take_as_long_as_one_by_one(name, starts_s, per_nod
     cluster = Cluster("c", "", per_node, Link(1.0, 10.0), Between(7.0, 1.0), reduce_gbytes_per_s=5.0)
     pricing = Pricing(by_name(name).schedule(0, 12), cluster)
     clock_s = np.array(starts_s)
-    for pattern, times in pricing._runs:
+    for pattern, times in pricing.runs:
         for _ in range(times):
             clock_s = pattern._step(clock_s, 1e6 / pricing.schedule.chunks)
     assert pricing.price(1e6, starts_s).finish_s == pytest.approx(clock_s, rel=1e-9)

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
-from math import ceil, inf, log2
+from math import inf, log2
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -181,10 +181,6 @@ class Cluster:
                 f"{self.name} has {self.ranks():g} GPUs, {self.gpus_per_node} on each of {self.nodes} nodes, and not "
                 f"{ranks}: simulate fewer ranks, or copy its file and change `nodes`"
             )
-
-    def nodes_of(self, ranks: int) -> int:
-        """Return how many nodes `ranks` ranks fill."""
-        return ceil(ranks / self.gpus_per_node)
 
     def efficiency_at(self, samples: int) -> float:
         """Return the share of full speed that kernels reach with so many samples per rank in a step.

@@ -23,21 +23,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import UsageError
-from commrt.options import require_compatible, require_short_sums
 from commrt.pricing.cluster import Cluster
 from commrt.program import JOINED, group_count, nccl_groups
-from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
-from commrt.schedule import ADD, MIX, Algorithm, IntArray, Schedule, Step, require_valid
+from commrt.quantizer import Quantizer
+from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
 
 Seconds = NDArray[np.float64]
 """[ranks], since the first rank began."""
-Item = int | Quantizer
-"""The bytes of a gradient on the wire, or the codes that stand for it."""
-
 GRADIENT_NBYTES = 4
-QUANTIZERS: dict[str, Quantizer] = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
-ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **QUANTIZERS}
-"""What a gradient is on the wire, by its name on the command line."""
 
 
 class Price(NamedTuple):
@@ -52,17 +45,6 @@ class Price(NamedTuple):
         return float(self.finish_s.max())
 
 
-class Phase(NamedTuple):
-    """Consecutive steps of a schedule in which the same ranks send each other the same amounts."""
-
-    steps: int
-    adds: bool
-    """True if what is received is added or mixed, False if it is copied."""
-    begin_s: float
-    end_s: float
-    """Time at which the last rank has finished."""
-
-
 class Pricing:
     """The prices of one schedule on one cluster, for any number of bytes on the wire; with `quantizer`, of codes.
 
@@ -75,7 +57,8 @@ class Pricing:
         self._share = 1.0 if quantizer is None else quantizer.tile_nbytes / (GRADIENT_NBYTES * quantizer.tile_numel)
         add_s_per_byte = cluster.add_s(1.0, quantized=quantizer is not None) / self._share
         runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s_per_byte), key=id))
-        self._runs = [(run[0], len(run)) for run in runs]
+        self.runs = [(run[0], len(run)) for run in runs]
+        """Patterns, and how many steps have each before the next one begins."""
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
         """Return the price for a buffer of `nbytes` per rank, if ranks begin at `start_s` ([ranks] or one number)."""
@@ -83,8 +66,8 @@ class Pricing:
             raise UsageError(f"{nbytes:g} bytes cannot be exchanged: give the size of the buffer")
         clock_s = np.array(np.broadcast_to(np.asarray(start_s, dtype=np.float64), self.schedule.ranks))
         clock_s += self.code_s(nbytes)
-        for pattern, times in self._runs:
-            clock_s = pattern.play(clock_s, self._chunk_nbytes(nbytes), times)
+        for pattern, times in self.runs:
+            clock_s = pattern.play(clock_s, self.chunk_nbytes(nbytes), times)
         return Price(clock_s + self.code_s(nbytes), self.steps)
 
     def code_s(self, nbytes: float) -> float:
@@ -96,7 +79,7 @@ class Pricing:
         """Return the seconds that packing, or unpacking, a bucket of `nbytes` on the wire takes."""
         return self.cluster.pack_s(nbytes / self._share)
 
-    def _chunk_nbytes(self, nbytes: float) -> float:
+    def chunk_nbytes(self, nbytes: float) -> float:
         """Return the size of a chunk, of codes the largest one."""
         if self.quantizer is None:
             return nbytes / self.schedule.chunks
@@ -105,21 +88,11 @@ class Pricing:
     @property
     def steps(self) -> int:
         """Number of steps of the schedule."""
-        return sum(times for _, times in self._runs)
-
-    def phases(self, nbytes: float) -> list[Phase]:
-        """Return the phases of the schedule, for ranks that begin together."""
-        begin_s, found = self.code_s(nbytes), list[Phase]()
-        clock_s = np.full(self.schedule.ranks, begin_s)
-        for pattern, times in self._runs:
-            clock_s = pattern.play(clock_s, self._chunk_nbytes(nbytes), times)
-            found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
-            begin_s = found[-1].end_s
-        return found
+        return sum(times for _, times in self.runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pattern:
+class Pattern:
     """The amounts that ranks send each other in a step; many steps of a schedule have the same pattern."""
 
     src: IntArray
@@ -161,9 +134,9 @@ class _Pattern:
         return after_s + self.adding_s_per_byte * chunk_nbytes
 
 
-def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> Iterator[_Pattern]:
+def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> Iterator[Pattern]:
     """Yield the pattern of each step; equal patterns are the same object."""
-    known: dict[tuple[bytes, ...], _Pattern] = {}
+    known: dict[tuple[bytes, ...], Pattern] = {}
     latest: tuple[IntArray, ...] = ()
     pattern = None
     for step in schedule.checked_steps():
@@ -176,7 +149,7 @@ def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> It
         yield pattern
 
 
-def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) -> _Pattern:
+def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) -> Pattern:
     src, dst, chunks = step.src, step.dst, (step.hi - step.lo).astype(np.float64)
     near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
     latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
@@ -185,7 +158,7 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
     s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
     adding_s_per_byte = add_s_per_byte * added
-    return _Pattern(
+    return Pattern(
         src=src,
         dst=dst,
         latency_s=latency_s,
@@ -234,50 +207,3 @@ def _shared(
     sender, receiver, load = src // group, dst // group, np.where(passes, chunks, 0.0)
     leaving, coming = np.bincount(sender, load), np.bincount(receiver, load)
     return np.where(passes, np.maximum(leaving[sender], coming[receiver]) / bytes_per_s, 0.0)
-
-
-def all_reduce_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:
-    """Return a lower bound of the time to sum `nbytes` over all ranks: what a rank, node or rack must send.
-
-    Each of k equal parts sends at least 2 (k - 1) / k of the buffer, through all its ports together. One latency is
-    added.
-    """
-    nodes = cluster.nodes_of(ranks)
-    racks = 1 if cluster.racks is None else ceil(nodes / cluster.racks.nodes)
-    per_rank = cluster.within.gbytes_per_s * 1e9 * (min(ranks, cluster.gpus_per_node) > 1)
-    per_rank += cluster.rank_bytes_per_s * (nodes > 1)
-    parts = [(ranks, per_rank), (nodes, cluster.node_bytes_per_s), (racks, cluster.rack_bytes_per_s)]
-    sent_s = max((2 * (k - 1) / k * nbytes / bytes_per_s for k, bytes_per_s in parts if k > 1), default=0.0)
-    return sent_s + _least_latency_s(cluster, ranks)
-
-
-def exchange_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:
-    """Return a lower bound of the time to send `nbytes` to one other rank, as gossip does."""
-    if ranks < 2:
-        return 0.0
-    speeds = [cluster.within.gbytes_per_s * 1e9] if cluster.gpus_per_node > 1 else []
-    speeds += [cluster.rank_bytes_per_s] if cluster.nodes_of(ranks) > 1 else []
-    return nbytes / max(speeds) + _least_latency_s(cluster, ranks)
-
-
-def _least_latency_s(cluster: Cluster, ranks: int) -> float:
-    if ranks < 2:
-        return 0.0
-    within_us, between_us = cluster.within.latency_us, cluster.between.latency_us
-    return 1e-6 * (min(within_us, between_us) if cluster.nodes_of(ranks) > 1 else within_us)
-
-
-def wire_nbytes(numel: int, item: Item) -> float:
-    """Return the bytes of `numel` gradients on the wire.
-
-    >>> wire_nbytes(1_000_000, ITEMS["bf16"]), wire_nbytes(1_000_000, ITEMS["int4"])
-    (2000000.0, 508560.0)
-    """
-    return float(item.nbytes(numel) if isinstance(item, Quantizer) else numel * item)
-
-
-def require_carried(algorithm: Algorithm, ranks: int, wire: str) -> None:
-    """Raise `UsageError` if `algorithm` on `ranks` ranks cannot carry the codes of `wire`."""
-    if wire in QUANTIZERS:
-        require_compatible(algorithm, QUANTIZERS[wire])
-        require_short_sums(algorithm.schedule(0, ranks), QUANTIZERS[wire])

@@ -23,16 +23,18 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.errors import UsageError
 from commrt.pricing import selection
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, Pricing, all_reduce_bound_s, require_carried
+from commrt.pricing.price import GRADIENT_NBYTES, Pricing
 from commrt.pricing.selection import Choice, choices, size_class, slice_nbytes, slots_of
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, collective_of
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.simulate import quantizer_sentence
 from commrt.tools.commands.simulate_backups import estimate_backups
+from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
 from commrt.tools.planning.timeline import LocalSteps, hiding_period
+from commrt.tools.planning.wires import QUANTIZERS, require_carried
 
 SHOWN = 8
 MIN_WIDTH = 124

@@ -17,19 +17,11 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import (
-    ITEMS,
-    QUANTIZERS,
-    Price,
-    Pricing,
-    all_reduce_bound_s,
-    exchange_bound_s,
-    require_carried,
-    wire_nbytes,
-)
+from commrt.pricing.price import Price, Pricing
 from commrt.schedule import Algorithm
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.verify import choose
+from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
 from commrt.tools.planning.stragglers import Jitter
 from commrt.tools.planning.timeline import (
     LocalSteps,
@@ -38,6 +30,7 @@ from commrt.tools.planning.timeline import (
     mean_efficiency,
     overlapped_step,
 )
+from commrt.tools.planning.wires import ITEMS, QUANTIZERS, require_carried, wire_nbytes
 from commrt.tools.planning.workload import FORWARD, Workload
 
 OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}

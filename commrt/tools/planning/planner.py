@@ -17,10 +17,12 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES, ITEMS, QUANTIZERS, Pricing, all_reduce_bound_s, wire_nbytes
+from commrt.pricing.price import GRADIENT_NBYTES, Pricing
 from commrt.quantizer import Quantizer
 from commrt.schedule import Algorithm
+from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.timeline import overlapped_step
+from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)

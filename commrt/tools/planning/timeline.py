@@ -67,6 +67,28 @@ class StepTime:
         return float((self.computed_s - self.begin_s).mean() / (self.end_s - self.begin_s).mean())
 
 
+class Phase(NamedTuple):
+    """Consecutive steps of a schedule in which the same ranks send each other the same amounts."""
+
+    steps: int
+    adds: bool
+    """True if what is received is added or mixed, False if it is copied."""
+    begin_s: float
+    end_s: float
+    """Time at which the last rank has finished."""
+
+
+def phases(pricing: Pricing, nbytes: float) -> list[Phase]:
+    """Return the phases of the schedule, for ranks that begin together."""
+    begin_s, found = pricing.code_s(nbytes), list[Phase]()
+    clock_s = np.full(pricing.schedule.ranks, begin_s)
+    for pattern, times in pricing.runs:
+        clock_s = pattern.play(clock_s, pricing.chunk_nbytes(nbytes), times)
+        found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
+        begin_s = found[-1].end_s
+    return found
+
+
 def overlapped_step(
     pricing: Pricing, buckets: Sequence[ReadyBucket], compute_s: ArrayLike, begin_s: ArrayLike = 0.0
 ) -> StepTime:
