@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
+from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing, Seconds
 from commrt.tools.planning.stragglers import Times
 from commrt.tools.planning.workload import ReadyBucket
@@ -87,6 +88,22 @@ def phases(pricing: Pricing, nbytes: float) -> list[Phase]:
         found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
         begin_s = found[-1].end_s
     return found
+
+
+def efficiency_at(cluster: Cluster, samples: int) -> float:
+    """Return the share of full speed that kernels reach with so many samples per rank in a step.
+
+    Between two entries of `kernel_efficiency` it is linear in log2 of the samples; beyond the ends, constant.
+
+    >>> from commrt.pricing.cluster import Between, Link
+    >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency={4: 0.8, 64: 1.0})
+    >>> [round(efficiency_at(cpus, samples), 3) for samples in (1, 4, 16, 256)]
+    [0.8, 0.8, 0.9, 1.0]
+    """
+    if samples < 1:
+        raise UsageError(f"{samples} samples per rank: give at least 1")
+    known = cluster.kernel_efficiency
+    return float(np.interp(log2(samples), [log2(each) for each in known], [*known.values()])) if known else 1.0
 
 
 def overlapped_step(
