@@ -6,9 +6,6 @@ the busiest rank's further messages, and of further NCCL groups. Then it takes a
 needs for all bytes of the same step.
 A rank has finished a step when all that it sends and receives in it has arrived, and all that is to be added has been
 added.
-
-On a quantized wire, a rank also turns all its values into codes before the first step, and all codes into values after
-the last one. Chunks then are whole tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from math import ceil, inf
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +22,10 @@ from numpy.typing import ArrayLike, NDArray
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.program import JOINED, group_count, nccl_groups
-from commrt.quantizer import Quantizer
 from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
 
 Seconds = NDArray[np.float64]
 """[ranks], since the first rank began."""
-GRADIENT_NBYTES = 4
 
 
 class Price(NamedTuple):
@@ -46,17 +41,17 @@ class Price(NamedTuple):
 
 
 class Pricing:
-    """The prices of one schedule on one cluster, for any number of bytes on the wire; with `quantizer`, of codes.
+    """The prices of one schedule on one cluster, for any number of bytes on the wire.
 
-    Cost: O(transfers) once for each different step; then O(ranks) for each step and price.
+    A rank adds up at the cluster's speed, or takes `add_s_per_byte` for what it receives. Cost: O(transfers) once for
+    each different step; then O(ranks) for each step and price.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, quantizer: Quantizer | None = None) -> None:
+    def __init__(self, schedule: Schedule, cluster: Cluster, add_s_per_byte: float | None = None) -> None:
         cluster.require_capacity(schedule.ranks)
-        self.schedule, self.cluster, self.quantizer = schedule, cluster, quantizer
-        self._share = 1.0 if quantizer is None else quantizer.tile_nbytes / (GRADIENT_NBYTES * quantizer.tile_numel)
-        add_s_per_byte = cluster.add_s(1.0, quantized=quantizer is not None) / self._share
-        runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s_per_byte), key=id))
+        self.schedule, self.cluster = schedule, cluster
+        add_s = cluster.add_s(1.0) if add_s_per_byte is None else add_s_per_byte
+        runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s), key=id))
         self.runs = [(run[0], len(run)) for run in runs]
         """Patterns, and how many steps have each before the next one begins."""
 
@@ -65,25 +60,9 @@ class Pricing:
         if not 0 <= nbytes < inf:
             raise UsageError(f"{nbytes:g} bytes cannot be exchanged: give the size of the buffer")
         clock_s = np.array(np.broadcast_to(np.asarray(start_s, dtype=np.float64), self.schedule.ranks))
-        clock_s += self.code_s(nbytes)
         for pattern, times in self.runs:
-            clock_s = pattern.play(clock_s, self.chunk_nbytes(nbytes), times)
-        return Price(clock_s + self.code_s(nbytes), self.steps)
-
-    def code_s(self, nbytes: float) -> float:
-        """Return the seconds that turning values into `nbytes` of codes takes, and as many those into values again."""
-        is_quantized = self.quantizer is not None and self.steps
-        return self.cluster.code_s(nbytes / self._share) if is_quantized else 0.0
-
-    def pack_s(self, nbytes: float) -> float:
-        """Return the seconds that packing, or unpacking, a bucket of `nbytes` on the wire takes."""
-        return self.cluster.pack_s(nbytes / self._share)
-
-    def chunk_nbytes(self, nbytes: float) -> float:
-        """Return the size of a chunk, of codes the largest one."""
-        if self.quantizer is None:
-            return nbytes / self.schedule.chunks
-        return float(ceil(nbytes / self.quantizer.tile_nbytes / self.schedule.chunks) * self.quantizer.tile_nbytes)
+            clock_s = pattern.play(clock_s, nbytes / self.schedule.chunks, times)
+        return Price(clock_s, self.steps)
 
     @property
     def steps(self) -> int:
@@ -157,13 +136,12 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     moves = src != dst
     latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
     s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
-    adding_s_per_byte = add_s_per_byte * added
     return Pattern(
         src=src,
         dst=dst,
         latency_s=latency_s,
         s_per_byte=s_per_byte,
-        adding_s_per_byte=adding_s_per_byte,
+        adding_s_per_byte=add_s_per_byte * added,
         adds=bool(added.any()),
         most_chunks=float(chunks.max(initial=0)),
         groups_s=_groups_s(step, ranks, cluster),

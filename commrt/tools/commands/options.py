@@ -20,9 +20,8 @@ from commrt.algorithms.direct import Direct
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES
 from commrt.tools.planning.timeline import efficiency_at
-from commrt.tools.planning.wires import QUANTIZERS, wire_nbytes
+from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import MODELS, MOST_NUMEL, Workload
 
 BATCH, CLUSTER = 32, "abci"

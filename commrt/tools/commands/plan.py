@@ -23,7 +23,6 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.errors import UsageError
 from commrt.pricing import selection
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES, Pricing
 from commrt.pricing.selection import Choice, choices, size_class, slice_nbytes, slots_of
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, collective_of
@@ -34,7 +33,7 @@ from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
 from commrt.tools.planning.timeline import LocalSteps, hiding_period
-from commrt.tools.planning.wires import QUANTIZERS, require_carried
+from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing, require_carried
 
 SHOWN = 8
 MIN_WIDTH = 124
@@ -190,7 +189,7 @@ def _on_codes(best: Plan, ranks: int, nbytes: float, cluster: Cluster) -> Iterat
     ways = f"{1e3 * best.exchange_s:.2f} ms; fp32 with {plain.name} {1e3 * plain.exchange_s:.2f} ms"
     yield f"{best.nbytes / 1e6:,.1f} MB of {best.wire}, all at once: {ways}"
     schedule = best.algorithm.schedule(0, ranks - best.backups)
-    yield quantizer_sentence(2 * Pricing(schedule, cluster, QUANTIZERS[best.wire]).code_s(best.nbytes), cluster)
+    yield quantizer_sentence(2 * WirePricing(schedule, cluster, QUANTIZERS[best.wire]).code_s(best.nbytes), cluster)
     yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
 
 
@@ -198,7 +197,7 @@ def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
     """Return the local SGD that hides the exchange with the least delay, if much of the best step is exposed."""
     if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
         return None
-    pricing = Pricing(best.algorithm.schedule(0, ranks), cluster, QUANTIZERS.get(best.wire or ""))
+    pricing = WirePricing(best.algorithm.schedule(0, ranks), cluster, QUANTIZERS.get(best.wire or ""))
     shortest, longest = LOCAL_PERIODS
     steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
     if steps is None or steps.hiding_delay is None:
