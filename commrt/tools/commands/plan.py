@@ -286,11 +286,14 @@ def collective(
             "reason": _choice_reason(found),
         }
         titles = ("schedule", "seconds", "latency_seconds", "steps")
-        rows = [(each.name, each.seconds, each.latency_s, each.steps) for each in found]
+        rows = [(each.name, each.price.seconds, _latency_s(each), each.price.steps) for each in found]
         print(opt.json_of(record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]}))
         return
     title = f"{name} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}"
-    cells = ((c.name, f"{1e3 * c.seconds:.3f}", f"{1e3 * c.latency_s:.3f}", f"{c.steps:,}") for c in found)
+    cells = (
+        (each.name, f"{1e3 * each.price.seconds:.3f}", f"{1e3 * _latency_s(each):.3f}", f"{each.price.steps:,}")
+        for each in found
+    )
     Console().print(opt.table_of(title, ("schedule", "ms", "latencies", "steps"), cells))
     print(_priced(name, priced_nbytes, slices))
     print(_choice_reason(found))
@@ -306,11 +309,16 @@ def _priced(collective: str, priced_nbytes: int, slices: int) -> str:
     return f"priced for one of {slices:,} slices, as pieces of {priced_nbytes:,} bytes; on GPUs slices are larger"
 
 
+def _latency_s(choice: Choice) -> float:
+    """Return the part of a price that does not depend on the number of bytes."""
+    return choice.pricing.price(0.0).seconds
+
+
 def _choice_reason(found: Sequence[Choice]) -> str:
     """Return how the best schedule compares with the second best."""
     best, *others = found
     if not others:
         return f"{best.name}: the only schedule for so many ranks"
     other = others[0]
-    sides = _gains(other.seconds - best.seconds, other.latency_s - best.latency_s, digits=3)
+    sides = _gains(other.price.seconds - best.price.seconds, _latency_s(other) - _latency_s(best), digits=3)
     return f"{best.name} against {other.name}: {sides}"
