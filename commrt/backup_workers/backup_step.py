@@ -167,7 +167,7 @@ class BackupStep:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
             bucket = self._engine.buckets[index]
-            bucket.take(bucket.header._replace(**running.says), self._ready_order.is_ready)
+            bucket.take(bucket.header._replace(**running.says), self._ready_order.seen)
             if running.ready:
                 running.ready[index].set_result(self._world.comm_thread.streams.record_event())
                 running.outcome = running.outcome or self._world.comm_thread.submit(partial(self._run, running))
@@ -297,7 +297,7 @@ class BackupStep:
         self._renew_buckets()
         self._ready_order = ready_order
         for bucket in self._engine.buckets:
-            bucket.take(bucket.header._replace(**running.says), ready_order.is_ready)
+            bucket.take(bucket.header._replace(**running.says), ready_order.seen)
 
     def _wait_for(self, ready: Future[StreamEvent]) -> None:
         """Wait until the training thread has come to `ready`; raises if the world was given up, or others call."""
@@ -312,9 +312,7 @@ class BackupStep:
             bound.run(Tag(step, "state"))
             yield Span("state", begin_s, perf_counter(), bound.nbytes_sent)
         if self.order is None:
-            places = {name: i for i, (name, _) in enumerate(self._params)}
-            seen = [places[name] for name in self._ready_order.seen]
-            order = torch.tensor([*seen, *sorted({*places.values()} - {*seen})], device="cpu")
+            order = torch.tensor(self._ready_order.places(), device="cpu")
             yield self._engine.broadcast_now(order, step)
             running.order = order.tolist()
 
