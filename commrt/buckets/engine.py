@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
 from typing import Protocol, cast
 
@@ -22,8 +22,8 @@ from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import TransportClosed, UsageError
 from commrt.program import Program, member_program
 from commrt.proof.spec import promise
-from commrt.runtime.executor import BoundProgram, RunnableProgram, bind, scratch_numel
-from commrt.runtime.prepared import Claim, Members, Prepared, schedule_of
+from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind, scratch_numel
+from commrt.runtime.prepared import Claim, Members, Prepared, cut, schedule_of
 from commrt.runtime.reading import bind_reading
 from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
 from commrt.runtime.world import World
@@ -83,7 +83,9 @@ class Engine:
         self._prepared = Prepared(
             world, self._bind, prove=self._prove, claim=self._claim, compare=self._compare, kept=KEPT
         )
-        self._shared: tuple[Tensor, Callable[[tuple[int, ...]], BoundProgram]] | None = None
+        self.tensors = Prepared(world, self._bind_tensor, kept=KEPT)
+        """What runs on other tensors than the buckets in each step, such as the broadcast of buffers."""
+        self._shared: tuple[Tensor, Window] | None = None  # one of them that peers of this host read
         self.replace_buckets(buckets)
 
     def use_algorithm(self, algorithm: Algorithm) -> None:
@@ -130,7 +132,8 @@ class Engine:
     def forget(self) -> None:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
         self._prepared.forget()
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.tensors.forget()
+        self._scratch = Scratch(self.world.transport.allocate)
         self.graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
         wire = self.buckets[0].quantized if self.buckets else None
         self.quantizer = None if wire is None else carrier_of(wire).step_quantizer(wire)
@@ -183,7 +186,7 @@ class Engine:
 
         def share() -> None:
             if windows := self.world.transport.share([flat]):
-                self._shared = flat, lru_cache(KEPT)(partial(self._bind_broadcast, flat, windows[0]))
+                self._shared = flat, windows[0]
 
         return self.world.comm_thread.submit(share)
 
@@ -282,18 +285,16 @@ class Engine:
 
     def broadcast_now(self, flat: Tensor, step: int) -> Span:
         """Overwrite `flat` with the first member's."""
-        begin_s, tag = perf_counter(), Tag(step, "state")
-        if self._shared is not None and flat is self._shared[0]:
-            bound = self._shared[1](self.members)
-            bound.run(tag, self.world.comm_thread.listener)
-            nbytes_sent = bound.nbytes_sent
-        else:
-            nbytes_sent = self.world.broadcast_now(flat, self.members, tag)
-        return Span("state", begin_s, perf_counter(), nbytes_sent)
+        begin_s = perf_counter()
+        bound = self.tensors.get(tree.broadcast(len(self.members)), self.members, flat)
+        bound.run(Tag(step, "state"), self.world.comm_thread.listener)
+        return Span("state", begin_s, perf_counter(), bound.nbytes_sent)
 
-    def _bind_broadcast(self, flat: Tensor, window: Window, members: tuple[int, ...]) -> BoundProgram:
-        mine = member_program(tree.broadcast(len(members)), members, self.world.rank, self.world.size)
-        return bind_reading(mine, flat, window, self.world.transport)
+    def _bind_tensor(self, schedule: Schedule, members: Members, tensor: Tensor) -> BoundProgram:
+        mine = member_program(schedule, members or self.members, self.world.rank, self.world.size)
+        if self._shared is not None and tensor is self._shared[0]:
+            return bind_reading(mine, tensor, self._shared[1], self.world.transport)
+        return bind(mine, tensor, self.world.transport, bounds=cut(schedule, tensor))
 
     def _ranks_with_flag(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
         flags = torch.zeros(self.world.size, device="cpu")
@@ -310,12 +311,10 @@ class Engine:
     def _bind_messages(self, mine: Program, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
         transport, streams = self.world.transport, self.world.comm_thread.streams
         heads = [bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire for bucket in self.buckets]
-        heads_and_cuts = [*zip(heads, [_cut(bucket, mine) for bucket in self.buckets], strict=True)]
-        for wire, cut in heads_and_cuts:
-            self._scratch_like(wire, scratch_numel(mine, wire.numel(), cut))
-        programs = [
-            bind(mine, wire, transport, self._scratch[wire.dtype], streams, bounds=cut) for wire, cut in heads_and_cuts
-        ]
+        both = [*zip(heads, [_cut(bucket, mine) for bucket in self.buckets], strict=True)]
+        for wire, bounds in both:  # so that all share the largest
+            self._scratch.row(scratch_numel(mine, wire.numel(), bounds), wire.dtype, wire.device)
+        programs = [bind(mine, wire, transport, self._scratch, streams, bounds=bounds) for wire, bounds in both]
         if quantizer is None:
             return programs
         values = [
@@ -333,18 +332,11 @@ class Engine:
         all_near = mine.peers <= window.peers.keys()
         straight = bucket.repeatable is not None and self._unpacks and bucket.unpacks_wire and all_near
         copied = bucket.head_numel if straight else None
-        bounds, scratch = _cut(bucket, mine), partial(self._scratch_like, bucket.wire)
-        transport = self.world.transport
-        bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, scratch=scratch)
+        transport, bounds = self.world.transport, _cut(bucket, mine)
+        bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, scratch=self._scratch)
         if bucket.repeatable is not None and bound.elsewhere:
             bucket.repeatable.load(bound.elsewhere)  # before anything waits on the device
         return bound
-
-    def _scratch_like(self, like: Tensor, need: int) -> Tensor:
-        """Return scratch memory for `need` elements; buckets share it, as one travels at a time."""
-        if like.dtype not in self._scratch or self._scratch[like.dtype].numel() < need:
-            self._scratch[like.dtype] = self.world.transport.allocate(need, like.dtype, like.device)
-        return self._scratch[like.dtype]
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:

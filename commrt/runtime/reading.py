@@ -7,7 +7,7 @@ What ranks of other hosts send is received as in `commrt.runtime.executor`, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from commrt.kernels.dispatch import copying
 from commrt.kernels.layout import padded
 from commrt.kernels.packing import Parts
 from commrt.program import Hop, Meeting, Program, Transfer, meetings
-from commrt.runtime.executor import Binder, BoundHop, BoundProgram, Combination, combinations_of, facts_of
+from commrt.runtime.executor import Binder, BoundHop, BoundProgram, Combination, Scratch, combinations_of, facts_of
 from commrt.schedule import COPY
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, Window
 
@@ -29,18 +29,18 @@ def bind_reading(
     *,
     bounds: Sequence[int] | None = None,
     copied: int | None = None,
-    scratch: Callable[[int], Tensor] | None = None,
+    scratch: Scratch | None = None,
 ) -> BoundProgram:
     """Bind `program` to `buffer` [numel], which `window` shows to the peers of this host.
 
     The peers' programs must be bound in the same way. `bounds` are those of `bind`. As there, the buffer may change as
     soon as the program has run. What comes from other hosts, and hops that overwrite what they send, need scratch
-    memory: ``scratch(numel)`` gives [>= numel] of the buffer's dtype, which programs that never run at once may share.
+    memory, which programs that never run at once may share; None allocates it.
 
     With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
     `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
-    reader = _Reader(program, buffer, window, transport, bounds, copied, scratch or buffer.new_empty)
+    reader = _Reader(program, buffer, window, transport, bounds, copied, Scratch() if scratch is None else scratch)
     hops = [bound for number, hop in reader.hops() for bound in reader.bind(number, hop)]
     group, end = reader.all_messages(), reader.end()
     if not reader.elsewhere:
@@ -80,7 +80,7 @@ class _Reader(Binder):
         transport: Transport,
         bounds: Sequence[int] | None,
         copied: int | None,
-        scratch: Callable[[int], Tensor],
+        scratch: Scratch,
     ) -> None:
         super().__init__(program, buffer, transport, bounds)
         self._window = window
@@ -90,7 +90,7 @@ class _Reader(Binder):
         self._has_far = len(self._near) < len(program.peers)
         self._meetings = meetings(program.hops, program.chunks, self._near)
         self._is_first, self._last = True, len(program.hops)
-        self._scratch = scratch(self._scratch_numel())
+        self._scratch = scratch.row(self._scratch_numel(), buffer.dtype, buffer.device)
         self.elsewhere: list[tuple[Tensor, int, int]] = []
 
     def bind(self, number: int, hop: Hop) -> list[BoundHop]:

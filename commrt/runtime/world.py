@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
 from commrt.importing import untraced
@@ -292,10 +291,6 @@ class World:
         bound = bind(mine, buffer, self.transport, bounds=cut(schedule, buffer))
         bound.run(tag)
         return bound.nbytes_sent
-
-    def broadcast_now(self, buffer: Tensor, members: Sequence[int], tag: Tag) -> int:
-        """Copy `buffer` from ``members[0]`` to all members along a binomial tree."""
-        return self.run_now(tree.broadcast(len(members)), buffer, tag, members)
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the other ranks, close the connections, then find out which rank failed first."""
