@@ -198,3 +198,17 @@ def test_the_time_in_which_buffers_are_sent_counts(monkeypatch):
         return any(state.begin_s < end <= state.end_s for where, end in sent if where is thread)
 
     assert run_ranks(2, body, connect=over_threads) == [True, True]
+
+
+def test_the_broadcast_of_buffers_is_bound_once():
+    def body(world):
+        model, bound = nn.BatchNorm1d(2), []
+        commrt.attach(model, world=world)
+        bind = world.transport.bind
+        world.transport.bind = lambda group: bound.append(group.hop) or bind(group)
+        for _ in range(4):
+            model(torch.ones(3, 2)).sum().backward()
+            bound.append("step")
+        return bound[-3:]
+
+    assert run_ranks(2, body) == [["step"] * 3] * 2

@@ -8,15 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Protocol, cast
+from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from commrt import proof
 from commrt.algorithms import halving_doubling, tree
+from commrt.algorithms.gossip import Gossip
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import TransportClosed, UsageError
@@ -43,16 +42,6 @@ class Span:
     begin_s: float
     end_s: float
     nbytes_sent: int
-
-
-class Rounds(Protocol):
-    """An algorithm whose steps are a few schedules, played by ranks that change places: only the few are proven."""
-
-    def rounds(self, ranks: int) -> tuple[Schedule, ...]:
-        """Return the schedules, of which step s has number s modulo their count."""
-
-    def order(self, step: int, ranks: int) -> NDArray[np.intp]:
-        """Return the rank that plays each rank's part in `step`: ``schedule(step)`` is the round over it."""
 
 
 class Engine:
@@ -94,8 +83,8 @@ class Engine:
         self._row: int | None = getattr(algorithm, "mixing_row", None)
         self.mixes = self._row is not None  # so that ranks do not become equal
         kind = next((each for each in type(algorithm).__mro__ if "schedule" in vars(each)), object)
-        # A class that overrides `schedule` alone says nothing of its rounds.
-        self._rounds = cast("Rounds", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
+        # Only rounds are proven where there are some. A class that overrides `schedule` alone says nothing of its own.
+        self._rounds = cast("Gossip", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
         self._first: str | None = None  # the digest of the schedule of step 0, which ranks compare in `attach`
 
     def schedule(self, step: int) -> Schedule:
@@ -245,7 +234,7 @@ class Engine:
 
     def _round_of(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
         """Return the round of `step`, and who plays it."""
-        rounds = cast("Rounds", self._rounds)
+        rounds = cast("Gossip", self._rounds)
         some, order = rounds.rounds(len(members)), rounds.order(step, len(members))
         return some[step % len(some)], tuple(map(members.__getitem__, order.tolist()))
 

@@ -160,7 +160,8 @@ def bind(
     memory = (Scratch() if scratch is None else scratch).row(half + other_half, buffer.dtype, buffer.device)
     hops, landings, final = list[BoundHop](), list[Landing](), final_receives(program.hops, program.chunks)
     for number, hop in binder.hops():
-        places = _receive_places(hop, binder.own, memory[half * waits.parity[number] * waits.overlap :])
+        piece = memory[half * waits.parity[number] * waits.overlap :]
+        places = binder.places(hop, piece, lambda each: binder.own(each) if each.combine == COPY else None)
         group = binder.group(number, hop, places, reads=only_reads(hop))
         combinations = tuple(combinations_of(hop, program.rank, places, binder.own, add or adding))
         hops.append(BoundHop(transport.bind(group), combinations, number, waits.after[number], facts_of(group)))
@@ -211,20 +212,20 @@ class Binder:
         self.recvs += recvs
         return P2PGroup(sends, recvs, number, reads)
 
+    def places(self, hop: Hop, scratch: Tensor, place_of: Callable[[Transfer], Tensor | None]) -> list[Tensor]:
+        """Return the memory of each receive: ``place_of(receive)``, or the next piece of `scratch` if that is None."""
+        places, used = [], 0
+        for each in hop.recvs:
+            if (place := place_of(each)) is None:
+                numel = self.own(each).numel()
+                place, used = scratch[used : used + numel], used + padded(numel)
+            places.append(place)
+        return places
+
     @property
     def nbytes_sent(self) -> int:
         """Bytes of all messages so far that this rank sends."""
         return sum(message.data.nbytes for message in self.sends)
-
-
-def _receive_places(hop: Hop, own_of: Callable[[Transfer], Tensor], scratch: Tensor) -> list[Tensor]:
-    """Return the memory of each receive: its final place, or the next piece of `scratch`."""
-    places, used = [], 0
-    for transfer in hop.recvs:
-        own = own_of(transfer)
-        places.append(own if transfer.combine == COPY else scratch[used : used + own.numel()])
-        used += 0 if transfer.combine == COPY else padded(own.numel())
-    return places
 
 
 def combinations_of(

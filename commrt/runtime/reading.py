@@ -8,7 +8,8 @@ What ranks of other hosts send is received as in `commrt.runtime.executor`, with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -40,7 +41,8 @@ def bind_reading(
     With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
     `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
-    reader = _Reader(program, buffer, window, transport, bounds, copied, Scratch() if scratch is None else scratch)
+    shared = Scratch() if scratch is None else scratch
+    reader = _Reader(window, copied, shared, program, buffer, transport, bounds)
     hops = [bound for number, hop in reader.hops() for bound in reader.bind(number, hop)]
     group, end = reader.all_messages(), reader.end()
     if not reader.elsewhere:
@@ -72,17 +74,9 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
 
 
 class _Reader(Binder):
-    def __init__(
-        self,
-        program: Program,
-        buffer: Tensor,
-        window: Window,
-        transport: Transport,
-        bounds: Sequence[int] | None,
-        copied: int | None,
-        scratch: Scratch,
-    ) -> None:
-        super().__init__(program, buffer, transport, bounds)
+    def __init__(self, window: Window, copied: int | None, scratch: Scratch, *of_binder: Any) -> None:
+        super().__init__(*of_binder)
+        program, buffer = self.program, self.buffer
         self._window = window
         self._copied = buffer.numel() if copied is None else copied
         self._latest = max((number for number, _ in self.hops()), default=-1)
@@ -96,7 +90,7 @@ class _Reader(Binder):
     def bind(self, number: int, hop: Hop) -> list[BoundHop]:
         """Return the hop as one, or as two if it must not write before all peers have read."""
         before, within = self._meetings.before[number], self._meetings.within[number]
-        places = self._places(hop, number)
+        places = self.places(hop, self._scratch, partial(self._place, number))
         group = self.group(number, hop, places)
         come = self._exchange(cast("Meeting", before), number, group.parted(self._near)[1])
         moves = self._moves(hop, places, lands=number == self._latest and within is None)
@@ -152,17 +146,11 @@ class _Reader(Binder):
         is_far_sum = transfer.peer not in self._near and transfer.combine != COPY
         return is_far_sum or self._meetings.within[number] is not None
 
-    def _places(self, hop: Hop, number: int) -> list[Tensor]:
-        """Return where each receive is read: the peer's memory, its final place, or scratch memory."""
-        places, used = [], 0
-        for each in hop.recvs:
-            own = self.own(each)
-            if self._is_staged(each, number):
-                places.append(self._scratch[used : used + own.numel()])
-                used += padded(own.numel())
-            else:
-                places.append(self._theirs(each) if each.peer in self._near else own)
-        return places
+    def _place(self, number: int, each: Transfer) -> Tensor | None:
+        """Return where the receive is read: the peer's memory, its final place, or None for scratch memory."""
+        if self._is_staged(each, number):
+            return None
+        return self._theirs(each) if each.peer in self._near else self.own(each)
 
     def _moves(self, hop: Hop, places: Sequence[Tensor], *, lands: bool) -> tuple[Combination, ...]:
         """Return what copies and combines the receives, which lie at `places`; `lands` where nothing reads copies."""

@@ -285,12 +285,10 @@ class World:
         store = PrefixStore(name, clone_connection(self.store))
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
-    def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> int:
-        """Run `schedule` unchecked, on the communication thread; return the bytes sent. ``members[i]`` plays rank i."""
+    def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> None:
+        """Run `schedule` once, unchecked, on the communication thread. ``members[i]`` plays rank i."""
         mine = member_program(schedule, members or range(self.size), self.rank, self.size)
-        bound = bind(mine, buffer, self.transport, bounds=cut(schedule, buffer))
-        bound.run(tag)
-        return bound.nbytes_sent
+        bind(mine, buffer, self.transport, bounds=cut(schedule, buffer)).run(tag)
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the other ranks, close the connections, then find out which rank failed first."""
