@@ -157,7 +157,7 @@ class Engine:
         def prepare() -> None:
             schedule, players = self.schedule(step), tuple(range(self.world.size))
             if self._usual_ranks == self.world.size:
-                self._share()
+                self._share_buckets()
             if self._rounds is not None:
                 schedule, players = self._round_of(step, players)
             self._prepared.get(schedule, players, None if self.quantizer is None else self.quantizer.at(step), step)
@@ -170,14 +170,10 @@ class Engine:
         with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
             return self.world.comm_thread.submit(partial(self.reduce_now, bucket, step))
 
-    def submit_sharing(self, flat: Tensor) -> Future[None]:
+    def share(self, flat: Tensor) -> None:
         """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""
-
-        def share() -> None:
-            if windows := self.world.transport.share([flat]):
-                self._shared = flat, windows[0]
-
-        return self.world.comm_thread.submit(share)
+        windows = self.world.comm_thread.submit(lambda: self.world.transport.share([flat])).result()
+        self._shared = (flat, windows[0]) if windows else None
 
     def submit_has_data(self, present: bool, step: int) -> Future[None]:
         """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
@@ -187,7 +183,7 @@ class Engine:
 
         return self.world.comm_thread.submit(ask)
 
-    def _share(self) -> None:
+    def _share_buckets(self) -> None:
         """Let GPUs of this host read the buckets, in place of messages: all ranks take part in every step."""
         shown = [bucket for bucket in self.buckets if bucket.quantized is None]
         windows = self.world.transport.share([bucket.wire for bucket in shown])

@@ -75,7 +75,7 @@ class SynchronousReplica(Replica):
         carries = self._broadcasts_buffers and buffers
         self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate_shared) if carries else None
         if self._flat_buffers is not None and self._flat_buffers.flat.numel():
-            engine.submit_sharing(self._flat_buffers.flat).result()
+            engine.share(self._flat_buffers.flat)
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
         self._has_data: Future[None] | None = None
