@@ -30,10 +30,10 @@ from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
 from commrt.program import MOST_MESSAGES, nccl_groups
 from commrt.proof import spec
-from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof, verify
 from commrt.proof.symbols import different
 from commrt.schedule import Schedule, Step
+from commrt.tools.planning.mixing import mixing, steps_to_meet_all
 
 __all__ = ["FEW", "SWEEPS", "main", "wrong"]
 

@@ -20,10 +20,10 @@ import commrt
 from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, permutation
 from commrt.errors import UsageError
 from commrt.program import program
-from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import prove, traffic
 from commrt.proof.spec import promise
 from commrt.tools.commands.app import app
+from commrt.tools.planning.mixing import mixing, steps_to_meet_all
 
 POWERS = [1, 2, 4, 8, 16, 32, 64, 128]
 

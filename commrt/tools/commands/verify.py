@@ -24,11 +24,11 @@ from commrt.pricing.selection import require_candidate
 from commrt.program import group_count, nccl_groups
 from commrt.proof import order_of_additions, replay
 from commrt.proof.additions import Additions
-from commrt.proof.mixing import mixing, steps_to_meet_all
 from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import MIX, Algorithm, Schedule
 from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, json_of, leave_out
+from commrt.tools.planning.mixing import mixing, steps_to_meet_all
 
 PERIODS = 2
 """Periods of gossip that are verified: before and after the partners change."""
