@@ -7,12 +7,11 @@ An algorithm or a wire that is more than the usual says so by `traits`, a tuple 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
 
 import numpy as np
 
 from commrt.errors import UsageError
-from commrt.schedule import ADD, Schedule
+from commrt.schedule import ADD, Schedule, require_valid
 
 NO_ALL_REDUCE = (
     "algorithm={algorithm!r} is no all-reduce, in which every rank takes part: use Torus2D(), Ring() or "
@@ -48,7 +47,8 @@ REFUSED = {
         "use torch.bfloat16"
     ),
     ("wire", "local SGD by gossip"): (
-        "wire={wire} with LocalSGD(inner=Gossip()): weights travel there, and would be rounded"
+        "wire={wire} with LocalSGD(inner=Gossip()): weights travel there, not small differences, and would be rounded; "
+        "leave wire out, or use an all-reduce"
     ),
     ("adaptive wire", "local SGD"): ("a wire of {wire} with LocalSGD: its bits follow gradients; use Int4() or Int8()"),
     ("quantized wire", "gossip"): (
@@ -94,7 +94,7 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
 
 def require_short_sums(schedule: Schedule, wire: object) -> None:
     """Raise `UsageError` for a schedule in which a sum of codes would be quantized again and again."""
-    if summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
+    if summing_steps(schedule) > MOST_SUMMING_STEPS:
         raise UsageError(
             f"a wire of {wire} cannot carry {schedule.name}: codes do not add, and its sums grow over more than "
             f"{MOST_SUMMING_STEPS} steps, each of which would round them again; use commrt.Direct(), which sums in "
@@ -102,10 +102,8 @@ def require_short_sums(schedule: Schedule, wire: object) -> None:
         )
 
 
-def summing_steps(schedule: Schedule, enough: float = inf) -> int:
-    """Return the largest number of steps that add to the same chunk; stop counting above `enough`.
-
-    No sum of `schedule` grows over more steps.
+def summing_steps(schedule: Schedule) -> int:
+    """Return the largest number of steps that add to the same chunk: no sum of `schedule` grows over more.
 
     >>> from commrt.algorithms import direct, ring
     >>> summing_steps(direct.all_reduce(8)), summing_steps(ring.all_reduce(8))
@@ -113,10 +111,7 @@ def summing_steps(schedule: Schedule, enough: float = inf) -> int:
     """
     counts = np.zeros(schedule.chunks, dtype=np.int32)
     for step in schedule.checked_steps():
-        adds = step.rows(step.combine == ADD)
-        bounds = (np.clip(column, 0, schedule.chunks) for column in (adds.lo, adds.hi))
-        begun, ended = (np.bincount(each, minlength=schedule.chunks + 1) for each in bounds)
+        adds = require_valid(step, schedule).rows(step.combine == ADD)
+        begun, ended = (np.bincount(each, minlength=schedule.chunks + 1) for each in (adds.lo, adds.hi))
         counts += np.cumsum(begun - ended)[:-1] > 0
-        if counts.max() > enough:
-            break
     return int(counts.max())

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from commrt.errors import UsageError
 from commrt.kernels.quantize import adding_quantized, dequantizing, key_of, quantizing
-from commrt.options import require_short_sums  # noqa: F401  # the runtime asks this module for it
 from commrt.program import Hop, Program, chunk_bounds
 from commrt.quantizer import Adaptive, Progress, Quantizer
 from commrt.runtime.executor import BoundProgram, RunnableProgram, only_reads
