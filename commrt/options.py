@@ -68,16 +68,6 @@ MOST_SUMMING_STEPS = 2
 """Steps in which a sum may grow: each codes it again, and the error grows with them."""
 
 
-def traits_of(option: object) -> frozenset[str]:
-    """Return what the table calls an algorithm or a wire; nothing for the usual ones.
-
-    >>> from commrt.algorithms.gossip import Gossip
-    >>> sorted(traits_of(Gossip()))
-    ['gossip', 'gossip of weights']
-    """
-    return frozenset(getattr(option, "traits", ()))
-
-
 def require_compatible(algorithm: object, wire: object = None, also: Iterable[str] = ()) -> None:
     """Raise `UsageError` for the first row of the table that `algorithm`, `wire` and the traits `also` meet.
 
@@ -86,7 +76,7 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
     Traceback (most recent call last):
     commrt.errors.UsageError: graphs=True with LocalSGD: it exchanges too rarely to need them; leave graphs out
     """
-    present = traits_of(algorithm) | traits_of(wire) | frozenset(also) | ({"wire"} if wire is not None else set())
+    present = {*also, *getattr(algorithm, "traits", ()), *getattr(wire, "traits", ()), *["wire"] * (wire is not None)}
     for pair, why in REFUSED.items():
         if present.issuperset(pair):
             raise UsageError(why.format(algorithm=algorithm, wire=wire, kind=type(algorithm).__name__))
