@@ -7,6 +7,7 @@ An algorithm or a wire that is more than the usual says so by `traits`, a tuple 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 import numpy as np
 
@@ -84,7 +85,7 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
 
 def require_short_sums(schedule: Schedule, wire: object) -> None:
     """Raise `UsageError` for a schedule in which a sum of codes would be quantized again and again."""
-    if summing_steps(schedule) > MOST_SUMMING_STEPS:
+    if summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
         raise UsageError(
             f"a wire of {wire} cannot carry {schedule.name}: codes do not add, and its sums grow over more than "
             f"{MOST_SUMMING_STEPS} steps, each of which would round them again; use commrt.Direct(), which sums in "
@@ -92,8 +93,10 @@ def require_short_sums(schedule: Schedule, wire: object) -> None:
         )
 
 
-def summing_steps(schedule: Schedule) -> int:
-    """Return the largest number of steps that add to the same chunk: no sum of `schedule` grows over more.
+def summing_steps(schedule: Schedule, enough: float = inf) -> int:
+    """Return the largest number of steps that add to the same chunk; stop counting above `enough`.
+
+    No sum of `schedule` grows over more steps.
 
     >>> from commrt.algorithms import direct, ring
     >>> summing_steps(direct.all_reduce(8)), summing_steps(ring.all_reduce(8))
@@ -104,4 +107,6 @@ def summing_steps(schedule: Schedule) -> int:
         adds = require_valid(step, schedule).rows(step.combine == ADD)
         begun, ended = (np.bincount(each, minlength=schedule.chunks + 1) for each in (adds.lo, adds.hi))
         counts += np.cumsum(begun - ended)[:-1] > 0
+        if counts.max() > enough:
+            break
     return int(counts.max())
