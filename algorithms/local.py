@@ -119,11 +119,6 @@ class LocalSGD:
             raise UsageError(f"inner={inner!r:.200}: take an all-reduce, such as Torus2D(), or Gossip()")
         if isinstance(inner, Gossip) and inner.staleness:
             raise UsageError("inner=Gossip(staleness=1): here `delay` says how late messages are; leave staleness out")
-        if isinstance(inner, Gossip) and self.wire is not None:
-            raise UsageError(
-                f"wire={self.wire} with inner=Gossip(): weights travel there, not small differences, and would be "
-                "rounded; leave wire out, or use an all-reduce"
-            )
 
     @property
     def traits(self) -> tuple[str, ...]:

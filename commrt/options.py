@@ -12,7 +12,7 @@ from math import inf
 import numpy as np
 
 from commrt.errors import UsageError
-from commrt.schedule import ADD, Schedule
+from commrt.schedule import ADD, Schedule, require_valid
 
 NO_ALL_REDUCE = (
     "algorithm={algorithm!r} is no all-reduce, in which every rank takes part: use Torus2D(), Ring() or "
@@ -48,7 +48,8 @@ REFUSED = {
         "use torch.bfloat16"
     ),
     ("wire", "local SGD by gossip"): (
-        "wire={wire} with LocalSGD(inner=Gossip()): weights travel there, and would be rounded"
+        "wire={wire} with LocalSGD(inner=Gossip()): weights travel there, not small differences, and would be rounded; "
+        "leave wire out, or use an all-reduce"
     ),
     ("adaptive wire", "local SGD"): ("a wire of {wire} with LocalSGD: its bits follow gradients; use Int4() or Int8()"),
     ("quantized wire", "gossip"): (
@@ -68,16 +69,6 @@ MOST_SUMMING_STEPS = 2
 """Steps in which a sum may grow: each codes it again, and the error grows with them."""
 
 
-def traits_of(option: object) -> frozenset[str]:
-    """Return what the table calls an algorithm or a wire; nothing for the usual ones.
-
-    >>> from commrt.algorithms.gossip import Gossip
-    >>> sorted(traits_of(Gossip()))
-    ['gossip', 'gossip of weights']
-    """
-    return frozenset(getattr(option, "traits", ()))
-
-
 def require_compatible(algorithm: object, wire: object = None, also: Iterable[str] = ()) -> None:
     """Raise `UsageError` for the first row of the table that `algorithm`, `wire` and the traits `also` meet.
 
@@ -86,7 +77,7 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
     Traceback (most recent call last):
     commrt.errors.UsageError: graphs=True with LocalSGD: it exchanges too rarely to need them; leave graphs out
     """
-    present = traits_of(algorithm) | traits_of(wire) | frozenset(also) | ({"wire"} if wire is not None else set())
+    present = {*also, *getattr(algorithm, "traits", ()), *getattr(wire, "traits", ()), *["wire"] * (wire is not None)}
     for pair, why in REFUSED.items():
         if present.issuperset(pair):
             raise UsageError(why.format(algorithm=algorithm, wire=wire, kind=type(algorithm).__name__))
@@ -113,9 +104,8 @@ def summing_steps(schedule: Schedule, enough: float = inf) -> int:
     """
     counts = np.zeros(schedule.chunks, dtype=np.int32)
     for step in schedule.checked_steps():
-        adds = step.rows(step.combine == ADD)
-        bounds = (np.clip(column, 0, schedule.chunks) for column in (adds.lo, adds.hi))
-        begun, ended = (np.bincount(each, minlength=schedule.chunks + 1) for each in bounds)
+        adds = require_valid(step, schedule).rows(step.combine == ADD)
+        begun, ended = (np.bincount(each, minlength=schedule.chunks + 1) for each in (adds.lo, adds.hi))
         counts += np.cumsum(begun - ended)[:-1] > 0
         if counts.max() > enough:
             break

@@ -30,7 +30,7 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 import commrt
-from commrt.training.large_batch import BatchSizeControl, Rate, lars
+from commrt.training.large_batch import BatchSizeControl, Rate
 
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -122,7 +122,7 @@ class Training:
             raise SystemExit(f"{options.data}: class {differ[0]} is in one of train and val only")
         torch.manual_seed(options.seed)
         self.model = resnet(len(self.data.classes), options.blocks, options.width).to(self.device)
-        self.optimizer = lars(self.model, options.lr) if options.lars else self._sgd()
+        self.optimizer = self._lars() if options.lars else self._sgd()
         samples: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(
             self.data, world.size, world.rank, seed=options.seed
         )
@@ -138,6 +138,14 @@ class Training:
             also=[self.rate, self.scaler],
         )  # fmt: skip
         self.epoch = 0
+
+    def _lars(self) -> torch.optim.Optimizer:
+        from pytorch_optimizer import LARS  # noqa: PLC0415  # only --lars needs it: pip install 'commrt[recipe]'
+
+        large: torch.optim.Optimizer = LARS(
+            self.model.parameters(), self.options.lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.01
+        )
+        return large
 
     def _sgd(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), self.options.lr, 0.9, weight_decay=5e-5, nesterov=True)

@@ -298,7 +298,6 @@ REFUSED = [
     (lambda: LocalSGD(inner=LocalSGD()), "all-reduce"),
     (lambda: LocalSGD(inner=commrt.Ring), "pass an object"),
     (lambda: LocalSGD(inner=Gossip(staleness=1)), "leave staleness out"),
-    (lambda: LocalSGD(inner=Gossip(), wire=torch.bfloat16), "would be rounded"),
     (lambda: LocalSGD(anchor="gpu"), '"device" or "cpu"'),
     (lambda: Mix(1.0), "below 1"),
     (lambda: Nesterov(momentum=1.0), "below 1"),

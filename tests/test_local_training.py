@@ -269,6 +269,7 @@ REFUSED = [
     (LocalSGD(wire=Int4()), {}, r"commrt\.Direct\(\)"),
     (LocalSGD(wire=torch.float16), {"wire": torch.bfloat16}, "give it once"),
     (LocalSGD(inner=Gossip()), {"wire": torch.bfloat16}, "would be rounded"),
+    (LocalSGD(inner=Gossip(), wire=torch.bfloat16), {}, "would be rounded"),
     (
         LocalSGD(inner=Direct()),
         {"wire": commrt.quantization.Adaptive(commrt.quantization.dq(1.0, 10))},

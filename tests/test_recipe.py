@@ -20,7 +20,7 @@ import commrt
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
-from commrt.training.large_batch import BatchSizeControl, Rate, lars
+from commrt.training.large_batch import BatchSizeControl, Rate
 
 DATA = TensorDataset(torch.arange(96.0))
 
@@ -214,16 +214,6 @@ def test_a_rate_that_cannot_be_is_refused_in_words():
     for changed, says in (({"rule": "cubic"}, "choose one of keep, sqrt, linear"), ({"warmup": 6}, "fewer than there")):
         with pytest.raises(UsageError, match=says):
             rates(**changed)
-
-
-def test_lars_moves_each_matrix_by_a_part_of_its_own_size():
-    model = nn.Linear(30, 20)
-    optimizer = lars(model, lr=0.5)
-    before = model.weight.detach().clone()
-    (1e6 * model(torch.randn(8, 30)).square().sum()).backward()
-    optimizer.step()
-    moved = (model.weight.detach() - before).norm().item()
-    assert moved == pytest.approx(0.5 * 0.01 * before.norm().item(), rel=1e-3)
 
 
 @for_each("smoothing", [0.0, 0.1, 0.3])

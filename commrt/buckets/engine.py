@@ -19,6 +19,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import TransportClosed, UsageError
+from commrt.options import require_short_sums
 from commrt.program import Program, member_program
 from commrt.proof.spec import promise
 from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind, scratch_numel
@@ -98,7 +99,7 @@ class Engine:
         if self._same_bits:
             proof.require_one_order(schedule)
         if self.buckets and (wire := self.buckets[0].quantized) is not None:
-            carrier_of(wire).require_short_sums(schedule, wire)
+            require_short_sums(schedule, wire)
 
     def require_any_members(self) -> None:
         """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from commrt.errors import UsageError
 from commrt.kernels.quantize import adding_quantized, dequantizing, key_of, quantizing
-from commrt.options import require_short_sums  # noqa: F401  # the runtime asks this module for it
 from commrt.program import Hop, Program, chunk_bounds
 from commrt.quantizer import Adaptive, Progress, Quantizer
 from commrt.runtime.executor import BoundProgram, RunnableProgram, only_reads
@@ -150,25 +150,14 @@ class QuantizedProgram(RunnableProgram):
         self.dequantize()
 
 
-@dataclass(slots=True)
 class _Binder:
     """Binds a program to one buffer; those that never run at the same time may share codes and scratch."""
 
-    program: Program
-    buffer: ValuesOnWire
-    quantizer: Quantizer
-    transport: Transport
-    bounds: Sequence[int] = field(init=False)
-    """[chunks + 1] where the chunks of the buffer begin: at whole tiles."""
-    codes: Tensor = field(init=False)
-    scratch: Tensor = field(init=False)
-    nbytes_sent: int = 0
-    _is_quantized: list[bool] = field(init=False)
-    """[chunks] True for chunks whose codes are those of their values, or came from another rank."""
-
-    def __post_init__(self) -> None:
-        self.bounds = chunk_bounds(len(self.buffer.values), self.program.chunks, self.quantizer.tile_numel)
-        self._is_quantized = [False] * self.program.chunks
+    def __init__(self, program: Program, buffer: ValuesOnWire, quantizer: Quantizer, transport: Transport) -> None:
+        self.program, self.buffer, self.quantizer, self.transport = program, buffer, quantizer, transport
+        self.bounds = chunk_bounds(len(buffer.values), program.chunks, quantizer.tile_numel)  # of whole tiles
+        self.nbytes_sent = 0
+        self._is_quantized = np.zeros(program.chunks, dtype=bool)  # the codes are the values', or another rank's
 
     def scratch_nbytes(self) -> int:
         """Return the bytes for what is received in one hop to be added."""
@@ -205,7 +194,7 @@ class _Binder:
         for _, run in groupby(enumerate(wanted), lambda pair: pair[1] - pair[0]):
             chunks = [chunk for _, chunk in run]
             lo, hi = chunks[0], chunks[-1] + 1
-            self._is_quantized[lo:hi] = [True] * (hi - lo)
+            self._is_quantized[lo:hi] = True
             if self.bounds[lo] < self.bounds[hi]:
                 residual = None if self.buffer.residual is None else self._part(self.buffer.residual, lo, hi)
                 values = self._part(self.buffer.values, lo, hi)
@@ -215,9 +204,9 @@ class _Binder:
         used = 0
         for each in hop.recvs:
             if each.combine == COPY:
-                self._is_quantized[each.lo : each.hi] = [True] * (each.hi - each.lo)
+                self._is_quantized[each.lo : each.hi] = True
                 yield self._codes(each.lo, each.hi)
-            elif each.combine == ADD and not any(self._is_quantized[each.lo : each.hi]):
+            elif each.combine == ADD and not self._is_quantized[each.lo : each.hi].any():
                 begin, used = used, used + self._nbytes(each.lo, each.hi)
                 yield self.scratch[begin:used]
             else:

@@ -20,7 +20,7 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import Packing
-from commrt.options import require_compatible
+from commrt.options import require_compatible, require_short_sums
 from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
@@ -180,9 +180,9 @@ class Sums:
         members = self._world.membership.ranks
         schedule = schedule_of(algorithm, 0, len(members))
         if self._prepared.known(schedule, members, call) is None:
-            if is_quantized(call.wire):
-                carrier_of(call.wire).require_short_sums(schedule, call.wire)
             self._prepared.prove(schedule)
+            if is_quantized(call.wire):
+                require_short_sums(schedule, call.wire)
         return schedule
 
     def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, tag: Tag) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from commrt.errors import UsageError
 from commrt.program import Program
 from commrt.runtime.executor import BoundProgram, RunnableProgram
-from commrt.schedule import Schedule
 from commrt.transport.protocol import Transport
 
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,9 +72,6 @@ class Carrier(Protocol):
 
     def step_quantizer(self, wire: QuantizedWire) -> StepQuantizer:
         """Return what chooses the quantizer of each step."""
-
-    def require_short_sums(self, schedule: Schedule, wire: QuantizedWire) -> None:
-        """Raise `UsageError` for a schedule that cannot carry `wire`."""
 
     def check_residual(self, wire: QuantizedWire, residual: Tensor | None, tensor: Tensor) -> None:
         """Raise `UsageError` unless there is a residual for `tensor` exactly where there is feedback."""

@@ -13,7 +13,6 @@ from itertools import islice
 from math import ceil, inf
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, Sampler
@@ -234,13 +233,3 @@ class Rate:
             )
         self._highest, self._updates = [*rates], self._control.updates_after(epochs)
         self._set()
-
-
-def lars(model: nn.Module, lr: float) -> Optimizer:
-    """Return ``pytorch-optimizer``'s LARS: a matrix moves by 1 % of its size times `lr`; vectors do not decay."""
-    try:
-        from pytorch_optimizer import LARS  # noqa: PLC0415  # an extra
-    except ImportError as error:
-        raise UsageError("LARS comes with pytorch-optimizer: pip install 'commrt[recipe]'") from error
-    found: Optimizer = LARS(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.01)
-    return found

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.layout import MIB
@@ -126,7 +126,8 @@ def dump(owners: Sequence[Stateful]) -> Tensor:
     """
     file = io.BytesIO()
     try:
-        torch.save(tree_map(_python_number, [_without_objects(owner.state_dict()) for owner in owners]), file)
+        states = [_without_objects(owner.state_dict()) for owner in owners]
+        torch.save(tree_map_only(np.generic, np.generic.item, states), file)  # no rank would load numbers of numpy
     except (PicklingError, AttributeError, TypeError):  # what pickle raises for functions and locks
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -196,11 +197,6 @@ def _with_objects(state: dict[str, Any], owner: Stateful) -> dict[str, Any]:
 
 def _is_plain(value: object) -> bool:
     return all(map(isinstance, tree_leaves(value), repeat(PLAIN)))
-
-
-def _python_number(value: object) -> object:
-    """Return a number of numpy, which no rank would load, as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

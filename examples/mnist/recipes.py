@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import DistributedSampler
 
 from commrt.errors import UsageError
-from commrt.training.large_batch import BatchSizeControl, Rate, lars
+from commrt.training.large_batch import BatchSizeControl, Rate
 
 __all__ = ["PLAIN", "RECIPES", "Recipe", "batches", "require_fit"]
 
@@ -37,7 +37,12 @@ class Recipe(NamedTuple):
 
     def optimizer(self, model: nn.Module, lr: float) -> Optimizer:
         """Return an optimizer of all parameters of `model`."""
-        return lars(model, lr) if self.is_large else SGD(model.parameters(), lr=lr, momentum=0.9)
+        if not self.is_large:
+            return SGD(model.parameters(), lr=lr, momentum=0.9)
+        from pytorch_optimizer import LARS  # noqa: PLC0415  # an extra, see `require_fit`
+
+        large: Optimizer = LARS(model.parameters(), lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.01)
+        return large
 
     def rate(self, optimizer: Optimizer, control: BatchSizeControl, epochs: int) -> LRScheduler | Rate:
         """Return the learning rate's schedule; call its `step` after each update."""
