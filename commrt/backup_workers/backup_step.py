@@ -32,7 +32,7 @@ from commrt.errors import UsageError
 from commrt.program import member_program
 from commrt.runtime.executor import BoundProgram, bind
 from commrt.runtime.membership import LOST
-from commrt.runtime.prepared import Members, Prepared, cut
+from commrt.runtime.prepared import Members, Prepared
 from commrt.schedule import Schedule
 from commrt.store.client import start_call
 from commrt.threads.deadline import Deadline
@@ -110,7 +110,7 @@ class BackupStep:
     def _bind(self, schedule: Schedule, members: Members, buffer: Tensor) -> BoundProgram:
         world = self._world
         mine = member_program(schedule, members or range(world.size), world.rank, world.size)
-        return bind(mine, buffer, world.transport, bounds=cut(schedule, buffer))
+        return bind(mine, buffer, world.transport)
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
@@ -279,7 +279,7 @@ class BackupStep:
             if running.ready:
                 self._wait_for(running.ready[-1])
             if self._flat_buffer is not None or self.order is None:
-                running.spans += self._broadcast(running, step, members)
+                running.spans += self._broadcast(running, step)
             if self._world.comm_thread.streams.queues:
                 self._world.transport.wait()
             self._done.fill_(1)  # arrives at the first member when it was sent by all others
@@ -303,14 +303,11 @@ class BackupStep:
         """Wait until the training thread has come to `ready`; raises if the world was given up, or others call."""
         self._world.comm_thread.streams.wait_event(self._membership.wait_for(ready))
 
-    def _broadcast(self, running: _Pass, step: int, members: tuple[int, ...]) -> Iterable[Span]:
+    def _broadcast(self, running: _Pass, step: int) -> Iterable[Span]:
         """Send the first member's buffers, and in the first step its order of gradients."""
         if self._flat_buffer is not None:
             self._flat_buffer.fill([*self._model.buffers()])
-            begin_s = perf_counter()
-            bound = self._prepared.get(tree.broadcast(len(members)), members, self._flat_buffer.flat)
-            bound.run(Tag(step, "state"))
-            yield Span("state", begin_s, perf_counter(), bound.nbytes_sent)
+            yield self._engine.broadcast_now(self._flat_buffer.flat, step)
         if self.order is None:
             places = {name: i for i, (name, _) in enumerate(self._params)}
             seen = [places[name] for name in self._ready_order.seen]
