@@ -94,7 +94,7 @@ class Packer:
             self._submit(self._buckets[index])
 
     def _submit(self, bucket: GradientBucket) -> None:
-        bucket.take(Header(0, 1, 0, 0, bucket.index, 0), self._order.is_ready)
+        bucket.take(Header(0, 1, 0, 0, bucket.index, 0), self._order.seen)
         self._answers.append(self._lane.submit(lambda: self._carry(bucket)))
 
     def _carry(self, bucket: GradientBucket) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, HashStore, ReduceOp
 
-from commrt.c10d import call_engine, group
+from commrt.c10d import call_engine, create, group
 from commrt.c10d.backend import CommrtBackend
 from commrt.c10d.checked_calls import CheckedCalls
 from commrt.errors import TransportError
@@ -69,7 +69,7 @@ def test_a_group_that_cannot_open_its_sockets_raises_torchs_error(monkeypatch):
         group_id="test",
     )
     with pytest.raises(DistBackendError, match="not all ranks connected"):
-        group.ProcessGroupWorld(options)
+        create(options)
 
 
 OF_OTHER_OVERLOADS = {

@@ -16,11 +16,11 @@ from commands import invoke, refused, told
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.pricing.cluster import builtin_clusters
-from commrt.pricing.price import ITEMS, QUANTIZERS
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.options import Wire
 from commrt.tools.planning.planner import PYTHON_WIRES, all_reduce_candidates, coded_candidates, python_call, short_name
+from commrt.tools.planning.wires import ITEMS, QUANTIZERS
 
 BUFFER = ("--nbytes", "51.1e6")
 

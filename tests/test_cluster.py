@@ -11,6 +11,7 @@ from commands import told
 
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster, builtin_clusters
+from commrt.tools.planning.timeline import efficiency_at
 
 WHOLE = """
 about = "two machines under a desk"
@@ -87,16 +88,16 @@ def test_a_description_that_cannot_be_is_refused_in_words(old, new, says):
 
 @for_each(("samples", "share"), [(1, 0.8), (4, 0.8), (8, 0.85), (16, 0.9), (32, 0.95), (64, 1.0), (10**9, 1.0)])
 def test_kernel_efficiency_is_linear_in_the_logarithm_of_the_samples_and_constant_beyond_its_ends(samples, share):
-    assert Cluster.parsed(WHOLE, "desk").efficiency_at(samples) == pytest.approx(share)
+    assert efficiency_at(Cluster.parsed(WHOLE, "desk"), samples) == pytest.approx(share)
 
 
 def test_kernels_of_a_cluster_that_says_nothing_of_them_always_reach_full_speed():
-    assert Cluster.named("abci").efficiency_at(1) == 1.0
+    assert efficiency_at(Cluster.named("abci"), 1) == 1.0
 
 
 def test_kernel_efficiency_of_no_samples_is_refused():
     with pytest.raises(UsageError, match="0 samples per rank: give at least 1"):
-        Cluster.parsed(WHOLE, "desk").efficiency_at(0)
+        efficiency_at(Cluster.parsed(WHOLE, "desk"), 0)
 
 
 def test_kernel_efficiency_is_written_and_read_again_in_order_of_the_samples():

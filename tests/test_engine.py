@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import lru_cache
+from threading import current_thread
 from time import perf_counter
 
 import numpy as np
@@ -18,6 +19,7 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.gossip import hypercube
 from commrt.buckets.engine import KEPT, Engine
 from commrt.errors import CommrtError, DisagreementError
+from commrt.runtime.executor import BoundProgram
 from commrt.runtime.membership import ConsistencyCheck
 from commrt.schedule import Schedule, Step
 from commrt.testing.ranks import over_threads, run_ranks
@@ -177,14 +179,36 @@ def test_a_schedule_that_a_class_overrides_alone_is_the_one_that_runs():
     assert run_ranks(4, body) == [[0.5] * 3, [0.5] * 3, [2.5] * 3, [2.5] * 3]
 
 
-def test_the_time_in_which_buffers_are_sent_counts():
+def test_the_time_in_which_buffers_are_sent_counts(monkeypatch):
+    sent, run = [], BoundProgram.run
+
+    def timed(program, tag, recorder=None):
+        run(program, tag, recorder)
+        if tag.bucket == "state":
+            sent.append((current_thread(), perf_counter()))
+
+    monkeypatch.setattr(BoundProgram, "run", timed)
+
     def body(world):
-        ends, send = [], world.broadcast_now
-        world.broadcast_now = lambda *sent: (send(*sent), ends.append(perf_counter()))[0]
         model = nn.BatchNorm1d(2)
         replica = commrt.attach(model, world=world)
         model(torch.ones(3, 2)).sum().backward()
         (state,) = (span for span in replica.last.spans if span.bucket == "state")
-        return any(state.begin_s < end <= state.end_s for end in ends)
+        thread = world.comm_thread.submit(current_thread).result()
+        return any(state.begin_s < end <= state.end_s for where, end in sent if where is thread)
 
     assert run_ranks(2, body, connect=over_threads) == [True, True]
+
+
+def test_the_broadcast_of_buffers_is_bound_once():
+    def body(world):
+        model, bound = nn.BatchNorm1d(2), []
+        commrt.attach(model, world=world)
+        bind = world.transport.bind
+        world.transport.bind = lambda group: bound.append(group.hop) or bind(group)
+        for _ in range(4):
+            model(torch.ones(3, 2)).sum().backward()
+            bound.append("step")
+        return bound[-3:]
+
+    assert run_ranks(2, body) == [["step"] * 3] * 2

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Between, Cluster, Link, Racks
-from commrt.pricing.price import Pricing, all_reduce_bound_s
+from commrt.pricing.price import Pricing
+from commrt.tools.planning.bounds import all_reduce_bound_s
+from commrt.tools.planning.timeline import efficiency_at
 
 KEYS = [
     "name", "about", "gpus_per_node", "nodes", "within", "between", "racks", "reduce_gbytes_per_s",
@@ -61,7 +63,7 @@ def priced(text):
     seconds = Pricing(Ring().schedule(0, 4), cluster).price(1e6).seconds
     assert 0 <= all_reduce_bound_s(cluster, 4, 1e6) <= seconds * (1 + 1e-9)
     assert isfinite(seconds)
-    assert 0 < cluster.efficiency_at(3) <= 1
+    assert 0 < efficiency_at(cluster, 3) <= 1
 
 
 @cases(100)

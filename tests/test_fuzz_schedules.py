@@ -22,7 +22,7 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.program import program
 from commrt.proof.replay import prove, verify
-from commrt.proof.spec import all_reduce, average
+from commrt.proof.spec import all_reduce, doubly_stochastic
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 
@@ -62,7 +62,7 @@ SANE_STEPS = st.tuples(
 
 def looked_at(schedule):
     """Run everything that reads a schedule."""
-    for promise in (all_reduce, average):
+    for promise in (all_reduce, doubly_stochastic):
         verify(schedule, promise(schedule.ranks, schedule.chunks))
     schedule.digest()
     str(schedule)

@@ -12,7 +12,8 @@ from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.pricing.cluster import Between, Cluster, Link
-from commrt.pricing.price import Pricing, all_reduce_bound_s
+from commrt.pricing.price import Pricing
+from commrt.tools.planning.bounds import all_reduce_bound_s
 
 GB = 1e9
 DGX_H100 = Cluster("dgx", "ForestColl's", 8, Link(0.001, 300.0), Between(0.001, 25.0, nics=8))

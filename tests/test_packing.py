@@ -242,7 +242,7 @@ def test_a_gradient_on_another_device_than_its_bucket_is_refused():
     layout = layout_of([3])
     bucket = GradientBucket(0, [("w", param)], layout, torch.zeros(layout.numel, device="meta"), model=1)
     with pytest.raises(UsageError, match=r"the gradient of w is on cpu, and its bucket on meta"):
-        bucket.take(Header(0, 1, 0, 0, 0, 0), lambda name: True)
+        bucket.take(Header(0, 1, 0, 0, 0, 0), bucket.names)
 
 
 class OnGpu(torch.Tensor):
@@ -260,7 +260,7 @@ def test_a_gradient_that_was_made_on_the_lane_s_stream_is_not_freed_under_the_re
     param = nn.Parameter(torch.zeros(3))
     layout = layout_of([3])
     bucket = GradientBucket(0, [("w", param)], layout, torch.zeros(layout.numel), model=1)
-    bucket.take(Header(0, 1, 0, 0, 0, 0), lambda name: False)
+    bucket.take(Header(0, 1, 0, 0, 0, 0), ())
     bucket.pack(1.0)
     layout.flags(bucket.wire).fill_(1)  # another rank had it
     bucket.unpack()

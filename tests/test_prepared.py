@@ -230,12 +230,12 @@ def test_a_buffer_that_dies_takes_its_own_programs_only(runs):
     assert all(runs.known(schedule, other) is not None for schedule in (RING, commrt.HalvingDoubling().schedule(0, 2)))
 
 
-def test_buffers_of_one_dtype_share_scratch_memory(runs, monkeypatch):
-    made, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: made.append(size) or empty(*size, **options))
-    for numel in (100, 10, 100, 50):
-        runs.run(RING, torch.zeros(numel), NOW)
-    assert len(made) == 1
+def test_buffers_of_all_dtypes_share_scratch_memory(runs):
+    found = set()
+    for numel, dtype in ((100, torch.float32), (10, torch.int64), (100, torch.float16), (50, torch.float32)):
+        runs.run(RING, torch.zeros(numel, dtype=dtype), NOW)
+        found |= {memory.data_ptr() for memory in runs._scratch.values()}
+    assert len(found) == 1
 
 
 @pytest.fixture

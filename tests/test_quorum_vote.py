@@ -40,8 +40,7 @@ def never(generation):
 
 
 def vote_of(member, needed, store=None, *, is_called=False, reduce=lambda *_: True, next_attempt=never):
-    own = {"on_store": member, "generation": member.generation}
-    elastic = SimpleNamespace(**own, require_open=int, is_called=is_called, ensure_generation=next_attempt)
+    elastic = SimpleNamespace(on_store=member, require_open=int, is_called=is_called, ensure_generation=next_attempt)
     return QuorumVote(store or member.store.connection, needed, elastic, reduce)
 
 

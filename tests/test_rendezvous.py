@@ -144,7 +144,7 @@ def test_a_store_listens_on_the_address_of_its_launch_alone(monkeypatch, address
         raise OSError("none of this machine's own")
 
     monkeypatch.setattr(client, "listen", listen)
-    assert client._number(address)
     assert client._listener(Launch("torchrun", 0, 2, 0, 2, address, 29500)) is None
     assert hosts == [asked]
-    assert client._number("node1") is None
+    assert client._listener(Launch("torchrun", 0, 2, 0, 2, "node1", 29500)) is None
+    assert hosts == [asked]

@@ -22,10 +22,12 @@ from commrt.algorithms.torus import Torus2D
 from commrt.buckets.layout import plan_buckets
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Between, Cluster, Link, Racks
-from commrt.pricing.price import Pricing, all_reduce_bound_s, exchange_bound_s
+from commrt.pricing.price import Pricing
 from commrt.schedule import ADD, COPY, Schedule, Step
+from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
 from commrt.tools.planning.stragglers import Jitter
 from commrt.tools.planning.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
+from commrt.tools.planning.wires import WirePricing
 from commrt.tools.planning.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket, Workload
 
 GRADIENTS = run_path(Path(__file__).parent.parent / "bench" / "model_gradients.py")
@@ -81,7 +83,7 @@ def test_steps_that_are_alike_take_as_long_as_one_by_one(name, starts_s, per_nod
     cluster = Cluster("c", "", per_node, Link(1.0, 10.0), Between(7.0, 1.0), reduce_gbytes_per_s=5.0)
     pricing = Pricing(by_name(name).schedule(0, 12), cluster)
     clock_s = np.array(starts_s)
-    for pattern, times in pricing._runs:
+    for pattern, times in pricing.runs:
         for _ in range(times):
             clock_s = pattern._step(clock_s, 1e6 / pricing.schedule.chunks)
     assert pricing.price(1e6, starts_s).finish_s == pytest.approx(clock_s, rel=1e-9)
@@ -226,7 +228,7 @@ def test_efficiency_on_fast_and_slow_links_is_what_a_model_of_gossip_expects(gby
     cluster, compute_s, nbytes = one_each(10, gbytes_per_s), 0.16, 102.2e6
     buckets = [ReadyBucket(nbytes / 25, FORWARD + (1 - FORWARD) * (number + 1) / 25) for number in range(25)]
     ring, halving, gossip = (
-        Pricing(by_name(name).schedule(0, ranks), cluster) for name in ("ring", "halving_doubling", "gossip")
+        WirePricing(by_name(name).schedule(0, ranks), cluster) for name in ("ring", "halving_doubling", "gossip")
     )
     steps = [blocking_step(ring, nbytes, compute_s)]
     steps += [overlapped_step(pricing, buckets, compute_s) for pricing in (ring, halving, gossip)]
@@ -266,7 +268,7 @@ def test_stragglers_cost_gossip_what_a_model_expects(law, expected):
 
 def test_an_exchange_of_nothing_under_jitter_is_a_barrier():
     times_s = Jitter(variation=0.1).sample(np.random.default_rng(0), 40, 8)
-    pricing = Pricing(by_name("halving_doubling").schedule(0, 8), one_each(0, 1))
+    pricing = WirePricing(by_name("halving_doubling").schedule(0, 8), one_each(0, 1))
     assert mean_efficiency(pricing, [ReadyBucket(0.0, 1.0)], times_s) == pytest.approx(barrier_efficiency(times_s))
 
 
@@ -279,7 +281,7 @@ def test_a_message_that_takes_long_is_waited_for():
 
 def test_the_published_efficiency_at_1088_gpus_lies_between_no_overlap_and_all_of_it():
     compute_s = 32 / ABCI.compute["resnet50"]
-    pricing = Pricing(Torus2D((32, 34)).schedule(0, 1088), ABCI)
+    pricing = WirePricing(Torus2D((32, 34)).schedule(0, 1088), ABCI)
     after = blocking_step(pricing, RESNET50_FP16, compute_s)
     under = overlapped_step(pricing, Workload.named("resnet50").buckets(4e6, itemsize=2), compute_s)
     assert after.efficiency == pytest.approx(0.88, abs=0.005)

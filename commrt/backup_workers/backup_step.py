@@ -25,15 +25,11 @@ from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
-from commrt.buckets.engine import KEPT, Engine, Span
+from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import ReadyOrder
 from commrt.elastic.elastic_membership import LOOK_S, make_elastic
 from commrt.errors import UsageError
-from commrt.program import member_program
-from commrt.runtime.executor import BoundProgram, bind
 from commrt.runtime.membership import LOST
-from commrt.runtime.prepared import Members, Prepared
-from commrt.schedule import Schedule
 from commrt.store.client import start_call
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future, StreamEvent
@@ -105,12 +101,7 @@ class BackupStep:
         self._ready_order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
         allocate = self._world.transport.allocate
         self._flat_buffer = FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
-        self._memory_epoch, self._prepared = self._membership.memory_epoch, Prepared(self._world, self._bind, kept=KEPT)
-
-    def _bind(self, schedule: Schedule, members: Members, buffer: Tensor) -> BoundProgram:
-        world = self._world
-        mine = member_program(schedule, members or range(world.size), world.rank, world.size)
-        return bind(mine, buffer, world.transport)
+        self._memory_epoch = self._membership.memory_epoch
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
@@ -167,7 +158,7 @@ class BackupStep:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
             bucket = self._engine.buckets[index]
-            bucket.take(bucket.header._replace(**running.says), self._ready_order.is_ready)
+            bucket.take(bucket.header._replace(**running.says), self._ready_order.seen)
             if running.ready:
                 running.ready[index].set_result(self._world.comm_thread.streams.record_event())
                 running.outcome = running.outcome or self._world.comm_thread.submit(partial(self._run, running))
@@ -283,7 +274,7 @@ class BackupStep:
             if self._world.comm_thread.streams.queues:
                 self._world.transport.wait()
             self._done.fill_(1)  # arrives at the first member when it was sent by all others
-            self._prepared.get(tree.reduce(len(members)), members, self._done).run(Tag(step, "through"))
+            self._engine.tensors.get(tree.reduce(len(members)), members, self._done).run(Tag(step, "through"))
         except LOST as failure:
             self._membership.break_connections(failure)
             return False
@@ -297,7 +288,7 @@ class BackupStep:
         self._renew_buckets()
         self._ready_order = ready_order
         for bucket in self._engine.buckets:
-            bucket.take(bucket.header._replace(**running.says), ready_order.is_ready)
+            bucket.take(bucket.header._replace(**running.says), ready_order.seen)
 
     def _wait_for(self, ready: Future[StreamEvent]) -> None:
         """Wait until the training thread has come to `ready`; raises if the world was given up, or others call."""
@@ -309,9 +300,7 @@ class BackupStep:
             self._flat_buffer.fill([*self._model.buffers()])
             yield self._engine.broadcast_now(self._flat_buffer.flat, step)
         if self.order is None:
-            places = {name: i for i, (name, _) in enumerate(self._params)}
-            seen = [places[name] for name in self._ready_order.seen]
-            order = torch.tensor([*seen, *sorted({*places.values()} - {*seen})], device="cpu")
+            order = torch.tensor(self._ready_order.places(), device="cpu")
             yield self._engine.broadcast_now(order, step)
             running.order = order.tolist()
 

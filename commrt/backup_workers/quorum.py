@@ -187,7 +187,7 @@ class QuorumVote:
 
     def begin_reduction(self, attempt: int) -> None:
         """Note that the members of `attempt` reduce from now on, until this rank announces again."""
-        self.reduction = self._elastic.generation, attempt
+        self.reduction = self._membership.generation, attempt
 
     def announce(self, key: str, word: str) -> Sequence[str]:
         """Append `word` to the text under `key`; return the oldest step, and the text as it is then or later."""

@@ -3,27 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
-from typing import Protocol, cast
+from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from commrt import proof
 from commrt.algorithms import halving_doubling, tree
+from commrt.algorithms.gossip import Gossip
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import TransportClosed, UsageError
 from commrt.program import Program, member_program
 from commrt.proof.spec import promise
-from commrt.runtime.executor import BoundProgram, RunnableProgram, bind, scratch_numel
-from commrt.runtime.prepared import Claim, Members, Prepared, schedule_of
+from commrt.runtime.executor import BoundProgram, RunnableProgram, Scratch, bind, scratch_numel
+from commrt.runtime.prepared import Claim, Members, Prepared, cut, schedule_of
 from commrt.runtime.reading import bind_reading
 from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
 from commrt.runtime.world import World
@@ -43,16 +42,6 @@ class Span:
     begin_s: float
     end_s: float
     nbytes_sent: int
-
-
-class Rounds(Protocol):
-    """An algorithm whose steps are a few schedules, played by ranks that change places: only the few are proven."""
-
-    def rounds(self, ranks: int) -> tuple[Schedule, ...]:
-        """Return the schedules, of which step s has number s modulo their count."""
-
-    def order(self, step: int, ranks: int) -> NDArray[np.intp]:
-        """Return the rank that plays each rank's part in `step`: ``schedule(step)`` is the round over it."""
 
 
 class Engine:
@@ -83,7 +72,9 @@ class Engine:
         self._prepared = Prepared(
             world, self._bind, prove=self._prove, claim=self._claim, compare=self._compare, kept=KEPT
         )
-        self._shared: tuple[Tensor, Callable[[tuple[int, ...]], BoundProgram]] | None = None
+        self.tensors = Prepared(world, self._bind_tensor, kept=KEPT)
+        """What runs on other tensors than the buckets in each step, such as the broadcast of buffers."""
+        self._shared: tuple[Tensor, Window] | None = None  # one of them that peers of this host read
         self.replace_buckets(buckets)
 
     def use_algorithm(self, algorithm: Algorithm) -> None:
@@ -92,8 +83,8 @@ class Engine:
         self._row: int | None = getattr(algorithm, "mixing_row", None)
         self.mixes = self._row is not None  # so that ranks do not become equal
         kind = next((each for each in type(algorithm).__mro__ if "schedule" in vars(each)), object)
-        # A class that overrides `schedule` alone says nothing of its rounds.
-        self._rounds = cast("Rounds", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
+        # Only rounds are proven where there are some. A class that overrides `schedule` alone says nothing of its own.
+        self._rounds = cast("Gossip", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
         self._first: str | None = None  # the digest of the schedule of step 0, which ranks compare in `attach`
 
     def schedule(self, step: int) -> Schedule:
@@ -130,7 +121,8 @@ class Engine:
     def forget(self) -> None:
         """Forget earlier steps: ranks that took part in different ones would remember different things."""
         self._prepared.forget()
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self.tensors.forget()
+        self._scratch = Scratch(self.world.transport.allocate)
         self.graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
         wire = self.buckets[0].quantized if self.buckets else None
         self.quantizer = None if wire is None else carrier_of(wire).step_quantizer(wire)
@@ -165,7 +157,7 @@ class Engine:
         def prepare() -> None:
             schedule, players = self.schedule(step), tuple(range(self.world.size))
             if self._usual_ranks == self.world.size:
-                self._share()
+                self._share_buckets()
             if self._rounds is not None:
                 schedule, players = self._round_of(step, players)
             self._prepared.get(schedule, players, None if self.quantizer is None else self.quantizer.at(step), step)
@@ -178,14 +170,10 @@ class Engine:
         with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
             return self.world.comm_thread.submit(partial(self.reduce_now, bucket, step))
 
-    def submit_sharing(self, flat: Tensor) -> Future[None]:
+    def share(self, flat: Tensor) -> None:
         """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""
-
-        def share() -> None:
-            if windows := self.world.transport.share([flat]):
-                self._shared = flat, lru_cache(KEPT)(partial(self._bind_broadcast, flat, windows[0]))
-
-        return self.world.comm_thread.submit(share)
+        windows = self.world.comm_thread.submit(lambda: self.world.transport.share([flat])).result()
+        self._shared = (flat, windows[0]) if windows else None
 
     def submit_has_data(self, present: bool, step: int) -> Future[None]:
         """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
@@ -195,7 +183,7 @@ class Engine:
 
         return self.world.comm_thread.submit(ask)
 
-    def _share(self) -> None:
+    def _share_buckets(self) -> None:
         """Let GPUs of this host read the buckets, in place of messages: all ranks take part in every step."""
         shown = [bucket for bucket in self.buckets if bucket.quantized is None]
         windows = self.world.transport.share([bucket.wire for bucket in shown])
@@ -242,7 +230,7 @@ class Engine:
 
     def _round_of(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
         """Return the round of `step`, and who plays it."""
-        rounds = cast("Rounds", self._rounds)
+        rounds = cast("Gossip", self._rounds)
         some, order = rounds.rounds(len(members)), rounds.order(step, len(members))
         return some[step % len(some)], tuple(map(members.__getitem__, order.tolist()))
 
@@ -282,18 +270,16 @@ class Engine:
 
     def broadcast_now(self, flat: Tensor, step: int) -> Span:
         """Overwrite `flat` with the first member's."""
-        begin_s, tag = perf_counter(), Tag(step, "state")
-        if self._shared is not None and flat is self._shared[0]:
-            bound = self._shared[1](self.members)
-            bound.run(tag, self.world.comm_thread.listener)
-            nbytes_sent = bound.nbytes_sent
-        else:
-            nbytes_sent = self.world.broadcast_now(flat, self.members, tag)
-        return Span("state", begin_s, perf_counter(), nbytes_sent)
+        begin_s = perf_counter()
+        bound = self.tensors.get(tree.broadcast(len(self.members)), self.members, flat)
+        bound.run(Tag(step, "state"), self.world.comm_thread.listener)
+        return Span("state", begin_s, perf_counter(), bound.nbytes_sent)
 
-    def _bind_broadcast(self, flat: Tensor, window: Window, members: tuple[int, ...]) -> BoundProgram:
-        mine = member_program(tree.broadcast(len(members)), members, self.world.rank, self.world.size)
-        return bind_reading(mine, flat, window, self.world.transport)
+    def _bind_tensor(self, schedule: Schedule, members: Members, tensor: Tensor) -> BoundProgram:
+        mine = member_program(schedule, members or self.members, self.world.rank, self.world.size)
+        if self._shared is not None and tensor is self._shared[0]:
+            return bind_reading(mine, tensor, self._shared[1], self.world.transport)
+        return bind(mine, tensor, self.world.transport, bounds=cut(schedule, tensor))
 
     def _ranks_with_flag(self, mine: bool, asked: tuple[int, ...], tag: Tag) -> tuple[int, ...]:
         flags = torch.zeros(self.world.size, device="cpu")
@@ -310,12 +296,10 @@ class Engine:
     def _bind_messages(self, mine: Program, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
         transport, streams = self.world.transport, self.world.comm_thread.streams
         heads = [bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire for bucket in self.buckets]
-        heads_and_cuts = [*zip(heads, [_cut(bucket, mine) for bucket in self.buckets], strict=True)]
-        for wire, cut in heads_and_cuts:
-            self._scratch_like(wire, scratch_numel(mine, wire.numel(), cut))
-        programs = [
-            bind(mine, wire, transport, self._scratch[wire.dtype], streams, bounds=cut) for wire, cut in heads_and_cuts
-        ]
+        both = [*zip(heads, [_cut(bucket, mine) for bucket in self.buckets], strict=True)]
+        for wire, bounds in both:  # so that all share the largest
+            self._scratch.row(scratch_numel(mine, wire.numel(), bounds), wire.dtype, wire.device)
+        programs = [bind(mine, wire, transport, self._scratch, streams, bounds=bounds) for wire, bounds in both]
         if quantizer is None:
             return programs
         values = [
@@ -333,18 +317,11 @@ class Engine:
         all_near = mine.peers <= window.peers.keys()
         straight = bucket.repeatable is not None and self._unpacks and bucket.unpacks_wire and all_near
         copied = bucket.head_numel if straight else None
-        bounds, scratch = _cut(bucket, mine), partial(self._scratch_like, bucket.wire)
-        transport = self.world.transport
-        bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, scratch=scratch)
+        transport, bounds = self.world.transport, _cut(bucket, mine)
+        bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, scratch=self._scratch)
         if bucket.repeatable is not None and bound.elsewhere:
             bucket.repeatable.load(bound.elsewhere)  # before anything waits on the device
         return bound
-
-    def _scratch_like(self, like: Tensor, need: int) -> Tensor:
-        """Return scratch memory for `need` elements; buckets share it, as one travels at a time."""
-        if like.dtype not in self._scratch or self._scratch[like.dtype].numel() < need:
-            self._scratch[like.dtype] = self.world.transport.allocate(need, like.dtype, like.device)
-        return self._scratch[like.dtype]
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:

@@ -9,7 +9,7 @@ somebody had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, NoReturn
@@ -31,6 +31,7 @@ CHANGED = (
 )
 UNCOUNTED = -1
 """In place of the number of writes to a gradient that is absent, or a view: views count together."""
+NO_BUCKETS = range(0)
 Block = tuple[int, int, str]
 """Address, bytes and name of a gradient."""
 
@@ -193,10 +194,10 @@ class GradientBucket:
         parts = (self.residual[place - self.head_numel :][:count] for place, count in spans)
         return dict(zip(self.names, parts, strict=True))
 
-    def take(self, header: Header, is_ready: Callable[[str], bool]) -> None:
+    def take(self, header: Header, ready: Container[str]) -> None:
         """Hold on to the gradients at hand, to be sent with `header`.
 
-        Raises `UsageError` for a gradient that does not fit, or that `is_ready` knows and that is gone.
+        Raises `UsageError` for a gradient that does not fit, or that is `ready` and gone.
         """
         if self._packing.mismatched:  # a GPU may have found out since the previous step
             self._refuse_sum()
@@ -211,7 +212,7 @@ class GradientBucket:
                     version = grad._version  # noqa: SLF001
                 if nbytes := self._nbytes[place]:
                     blocks.append((grad.data_ptr(), nbytes, name))
-            elif is_ready(name):
+            elif name in ready:
                 raise UsageError(CHANGED.format(name=name))
             else:
                 self.is_whole = False
@@ -322,47 +323,47 @@ class ReadyOrder:
     >>> order = ReadyOrder([("b.weight", "b.bias"), ("a.weight",)])
     >>> order.mark("a.weight"), order.mark("b.bias"), order.mark("b.weight")
     (range(0, 0), range(0, 0), range(0, 2))
-    >>> order.seen
-    ['a.weight', 'b.bias', 'b.weight']
+    >>> order.places()
+    [2, 1, 0]
     """
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
-        self._names = [frozenset(some) for some in names]
         self.bucket_of = {name: bucket for bucket, some in enumerate(names) for name in some}
+        self._counts = [*map(len, names)]
         self.arm()
 
     def arm(self) -> None:
         """Begin a backward pass: no gradient is ready."""
-        self._missing = [*map(set, self._names)]
+        self._missing = self._counts.copy()  # by bucket
         self._next = 0
-        self.seen: list[str] = []
-        """Gradients in the order in which they became ready in this pass."""
+        self.seen: dict[str, int] = {}
+        """Gradients in the order in which they became ready in this pass, and the bucket of each."""
 
     def mark(self, name: str) -> range:
         """Note that the gradient `name` is ready, and return the buckets that may leave now, in order."""
-        missing = self._missing[self.bucket_of[name]]
-        if name not in missing:
+        if name in self.seen:
             raise UsageError(
                 f"the gradient of {name} became ready twice in one backward pass. Reentrant activation "
                 "checkpointing does that: use checkpoint(..., use_reentrant=False)"
             )
-        missing.remove(name)
-        self.seen.append(name)
-        if missing:
-            return range(0)
+        self.seen[name] = bucket = self.bucket_of[name]
+        self._missing[bucket] -= 1
+        if self._missing[bucket]:
+            return NO_BUCKETS
         first = self._next
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
         return range(first, self._next)
 
-    def is_ready(self, name: str) -> bool:
-        """Return True if the gradient `name` was marked in this pass."""
-        return name not in self._missing[self.bucket_of[name]]
-
     def rest(self) -> range:
         """Return the buckets that have not left when the backward pass ends."""
         first, self._next = self._next, len(self._missing)
         return range(first, self._next)
+
+    def places(self) -> list[int]:
+        """Return the places of all gradients in the order in which they became ready; those that did not come last."""
+        place = {name: i for i, name in enumerate(self.bucket_of)}
+        return [place[name] for name in self.seen | place]
 
 
 def build_buckets(

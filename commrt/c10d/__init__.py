@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from commrt.errors import CommrtError
 from commrt.importing import NAME, register
 
 __all__ = ["NAME", "create", "register"]
@@ -18,12 +19,21 @@ BACKENDS_SINCE = Version("2.14")
 
 
 def create(options: Any, _: Any = None) -> Any:
-    """Return what torch asks for in `options`, a ``_DistributedBackendOptions``: a backend or a process group."""
+    """Return what torch asks for in `options`, a ``_DistributedBackendOptions``: a backend or a process group.
+
+    Errors of commrt are also ``torch.distributed.DistBackendError``.
+    """
+    from commrt.c10d.call_engine import as_dist_error  # noqa: PLC0415  # imports the runtime
+
     if Version(torch.__version__) >= BACKENDS_SINCE:
         from commrt.c10d.backend import CommrtBackend as Kind  # noqa: PLC0415  # each needs its own version of torch
     else:
         from commrt.c10d.process_group import CommrtProcessGroup as Kind  # type: ignore[assignment]  # noqa: PLC0415
-    return Kind(options)
+    try:
+        return Kind(options)
+    except CommrtError as error:
+        as_dist_error(error)
+        raise
 
 
 register()

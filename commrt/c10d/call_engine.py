@@ -33,7 +33,7 @@ from commrt.kernels.dispatch import combining
 from commrt.kernels.layout import GRANULE, padded
 from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.program import chunk_bounds, member_program
-from commrt.runtime.executor import BoundProgram, bind, scratch_numel
+from commrt.runtime.executor import BoundProgram, Scratch, bind
 from commrt.runtime.work import Work, new_future
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
@@ -164,7 +164,7 @@ class CallEngine:
         """Of calls that have none of their own."""
         self.begun = 0
         """Calls that have run, or begun to: the sequence number of the next one."""
-        self._memory: dict[tuple[str, torch.device], Tensor] = {}
+        self._memory = Scratch(self._allocate)
         self._plan = lru_cache(KEPT)(self._new_plan)
         self._bound = lru_cache(KEPT)(self._bind)  # its schedules were proven when they were chosen
 
@@ -240,19 +240,13 @@ class CallEngine:
         bounds, chunks_per_slot = [0], schedule.chunks // len(shape)
         for size in shape:
             bounds += [bounds[-1] + bound for bound in chunk_bounds(size, chunks_per_slot, GRANULE)[1:]]
-        wire = self._allocate("wire", bounds[-1], dtype, device)
-        scratch = self._allocate("scratch", scratch_numel(mine, bounds[-1], bounds), dtype, device)
+        wire, scratch = self._memory.row(bounds[-1], dtype, device, "wire"), self._memory
         add = None if operation is None else combining(operation)
         return bind(mine, wire, world.transport, scratch, world.comm_thread.streams, bounds=bounds, add=add), wire
 
-    def _allocate(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return [numel] of the memory that all calls share; programs bound to what was too small keep theirs."""
-        need = numel * dtype.itemsize
-        memory = self._memory.get((purpose, device))
-        if memory is None or memory.numel() < need:
-            size = max(need, 2 * WIRE_NBYTES[device.type], 0 if memory is None else 2 * memory.numel())
-            memory = self._memory[purpose, device] = self._world.transport.allocate(size, torch.uint8, device)
-        return memory[:need].view(dtype)
+    def _allocate(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return so much that it seldom has to grow, since programs bound to what was too small keep that."""
+        return self._world.transport.allocate(2 * max(nbytes, WIRE_NBYTES[device.type]), dtype, device)
 
 
 def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None:
@@ -331,9 +325,7 @@ class GroupWork(Work, dist.Work):
                     _newest.remove(self)
         return True
 
-    def synchronize(self) -> None:
-        """Do what `wait` does."""
-        self.wait()
+    synchronize = wait  # type: ignore[assignment]  # which returns True
 
     def is_success(self) -> bool:
         """Return True if the collective is done without an error."""

@@ -49,14 +49,10 @@ class ProcessGroupWorld:
     def __init__(self, options: Any) -> None:
         rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
-        try:
-            require_deadlines(timeout=timeout_s)
-            self.store = _unused(options.store, rank, size)
-            transport, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
-            self.world = World(transport, self.store, local_rank(), "torch.distributed")
-        except CommrtError as error:
-            as_dist_error(error)
-            raise
+        require_deadlines(timeout=timeout_s)
+        self.store = _unused(options.store, rank, size)
+        transport, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
+        self.world = World(transport, self.store, local_rank(), "torch.distributed")
         self.requests, self.engine = CheckedCalls(rank, size), CallEngine(self.world, selection, options.group_id)
         self._host = LOOPBACK if transport.one_host else None
         # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
@@ -76,11 +72,7 @@ class ProcessGroupWorld:
         Each `name` can be opened once. Gloo takes `timeout_s` to connect, and to exchange where nothing else is said.
         """
         store, world = PrefixStore(name, self.store), self.world
-        try:
-            return GlooTransport(store, world.rank, range(world.size), timeout_s, self._host, lazy=True)
-        except CommrtError as error:
-            as_dist_error(error)
-            raise
+        return GlooTransport(store, world.rank, range(world.size), timeout_s, self._host, lazy=True)
 
     def close(self) -> None:
         """Finish what was started, then close all connections. Safe to call twice."""

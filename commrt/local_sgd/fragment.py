@@ -287,7 +287,7 @@ class FragmentExchange:
         buckets, number = self._buckets[fragment.index], fragment.exchanges - 1
         for bucket in buckets:
             header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
-            bucket.take(header, lambda _: True)
+            bucket.take(header, bucket.names)
             if self._shares_memory:
                 bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
         in_flight.buckets = buckets

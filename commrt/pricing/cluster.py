@@ -13,11 +13,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
-from math import ceil, inf, log2
+from math import inf
 from pathlib import Path
 from typing import Any, Self, TypeVar
-
-import numpy as np
 
 from commrt.errors import UsageError
 
@@ -181,24 +179,6 @@ class Cluster:
                 f"{self.name} has {self.ranks():g} GPUs, {self.gpus_per_node} on each of {self.nodes} nodes, and not "
                 f"{ranks}: simulate fewer ranks, or copy its file and change `nodes`"
             )
-
-    def nodes_of(self, ranks: int) -> int:
-        """Return how many nodes `ranks` ranks fill."""
-        return ceil(ranks / self.gpus_per_node)
-
-    def efficiency_at(self, samples: int) -> float:
-        """Return the share of full speed that kernels reach with so many samples per rank in a step.
-
-        Between two entries of `kernel_efficiency` it is linear in log2 of the samples; beyond the ends, constant.
-
-        >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency={4: 0.8, 64: 1.0})
-        >>> [round(cpus.efficiency_at(samples), 3) for samples in (1, 4, 16, 256)]
-        [0.8, 0.8, 0.9, 1.0]
-        """
-        if samples < 1:
-            raise UsageError(f"{samples} samples per rank: give at least 1")
-        known = self.kernel_efficiency
-        return float(np.interp(log2(samples), [log2(each) for each in known], [*known.values()])) if known else 1.0
 
     def pack_s(self, nbytes: float) -> float:
         """Return the seconds that packing, or unpacking, a bucket of `nbytes` takes."""

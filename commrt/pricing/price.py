@@ -6,9 +6,6 @@ the busiest rank's further messages, and of further NCCL groups. Then it takes a
 needs for all bytes of the same step.
 A rank has finished a step when all that it sends and receives in it has arrived, and all that is to be added has been
 added.
-
-On a quantized wire, a rank also turns all its values into codes before the first step, and all codes into values after
-the last one. Chunks then are whole tiles.
 """
 
 from __future__ import annotations
@@ -16,28 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from math import ceil, inf
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import UsageError
-from commrt.options import require_compatible, require_short_sums
 from commrt.pricing.cluster import Cluster
 from commrt.program import JOINED, group_count, nccl_groups
-from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
-from commrt.schedule import ADD, MIX, Algorithm, IntArray, Schedule, Step, require_valid
+from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
 
 Seconds = NDArray[np.float64]
 """[ranks], since the first rank began."""
-Item = int | Quantizer
-"""The bytes of a gradient on the wire, or the codes that stand for it."""
-
-GRADIENT_NBYTES = 4
-QUANTIZERS: dict[str, Quantizer] = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
-ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **QUANTIZERS}
-"""What a gradient is on the wire, by its name on the command line."""
 
 
 class Price(NamedTuple):
@@ -52,74 +40,38 @@ class Price(NamedTuple):
         return float(self.finish_s.max())
 
 
-class Phase(NamedTuple):
-    """Consecutive steps of a schedule in which the same ranks send each other the same amounts."""
-
-    steps: int
-    adds: bool
-    """True if what is received is added or mixed, False if it is copied."""
-    begin_s: float
-    end_s: float
-    """Time at which the last rank has finished."""
-
-
 class Pricing:
-    """The prices of one schedule on one cluster, for any number of bytes on the wire; with `quantizer`, of codes.
+    """The prices of one schedule on one cluster, for any number of bytes on the wire.
 
-    Cost: O(transfers) once for each different step; then O(ranks) for each step and price.
+    A rank adds up at the cluster's speed, or takes `add_s_per_byte` for what it receives. Cost: O(transfers) once for
+    each different step; then O(ranks) for each step and price.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, quantizer: Quantizer | None = None) -> None:
+    def __init__(self, schedule: Schedule, cluster: Cluster, add_s_per_byte: float | None = None) -> None:
         cluster.require_capacity(schedule.ranks)
-        self.schedule, self.cluster, self.quantizer = schedule, cluster, quantizer
-        self._share = 1.0 if quantizer is None else quantizer.tile_nbytes / (GRADIENT_NBYTES * quantizer.tile_numel)
-        add_s_per_byte = cluster.add_s(1.0, quantized=quantizer is not None) / self._share
-        runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s_per_byte), key=id))
-        self._runs = [(run[0], len(run)) for run in runs]
+        self.schedule, self.cluster = schedule, cluster
+        add_s = cluster.add_s(1.0) if add_s_per_byte is None else add_s_per_byte
+        runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s), key=id))
+        self.runs = [(run[0], len(run)) for run in runs]
+        """Patterns, and how many steps have each before the next one begins."""
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
         """Return the price for a buffer of `nbytes` per rank, if ranks begin at `start_s` ([ranks] or one number)."""
         if not 0 <= nbytes < inf:
             raise UsageError(f"{nbytes:g} bytes cannot be exchanged: give the size of the buffer")
         clock_s = np.array(np.broadcast_to(np.asarray(start_s, dtype=np.float64), self.schedule.ranks))
-        clock_s += self.code_s(nbytes)
-        for pattern, times in self._runs:
-            clock_s = pattern.play(clock_s, self._chunk_nbytes(nbytes), times)
-        return Price(clock_s + self.code_s(nbytes), self.steps)
-
-    def code_s(self, nbytes: float) -> float:
-        """Return the seconds that turning values into `nbytes` of codes takes, and as many those into values again."""
-        is_quantized = self.quantizer is not None and self.steps
-        return self.cluster.code_s(nbytes / self._share) if is_quantized else 0.0
-
-    def pack_s(self, nbytes: float) -> float:
-        """Return the seconds that packing, or unpacking, a bucket of `nbytes` on the wire takes."""
-        return self.cluster.pack_s(nbytes / self._share)
-
-    def _chunk_nbytes(self, nbytes: float) -> float:
-        """Return the size of a chunk, of codes the largest one."""
-        if self.quantizer is None:
-            return nbytes / self.schedule.chunks
-        return float(ceil(nbytes / self.quantizer.tile_nbytes / self.schedule.chunks) * self.quantizer.tile_nbytes)
+        for pattern, times in self.runs:
+            clock_s = pattern.play(clock_s, nbytes / self.schedule.chunks, times)
+        return Price(clock_s, self.steps)
 
     @property
     def steps(self) -> int:
         """Number of steps of the schedule."""
-        return sum(times for _, times in self._runs)
-
-    def phases(self, nbytes: float) -> list[Phase]:
-        """Return the phases of the schedule, for ranks that begin together."""
-        begin_s, found = self.code_s(nbytes), list[Phase]()
-        clock_s = np.full(self.schedule.ranks, begin_s)
-        for pattern, times in self._runs:
-            clock_s = pattern.play(clock_s, self._chunk_nbytes(nbytes), times)
-            found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
-            begin_s = found[-1].end_s
-        return found
+        return sum(times for _, times in self.runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pattern:
+class Pattern:
     """The amounts that ranks send each other in a step; many steps of a schedule have the same pattern."""
 
     src: IntArray
@@ -161,9 +113,9 @@ class _Pattern:
         return after_s + self.adding_s_per_byte * chunk_nbytes
 
 
-def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> Iterator[_Pattern]:
+def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> Iterator[Pattern]:
     """Yield the pattern of each step; equal patterns are the same object."""
-    known: dict[tuple[bytes, ...], _Pattern] = {}
+    known: dict[tuple[bytes, ...], Pattern] = {}
     latest: tuple[IntArray, ...] = ()
     pattern = None
     for step in schedule.checked_steps():
@@ -176,7 +128,7 @@ def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> It
         yield pattern
 
 
-def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) -> _Pattern:
+def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) -> Pattern:
     src, dst, chunks = step.src, step.dst, (step.hi - step.lo).astype(np.float64)
     near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
     latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
@@ -184,13 +136,12 @@ def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) ->
     moves = src != dst
     latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
     s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
-    adding_s_per_byte = add_s_per_byte * added
-    return _Pattern(
+    return Pattern(
         src=src,
         dst=dst,
         latency_s=latency_s,
         s_per_byte=s_per_byte,
-        adding_s_per_byte=adding_s_per_byte,
+        adding_s_per_byte=add_s_per_byte * added,
         adds=bool(added.any()),
         most_chunks=float(chunks.max(initial=0)),
         groups_s=_groups_s(step, ranks, cluster),
@@ -234,50 +185,3 @@ def _shared(
     sender, receiver, load = src // group, dst // group, np.where(passes, chunks, 0.0)
     leaving, coming = np.bincount(sender, load), np.bincount(receiver, load)
     return np.where(passes, np.maximum(leaving[sender], coming[receiver]) / bytes_per_s, 0.0)
-
-
-def all_reduce_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:
-    """Return a lower bound of the time to sum `nbytes` over all ranks: what a rank, node or rack must send.
-
-    Each of k equal parts sends at least 2 (k - 1) / k of the buffer, through all its ports together. One latency is
-    added.
-    """
-    nodes = cluster.nodes_of(ranks)
-    racks = 1 if cluster.racks is None else ceil(nodes / cluster.racks.nodes)
-    per_rank = cluster.within.gbytes_per_s * 1e9 * (min(ranks, cluster.gpus_per_node) > 1)
-    per_rank += cluster.rank_bytes_per_s * (nodes > 1)
-    parts = [(ranks, per_rank), (nodes, cluster.node_bytes_per_s), (racks, cluster.rack_bytes_per_s)]
-    sent_s = max((2 * (k - 1) / k * nbytes / bytes_per_s for k, bytes_per_s in parts if k > 1), default=0.0)
-    return sent_s + _least_latency_s(cluster, ranks)
-
-
-def exchange_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:
-    """Return a lower bound of the time to send `nbytes` to one other rank, as gossip does."""
-    if ranks < 2:
-        return 0.0
-    speeds = [cluster.within.gbytes_per_s * 1e9] if cluster.gpus_per_node > 1 else []
-    speeds += [cluster.rank_bytes_per_s] if cluster.nodes_of(ranks) > 1 else []
-    return nbytes / max(speeds) + _least_latency_s(cluster, ranks)
-
-
-def _least_latency_s(cluster: Cluster, ranks: int) -> float:
-    if ranks < 2:
-        return 0.0
-    within_us, between_us = cluster.within.latency_us, cluster.between.latency_us
-    return 1e-6 * (min(within_us, between_us) if cluster.nodes_of(ranks) > 1 else within_us)
-
-
-def wire_nbytes(numel: int, item: Item) -> float:
-    """Return the bytes of `numel` gradients on the wire.
-
-    >>> wire_nbytes(1_000_000, ITEMS["bf16"]), wire_nbytes(1_000_000, ITEMS["int4"])
-    (2000000.0, 508560.0)
-    """
-    return float(item.nbytes(numel) if isinstance(item, Quantizer) else numel * item)
-
-
-def require_carried(algorithm: Algorithm, ranks: int, wire: str) -> None:
-    """Raise `UsageError` if `algorithm` on `ranks` ranks cannot carry the codes of `wire`."""
-    if wire in QUANTIZERS:
-        require_compatible(algorithm, QUANTIZERS[wire])
-        require_short_sums(algorithm.schedule(0, ranks), QUANTIZERS[wire])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Pricing
+from commrt.pricing.price import Price, Pricing
 from commrt.proof.replay import prove
 from commrt.proof.spec import collective_of
 from commrt.schedule import Schedule
@@ -28,10 +28,8 @@ class Choice(NamedTuple):
 
     name: str
     schedule: Schedule
-    seconds: float
-    latency_s: float
-    """The part of it that does not depend on the number of bytes."""
-    steps: int
+    pricing: Pricing
+    price: Price
 
 
 def choices(
@@ -46,9 +44,8 @@ def choices(
     found = []
     for name, schedule in candidates(collective, len(ranks), root).items():
         pricing = Pricing(schedule.over(ranks, world), cluster)
-        price = pricing.price(piece_nbytes * slots_of(collective, len(ranks)))
-        found.append(Choice(name, schedule, price.seconds, pricing.price(0.0).seconds, price.steps))
-    return sorted(found, key=lambda each: (round(1e9 * each.seconds), each.steps))
+        found.append(Choice(name, schedule, pricing, pricing.price(piece_nbytes * slots_of(collective, len(ranks)))))
+    return sorted(found, key=lambda each: (round(1e9 * each.price.seconds), each.price.steps))
 
 
 def slots_of(collective: str, ranks: int) -> int:

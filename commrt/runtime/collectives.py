@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import NamedTuple, cast
 
@@ -25,7 +24,7 @@ from commrt.options import require_compatible
 from commrt.program import member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.runtime.executor import RunnableProgram, bind, scratch_numel
+from commrt.runtime.executor import RunnableProgram, Scratch, bind
 from commrt.runtime.prepared import Claim, Compare, HasMembership, Members, Prepared, check_tag, schedule_of, traits_of
 from commrt.runtime.wire import (
     AnyWire,
@@ -172,7 +171,7 @@ class Sums:
         self._transport, self._comm_thread, self._world = transport, comm_thread, world
         self._prepared = Prepared(world, self._bind, prove=_prove, claim=self._claim, compare=compare)
         self._calls = count(1)  # so that random numbers of untagged calls differ
-        self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._memory = Scratch(self._allocate)
         self._memory_of = world.membership.number  # after connections broke, a peer may still read what it was sent
         self._unconfirmed: deque[tuple[_Sum, Tag]] = deque(maxlen=UNCONFIRMED)
 
@@ -215,29 +214,27 @@ class Sums:
             self._unconfirmed.clear()
         packed, ranks = layout_of([call.shape.numel()]), cast("tuple[int, ...]", members)
         mine = member_program(schedule, ranks, self._transport.rank, self._transport.ranks)
-        dtype = buffer_dtype(call.wire)
-        allocate = partial(self._allocate, call.device)
-        wire = allocate("wire", packed.numel, dtype)
+        wire = self._memory.row(packed.numel, buffer_dtype(call.wire), call.device, "wire")
         plain = wire[: packed.head_numel] if is_quantized(call.wire) else wire
-        scratch = allocate("scratch", scratch_numel(mine, plain.numel()), dtype)
         program: RunnableProgram
-        program = head = bind(mine, plain, self._transport, scratch, self._comm_thread.streams)
+        program = head = bind(mine, plain, self._transport, self._memory, self._comm_thread.streams)
         if is_quantized(call.wire):  # its values are added in fp32
             values = ValuesOnWire(head, wire[packed.head_numel :][: call.shape.numel()], call.residual)
             (program,) = carrier_of(call.wire).bind_values(
-                mine, call.wire, [values], self._transport, allocate, self._calls
+                mine,
+                call.wire,
+                [values],
+                self._transport,
+                lambda use, nbytes: self._memory.row(nbytes, torch.uint8, call.device, use),
+                self._calls,
             )
         checksum = zlib.crc32(f"{call} {traits_of(schedule).digest}".encode())
         scale = 1 / len(ranks) if call.op == "mean" else 1
         return _Sum(call, program, packing(wire, packed, [call.empty("meta")]), scale, checksum)
 
-    def _allocate(self, device: torch.device, use: str, numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return [numel] of the one piece of memory for this `use`; its old contents stay, and nobody reads them."""
-        key = use, dtype, device
-        if key not in self._memory or self._memory[key].numel() < numel:
-            self._prepared.forget_bound()  # it would keep the smaller one
-            self._memory[key] = self._transport.allocate(numel, dtype, device)
-        return self._memory[key][:numel]
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._prepared.forget_bound()  # it would keep the smaller memory
+        return self._transport.allocate(numel, dtype, device)
 
 
 def _prove(schedule: Schedule) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from commrt.kernels.dispatch import adding, mixing
@@ -24,7 +25,7 @@ from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, d
 from commrt.schedule import ADD, COPY, Combine
 from commrt.threads.future import StreamEvent, Streams
 from commrt.threads.recording import Recorder, within_range
-from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
+from commrt.transport.protocol import Allocate, Exchange, P2PGroup, P2PMessage, Tag, Transport, zeros
 
 Combination = Callable[[], object]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
@@ -119,11 +120,29 @@ class BoundProgram(RunnableProgram):
             streams.wait_event(last)
 
 
+class Scratch(dict[tuple[str, torch.device], Tensor]):
+    """Memory for programs that never run at once: by use and device, bytes from `allocate`, as many as were needed.
+
+    What is bound to memory that became too small for others keeps it.
+    """
+
+    def __init__(self, allocate: Allocate = zeros) -> None:
+        super().__init__()
+        self._allocate = allocate
+
+    def row(self, numel: int, dtype: torch.dtype, device: torch.device, use: str = "") -> Tensor:
+        """Return [numel] of the memory for this `use`; its old contents stay, and nobody reads them."""
+        nbytes = numel * dtype.itemsize
+        if (use, device) not in self or len(self[use, device]) < nbytes:
+            self[use, device] = self._allocate(nbytes, torch.uint8, device)
+        return self[use, device][:nbytes].view(dtype)
+
+
 def bind(
     program: Program,
     buffer: Tensor,
     transport: Transport,
-    scratch: Tensor | None = None,
+    scratch: Scratch | None = None,
     streams: Streams | None = None,
     *,
     bounds: Sequence[int] | None = None,
@@ -132,17 +151,17 @@ def bind(
     """Bind `program` to `buffer`, a contiguous row [numel], cut into the program's chunks at `bounds` [chunks + 1].
 
     Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD stands for (default:
-    sums). Programs that never run at the same time may share `scratch` [>= scratch_numel], of the buffer's dtype; None
-    allocates it. On `streams` that queue work, a hop's combinations run beside the next exchange if the two touch
-    different chunks.
+    sums). Programs that never run at the same time may share `scratch`; None allocates it. On `streams` that queue
+    work, a hop's combinations run beside the next exchange if the two touch different chunks.
     """
     binder = Binder(program, buffer, transport, bounds)
     waits = dependencies(program.hops, program.chunks)
     half, other_half = _halves(program, binder.bounds, waits)
-    memory = buffer.new_empty(half + other_half) if scratch is None else scratch
+    memory = (Scratch() if scratch is None else scratch).row(half + other_half, buffer.dtype, buffer.device)
     hops, landings, final = list[BoundHop](), list[Landing](), final_receives(program.hops, program.chunks)
     for number, hop in binder.hops():
-        places = _receive_places(hop, binder.own, memory[half * waits.parity[number] * waits.overlap :])
+        piece = memory[half * waits.parity[number] * waits.overlap :]
+        places = binder.places(hop, piece, lambda each: binder.own(each) if each.combine == COPY else None)
         group = binder.group(number, hop, places, reads=only_reads(hop))
         combinations = tuple(combinations_of(hop, program.rank, places, binder.own, add or adding))
         hops.append(BoundHop(transport.bind(group), combinations, number, waits.after[number], facts_of(group)))
@@ -193,20 +212,20 @@ class Binder:
         self.recvs += recvs
         return P2PGroup(sends, recvs, number, reads)
 
+    def places(self, hop: Hop, scratch: Tensor, place_of: Callable[[Transfer], Tensor | None]) -> list[Tensor]:
+        """Return the memory of each receive: ``place_of(receive)``, or the next piece of `scratch` if that is None."""
+        places, used = [], 0
+        for each in hop.recvs:
+            if (place := place_of(each)) is None:
+                numel = self.own(each).numel()
+                place, used = scratch[used : used + numel], used + padded(numel)
+            places.append(place)
+        return places
+
     @property
     def nbytes_sent(self) -> int:
         """Bytes of all messages so far that this rank sends."""
         return sum(message.data.nbytes for message in self.sends)
-
-
-def _receive_places(hop: Hop, own_of: Callable[[Transfer], Tensor], scratch: Tensor) -> list[Tensor]:
-    """Return the memory of each receive: its final place, or the next piece of `scratch`."""
-    places, used = [], 0
-    for transfer in hop.recvs:
-        own = own_of(transfer)
-        places.append(own if transfer.combine == COPY else scratch[used : used + own.numel()])
-        used += 0 if transfer.combine == COPY else padded(own.numel())
-    return places
 
 
 def combinations_of(

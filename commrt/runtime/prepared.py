@@ -17,7 +17,7 @@ from commrt.kernels.layout import GRANULE
 from commrt.kernels.plain_torch import mix_into, reduce_into
 from commrt.program import chunk_bounds, member_program
 from commrt.proof.replay import ends_alike
-from commrt.runtime.executor import BoundProgram, bind, scratch_numel
+from commrt.runtime.executor import BoundProgram, Scratch, bind
 from commrt.runtime.membership import Membership
 from commrt.schedule import ADD, MIX, Algorithm, Schedule
 from commrt.threads.comm_thread import RecoveredError
@@ -168,7 +168,7 @@ class PreparedRuns:
 
     def __init__(self, transport: Transport, world: HasMembership, compare: Compare) -> None:
         self._transport, self._world = transport, world
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._scratch = Scratch()
         self._prepared = Prepared(world, self._bind, claim=self._claim, compare=compare, kept=RUNS_KEPT)
 
     def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
@@ -212,12 +212,9 @@ class PreparedRuns:
         buffer, ranks = cast("Tensor", memory()), schedule.ranks
         if self._transport.rank in traits_of(schedule).ranks:
             _require_equal_chunks(schedule, buffer.numel())
-        bounds, row = cut(schedule, buffer), buffer.detach()
+        row = buffer.detach()
         mine = member_program(schedule, range(ranks), self._transport.rank, ranks)  # which remembers schedules
-        need, key = scratch_numel(mine, row.numel(), bounds), (row.dtype, row.device)
-        if key not in self._scratch or self._scratch[key].numel() < need:
-            self._scratch[key] = torch.empty(need, dtype=row.dtype, device=row.device)
-        program = bind(mine, row, self._transport, self._scratch[key], bounds=bounds)
+        program = bind(mine, row, self._transport, self._scratch, bounds=cut(schedule, buffer))
         place = buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
         return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_one(schedule, None, memory)))
 

@@ -7,8 +7,9 @@ What ranks of other hosts send is received as in `commrt.runtime.executor`, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from commrt.kernels.dispatch import copying
 from commrt.kernels.layout import padded
 from commrt.kernels.packing import Parts
 from commrt.program import Hop, Meeting, Program, Transfer, meetings
-from commrt.runtime.executor import Binder, BoundHop, BoundProgram, Combination, combinations_of, facts_of
+from commrt.runtime.executor import Binder, BoundHop, BoundProgram, Combination, Scratch, combinations_of, facts_of
 from commrt.schedule import COPY
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, Window
 
@@ -29,18 +30,19 @@ def bind_reading(
     *,
     bounds: Sequence[int] | None = None,
     copied: int | None = None,
-    scratch: Callable[[int], Tensor] | None = None,
+    scratch: Scratch | None = None,
 ) -> BoundProgram:
     """Bind `program` to `buffer` [numel], which `window` shows to the peers of this host.
 
     The peers' programs must be bound in the same way. `bounds` are those of `bind`. As there, the buffer may change as
     soon as the program has run. What comes from other hosts, and hops that overwrite what they send, need scratch
-    memory: ``scratch(numel)`` gives [>= numel] of the buffer's dtype, which programs that never run at once may share.
+    memory, which programs that never run at once may share; None allocates it.
 
     With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
     `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
-    reader = _Reader(program, buffer, window, transport, bounds, copied, scratch or buffer.new_empty)
+    shared = Scratch() if scratch is None else scratch
+    reader = _Reader(window, copied, shared, program, buffer, transport, bounds)
     hops = [bound for number, hop in reader.hops() for bound in reader.bind(number, hop)]
     group, end = reader.all_messages(), reader.end()
     if not reader.elsewhere:
@@ -72,17 +74,9 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
 
 
 class _Reader(Binder):
-    def __init__(
-        self,
-        program: Program,
-        buffer: Tensor,
-        window: Window,
-        transport: Transport,
-        bounds: Sequence[int] | None,
-        copied: int | None,
-        scratch: Callable[[int], Tensor],
-    ) -> None:
-        super().__init__(program, buffer, transport, bounds)
+    def __init__(self, window: Window, copied: int | None, scratch: Scratch, *of_binder: Any) -> None:
+        super().__init__(*of_binder)
+        program, buffer = self.program, self.buffer
         self._window = window
         self._copied = buffer.numel() if copied is None else copied
         self._latest = max((number for number, _ in self.hops()), default=-1)
@@ -90,13 +84,13 @@ class _Reader(Binder):
         self._has_far = len(self._near) < len(program.peers)
         self._meetings = meetings(program.hops, program.chunks, self._near)
         self._is_first, self._last = True, len(program.hops)
-        self._scratch = scratch(self._scratch_numel())
+        self._scratch = scratch.row(self._scratch_numel(), buffer.dtype, buffer.device)
         self.elsewhere: list[tuple[Tensor, int, int]] = []
 
     def bind(self, number: int, hop: Hop) -> list[BoundHop]:
         """Return the hop as one, or as two if it must not write before all peers have read."""
         before, within = self._meetings.before[number], self._meetings.within[number]
-        places = self._places(hop, number)
+        places = self.places(hop, self._scratch, partial(self._place, number))
         group = self.group(number, hop, places)
         come = self._exchange(cast("Meeting", before), number, group.parted(self._near)[1])
         moves = self._moves(hop, places, lands=number == self._latest and within is None)
@@ -152,17 +146,11 @@ class _Reader(Binder):
         is_far_sum = transfer.peer not in self._near and transfer.combine != COPY
         return is_far_sum or self._meetings.within[number] is not None
 
-    def _places(self, hop: Hop, number: int) -> list[Tensor]:
-        """Return where each receive is read: the peer's memory, its final place, or scratch memory."""
-        places, used = [], 0
-        for each in hop.recvs:
-            own = self.own(each)
-            if self._is_staged(each, number):
-                places.append(self._scratch[used : used + own.numel()])
-                used += padded(own.numel())
-            else:
-                places.append(self._theirs(each) if each.peer in self._near else own)
-        return places
+    def _place(self, number: int, each: Transfer) -> Tensor | None:
+        """Return where the receive is read: the peer's memory, its final place, or None for scratch memory."""
+        if self._is_staged(each, number):
+            return None
+        return self._theirs(each) if each.peer in self._near else self.own(each)
 
     def _moves(self, hop: Hop, places: Sequence[Tensor], *, lands: bool) -> tuple[Combination, ...]:
         """Return what copies and combines the receives, which lie at `places`; `lands` where nothing reads copies."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.algorithms import tree
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
 from commrt.importing import untraced
@@ -286,16 +285,10 @@ class World:
         store = PrefixStore(name, clone_connection(self.store))
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
-    def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> int:
-        """Run `schedule` unchecked, on the communication thread; return the bytes sent. ``members[i]`` plays rank i."""
+    def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> None:
+        """Run `schedule` once, unchecked, on the communication thread. ``members[i]`` plays rank i."""
         mine = member_program(schedule, members or range(self.size), self.rank, self.size)
-        bound = bind(mine, buffer, self.transport, bounds=cut(schedule, buffer))
-        bound.run(tag)
-        return bound.nbytes_sent
-
-    def broadcast_now(self, buffer: Tensor, members: Sequence[int], tag: Tag) -> int:
-        """Copy `buffer` from ``members[0]`` to all members along a binomial tree."""
-        return self.run_now(tree.broadcast(len(members)), buffer, tag, members)
+        bind(mine, buffer, self.transport, bounds=cut(schedule, buffer)).run(tag)
 
     def _on_failure(self, failure: BaseException) -> None:
         """Tell the other ranks, close the connections, then find out which rank failed first."""

@@ -198,17 +198,13 @@ def host_identity() -> str | None:
 def _number(address: str) -> IPv4Address | IPv6Address | None:
     """Return None for a name, which other hosts may resolve to another address."""
     with suppress(ValueError):
-        return ip_address(_numeric(address))
+        return ip_address(LOOPBACK if address.lower() == "localhost" else address)
     return None
-
-
-def _numeric(address: str) -> str:
-    return LOOPBACK if address.lower() == "localhost" else address
 
 
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
-    listener = _listener(launch) if holds_it and _number(launch.address) else None
+    listener = _listener(launch) if holds_it else None
     # With multi_tenant, groups of torch.distributed in this process can share it.
     make = partial(TCPStore, launch.address, launch.port, is_master=holds_it, wait_for_workers=False, multi_tenant=True)
     limit = timedelta(seconds=timeout_s)
@@ -234,11 +230,12 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
 def _listener(launch: Launch) -> int | None:
     """Return a socket that listens on the launch's address only; torch itself would listen on all.
 
-    None if the port is taken, perhaps by a store of this process, which torch shares; and if the address is not this
-    machine's own, as behind NAT.
+    None if the port is taken, perhaps by a store of this process, which torch shares; and if the address is a name, or
+    not this machine's own, as behind NAT.
     """
-    with suppress(OSError):
-        return listen(_numeric(launch.address), launch.port).detach()
+    if (number := _number(launch.address)) is not None:
+        with suppress(OSError):
+            return listen(str(number), launch.port).detach()
     return None
 
 

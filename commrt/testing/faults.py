@@ -23,10 +23,6 @@ class Fault:
     bucket: int | str | None = None
     seconds: float = 0.0
 
-    def matches(self, tag: Tag) -> bool:
-        """Return True if the fault happens at `tag`."""
-        return self.step in (None, tag.step) and self.bucket in (None, tag.bucket)
-
 
 fail_at = partial(Fault, "fail")
 """The rank's group raises `TransportError`, and its world then closes the connections."""
@@ -55,7 +51,7 @@ def _bind(
     run_without_sends = bind(replace(group, sends=[message for message in group.sends if message.peer == rank]))
 
     def run(tag: Tag) -> EndLoan | None:
-        found = [fault for fault in faults if fault.matches(tag)]
+        found = [each for each in faults if each.step in (None, tag.step) and each.bucket in (None, tag.bucket)]
         kinds = {fault.kind for fault in found}
         if "fail" in kinds:
             raise TransportError("an injected failure", tag.place(rank, group.hop))

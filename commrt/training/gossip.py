@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
@@ -25,7 +25,7 @@ from commrt.kernels.layout import HEADER_NUMEL
 from commrt.program import Program, member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
-from commrt.runtime.executor import bind, scratch_numel
+from commrt.runtime.executor import Scratch, bind
 from commrt.runtime.membership import LOST
 from commrt.runtime.reading import bind_reading, bind_receiving
 from commrt.runtime.world import World
@@ -228,7 +228,7 @@ class GossipExchange:
         """Free all memory; call it when no exchange is in flight."""
         self._program.cache_clear()
         self._bound.cache_clear()
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._scratch = Scratch()
 
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
         begin_s, membership = perf_counter(), self.membership
@@ -278,22 +278,12 @@ class GossipExchange:
             exchange = bind_receiving(group, windows[0], transport) if windows else transport.bind(group)
             return exchange, nbytes_sent, hop.recvs[0].weight
         if windows:
-            scratch = partial(self._scratch_for, message.received)
-            bound = bind_reading(program, message.received, windows[1], transport, scratch=scratch)
+            bound = bind_reading(program, message.received, windows[1], transport, scratch=self._scratch)
         else:
-            numel = scratch_numel(program, len(message.received))
-            own = self._scratch_for(message.received, numel)
-            bound = bind(program, message.received, transport, own, self.world.comm_thread.streams)
+            bound = bind(program, message.received, transport, self._scratch, self.world.comm_thread.streams)
 
         def run(tag: Tag) -> None:
             torch.mul(message.sent, 1 / within, out=message.received)
             bound.run(tag, self.world.comm_thread.listener)
 
         return run, bound.nbytes_sent, 1.0
-
-    def _scratch_for(self, like: Tensor, numel: int) -> Tensor:
-        """Return [>= numel] of the dtype of `like`, for all programs: they run one after the other."""
-        known = self._scratch.get(like.dtype)
-        if known is None or len(known) < numel:
-            known = self._scratch[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return known

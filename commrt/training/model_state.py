@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from commrt.algorithms import halving_doubling
+from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.layout import MIB
 from commrt.errors import UsageError
 from commrt.runtime.world import World
@@ -253,7 +253,7 @@ def _broadcast(world: World, flat: Tensor, step: int, source: int | None) -> boo
 
     def broadcast_now() -> bool:
         members = sorted(world.members, key=lambda rank: (rank != source, rank))
-        world.broadcast_now(flat, tuple(members), Tag(step, "state"))
+        world.run_now(tree.broadcast(len(members)), flat, Tag(step, "state"), members)
         return members[0] == world.rank
 
     return world.membership.submit(broadcast_now).result()

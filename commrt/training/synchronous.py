@@ -75,7 +75,7 @@ class SynchronousReplica(Replica):
         carries = self._broadcasts_buffers and buffers
         self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate_shared) if carries else None
         if self._flat_buffers is not None and self._flat_buffers.flat.numel():
-            engine.submit_sharing(self._flat_buffers.flat).result()
+            engine.share(self._flat_buffers.flat)
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
         self._has_data: Future[None] | None = None
@@ -132,7 +132,7 @@ class SynchronousReplica(Replica):
         for i in indices:
             bucket = self._engine.buckets[i]
             if not self._alone:
-                bucket.take(self._header if i == 0 else bucket.header, self._order.is_ready)
+                bucket.take(self._header if i == 0 else bucket.header, self._order.seen)
             self._in_flight.append(self._engine.submit(bucket, self._step))
 
     def _finish(self) -> None:
@@ -175,9 +175,7 @@ class SynchronousReplica(Replica):
 
     def _observe_order(self) -> None:
         """Rebuild the buckets in the order in which rank 0's gradients became ready in this pass."""
-        place = {name: i for i, (name, _) in enumerate(self._params)}
-        seen = [place[name] for name in self._order.seen]
-        order = torch.tensor([*seen, *sorted(set(place.values()) - set(seen))], device="cpu")
+        order = torch.tensor(self._order.places(), device="cpu")
         self._world.comm_thread.submit(partial(self._engine.broadcast_now, order, self._step)).result()
         self._reorder(order.tolist())
 

@@ -243,13 +243,8 @@ class Channel:
         with suppress(OSError):  # the peer was first
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """End the connection and release the socket and the mappings."""
-        self.shut_down()
-        self.release()
-
     def release(self) -> None:
-        """Release the socket and the mappings without ending the connection, as a forked child must."""
+        """Release the socket and the mappings without ending the connection, which a forked child must leave alone."""
         self._socket.close()
         self._mapped.clear()
 

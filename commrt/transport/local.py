@@ -38,7 +38,7 @@ class Fabric:
         self._changed = threading.Condition()
         self._sends, self._recvs = (defaultdict[tuple[int, int], deque[_Post]](deque) for _ in range(2))
         """What waits from one rank to another, oldest first."""
-        self._gone: set[int] = set()
+        self.gone: set[int] = set()  # ranks that have left
 
     def transport(self, rank: int) -> LocalTransport:
         """Return the transport of `rank`, for one thread at a time."""
@@ -47,7 +47,7 @@ class Fabric:
     def leave(self, rank: int) -> None:
         """Remove `rank`; ranks that wait for it raise `PeerLost`."""
         with self._changed:
-            self._gone.add(rank)
+            self.gone.add(rank)
             self._changed.notify_all()
 
     def run(self, rank: int, group: P2PGroup, tag: Tag, timeout_s: float) -> None:
@@ -60,10 +60,10 @@ class Fabric:
         with self._changed:
             posts = self._post(rank, group, tag.call)
             while waiting := [post for post in posts if not post.done]:
-                if rank in self._gone:
+                if rank in self.gone:
                     raise TransportClosed("this rank closed its transport", place(waiting[0]))
                 for post in waiting:
-                    if post.peer in self._gone:
+                    if post.peer in self.gone:
                         raise PeerLost("the peer left before this transfer: look at its own error", place(post))
                 self._changed.wait(min(deadline - clock.now_s(), clock.slice_s))
                 if clock.now_s() >= deadline and (late := [post for post in waiting if not post.done]):
@@ -117,13 +117,12 @@ class LocalTransport(Transport):
         self.rank = rank
         self.members = range(fabric.ranks)
         self.timeout_s = fabric.timeout_s
-        self._closed = False
 
     def bind(self, group: P2PGroup) -> Exchange:
         rest, copies = split_self(group, self.rank, self.members)
 
         def run(tag: Tag) -> None:
-            if self._closed:
+            if self.rank in self._fabric.gone:
                 raise TransportClosed("the transport was closed", tag.place(self.rank, rest.hop))
             for source, target in copies:
                 target.copy_(source)
@@ -134,7 +133,6 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         """Leave the fabric; peers that still wait for this rank raise `PeerLost`."""
-        self._closed = True
         self._fabric.leave(self.rank)
 
     abort = close

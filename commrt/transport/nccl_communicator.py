@@ -52,9 +52,7 @@ Communicator = Any
 
 
 def load() -> Binding:
-    """Return CuPy's binding of the NCCL that torch has loaded; raises `UsageError` if it cannot be used."""
-    import torch  # noqa: F401, PLC0415  # first, or a second copy of NCCL would be loaded
-
+    """Return CuPy's binding of the NCCL that torch has loaded before; raises `UsageError` if it cannot be used."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what CuPy warns of is an error below

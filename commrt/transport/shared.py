@@ -251,9 +251,9 @@ class SharedTransport(Transport):
 
     def close(self) -> None:
         """End all connections; peers that wait for this rank raise `PeerLost` at once. Allocated memory stays."""
-        self._closed = True
+        self.abort()
         for channel in self._channels.values():
-            channel.close()
+            channel.release()
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 

@@ -17,9 +17,9 @@ from recipes import RECIPES, Recipe
 import commrt
 from commrt.algorithms import catalogue
 from commrt.errors import UsageError
-from commrt.pricing.price import require_carried
 from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.tools.pictures.files import require_writable
+from commrt.tools.planning.wires import require_carried
 from commrt.training.large_batch import BatchSizeControl
 
 __all__ = ["ALGORITHMS", "BACKUP", "DDP", "DIRECT", "FP32", "GOSSIP", "LOCAL", "WIRES", "Job", "LocalSettings"]

@@ -23,9 +23,9 @@ import numpy as np
 
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES
 from commrt.program import chunk_bounds
 from commrt.schedule import COPY, Combine, IntArray, Schedule, Step, require_valid
+from commrt.tools.planning.wires import GRADIENT_NBYTES
 
 __all__ = ["VALUES", "Node", "NodeType", "Trace", "traces"]
 

@@ -18,9 +18,10 @@ from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES, Pricing
+from commrt.pricing.price import Pricing
 from commrt.schedule import ADD, COPY, Algorithm, Schedule
 from commrt.tools.planning.planner import priced_candidates, tried_in_steps
+from commrt.tools.planning.wires import GRADIENT_NBYTES
 from commrt.tools.planning.workload import FORWARD, Workload
 
 __all__ = ["Halves", "ShardedStep", "Unit", "halves_of", "sharded_step", "sharding_candidates", "units_of"]

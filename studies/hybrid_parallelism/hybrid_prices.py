@@ -22,7 +22,8 @@ import numpy as np
 from commrt.algorithms.catalogue import candidates
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES, Pricing
+from commrt.pricing.price import Pricing
+from commrt.tools.planning.wires import GRADIENT_NBYTES
 from commrt.tools.planning.workload import FIRST_NBYTES, FORWARD, Layer, Workload
 
 __all__ = ["BUCKET_NBYTES", "MOST_RANKS", "HybridPricing", "HybridStep", "RunCost", "closed_form_groups"]

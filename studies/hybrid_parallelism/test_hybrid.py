@@ -19,8 +19,8 @@ import commrt
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Between, Cluster, Link
-from commrt.pricing.price import Pricing
 from commrt.tools.planning.timeline import overlapped_step
+from commrt.tools.planning.wires import WirePricing
 from commrt.tools.planning.workload import Layer, Workload
 
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -49,7 +49,7 @@ def test_a_step_takes_its_computing_where_exchanges_take_no_time():
 def test_with_as_many_groups_as_ranks_a_step_is_that_of_data_parallelism(model):
     workload, on = Workload.named(model), cluster(latency_us=5.0, pack_gbytes_per_s=50.0)
     hybrid = pricing(workload, compute_s=0.05, on=on).uniform(16)
-    plain = Pricing(HalvingDoubling().schedule(0, 16), on)
+    plain = WirePricing(HalvingDoubling().schedule(0, 16), on)
     buckets = workload.buckets(BUCKET_NBYTES, 4)
     assert hybrid.seconds == pytest.approx(overlapped_step(plain, buckets, 0.05).seconds)
     assert hybrid.activations_s == pytest.approx(0.0, abs=1e-12)

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.options import CLUSTER, Wire, json_of
+from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
 
 __all__ = ["app"]
 

@@ -19,7 +19,6 @@ from time_to_target import TimeToTarget, Verdict
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import ITEMS, QUANTIZERS, Pricing, wire_nbytes
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.options import CLUSTER, LocalOptions, Wire, compute_of, json_of, workload_of
@@ -27,6 +26,7 @@ from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.pictures.files import require_picture, save_picture
 from commrt.tools.planning.planner import exchange_plans, step_plans
 from commrt.tools.planning.timeline import LocalSteps
+from commrt.tools.planning.wires import ITEMS, QUANTIZERS, WirePricing, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 __all__ = ["app"]
@@ -193,7 +193,7 @@ class Prices:
         local, nbytes = given.algorithm(wire), wire_nbytes(self.workload.numel, ITEMS[wire])
         quantized = wire if wire in QUANTIZERS else None
         best = exchange_plans(self.cluster, ranks, nbytes / local.fragments, quantized)[0]
-        pricing = Pricing(best.algorithm.schedule(0, ranks), self.cluster, QUANTIZERS.get(wire))
+        pricing = WirePricing(best.algorithm.schedule(0, ranks), self.cluster, QUANTIZERS.get(wire))
         steps = LocalSteps.priced(pricing, nbytes, self.compute_s, local.period, local.fragments)
         return best.name, steps.step_s(local.delay)
 

@@ -41,7 +41,7 @@ def step(buckets: list[GradientBucket], fake: Driver) -> dict[str, Any]:
     fake.calls.clear()
     with Operations() as operations:
         for bucket in buckets:
-            bucket.take(CLAIM._replace(bucket=bucket.index), lambda name: False)
+            bucket.take(CLAIM._replace(bucket=bucket.index), ())
             bucket.pack(0.25)
             bucket.unpack()
     for bucket in buckets:

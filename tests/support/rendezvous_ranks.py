@@ -21,7 +21,7 @@ from ddp_replica import ddp_group
 from torch.distributed import FileStore, HashStore
 
 import commrt
-from commrt.algorithms import ring
+from commrt.algorithms import ring, tree
 from commrt.errors import UsageError
 from commrt.runtime import connection, init
 from commrt.store.launcher import LOOPBACK
@@ -116,7 +116,7 @@ def interrupted_in_a_transfer(tell, victim, absent):
         if world.rank == victim:
             tell("interrupt me")
         pair = (absent, victim) if world.rank == victim else (victim, world.rank)
-        world.comm_thread.submit(lambda: world.broadcast_now(torch.ones(8), pair, NOW)).result()
+        world.comm_thread.submit(lambda: world.run_now(tree.broadcast(2), torch.ones(8), NOW, pair)).result()
 
 
 def interrupted_in_an_agreement(tell, victim, last):

@@ -13,13 +13,13 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.verify import choose
 from commrt.tools.pictures.drawing import draw_recorded_step, draw_scaling, draw_schedule, draw_simulated_step
 from commrt.tools.pictures.files import read_spans, require_picture, save_picture
-from commrt.tools.planning.timeline import blocking_step, overlapped_step
+from commrt.tools.planning.timeline import blocking_step, overlapped_step, phases
+from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
 
 RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -65,7 +65,7 @@ def step(algorithm: opt.AlgorithmName, out: opt.Out, options: opt.StepOptions, s
     }
     place = f"{options.ranks:,} ranks of {cluster.name}"
     title = f"{found.workload.name} on {place}: {pricing.schedule.name}, {options.wire}"
-    save_picture(draw_simulated_step(title, ways, pricing.phases(nbytes)), out)
+    save_picture(draw_simulated_step(title, ways, phases(pricing, nbytes)), out)
 
 
 def scaling(

@@ -20,7 +20,8 @@ from commrt.algorithms.direct import Direct
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
+from commrt.tools.planning.timeline import efficiency_at
+from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import MODELS, MOST_NUMEL, Workload
 
 BATCH, CLUSTER = 32, "abci"
@@ -246,7 +247,7 @@ def compute_of(
         raise UsageError(
             f"how long a step of {workload.name} computes on {cluster.name} is not known: give --compute-ms"
         )
-    rate = cluster.compute[workload.name] * cluster.efficiency_at(batch or BATCH)
+    rate = cluster.compute[workload.name] * efficiency_at(cluster, batch or BATCH)
     return (batch or BATCH) / rate, rate
 
 

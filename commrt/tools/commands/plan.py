@@ -23,16 +23,17 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.errors import UsageError
 from commrt.pricing import selection
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES, QUANTIZERS, Pricing, all_reduce_bound_s, require_carried
 from commrt.pricing.selection import Choice, choices, size_class, slice_nbytes, slots_of
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, collective_of
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.simulate import quantizer_sentence
 from commrt.tools.commands.simulate_backups import estimate_backups
+from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchange_plans, python_call, step_plans
 from commrt.tools.planning.stragglers import step_time_s
 from commrt.tools.planning.timeline import LocalSteps, hiding_period
+from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing, require_carried
 
 SHOWN = 8
 MIN_WIDTH = 124
@@ -188,7 +189,7 @@ def _on_codes(best: Plan, ranks: int, nbytes: float, cluster: Cluster) -> Iterat
     ways = f"{1e3 * best.exchange_s:.2f} ms; fp32 with {plain.name} {1e3 * plain.exchange_s:.2f} ms"
     yield f"{best.nbytes / 1e6:,.1f} MB of {best.wire}, all at once: {ways}"
     schedule = best.algorithm.schedule(0, ranks - best.backups)
-    yield quantizer_sentence(2 * Pricing(schedule, cluster, QUANTIZERS[best.wire]).code_s(best.nbytes), cluster)
+    yield quantizer_sentence(2 * WirePricing(schedule, cluster, QUANTIZERS[best.wire]).code_s(best.nbytes), cluster)
     yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
 
 
@@ -196,7 +197,7 @@ def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
     """Return the local SGD that hides the exchange with the least delay, if much of the best step is exposed."""
     if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
         return None
-    pricing = Pricing(best.algorithm.schedule(0, ranks), cluster, QUANTIZERS.get(best.wire or ""))
+    pricing = WirePricing(best.algorithm.schedule(0, ranks), cluster, QUANTIZERS.get(best.wire or ""))
     shortest, longest = LOCAL_PERIODS
     steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
     if steps is None or steps.hiding_delay is None:
@@ -285,11 +286,14 @@ def collective(
             "reason": _choice_reason(found),
         }
         titles = ("schedule", "seconds", "latency_seconds", "steps")
-        rows = [(each.name, each.seconds, each.latency_s, each.steps) for each in found]
+        rows = [(each.name, each.price.seconds, _latency_s(each), each.price.steps) for each in found]
         print(opt.json_of(record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]}))
         return
     title = f"{name} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}"
-    cells = ((c.name, f"{1e3 * c.seconds:.3f}", f"{1e3 * c.latency_s:.3f}", f"{c.steps:,}") for c in found)
+    cells = (
+        (each.name, f"{1e3 * each.price.seconds:.3f}", f"{1e3 * _latency_s(each):.3f}", f"{each.price.steps:,}")
+        for each in found
+    )
     Console().print(opt.table_of(title, ("schedule", "ms", "latencies", "steps"), cells))
     print(_priced(name, priced_nbytes, slices))
     print(_choice_reason(found))
@@ -305,11 +309,16 @@ def _priced(collective: str, priced_nbytes: int, slices: int) -> str:
     return f"priced for one of {slices:,} slices, as pieces of {priced_nbytes:,} bytes; on GPUs slices are larger"
 
 
+def _latency_s(choice: Choice) -> float:
+    """Return the part of a price that does not depend on the number of bytes."""
+    return choice.pricing.price(0.0).seconds
+
+
 def _choice_reason(found: Sequence[Choice]) -> str:
     """Return how the best schedule compares with the second best."""
     best, *others = found
     if not others:
         return f"{best.name}: the only schedule for so many ranks"
     other = others[0]
-    sides = _gains(other.seconds - best.seconds, other.latency_s - best.latency_s, digits=3)
+    sides = _gains(other.price.seconds - best.price.seconds, _latency_s(other) - _latency_s(best), digits=3)
     return f"{best.name} against {other.name}: {sides}"

@@ -17,19 +17,11 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import (
-    ITEMS,
-    QUANTIZERS,
-    Price,
-    Pricing,
-    all_reduce_bound_s,
-    exchange_bound_s,
-    require_carried,
-    wire_nbytes,
-)
+from commrt.pricing.price import Price
 from commrt.schedule import Algorithm
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.verify import choose
+from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
 from commrt.tools.planning.stragglers import Jitter
 from commrt.tools.planning.timeline import (
     LocalSteps,
@@ -38,6 +30,7 @@ from commrt.tools.planning.timeline import (
     mean_efficiency,
     overlapped_step,
 )
+from commrt.tools.planning.wires import ITEMS, QUANTIZERS, WirePricing, require_carried, wire_nbytes
 from commrt.tools.planning.workload import FORWARD, Workload
 
 OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
@@ -57,10 +50,10 @@ class ExchangeEstimate:
     wire: str
 
     @cached_property
-    def pricing(self) -> Pricing:
+    def pricing(self) -> WirePricing:
         """Return the pricing of the first step's schedule; raises `UsageError` if it cannot carry the wire's codes."""
         require_carried(self.algorithm, self.ranks, self.wire)
-        return Pricing(self.algorithm.schedule(0, self.ranks), self.cluster, QUANTIZERS.get(self.wire))
+        return WirePricing(self.algorithm.schedule(0, self.ranks), self.cluster, QUANTIZERS.get(self.wire))
 
     @cached_property
     def price(self) -> Price:
@@ -69,7 +62,7 @@ class ExchangeEstimate:
         if not isinstance(self.algorithm, Gossip):
             return first
         steps = range(1, 2 * self.algorithm.period(self.ranks))
-        others = (Pricing(self.algorithm.schedule(step, self.ranks), self.cluster) for step in steps)
+        others = (WirePricing(self.algorithm.schedule(step, self.ranks), self.cluster) for step in steps)
         finish_s = [first.finish_s, *(other.price(self.nbytes).finish_s for other in others)]
         return Price(np.full(self.ranks, np.mean([each.max() for each in finish_s])), first.steps)
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from commrt.errors import UsageError
-from commrt.pricing.price import Phase
 from commrt.schedule import COPY, Combine, Schedule, Step
 from commrt.tools.pictures.files import WARMUP_STEPS, TimelineSpan
-from commrt.tools.planning.timeline import StepTime
+from commrt.tools.planning.timeline import Phase, StepTime
 from commrt.tools.planning.workload import FORWARD
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import GRADIENT_NBYTES, ITEMS, QUANTIZERS, Pricing, all_reduce_bound_s, wire_nbytes
 from commrt.quantizer import Quantizer
 from commrt.schedule import Algorithm
+from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.timeline import overlapped_step
+from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, WirePricing, wire_nbytes
 from commrt.tools.planning.workload import Workload
 
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
@@ -181,7 +182,7 @@ class Candidate(NamedTuple):
     """An all-reduce that may be the best one."""
 
     algorithm: Algorithm
-    pricing: Pricing
+    pricing: WirePricing
 
     def plan(self, nbytes: float) -> Plan:
         """Return the plan to exchange `nbytes` at once."""
@@ -203,7 +204,9 @@ def priced_candidates(
 
     def candidate(algorithm: Algorithm) -> Candidate:
         schedule = algorithm.schedule(0, needed)
-        return Candidate(algorithm, Pricing(schedule.over(members, ranks) if backups else schedule, cluster, quantizer))
+        return Candidate(
+            algorithm, WirePricing(schedule.over(members, ranks) if backups else schedule, cluster, quantizer)
+        )
 
     if quantizer is not None:
         return [candidate(each) for each in coded_candidates(needed, per_node)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,10 @@ from numpy.typing import ArrayLike
 
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
-from commrt.pricing.price import Pricing, Seconds
+from commrt.pricing.cluster import Cluster
+from commrt.pricing.price import Seconds
 from commrt.tools.planning.stragglers import Times
+from commrt.tools.planning.wires import WirePricing
 from commrt.tools.planning.workload import ReadyBucket
 
 ROUNDING = 1e-9
@@ -67,8 +69,47 @@ class StepTime:
         return float((self.computed_s - self.begin_s).mean() / (self.end_s - self.begin_s).mean())
 
 
+class Phase(NamedTuple):
+    """Consecutive steps of a schedule in which the same ranks send each other the same amounts."""
+
+    steps: int
+    adds: bool
+    """True if what is received is added or mixed, False if it is copied."""
+    begin_s: float
+    end_s: float
+    """Time at which the last rank has finished."""
+
+
+def phases(pricing: WirePricing, nbytes: float) -> list[Phase]:
+    """Return the phases of the schedule, for ranks that begin together."""
+    begin_s, chunk_nbytes = pricing.code_s(nbytes), pricing.moved_nbytes(nbytes) / pricing.schedule.chunks
+    found = list[Phase]()
+    clock_s = np.full(pricing.schedule.ranks, begin_s)
+    for pattern, times in pricing.runs:
+        clock_s = pattern.play(clock_s, chunk_nbytes, times)
+        found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
+        begin_s = found[-1].end_s
+    return found
+
+
+def efficiency_at(cluster: Cluster, samples: int) -> float:
+    """Return the share of full speed that kernels reach with so many samples per rank in a step.
+
+    Between two entries of `kernel_efficiency` it is linear in log2 of the samples; beyond the ends, constant.
+
+    >>> from commrt.pricing.cluster import Between, Link
+    >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency={4: 0.8, 64: 1.0})
+    >>> [round(efficiency_at(cpus, samples), 3) for samples in (1, 4, 16, 256)]
+    [0.8, 0.8, 0.9, 1.0]
+    """
+    if samples < 1:
+        raise UsageError(f"{samples} samples per rank: give at least 1")
+    known = cluster.kernel_efficiency
+    return float(np.interp(log2(samples), [log2(each) for each in known], [*known.values()])) if known else 1.0
+
+
 def overlapped_step(
-    pricing: Pricing, buckets: Sequence[ReadyBucket], compute_s: ArrayLike, begin_s: ArrayLike = 0.0
+    pricing: WirePricing, buckets: Sequence[ReadyBucket], compute_s: ArrayLike, begin_s: ArrayLike = 0.0
 ) -> StepTime:
     """Return a step whose buckets leave one after the other, each as soon as its gradients are ready.
 
@@ -84,12 +125,12 @@ def overlapped_step(
     return StepTime(begin_s, begin_s + compute_s, tuple(times))
 
 
-def blocking_step(pricing: Pricing, nbytes: float, compute_s: ArrayLike, begin_s: ArrayLike = 0.0) -> StepTime:
+def blocking_step(pricing: WirePricing, nbytes: float, compute_s: ArrayLike, begin_s: ArrayLike = 0.0) -> StepTime:
     """Return a step whose gradients leave together, after the backward pass."""
     return overlapped_step(pricing, [ReadyBucket(nbytes, 1.0)], compute_s, begin_s)
 
 
-def mean_efficiency(pricing: Pricing, buckets: Sequence[ReadyBucket], times_s: Times) -> float:
+def mean_efficiency(pricing: WirePricing, buckets: Sequence[ReadyBucket], times_s: Times) -> float:
     """Return the mean time of computing divided by that of a step, of overlapped steps that follow each other.
 
     `times_s` [steps, ranks] says how long each rank computes.
@@ -135,7 +176,9 @@ class LocalSteps:
     """They leave one after the other, evenly over the period."""
 
     @classmethod
-    def priced(cls, pricing: Pricing, nbytes: float, compute_s: float, period: int, fragments: int = 1) -> LocalSteps:
+    def priced(
+        cls, pricing: WirePricing, nbytes: float, compute_s: float, period: int, fragments: int = 1
+    ) -> LocalSteps:
         """Return the steps of a model of `nbytes` on the wire, in equal fragments."""
         fragment_s = blocking_step(pricing, nbytes / fragments, 0.0).seconds
         return cls(fragment_s, compute_s, period, fragments)
@@ -181,5 +224,5 @@ def hiding_period(steps: LocalSteps, most: int) -> LocalSteps | None:
     return None if steps.hiding_delay is None else steps
 
 
-def _per_rank(values: ArrayLike, pricing: Pricing) -> Seconds:
+def _per_rank(values: ArrayLike, pricing: WirePricing) -> Seconds:
     return np.array(np.broadcast_to(np.asarray(values, dtype=np.float64), pricing.schedule.ranks))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from commrt.errors import CommrtError, UsageError
-from commrt.pricing.price import GRADIENT_NBYTES, Item, wire_nbytes
 from commrt.quantizer import Quantizer
+from commrt.tools.planning.wires import GRADIENT_NBYTES, Item, wire_nbytes
 
 MODELS = ("resnet50", "vgg_a", "overfeat_fast", "cd_dnn")
 """Models that ship as files in `FOLDER`: of images of 224 x 224 pixels, and 231 x 231 for `overfeat_fast`. `cd_dnn` has
