@@ -133,8 +133,8 @@ def test_another_question_is_an_error_and_no_inequality():
     [
         (PeerLost, {}, agreement.BROKEN_GRACE_S),
         (DeadlineExceeded, {}, agreement.GRACE_S),
-        (PeerLost, {1: {"peer": 2, "saw": "DeadlineExceeded: no answer"}}, agreement.GRACE_S),
-        (PeerLost, {1: {"peer": 2, "saw": "PeerLost: the connection broke"}}, agreement.BROKEN_GRACE_S),
+        (PeerLost, {1: [2, "DeadlineExceeded: no answer"]}, agreement.GRACE_S),
+        (PeerLost, {1: [2, "PeerLost: the connection broke"]}, agreement.BROKEN_GRACE_S),
     ],
     ids=["broken", "late", "broken by a late one", "broken by a broken one"],
 )

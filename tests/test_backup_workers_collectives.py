@@ -29,7 +29,6 @@ from late_ranks import (
 )
 
 import commrt
-from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 from commrt.training.model_state import gather_integers
@@ -218,7 +217,8 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
             replica.detach()
         all_are_done.wait()
         if world.rank < 2:
-            make_elastic(world).recover_now(commrt.PeerLost("made up", Place(world.rank)))
+            lost = commrt.PeerLost("made up", Place(world.rank))
+            world.comm_thread.submit(lambda: world.membership.recover(lost)).result()
             both_are_left.wait(LIMIT_S)
         return tuple(world.members)
 

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.distributed import Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
-from commrt.elastic.generations import Listener, typed
+from commrt.elastic.generations import Listener
 from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
-from commrt.store.client import MALFORMED, TimedStore, malformed, parse, parse_int, require
+from commrt.store.client import MALFORMED, TimedStore, malformed, parse, parse_int, require, typed
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 

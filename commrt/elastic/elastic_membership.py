@@ -283,10 +283,6 @@ class ElasticMembership(Membership):
         with self._lock:
             self.on_store.generation = self.generation._replace(start=0)
 
-    def recover_now(self, failure: TransportError) -> None:
-        """Call `recover` from the training thread."""
-        self._run(self.recover, failure)
-
     def any_gone(self, ranks: Collection[int]) -> bool:
         """Return True if others form a new generation, or one of `ranks` is lost."""
         return self.is_elastic and (self.is_called or any(self.on_store.is_gone(rank) for rank in ranks))

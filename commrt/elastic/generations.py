@@ -20,12 +20,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Event
-from types import MappingProxyType, UnionType
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 from commrt.errors import UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import TimedStore, own_address, parse, parse_int, require
+from commrt.store.client import TimedStore, listen, own_address, parse, parse_int, require, typed
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import Timeouts
 
@@ -81,26 +81,8 @@ class Generation(NamedTuple):
         lost = [str(loss) for loss in self.lost if loss not in before.lost]
         replaced = [rank for rank, process in self.members.items() if before.members.get(rank) != process]
         silent = [rank for rank in self.silent if rank not in before.silent]
-        return [
-            *lost,
-            *(f"a new process has the place of rank {rank}" for rank in replaced),
-            *(f"rank {rank} does not answer, and is not waited for" for rank in silent),
-        ]
-
-
-def typed(values: list[Any], *kinds: type | UnionType) -> list[Any]:
-    """Return `values` if they are a list of these kinds, with whole numbers from 0 on; else raise `ValueError`."""
-    require(isinstance(values, list))
-    for value, kind in zip(values, kinds, strict=True):
-        if type(value) is int:
-            parse_int(value)
-        require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)))
-    return values
-
-
-def parse_lines(text: bytes, *kinds: type) -> list[list[Any]]:
-    """Return the fields of each line of `text`, a JSON list of these kinds; raise `ValueError` or the like if not."""
-    return [typed(json.loads(line), *kinds) for line in text.splitlines()]
+        lost += [f"a new process has the place of rank {rank}" for rank in replaced]
+        return lost + [f"rank {rank} does not answer, and is not waited for" for rank in silent]
 
 
 class Head(NamedTuple):
@@ -170,8 +152,7 @@ class Listener:
         self, towards: str, serve: Callable[[socket.socket], None] = socket.socket.close, name: str = "commrt-liveness"
     ) -> None:
         host = own_address(towards)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        self._socket = listen(host)
         self.address = f"{host} {self._socket.getsockname()[1]}"
         release_in_forked_child(self)
         threading.Thread(target=_accept, args=(self._socket, serve), daemon=True, name=name).start()

@@ -30,12 +30,11 @@ from commrt.elastic.generations import (
     Processes,
     arrival_key,
     joining_key,
-    parse_lines,
     wake_key,
 )
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection, parse
+from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection, parse, typed
 from commrt.threads.deadline import Deadline
 
 POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
@@ -344,8 +343,9 @@ class StoreMembership:
         return {rank: Arrival(step, what) for rank, step, what in self._lines(key, int, int, str)}
 
     def _lines(self, key: str, *kinds: type) -> list[list[Any]]:
-        """Return the fields of the lines under `key`, which are of these kinds."""
-        return parse(key, self.store.read(key), lambda text: parse_lines(text, *kinds))
+        """Return the fields of the lines under `key`: each is a JSON list of these kinds."""
+        text = self.store.read(key)
+        return parse(key, text, lambda text: [typed(json.loads(line), *kinds) for line in text.splitlines()])
 
     def arrive(self, key: str, step: int, what: str = "") -> None:
         """Add this rank to those that have come, under `key`."""

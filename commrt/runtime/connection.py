@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,7 +15,7 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.agreement import LINGER_S, find_disagreement, gather, wait_until_read
-from commrt.store.client import call_store, host_identity, parse_list, require
+from commrt.store.client import call_store, host_identity, require, typed
 from commrt.store.launcher import GPU_TRANSPORTS, TRANSPORTS, chosen_transport, launched
 from commrt.transport.protocol import Transport
 
@@ -101,8 +102,8 @@ def compare_starts(
 
 
 def _parse_start(text: bytes) -> tuple[str, Mapping[str, str]]:
-    host, claim = parse_list(text, 2)
-    require(isinstance(host, str) and all(isinstance(value, str) for value in claim.values()))
+    host, claim = typed(json.loads(text), str, dict)
+    require(all(isinstance(value, str) for value in claim.values()))
     return host, claim
 
 

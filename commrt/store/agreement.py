@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch.distributed import DistNetworkError, Store
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError, UsageError
-from commrt.store.client import MALFORMED, call_store, parse, parse_dict, parse_int, require
+from commrt.store.client import MALFORMED, call_store, parse, parse_int, require, typed
 from commrt.threads.deadline import Deadline, clock
 
 TOPIC = "topic"
@@ -157,9 +157,9 @@ class WorldConfig:
 
 def _parse_config(text: bytes) -> WorldConfig | None:
     """Return None if it was withdrawn."""
-    if json.loads(text) is None:
+    if (fields := json.loads(text)) is None:
         return None
-    config = WorldConfig(**parse_dict(text))
+    config = WorldConfig(**fields)
     parse_int(config.size, 1)
     parse_int(config.model)
     require(isinstance(config.host, str | None) and isinstance(config.transport, str | None))
@@ -170,7 +170,7 @@ def _parse_config(text: bytes) -> WorldConfig | None:
 def leave_report(store: Store, rank: int, failure: BaseException) -> None:
     """Write what `rank` saw to `store`."""
     peer = failure.place.peer if isinstance(failure, TransportError) else None
-    report = json.dumps({"peer": peer, "saw": f"{type(failure).__name__}: {failure}"})
+    report = json.dumps([peer, f"{type(failure).__name__}: {failure}"])
     _answered(lambda: store.set(f"report/{rank}", report))
 
 
@@ -198,10 +198,8 @@ def _trail(store: Store, rank: int, peer: int | None, saw: str) -> Iterator[str]
         if not store.check([f"report/{peer}"]):
             yield f"Rank {peer} reported nothing: look there first"
             return
-        report = parse_dict(store.get(f"report/{peer}"))
-        saw = str(report["saw"])
-        yield f"Rank {peer} saw {saw:.1000}"
-        peer = None if report["peer"] is None else parse_int(report["peer"])
+        reporter, (peer, saw) = peer, typed(json.loads(store.get(f"report/{peer}")), int | None, str)
+        yield f"Rank {reporter} saw {saw:.1000}"
 
 
 def _count(store: Store, size: int) -> None:

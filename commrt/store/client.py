@@ -9,18 +9,18 @@ asks the store to cancel the request, and waits without limit for its answer (to
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from queue import SimpleQueue
+from types import UnionType
 from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, Store, TCPStore
@@ -145,18 +145,14 @@ def parse_int(value: object, least: int = 0) -> int:
     return int(value)  # type: ignore[call-overload, no-any-return]  # it is one
 
 
-def parse_list(text: bytes, length: int | None = None) -> list[Any]:
-    """Return a JSON list of `length`; raise `ValueError`."""
-    found = json.loads(text)
-    require(isinstance(found, list) and length in (None, len(found)))
-    return list(found)
-
-
-def parse_dict(text: bytes) -> Mapping[str, Any]:
-    """Return a JSON object; raise `ValueError`."""
-    found = json.loads(text)
-    require(isinstance(found, dict))
-    return dict(found)
+def typed(values: Any, *kinds: type | UnionType) -> list[Any]:
+    """Return `values` if they are a list of these kinds, with whole numbers from 0 on; else raise `ValueError`."""
+    require(isinstance(values, list))
+    for value, kind in zip(values, kinds, strict=True):
+        if type(value) is int:
+            parse_int(value)
+        require(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)))
+    return list(values)
 
 
 def meet(launch: Launch, timeout_s: float) -> Store:

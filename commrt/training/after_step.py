@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import Event
 from time import perf_counter
 from typing import Any
@@ -182,7 +183,7 @@ class AfterStepReplica(Replica):
                 for _ in progress.outlast(self._step):
                     self.average()
             except LOST as failure:
-                make_elastic(self._world).recover_now(failure)
+                self._world.comm_thread.submit(partial(self._world.membership.recover, failure)).result()
             else:
                 return
 

@@ -20,6 +20,7 @@ A socket that ends means that its process ended or gave up.
 from __future__ import annotations
 
 import array
+import json
 import mmap
 import os
 import secrets
@@ -40,7 +41,7 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.agreement import gather
-from commrt.store.client import parse_list, require
+from commrt.store.client import require, typed
 from commrt.threads.deadline import clock
 
 SECRET_NBYTES = 16
@@ -83,7 +84,7 @@ def _call(rank: int, peer: int, own: bytes, theirs: bytes) -> socket.socket:
 
 
 def _parse_secret(data: bytes) -> bytes:
-    secret = bytes.fromhex(*parse_list(data, 1))
+    secret = bytes.fromhex(*typed(json.loads(data), str))
     require(len(secret) == SECRET_NBYTES)
     return secret
 

@@ -28,11 +28,9 @@ from commrt.store.client import (
     MALFORMED,
     call_store,
     clone_connection,
-    parse_dict,
     parse_int,
-    parse_list,
-    require,
     start_call,
+    typed,
 )
 from commrt.store.launcher import variable
 from commrt.threads.deadline import clock
@@ -154,9 +152,9 @@ def _gpu(device: torch.device) -> str | None:
 
 
 def _parse_info(data: bytes) -> _RankInfo:
-    nccl, gpu, unique_id = parse_list(data, 3)
-    require(isinstance(gpu, str | None) and bytes.fromhex(unique_id) is not None)
-    return _RankInfo(parse_int(nccl), gpu, unique_id)
+    info = _RankInfo(*typed(json.loads(data), int, str | None, str))
+    bytes.fromhex(info.unique_id)  # raises
+    return info
 
 
 def _require_a_gpu_each(infos: Mapping[int, _RankInfo]) -> None:
@@ -234,9 +232,8 @@ class ShutdownNotices:
 
 
 def _parse_counts(data: bytes) -> Counts:
-    if json.loads(data) is None:
-        return None
-    return {int(peer): parse_int(count) for peer, count in parse_dict(data).items()}
+    counts = json.loads(data)
+    return None if counts is None else {int(peer): parse_int(count) for peer, count in counts.items()}
 
 
 def uncut(group: P2PGroup, rank: int, members: Sequence[int]) -> list[P2PGroup]:

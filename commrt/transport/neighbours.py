@@ -26,7 +26,7 @@ from commrt.errors import SizeMismatch, TransportError, UsageError
 from commrt.kernels.dispatch import on_gpu
 from commrt.kernels.meeting import MeetingPlan
 from commrt.store.agreement import gather
-from commrt.store.client import call_store, parse_int, parse_list, require
+from commrt.store.client import call_store, require, typed
 
 WORD_NBYTES = 128
 """A word has a cache line for itself."""
@@ -279,18 +279,16 @@ def _nonce_of(page: Any) -> Tensor:
 
 
 def _parse_page(data: bytes) -> _Page:
-    host, handle, nonce = parse_list(data, 3)
-    require(isinstance(host, str) and bytes.fromhex(handle) is not None)
-    return _Page(host, handle, parse_int(nonce))
+    page = _Page(*typed(json.loads(data), str, str, int))
+    bytes.fromhex(page.handle)  # raises
+    return page
 
 
 def _parse_verdict(data: bytes) -> str:
-    verdict = json.loads(data)
-    require(isinstance(verdict, str))
-    return str(verdict)
+    return str(*typed([json.loads(data)], str))
 
 
 def _parse_places(data: bytes) -> list[_Place]:
-    places = [_Place(handle, *map(parse_int, numbers)) for handle, *numbers in parse_list(data)]
+    places = [_Place(*typed(place, str, int, int, int)) for place in json.loads(data)]
     require(all(bytes.fromhex(each.handle) and each.begin + each.nbytes <= each.segment_nbytes for each in places))
     return places
