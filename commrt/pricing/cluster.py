@@ -180,18 +180,9 @@ class Cluster:
                 f"{ranks}: simulate fewer ranks, or copy its file and change `nodes`"
             )
 
-    def pack_s(self, nbytes: float) -> float:
-        """Return the seconds that packing, or unpacking, a bucket of `nbytes` takes."""
-        return _seconds(nbytes, self.pack_gbytes_per_s)
-
-    def code_s(self, nbytes: float) -> float:
-        """Return the seconds that quantizing, or dequantizing, `nbytes` of fp32 values takes."""
-        return _seconds(nbytes, self.code_gbytes_per_s)
-
-    def add_s(self, nbytes: float, *, quantized: bool = False) -> float:
-        """Return the seconds that adding `nbytes` that were received takes; of fp32 values if they came as codes."""
-        is_known = quantized and self.code_gbytes_per_s is not None
-        return _seconds(nbytes, self.code_gbytes_per_s if is_known else self.reduce_gbytes_per_s)
+    def add_s(self, nbytes: float) -> float:
+        """Return the seconds that adding `nbytes` that were received takes."""
+        return seconds(nbytes, self.reduce_gbytes_per_s)
 
     @property
     def bus_bytes_per_s(self) -> float:
@@ -219,7 +210,8 @@ def builtin_clusters() -> list[str]:
     return sorted(each.name.removesuffix(".toml") for each in FOLDER.iterdir() if each.name.endswith(".toml"))
 
 
-def _seconds(nbytes: float, gbytes_per_s: float | None) -> float:
+def seconds(nbytes: float, gbytes_per_s: float | None) -> float:
+    """Return the seconds that `nbytes` take; 0 at a speed of None."""
     return 0.0 if gbytes_per_s is None else nbytes / (gbytes_per_s * 1e9)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from commrt.options import require_compatible, require_short_sums
-from commrt.pricing.cluster import Cluster
+from commrt.pricing.cluster import Cluster, seconds
 from commrt.pricing.price import Price, Pricing
 from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
 from commrt.schedule import Algorithm, Schedule
@@ -32,7 +32,9 @@ class WirePricing(Pricing):
     def __init__(self, schedule: Schedule, cluster: Cluster, quantizer: Quantizer | None = None) -> None:
         self.quantizer = quantizer
         self._share = 1.0 if quantizer is None else quantizer.tile_nbytes / (GRADIENT_NBYTES * quantizer.tile_numel)
-        super().__init__(schedule, cluster, cluster.add_s(1.0, quantized=quantizer is not None) / self._share)
+        is_known = quantizer is not None and cluster.code_gbytes_per_s is not None  # codes are added as fp32 values
+        speed = cluster.code_gbytes_per_s if is_known else cluster.reduce_gbytes_per_s
+        super().__init__(schedule, cluster, seconds(1.0, speed) / self._share)
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
         """Return the price for a buffer of `nbytes` of values or of codes per rank; see `Pricing.price`."""
@@ -50,11 +52,11 @@ class WirePricing(Pricing):
     def code_s(self, nbytes: float) -> float:
         """Return the seconds that turning values into `nbytes` of codes takes, and as many those into values again."""
         is_quantized = self.quantizer is not None and self.steps
-        return self.cluster.code_s(nbytes / self._share) if is_quantized else 0.0
+        return seconds(nbytes / self._share, self.cluster.code_gbytes_per_s) if is_quantized else 0.0
 
     def pack_s(self, nbytes: float) -> float:
         """Return the seconds that packing, or unpacking, a bucket of `nbytes` on the wire takes."""
-        return self.cluster.pack_s(nbytes / self._share)
+        return seconds(nbytes / self._share, self.cluster.pack_gbytes_per_s)
 
 
 def wire_nbytes(numel: int, item: Item) -> float:
