@@ -8,6 +8,7 @@ A message says what happened, what was expected, and what to do. `UsageError` is
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 
 class CommrtError(Exception):
@@ -99,9 +100,8 @@ class Evicted(TransportError):
             place,
         )
 
-    def again(self) -> Evicted:
-        """Return the same error for the next call, with a traceback of its own."""
-        return Evicted(self._why, self.place, self.generation, self.by)
+    def __reduce__(self) -> tuple[Any, ...]:  # for copies, and for pickles that cross processes
+        return Evicted, (self._why, self.place, self.generation, self.by)
 
 
 class QuorumLost(TransportError):

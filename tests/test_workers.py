@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from contextlib import suppress
 from multiprocessing import Pipe, get_context
@@ -12,6 +13,7 @@ from time import monotonic, sleep
 
 import pytest
 
+from commrt import errors
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
 from commrt.store.client import meet
 from commrt.store.launcher import launched
@@ -191,3 +193,16 @@ def test_no_worker_outlives_the_process_that_holds_their_store_not_even_a_stoppe
 def test_a_signal_that_ends_the_process_ends_all_workers_and_is_told(number):
     told = [] if number == signal.SIGINT else [int(number)]
     assert crew_of_another_process(lambda process: os.kill(process.pid, number)) == (0, [told])
+
+
+def every_error(kind=errors.CommrtError):
+    return [kind, *(each for child in kind.__subclasses__() for each in every_error(child))]
+
+
+@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+def test_an_error_crosses_processes_as_it_is(kind):
+    place = errors.Place(1, 2, step=3)
+    given = {errors.Evicted: ("it was late", place, 4, 0)}.get(kind, ("it failed",))
+    error = kind(*given)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -224,7 +225,7 @@ class ElasticMembership(Membership):
         if self._comm_thread.failure is not None:
             self._transport.abort()
             if isinstance(self._comm_thread.failure, Evicted):
-                raise self._comm_thread.failure.again() from self._comm_thread.failure
+                raise copy(self._comm_thread.failure) from self._comm_thread.failure
             raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._comm_thread.failure
 
     def depart(self, why: str, *, finished: bool = False) -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from copy import copy
 from math import inf
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -274,7 +275,7 @@ class CommThread:
 
 def _refusal_after(failure: BaseException) -> TransportError:
     if isinstance(failure, Evicted):
-        return failure.again()
+        return copy(failure)
     text = failure.what if isinstance(failure, TransportError) else str(failure)
     cause = f"It was {type(failure).__name__}" + (f": {text}" if text else "")
     if not isinstance(failure, TransportError):
