@@ -204,5 +204,5 @@ def test_an_error_crosses_processes_as_it_is(kind):
     place = errors.Place(1, 2, step=3)
     given = {errors.Evicted: ("it was late", place, 4, 0)}.get(kind, ("it failed",))
     error = kind(*given)
-    again = pickle.loads(pickle.dumps(error))
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # of this test
     assert (type(again), str(again), vars(again)) == (kind, str(error), vars(error))
