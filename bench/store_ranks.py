@@ -27,9 +27,9 @@ from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
-from commrt.store.client import hold, listen, start_call
+from commrt.store.client import hold, listen
 from commrt.store.launcher import LOOPBACK
-from commrt.threads.future import Future
+from commrt.threads.future import Future, start_call
 
 __all__ = ["MeasuredRank", "announcement", "cores", "measured_rank", "now_s"]
 

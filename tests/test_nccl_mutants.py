@@ -13,8 +13,8 @@ import nccl_stand_in as stand_in
 import pytest
 from torch.distributed import HashStore
 
-from commrt.store.client import start_call
 from commrt.testing import conformance
+from commrt.threads.future import start_call
 from commrt.transport import nccl, nccl_communicator
 from commrt.transport.protocol import CPU
 

@@ -16,7 +16,7 @@ from commrt.backup_workers.quorum import DONE, FAILED, Announcement, QuorumVote,
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
 from commrt.runtime.membership import Loss
-from commrt.store.client import start_call
+from commrt.threads.future import start_call
 
 LONG_S, PATIENT_S = 20.0, 10.0
 OUTCOME = quorum_key(0, 0, "outcome")

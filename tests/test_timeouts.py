@@ -27,10 +27,11 @@ from commrt.elastic.generations import Generation, Processes
 from commrt.errors import DeadlineExceeded, UsageError
 from commrt.runtime import init
 from commrt.store import client
-from commrt.store.client import TimedStore, call_store, start_call
+from commrt.store.client import TimedStore, call_store
 from commrt.store.launcher import launched
 from commrt.testing.ranks import local_worlds
 from commrt.threads.deadline import DEFAULT_TIMEOUT_S, PARTS, Deadline, Timeouts
+from commrt.threads.future import start_call
 from commrt.tools.commands import machine
 
 

@@ -30,9 +30,8 @@ from commrt.buckets.gradient_bucket import ReadyOrder
 from commrt.elastic.elastic_membership import LOOK_S, make_elastic
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
-from commrt.store.client import start_call
 from commrt.threads.deadline import Deadline
-from commrt.threads.future import Future, StreamEvent
+from commrt.threads.future import Future, StreamEvent, start_call
 from commrt.training.attach import Request
 from commrt.training.hooks import UNAVERAGED, StepGuard, are_zeroed, closure_in
 from commrt.training.model_state import FlatBuffer, unread_buffers

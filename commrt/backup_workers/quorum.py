@@ -11,11 +11,11 @@ Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from math import isfinite
 from operator import attrgetter, methodcaller
 from typing import NamedTuple, TypeVar
 
@@ -24,9 +24,9 @@ from torch.distributed import DistNetworkError, Store
 from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
 from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, clone_connection, malformed, require, start_call
+from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, clone_connection, malformed
 from commrt.threads.deadline import Deadline, Timeouts
-from commrt.threads.future import Future
+from commrt.threads.future import Future, start_call
 
 DONE, FAILED = "done", "failed"
 """How an attempt ended."""
@@ -36,6 +36,7 @@ OLDEST_STEP = "floor"
 """The key of the oldest step whose keys the store still has."""
 PROBE_S, PROBE_MOST_S = 0.1, 1.0
 """Between two probes of the ranks that a step waits for: first, and at most."""
+ANNOUNCEMENT = re.compile(r"(\d{1,9})@(\d{1,18})@(\d{0,18})@(\d{1,12}\.\d{1,16})@(\d{1,12}\.\d{1,16})", re.ASCII)
 STORE_WAIT = timedelta(days=7)
 KEPT_STEPS = 64
 """The store keeps the keys of so many steps; a rank that is farther behind was late."""
@@ -74,15 +75,13 @@ def parse_announcements(text: str, generation: int | None = None) -> list[Announ
     [3, 0]
     """
     found: list[Announcement] = []
-    try:
-        for word in text.split():
-            rank, number, samples, ready_s, late_s = word.split("@")
-            require(int(rank) >= 0 and int(number) >= 0 and isfinite(float(ready_s)) and isfinite(float(late_s)))
-            if generation in (None, int(number)):
-                known = int(samples) if samples else None
-                found.append(Announcement(int(rank), int(number), known, float(ready_s), float(late_s)))
-    except ValueError as error:
-        raise malformed("announcements", text) from error
+    for word in text.split():
+        if (parts := ANNOUNCEMENT.fullmatch(word)) is None:
+            raise malformed("announcements", text)
+        rank, number, samples, ready_s, late_s = parts.groups()
+        if generation in (None, int(number)):
+            known = int(samples) if samples else None
+            found.append(Announcement(int(rank), int(number), known, float(ready_s), float(late_s)))
     return found
 
 

@@ -35,9 +35,8 @@ from commrt.errors import (
 )
 from commrt.runtime.membership import LOST, REFUSALS, Begin, Membership, count_kept
 from commrt.runtime.world import World
-from commrt.store.client import start_call
 from commrt.threads.comm_thread import RecoveredError
-from commrt.threads.future import Future
+from commrt.threads.future import Future, start_call
 from commrt.transport.protocol import CPU
 
 T = TypeVar("T")

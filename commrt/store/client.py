@@ -12,14 +12,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from queue import SimpleQueue
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -28,7 +26,7 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
 from commrt.store.launcher import LOOPBACK, Launch
 from commrt.threads.deadline import Deadline
-from commrt.threads.future import Future
+from commrt.threads.future import start_call
 
 ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
@@ -39,9 +37,6 @@ _held: dict[tuple[str, int], Store] = {}
 """Stores that live in this process until it ends: the next world uses the same port."""
 
 T = TypeVar("T")
-_idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
-"""Where threads of `start_call` take their next call from; a forked child has none of these threads."""
-os.register_at_fork(after_in_child=_idle.clear)
 
 
 def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None = None) -> T:
@@ -62,31 +57,6 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
     except DistNetworkError as error:
         what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
         raise PeerLost(what, Place(rank=rank, peer=0)) from error
-
-
-def start_call(call: Callable[[], T]) -> Future[T]:
-    """Start `call` on a thread that no other call uses, and return the future of its result."""
-    future: Future[T] = Future()
-    try:
-        calls = _idle.pop()
-    except IndexError:
-        calls = SimpleQueue()
-        threading.Thread(target=_work, args=(calls,), daemon=True, name="commrt-store-call").start()
-    calls.put((call, future))
-    return future
-
-
-def _work(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
-    while True:
-        _run(*calls.get())  # a function of its own, as an idle thread must keep nothing alive
-        _idle.append(calls)
-
-
-def _run(call: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 class TimedStore:

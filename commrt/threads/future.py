@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from math import inf
+from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -289,3 +291,33 @@ class Future(Generic[T]):
             if clock.now_s() >= end_s:
                 raise TimeoutError(f"no result within {timeout_s:g} s")
         self._lock.release()  # for other threads that wait
+
+
+_idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
+"""Where threads of `start_call` take their next call from; a forked child has none of these threads."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def start_call(call: Callable[[], T]) -> Future[T]:
+    """Start `call` on a thread that no other call uses, and return the future of its result."""
+    future: Future[T] = Future()
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = SimpleQueue()
+        threading.Thread(target=_work, args=(calls,), daemon=True, name="commrt-store-call").start()
+    calls.put((call, future))
+    return future
+
+
+def _work(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    while True:
+        _run(*calls.get())  # a function of its own, as an idle thread must keep nothing alive
+        _idle.append(calls)
+
+
+def _run(call: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

@@ -24,17 +24,10 @@ from torch.distributed import Store
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
 from commrt.program import MOST_MESSAGES, joined
 from commrt.store.agreement import find_disagreement, gather
-from commrt.store.client import (
-    MALFORMED,
-    call_store,
-    clone_connection,
-    parse_int,
-    start_call,
-    typed,
-)
+from commrt.store.client import MALFORMED, call_store, clone_connection, parse_int, typed
 from commrt.store.launcher import variable
 from commrt.threads.deadline import clock
-from commrt.threads.future import Future, Streams
+from commrt.threads.future import Future, Streams, start_call
 from commrt.transport.protocol import P2PGroup, P2PMessage
 
 SHARES_GPUS = 23003

@@ -21,9 +21,10 @@ from torch.distributed import PrefixStore, Store
 from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
 from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.program import Meeting
-from commrt.store.client import clone_connection, host_identity, start_call
+from commrt.store.client import clone_connection, host_identity
 from commrt.store.launcher import chosen_transport
 from commrt.threads.deadline import clock
+from commrt.threads.future import start_call
 from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending
 from commrt.transport.nccl_communicator import Binding
 from commrt.transport.neighbours import Neighbours, PeerMemory
