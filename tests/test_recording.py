@@ -22,8 +22,8 @@ from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads import recording
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.recording import NOTHING, Nvtx, Timeline, chrome_trace, within_range
-from commrt.tools.pictures.files import require_writable
+from commrt.threads.recording import NOTHING, Nvtx, Timeline, within_range
+from commrt.tools.pictures.files import chrome_trace, require_writable
 
 STEPS = 3
 

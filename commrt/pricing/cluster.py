@@ -60,11 +60,6 @@ class Between:
         if self.nics_per_rank > self.nics:
             raise UsageError(f"between: a rank cannot use {self.nics_per_rank} cards of a node that has {self.nics}")
 
-    @property
-    def ring_count(self) -> int:
-        """How many rings, each of which leaves a node by another rank, use all cards."""
-        return self.nics // self.nics_per_rank
-
 
 @dataclass(frozen=True, slots=True)
 class Racks:

@@ -8,7 +8,7 @@ time of the kernels beside it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, Protocol
@@ -112,8 +112,7 @@ class Timeline:
 
     def begin(self, name: str, facts: dict[str, Fact]) -> None:
         """See `Recorder`."""
-        stack = self._open.__dict__.setdefault("stack", [])
-        stack.append((name, facts, perf_counter()))
+        self._open.__dict__.setdefault("stack", []).append((name, facts, perf_counter()))
 
     def end(self) -> None:
         """See `Recorder`."""
@@ -125,18 +124,3 @@ class Timeline:
         times = {"ts": round(begin_s * 1e6, 3), "dur": round((end_s - begin_s) * 1e6, 3)}
         where = {"pid": self._rank, "tid": threading.get_native_id(), "thread": threading.current_thread().name}
         self.events.append({"name": name, "ph": "X", **times, **where, "args": facts})
-
-
-def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
-    """Return a trace for ``chrome://tracing`` and ui.perfetto.dev: a process per rank, a row per thread."""
-    rows = list(events)
-    threads = {(row["pid"], row["tid"]): row["thread"] for row in rows}
-    names = [
-        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in sorted({rank for rank, _ in threads})
-    ]
-    names += [
-        {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
-        for (rank, thread), name in threads.items()
-    ]
-    return {"displayTimeUnit": "ms", "traceEvents": names + rows}

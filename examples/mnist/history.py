@@ -13,8 +13,8 @@ from gather import gather_on_first
 from torch import Tensor
 
 import commrt
-from commrt.threads.recording import Timeline, chrome_trace
-from commrt.tools.pictures.files import write
+from commrt.threads.recording import Timeline
+from commrt.tools.pictures.files import chrome_trace, write
 
 __all__ = [
     "MAX_ITERATIONS", "TIMELINE_ITERATIONS", "AveragedStep", "HistoryRecorder", "Iteration", "RankHistory", "RunRecord",

@@ -18,6 +18,7 @@ from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.verify import choose
 from commrt.tools.pictures.drawing import draw_recorded_step, draw_scaling, draw_schedule, draw_simulated_step
 from commrt.tools.pictures.files import read_spans, require_picture, save_picture
+from commrt.tools.planning.bounds import ring_count
 from commrt.tools.planning.timeline import blocking_step, overlapped_step, phases
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
 
@@ -87,7 +88,7 @@ def scaling(
     if len(counts) < 2:
         raise UsageError(f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give more")
     efficiencies = {}
-    left_out = {DIRECT} if place.between.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
+    left_out = {DIRECT} if ring_count(place) > 1 else {DIRECT, "rings"}  # one ring is the ring
     plain = [name for name in (*ALGORITHMS, GOSSIP) if name not in left_out]
     for name in [DIRECT] if wire in QUANTIZERS else plain:
         algorithm = choose(name, opt.ShapeOptions(), place)

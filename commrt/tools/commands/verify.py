@@ -28,6 +28,7 @@ from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import MIX, Algorithm, Schedule
 from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, json_of, leave_out
+from commrt.tools.planning.bounds import ring_count
 from commrt.tools.planning.mixing import mixing, steps_to_meet_all
 
 PERIODS = 2
@@ -68,7 +69,7 @@ def _of_nodes(algorithm: Algorithm, shape: ShapeOptions, cluster: Cluster | None
     """Return `algorithm` for nodes of as many ranks and network cards as are given."""
     within = shape.within or (None if cluster is None else cluster.gpus_per_node)
     if isinstance(algorithm, Rings):
-        cards = 2 if cluster is None else min(cluster.between.ring_count, within or 1)
+        cards = 2 if cluster is None else min(ring_count(cluster), within or 1)
         return Rings(shape.rings or cards, within)
     if isinstance(algorithm, DoubleTree):
         return DoubleTree(within or 1)

@@ -85,6 +85,21 @@ class TimelineSpan(NamedTuple):
     step: int | None
 
 
+def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return a trace for ``chrome://tracing`` and ui.perfetto.dev: a process per rank, a row per thread."""
+    rows = list(events)
+    threads = {(row["pid"], row["tid"]): row["thread"] for row in rows}
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({rank for rank, _ in threads})
+    ]
+    names += [
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+        for (rank, thread), name in threads.items()
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": names + rows}
+
+
 def read_spans(file: str) -> list[TimelineSpan]:
     """Return all ranges in `file`, a timeline as `chrome_trace` makes it; raise `UsageError` for another file."""
     text = _read_text(file, "utf-8")

@@ -19,7 +19,7 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.quantizer import Quantizer
 from commrt.schedule import Algorithm
-from commrt.tools.planning.bounds import all_reduce_bound_s
+from commrt.tools.planning.bounds import all_reduce_bound_s, ring_count
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, WirePricing, wire_nbytes
 from commrt.tools.planning.workload import Workload
@@ -212,7 +212,7 @@ def priced_candidates(
         return [candidate(each) for each in coded_candidates(needed, per_node)]
     halving = candidate(HalvingDoubling())
     limit_s = halving.plan(nbytes).exchange_s
-    tried = all_reduce_candidates(needed, per_node, cluster.between.ring_count)
+    tried = all_reduce_candidates(needed, per_node, ring_count(cluster))
     bound_s = all_reduce_bound_s(cluster, needed, nbytes)
     found = (each for each in tried if _is_promising(each, needed, cluster, bound_s, limit_s))
     return [halving if each == halving.algorithm else candidate(each) for each in found]
