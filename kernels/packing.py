@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a backend that moves tensors to and from one wire buffer."""
+"""The interface of a backend that moves tensors to and from one wire buffer; `plain_torch` has that of CPUs."""
 
 from __future__ import annotations
 

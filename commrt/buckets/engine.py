@@ -253,7 +253,7 @@ class Engine:
             ).result()
 
     def _claim(self, schedule: Schedule, members: Members, _: object) -> Claim | None:
-        """Return what members compare before they run `schedule`; None where nobody has to.
+        """Return what members compare before they first run `schedule`; None where nobody has to. No header says it.
 
         Gossip's schedules follow from what ranks compared in `attach`, and `attach` compared the schedule of step 0.
         """

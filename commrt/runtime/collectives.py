@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce of tensors of any shape, along an algorithm's schedule.
+"""`World.all_reduce`: sums of tensors of any shape, along an algorithm's schedule; gradients go by `buckets/engine`.
 
 Sums travel one at a time, so all share one wire buffer, as large as the largest tensor so far.
 """

@@ -89,9 +89,9 @@ class BoundProgram(RunnableProgram):
             self._run_on_streams(tag, self.streams or Streams(), recorder)
             return
         for hop in self.hops:
-            return_borrowed = hop.exchange(tag)
+            return_borrowed = hop.exchange(tag)  # made by `Transport.bind`
             for combine in hop.combinations:
-                combine()
+                combine()  # a summand may be in the sender's memory, until `return_borrowed`
             if return_borrowed is not None:
                 return_borrowed()
 

@@ -55,8 +55,8 @@ class SynchronousReplica(Replica):
     """Has the same gradients as all other replicas when ``backward()`` returns.
 
     A step is `_begin` at the first gradient of a backward pass, `_submit` for each bucket that is complete, and
-    `_finish` at the end of the pass, which waits. The communication thread packs, sums and unpacks a bucket
-    (`Engine.reduce_now`).
+    `_finish` at the end of the pass, which waits. The communication thread averages a bucket (`Engine.reduce_now`):
+    `GradientBucket.pack` scales it, `BoundProgram.run` sends and adds, `GradientBucket.unpack` writes ``param.grad``.
     After an error in between the step never ends: this rank has sent only a part of what the others wait for.
     """
 
