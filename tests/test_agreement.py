@@ -13,10 +13,11 @@ from torch.distributed import HashStore, PrefixStore
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
 from commrt.runtime import connection
-from commrt.store import agreement, client
+from commrt.store import agreement
 from commrt.store.agreement import gather, wait_until_read
 from commrt.store.client import call_store
 from commrt.testing.ranks import local_worlds, run_ranks
+from commrt.threads import future
 from commrt.threads.future import Future
 
 PATIENT_S = 30.0
@@ -161,7 +162,7 @@ class JustTooLate(Future):
 
 
 def test_an_answer_that_comes_just_too_late_is_an_answer(monkeypatch):
-    monkeypatch.setattr(client, "Future", JustTooLate)
+    monkeypatch.setattr(future, "Future", JustTooLate)
     assert call_store(lambda: "yes", 0.1) == "yes"
 
 

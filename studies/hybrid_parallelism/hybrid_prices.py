@@ -21,7 +21,7 @@ import numpy as np
 
 from commrt.algorithms.catalogue import candidates
 from commrt.errors import UsageError
-from commrt.pricing.cluster import Cluster
+from commrt.pricing.cluster import Cluster, seconds
 from commrt.pricing.price import Pricing
 from commrt.tools.planning.wires import GRADIENT_NBYTES
 from commrt.tools.planning.workload import FIRST_NBYTES, FORWARD, Layer, Workload
@@ -241,7 +241,8 @@ class _Exchanges:
 
     def gradients_s(self, groups: int, nbytes: float) -> float:
         """Return how long it takes to pack `nbytes` per rank, to average them between groups, and to unpack them."""
-        return self._seconds("all_reduce", groups, nbytes) + 2 * self._cluster.pack_s(nbytes) * (groups > 1)
+        pack_s = seconds(nbytes, self._cluster.pack_gbytes_per_s) if groups > 1 else 0.0
+        return self._seconds("all_reduce", groups, nbytes) + 2 * pack_s
 
     def _seconds(self, collective: str, groups: int, nbytes: float) -> float:
         key = collective, groups, nbytes
