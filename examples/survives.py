@@ -111,18 +111,21 @@ def train(options: argparse.Namespace, world: commrt.World) -> None:
     model = lenet(seed=0).to(world.device)
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
     rate = CosineAnnealingLR(optimizer, options.steps)
-    found = resume(options.folder, model, optimizer, rate)  # before attach, whose hooks are on the optimizer
+    is_first = not world.is_replacement  # which gets the state of the others
+    found = (
+        resume(options.folder, model, optimizer, rate) if is_first else 0
+    )  # before attach, which hooks the optimizer
     replica = commrt.attach(model, optimizer, commrt.BackupWorkers(options.backups), also=[rate])
-    if not world.is_replacement:  # that one has the state of the others, whatever it loaded
+    if is_first:
         replica.load_state_dict({"step": found})  # an error if ranks found different checkpoints
-    what = "takes its place" if world.is_replacement else "begins"
+    what = "begins" if is_first else "takes its place"
     print(f"rank {world.rank} {what} at step {replica.step}\n", end="", flush=True)
 
     chance = Random(world.rank)
     for pixels, digits in commrt.backup_workers.reissued(batches(images, replica, world), replica):
         if replica.step >= options.steps:  # of all ranks: a loop's own counter would fall behind on a late rank
             break
-        if world.rank in options.kill_ranks and found == 0 and replica.step >= options.at_step:
+        if is_first and world.rank in options.kill_ranks and found == 0 and replica.step >= options.at_step:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         loss = cross_entropy(model(pixels.to(world.device)), digits.to(world.device))
@@ -149,12 +152,16 @@ def main() -> None:
     options = parsed()
     if done(options.folder).exists():  # a replacement that comes too late, or a job that was queued again
         return
+    is_replacement = False
     try:
         with commrt.init() as world:
+            is_replacement = world.is_replacement
             train(options, world)
-    except (QuorumLost, PeerLost, DeadlineExceeded, UsageError):  # the last: a replacement, but all others are gone
+    except (QuorumLost, PeerLost, DeadlineExceeded, UsageError) as error:
         traceback.print_exc()
-        sys.exit(os.EX_TEMPFAIL)  # 75: this world is over; start all ranks again
+        is_over = isinstance(error, QuorumLost | PeerLost) or is_replacement  # nobody has a state for a replacement
+        alone = 2 if isinstance(error, UsageError) else 1  # wrong options; a rank that others go on without
+        sys.exit(os.EX_TEMPFAIL if is_over else alone)  # 75: start all ranks again
 
 
 if __name__ == "__main__":

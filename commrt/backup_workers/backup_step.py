@@ -190,7 +190,7 @@ class BackupStep:
     def _outcome(self, result: Future[StepOutcome]) -> StepOutcome:
         """Wait for the outcome, and call all ranks to a new generation if a reduction may wait for a stopped rank.
 
-        It may if it takes `STALLED` times as long as the latest ones; twice as long in each further attempt.
+        It may if it takes `STALLED` times as long as the latest ones, and twice as long in each further attempt.
         """
         seen, limit, usual_s = None, None, self._usual_s
         self._usual_s /= 2
@@ -201,8 +201,9 @@ class BackupStep:
                 if result.done():  # meanwhile, perhaps with a TimeoutError of its own
                     return result.result()
             if (reduction := self.votes.reduction) is not seen:
-                seen, patience_s = reduction, max(STALLED_S, STALLED * usual_s)
-                limit = None if seen is None else Deadline(patience_s * 2 ** seen[1])
+                seen, attempt = reduction, 0 if reduction is None else reduction[1]
+                patience_s = max(STALLED_S, STALLED * usual_s) * 2**attempt
+                limit = Deadline(patience_s) if patience_s < self._world.timeout_s else None
             elif seen is not None and limit is not None:
                 self._usual_s = max(self._usual_s, limit.waited_s)
                 if limit.left_s <= 0:

@@ -125,7 +125,7 @@ class ElasticMembership(Membership):
         self.ensure_generation()
 
     def _count(self, failure: TransportError) -> None:
-        self.failures += 1
+        self.failures += 0 if self.is_called else 1  # what others call is no failure
         if self.failures > ATTEMPTS:
             raise failure
 
@@ -142,8 +142,7 @@ class ElasticMembership(Membership):
             except TransportClosed:
                 raise
             except TransportError as failure:  # a member was lost on the way, or stopped
-                if not self.is_called:
-                    self._count(failure)
+                self._count(failure)
                 self._want(generation.number + 1)
             self.memory_epoch += 1
         return self.generation

@@ -56,7 +56,7 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one of them.
 
     `timeout_s` limits every later wait (default: COMMRT_TIMEOUT_S, or 300). `start_timeout_s`, which may not be less,
-    limits the time until all ranks have connected (default: `timeout_s`, but at least 300, since jobs start unevenly).
+    limits the time until all ranks have connected (default: twice `timeout_s`, but at least 300: jobs start unevenly).
     Rank 0 logs all limits that follow from them, at level INFO.
 
     A second call returns the world that is open; a `timeout_s` given there replaces the first. ``with init():`` closes

@@ -47,13 +47,13 @@ class Timeouts(NamedTuple):
     @classmethod
     def of(cls, timeout_s: float, start_timeout_s: float | None = None) -> Timeouts:
         """Return the limits that follow from `timeout_s`; raise `UsageError` for a start that may take less."""
-        start_s = max(timeout_s, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
+        start_s = max(2 * timeout_s, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
         if start_s < timeout_s:
             raise UsageError(
                 f"start_timeout_s={start_s:g} is below timeout_s={timeout_s:g}: a rank that starts again could give up "
                 "before the others notice that it was lost; raise the first, or lower the second (COMMRT_TIMEOUT_S)"
             )
-        return cls(min(PROBE_S, timeout_s / PARTS), timeout_s / 2, timeout_s, start_s)
+        return cls(min(PROBE_S, timeout_s / PARTS), timeout_s / 2, timeout_s, min(start_s, LONGEST_TIMEOUT_S))
 
     def __str__(self) -> str:
         return "probe {:g} s < step {:g} s < collective {:g} s <= start {:g} s".format(*self)

@@ -128,7 +128,7 @@ def train(
     start_timeout_s: Annotated[
         float | None,
         typer.Option(
-            show_default="--timeout-s, but at least 300", help="How long to wait for all workers to start, in seconds."
+            show_default="twice --timeout-s, but at least 300", help="How long to wait for all workers to start, in s."
         ),
     ] = None,
     trace: Annotated[
