@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from copy import deepcopy
+from threading import Event
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.backup_workers import quorum
+from commrt.backup_workers import backup_step, quorum
+from commrt.elastic.elastic_membership import ATTEMPTS
 from commrt.errors import UsageError
 from commrt.testing.ranks import over_threads, run_ranks
 
@@ -209,6 +211,29 @@ def test_batches_of_one_accumulation_are_given_out_again_together():
         if number % 2:
             replica.last = commrt.training.StepReport(0, (), 0.0, (), counted=next(fates, True))
     assert "".join(seen) == "abcdcd"
+
+
+def test_ranks_that_call_a_slow_but_healthy_one_to_new_generations_wait_for_it(monkeypatch):
+    monkeypatch.setattr(backup_step, "STALLED_S", 0.01)
+
+    def body(world):
+        model, numbers = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)), set()
+        algorithm = commrt.BackupWorkers(0, commrt.Ring(), early=True)
+        replica = commrt.attach(model, sgd(model), algorithm, world=world, bucket_cap_mb=1e-6)
+
+        def slow(_):
+            while len(numbers) < ATTEMPTS + 2:  # generations, while the others reduce the gradients of the other layer
+                numbers.add(world.membership.number)
+                Event().wait(0.01)
+
+        model(torch.ones(1, 3)).sum().backward()
+        monkeypatch.setattr(replica._backup_step, "_usual_s", 0.0)
+        if world.rank == 1:
+            model[0].weight.register_hook(slow)
+        model(torch.ones(1, 3)).sum().backward()
+        return replica.last.counted
+
+    assert run_ranks(2, body) == [True, True]
 
 
 def test_one_rank_alone_is_legal():
