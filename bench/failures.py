@@ -140,6 +140,7 @@ def _say(found: Result, interval: int, checkpoint_s: float) -> None:
         f"loss {found.loss:.3f}, a checkpoint of {1e3 * checkpoint_s:.1f} ms every {interval} steps" * bool(interval)
         or f"loss {found.loss:.3f}",
         f"longest gaps: {gaps}" * bool(gaps),
+        f"errors: {' / '.join(each[:160] for each in found.errors)}" * bool(found.errors),
         "; ".join(found.complaints),
     )
     print(", ".join(word for word in words if word), file=sys.stderr, flush=True)

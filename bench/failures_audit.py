@@ -152,6 +152,11 @@ def _is_unplanned(event: Event) -> bool:
     return event["kind"] == "error" and not event["text"].startswith("InjectedError")
 
 
+def _is_promised(event: Event) -> bool:
+    """Return True for the errors by which others go on without a rank, or start all again."""
+    return event["text"].startswith(("Evicted", "QuorumLost"))
+
+
 def _joins(events: Sequence[Event]) -> Iterator[float]:
     """Yield how long each process took from its start to its first step, of those that were started later."""
     begun = {(event["rank"], event["pid"]): event["at_s"] for event in events if event["kind"] == "first step"}
@@ -190,6 +195,8 @@ def _wrong(found: Run) -> Iterator[str]:
     if any(not torch.equal(weights[name], finals[0][name]) for weights in finals for name in weights):
         yield "processes ended with different weights"
     if job.contender.startswith("backup"):
+        unplanned = (event for event in events if _is_unplanned(event))
+        yield from (f"rank {event['rank']}: {event['text']:.300}" for event in unplanned if not _is_promised(event))
         yield from _wrong_updates(job, lineage(events), finals[0])
 
 

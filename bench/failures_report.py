@@ -44,6 +44,9 @@ def records_of(rows: Sequence[Row], **about: Any) -> Iterator[Record]:
                     **_ratios(mine, rows, name, "ratio"),
                     **_ratios(mine, rows, PEER, "ratio_to_ddp"),
                     **{key: median(row[key] for row in mine) for key in FIGURES},
+                    "loss_low": min(row["loss"] for row in mine),
+                    "loss_high": max(row["loss"] for row in mine),
+                    "errors": sum(len(row["errors"]) for row in mine),
                     "complaints": sum(len(row["complaints"]) for row in mine),
                     "joins_s": _middle([each for row in mine for each in row["joins_s"]]),
                     "gaps_s": _gaps(mine),
@@ -81,7 +84,8 @@ def tables(records: Sequence[Record]) -> str:
         cells = [_seconds(found.get((name, None))), *(_ratio(found.get((name, rate))) for rate in rates if rate)]
         lines.append(f"| {NAMES[name]} | {' | '.join(cells)} |")
     worst = min((rate for rate in rates if rate), default=None)
-    return "\n".join([*lines, "", *_costs([one for one in records if one["every"] == worst])])
+    calm = {one["variant"]: one for one in records if one["every"] is None}
+    return "\n".join([*lines, "", *_costs([one for one in records if one["every"] == worst], calm)])
 
 
 def _seconds(one: Record | None) -> str:
@@ -94,18 +98,26 @@ def _ratio(one: Record | None) -> str:
     return f"{one['ratio']:.2f} ({one['ratio_low']:.2f} .. {one['ratio_high']:.2f})"
 
 
-def _costs(records: Sequence[Record]) -> Iterator[str]:
+def _loss(one: Record | None) -> str:
+    return "" if one is None else f"{one['loss']:.2f} ({one['loss_low']:.2f} .. {one['loss_high']:.2f})"
+
+
+def _costs(records: Sequence[Record], calm: dict[str, Record]) -> Iterator[str]:
     """Yield the lines of a table of what is lost."""
     if not records:
         return
-    head = [records[0]["case"], "of DDP's time", "updates lost", "samples twice", "never", "loss", "restarts"]
-    head += ["replaced", "hit"]
+    head = [records[0]["case"], "of DDP's time", "updates lost", "samples twice", "never", "loss", "without failures"]
+    head += ["restarts", "replaced", "hit"]
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
     for one in records:
         cells = [NAMES[one["variant"]], f"{one['ratio_to_ddp']:.2f}" if "ratio_to_ddp" in one else ""]
         cells += [f"{one[key]:g}" for key in ("updates_lost", "samples_twice", "samples_never")]
-        cells += [f"{one['loss']:.3f}", *(f"{one[key]:g}" for key in ("restarted", "replaced", "hit"))]
+        cells += [
+            _loss(one),
+            _loss(calm.get(one["variant"])),
+            *(f"{one[key]:g}" for key in ("restarted", "replaced", "hit")),
+        ]
         yield f"| {' | '.join(cells)} |"
 
 

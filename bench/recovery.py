@@ -35,7 +35,7 @@ from records import append, provenance
 
 __all__ = ["after_deaths", "joins", "until_next_updates"]
 
-RANKS, STEP_S, EVERY = 5, 0.05, 14
+RANKS, STEP_S, EVERY = 5, 0.05, 30
 """Processes, seconds that a step computes, and steps between two failures."""
 STOPPED_S, LIMIT_S = 1.5, 300.0
 STAGES = {"leaves": "noticed", "formed": "in the next generation", "connected": "connected"}
@@ -117,8 +117,9 @@ def after_deaths(events: Sequence[Event]) -> Rows:
         if done_s is None:  # the death of one more than there are backups: all started again
             continue
         for kind, name in STAGES.items():
-            times = [event["at_s"] for event in after if event["kind"] == kind and event["at_s"] < done_s]
-            rows[name].append(max(times) - death["at_s"])
+            times = (event["at_s"] for event in after if event["kind"] == kind and event["at_s"] < done_s)
+            if (last_s := max(times, default=None)) is not None:  # else another failure called them before
+                rows[name].append(last_s - death["at_s"])
         rows["have the next update"].append(done_s - death["at_s"])
     return rows
 
@@ -143,9 +144,12 @@ def joins(events: Sequence[Event]) -> Rows:
 
 def until_next_updates(found: Run) -> list[float]:
     """Return for each killed process how long after its death the next update came."""
-    updates = [event["at_s"] for event in found.events if event["kind"] == "update"]
-    deaths = [each["at_s"] for each in found.struck if each["kind"] == "kill" and each["hit"]]
-    return [min(at_s for at_s in updates if at_s > death_s) - death_s for death_s in deaths]
+    updates = [(event["at_s"], event["step"]) for event in found.events if event["kind"] == "update"]
+    rows = []
+    for death_s in (each["at_s"] for each in found.struck if each["kind"] == "kill" and each["hit"]):
+        latest = max((step for at_s, step in updates if at_s <= death_s), default=-1)  # others may note it later
+        rows.append(min(at_s for at_s, step in updates if at_s > death_s and step != latest) - death_s)
+    return rows
 
 
 if __name__ == "__main__":

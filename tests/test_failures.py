@@ -127,7 +127,14 @@ def test_the_audit_finds_processes_with_different_weights(finished):
 
 def row(contender, every, seed, seconds):
     counts = dict.fromkeys(("updates_lost", "samples_twice", "samples_never", "restarted", "replaced", "hit"), seed)
-    figures = {"failures": 3, "loss": 0.5, "joins_s": [0.4], "gaps_s": {"kill": [seconds]}, "complaints": []}
+    figures = {
+        "failures": 3,
+        "loss": 0.5,
+        "joins_s": [0.4],
+        "gaps_s": {"kill": [seconds]},
+        "complaints": [],
+        "errors": [],
+    }
     return {"contender": contender, "every": every, "seed": seed, "seconds": seconds, **counts, **figures}
 
 
