@@ -448,6 +448,11 @@ def test_two_ranks_may_share_a_gpu_where_nccl_allows_it(monkeypatch):
         transport.abort()
 
 
+def test_a_binding_of_an_older_cupy_is_refused():
+    with pytest.raises(UsageError, match="this CuPy is older than 14"):
+        NcclTransport(HashStore(), 0, range(1), 2.0, CPU, but(get_unique_id=lambda: tuple(range(128))))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -294,7 +294,7 @@ def _reduced(error: CommrtError) -> tuple[Any, ...]:
     """Return how to pickle `error`, as one of commrt: pickle cannot find a class that is made here by its name."""
     kind: Any = type(error).__base__
     plain = kind.__new__(kind)
-    plain.args, plain.__dict__ = error.args, error.__dict__
+    plain.args, plain.__dict__ = error.args, {**error.__dict__}
     return as_dist_error, (plain,)
 
 

@@ -36,7 +36,7 @@ SHARES_GPUS = 23003
 CHECK_INTERVAL_S = 0.05
 READ_INTERVAL_S = 0.5
 """Between two reads of the notices: a GPU that is behind its host is not late, and all ranks read from one store."""
-
+OLD_CUPY = "this CuPy is older than 14, whose ids of communicators differ: pip install 'cupy-cuda13x>=14'"
 
 Binding = Any
 """The module ``cupy.cuda.nccl``, which has no types; `tests/support/nccl_stand_in.py` has what is used of it."""
@@ -98,8 +98,8 @@ def create(
     if rank == members[0]:
         try:
             made = binding.get_unique_id().hex()
-        except Exception as error:  # the others must learn of it
-            failure = error
+        except Exception as error:  # the others must learn of it; ids of older CuPys are tuples, without `hex`
+            failure = UsageError(OLD_CUPY) if isinstance(error, AttributeError) else error
     own = _RankInfo(binding.get_version(), _gpu(device), made)
     infos = gather(store, rank, members, own, timeout_s, _parse_info)
     claims = {peer: {"the version of NCCL": named(info.nccl)} for peer, info in infos.items()}

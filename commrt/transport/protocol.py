@@ -242,7 +242,7 @@ class TransportByDevice(Transport):
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self._timeout_s = seconds
-        for transport in self._by_device.values():
+        for transport in tuple(self._by_device.values()):
             transport.timeout_s = seconds
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
@@ -269,7 +269,7 @@ class TransportByDevice(Transport):
         return self._by_device.get(device, self._by_device[CPU])
 
     def wait(self) -> None:
-        for transport in self._by_device.values():
+        for transport in tuple(self._by_device.values()):  # another thread may add one
             transport.wait()
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class TransportByDevice(Transport):
                 stack.callback(transport.close)
 
     def abort(self) -> None:
-        for transport in self._by_device.values():
+        for transport in tuple(self._by_device.values()):
             transport.abort()
 
     def abort_host(self) -> None:
