@@ -87,16 +87,14 @@ def require_short_sums(schedule: Schedule, wire: object) -> None:
     """Raise `UsageError` for a schedule in which a sum of codes would be quantized again and again."""
     if summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
         raise UsageError(
-            f"a wire of {wire} cannot carry {schedule.name}: codes do not add, and its sums grow over more than "
-            f"{MOST_SUMMING_STEPS} steps, each of which would round them again; use commrt.Direct(), which sums in "
-            "one (direct on the command line)"
+            f"a wire of {wire} cannot carry {schedule.name}: codes do not add, and more than {MOST_SUMMING_STEPS} "
+            "steps add to a chunk, each of which may round its sums again; use commrt.Direct(), which sums in one "
+            "(direct on the command line)"
         )
 
 
 def summing_steps(schedule: Schedule, enough: float = inf) -> int:
     """Return the largest number of steps that add to the same chunk; stop counting above `enough`.
-
-    No sum of `schedule` grows over more steps.
 
     >>> from commrt.algorithms import direct, ring
     >>> summing_steps(direct.all_reduce(8)), summing_steps(ring.all_reduce(8))

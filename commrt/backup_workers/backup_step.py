@@ -80,8 +80,8 @@ class BackupStep:
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
-        self._ready_s = self._late_s = 0.0
-        self._usual_s = request.world.timeout_s  # of a reduction, as far as the training thread waited for it
+        self._ready_s = self._late_s = self._waited_s = 0.0
+        self._usual_s = request.world.timeout_s  # how long reductions take the training thread, and the latest took it
         self._use_buckets()
         self._use_session(1)
 
@@ -179,6 +179,7 @@ class BackupStep:
             if self._flat_buffer is not None:
                 self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
             self.version += 1
+            self._usual_s = max(self._usual_s / 2, self._waited_s)
             if running.order is not None:
                 self._use_order(running.order)
             self._guard.open()
@@ -190,10 +191,10 @@ class BackupStep:
     def _outcome(self, result: Future[StepOutcome]) -> StepOutcome:
         """Wait for the outcome, and call all ranks to a new generation if a reduction may wait for a stopped rank.
 
-        It may if it takes `STALLED` times as long as the latest ones, and twice as long in each further attempt.
+        It may if it takes `STALLED` times as long as the latest ones that counted this rank, and twice as long in each
+        further attempt; never if it begins `early`, and waits for backward passes by design.
         """
-        seen, limit, usual_s = None, None, self._usual_s
-        self._usual_s /= 2
+        seen, limit, self._waited_s = None, None, 0.0
         while True:
             try:
                 return result.result(LOOK_S)
@@ -201,11 +202,11 @@ class BackupStep:
                 if result.done():  # meanwhile, perhaps with a TimeoutError of its own
                     return result.result()
             if (reduction := self.votes.reduction) is not seen:
-                seen, attempt = reduction, 0 if reduction is None else reduction[1]
-                patience_s = max(STALLED_S, STALLED * usual_s) * 2**attempt
-                limit = Deadline(patience_s) if patience_s < self._world.timeout_s else None
+                seen, attempt = reduction, 0 if reduction is None else min(reduction[1], 30)
+                patience_s = max(STALLED_S, STALLED * self._usual_s) * 2**attempt
+                limit = None if self._early or patience_s >= self._world.timeout_s else Deadline(patience_s)
             elif seen is not None and limit is not None:
-                self._usual_s = max(self._usual_s, limit.waited_s)
+                self._waited_s = limit.waited_s
                 if limit.left_s <= 0:
                     limit = None
                     start_call(partial(self._membership.on_store.call_members, seen[0]))
