@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 
 from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
-from commrt.schedule import Algorithm, Schedule
+from commrt.errors import ScheduleError
+from commrt.schedule import Algorithm, Schedule, Step
 
 MAX_SLICES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Sliced:
-    """Run `inner` on each of `slices` parts of the buffer; see `Schedule.in_slices`.
+    """Run `inner` on each of `slices` parts of the buffer; see `in_slices`.
 
     The extra steps pay if combining takes about as long as a transfer: large buckets on fast links. Only GPUs do both
     at once. Raises `UsageError` for less than one slice.
@@ -37,10 +40,21 @@ class Sliced:
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the inner algorithm's schedule in slices."""
-        return _in_slices(self.inner.schedule(step, ranks), self.slices)
+        return in_slices(self.inner.schedule(step, ranks), self.slices)
 
 
-@lru_cache
-def _in_slices(schedule: Schedule, slices: int) -> Schedule:
-    """Return one object for equal arguments, as proofs and programs are cached by it."""
-    return schedule.in_slices(slices)
+@lru_cache  # one object for equal arguments, as proofs and programs are cached by it
+def in_slices(schedule: Schedule, slices: int) -> Schedule:
+    """Return the same schedule on each of `slices` equal parts of the buffer, a step of each in turn.
+
+    Cost: `slices` times the steps, the same bytes.
+    """
+    if slices < 1:
+        raise ScheduleError(f"{schedule.name} cannot be cut into {slices} slices: 1 leaves it whole")
+    total = schedule.chunks * slices
+    parts = [schedule.within(lo, lo + schedule.chunks, total) for lo in range(0, total, schedule.chunks)]
+
+    def steps() -> Iterator[Step]:
+        return chain.from_iterable(zip(*(part.steps() for part in parts), strict=True))
+
+    return Schedule(f"{schedule.name} in {slices} slices", schedule.ranks, total, steps)

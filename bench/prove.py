@@ -26,7 +26,7 @@ from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Ring, Rings
-from commrt.algorithms.sliced import Sliced
+from commrt.algorithms.sliced import Sliced, in_slices
 from commrt.algorithms.torus import Torus2D
 from commrt.program import MOST_MESSAGES, nccl_groups
 from commrt.proof import spec
@@ -173,7 +173,7 @@ def overlapping(ranks: int) -> Iterator[Check]:
     """Look for bytes that an exchange and a combination beside it touch in no order."""
     for inner in (Ring(), ALGORITHMS["halving_doubling"](), Torus2D(), Torus2D(both_ways=True)):
         for slices in (1, 2, 3, 4):
-            schedule = inner.schedule(0, ranks).in_slices(slices)
+            schedule = in_slices(inner.schedule(0, ranks), slices)
             for rank in range(ranks):
                 run_noted(schedule, rank, streams := TwoStreams())
                 found = races(streams) if streams.accesses else "nothing was noted"

@@ -26,7 +26,7 @@ MOST_MESSAGES = 7
 JOINED = ((1 << 16, 18), (1 << 19, 3), (inf, 1))
 """(bytes, groups): how many groups become one for messages of up to so many bytes, of 1, 8 and 32 batches each."""
 PROGRAMS_KEPT = 64
-"""Programs that `member_program` remembers, by schedule and rank of the schedule."""
+"""Programs that `member_program` remembers, by schedule and rank of the schedule; schedules of `permuted_program`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,20 @@ def member_program(schedule: Schedule, members: Sequence[int], rank: int, ranks:
 _program_kept = lru_cache(PROGRAMS_KEPT)(program)
 
 
+def permuted_program(schedule: Schedule, members: IntArray, rank: int, ranks: int) -> Program:
+    """Return what `member_program` does; keeps all transfers of a short schedule, as `members` often change places."""
+    hops, place = [], int(np.flatnonzero(members == rank)[0])
+    for step in _steps_kept(schedule):
+        ends = (step.dst, step.src == place), (step.src, step.dst == place)
+        hops.append(Hop(*(_transfers(step, members[other], own, None) for other, own in ends)))
+    return Program(rank, ranks, schedule.chunks, tuple(hops))
+
+
+@lru_cache(PROGRAMS_KEPT)
+def _steps_kept(schedule: Schedule) -> list[Step]:
+    return [require_valid(step, schedule).canonical() for step in schedule.checked_steps()]
+
+
 @dataclass(frozen=True, slots=True)
 class Dependencies:
     """Which hop must be combined before which other hop may run, if combining overlaps later exchanges."""
@@ -190,7 +204,8 @@ def dependencies(hops: Sequence[Hop], chunks: int) -> Dependencies:
     >>> from commrt.algorithms.ring import all_reduce
     >>> dependencies(program(all_reduce(3), 0).hops, 3).after
     (None, 0, 1, 0)
-    >>> dependencies(program(all_reduce(3).in_slices(2), 0).hops, 6).after
+    >>> from commrt.algorithms.sliced import in_slices
+    >>> dependencies(program(in_slices(all_reduce(3), 2), 0).hops, 6).after
     (None, None, 0, 1, 2, 3, 0, 1)
     """
     latest, combining = np.full(chunks, -1), [-1, -1]

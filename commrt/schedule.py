@@ -225,21 +225,6 @@ class Schedule:
         """Return the same schedule with every chunk cut into `factor` chunks."""
         return self.within(0, self.chunks * factor, self.chunks * factor)
 
-    def in_slices(self, slices: int) -> Schedule:
-        """Return the same schedule on each of `slices` equal parts of the buffer, a step of each in turn.
-
-        Cost: `slices` times the steps, the same bytes.
-        """
-        if slices < 1:
-            raise ScheduleError(f"{self.name} cannot be cut into {slices} slices: 1 leaves it whole")
-        total = self.chunks * slices
-        parts = [self.within(lo, lo + self.chunks, total) for lo in range(0, total, self.chunks)]
-
-        def steps() -> Iterator[Step]:
-            return chain.from_iterable(zip(*(part.steps() for part in parts), strict=True))
-
-        return Schedule(f"{self.name} in {slices} slices", self.ranks, total, steps)
-
     def beside(self, other: Schedule, name: str | None = None) -> Schedule:
         """Return both schedules at once, step by step; see the function `beside`."""
         return beside((self, other), name)

@@ -21,6 +21,7 @@ from combining_races import TwoStreams, races, run_noted
 
 import commrt
 from commrt.algorithms import ring
+from commrt.algorithms.sliced import in_slices
 from commrt.errors import ScheduleError, UsageError
 from commrt.program import dependencies, program
 from commrt.runtime import executor
@@ -44,7 +45,7 @@ def test_the_oracle_notices_an_exchange_that_does_not_wait(streams, monkeypatch)
         return SimpleNamespace(after=(None,) * len(hops), parity=waits.parity, overlap=True)
 
     monkeypatch.setattr(executor, "dependencies", careless)
-    run_noted(ring.all_reduce(4).in_slices(2), 0, streams)
+    run_noted(in_slices(ring.all_reduce(4), 2), 0, streams)
     assert races(streams)
 
 
@@ -56,24 +57,24 @@ def test_the_oracle_notices_scratch_that_is_used_again_too_early(streams, monkey
         return SimpleNamespace(after=waits.after, parity=(0,) * len(hops), overlap=True)
 
     monkeypatch.setattr(executor, "dependencies", crowded)
-    run_noted(ring.all_reduce(4).in_slices(2), 0, streams)
+    run_noted(in_slices(ring.all_reduce(4), 2), 0, streams)
     assert races(streams)
 
 
 def test_slices_are_combined_beside_the_next_exchange_and_a_whole_ring_is_not(streams):
-    assert run_noted(ring.all_reduce(4).in_slices(2), 0, streams).streams is streams
+    assert run_noted(in_slices(ring.all_reduce(4), 2), 0, streams).streams is streams
     assert run_noted(ring.all_reduce(4), 0, streams).streams is None
 
 
 def test_what_comes_after_the_program_waits_for_its_last_combination(streams):
-    schedule = ring.reduce_scatter(4).in_slices(2)
+    schedule = in_slices(ring.reduce_scatter(4), 2)
     run_noted(schedule, 0, streams)
     assert streams.clocks[0][1] == streams.clocks[1][1] == 6
 
 
 @given(st.sampled_from(sorted(INNER)), st.integers(1, 6), st.integers(1, 3), st.integers(0, 2000))
 def test_scratch_is_as_large_as_it_is_said_to_be(name, ranks, slices, numel):
-    schedule = INNER[name].schedule(0, ranks).in_slices(slices)
+    schedule = in_slices(INNER[name].schedule(0, ranks), slices)
     mine = program(schedule, 0)
     whole = scratch_numel(program(INNER[name].schedule(0, ranks), 0), numel)
     assert scratch_numel(mine, numel) <= 2 * whole + 64
@@ -102,4 +103,4 @@ def test_less_than_one_slice_is_refused(slices):
         commrt.algorithms.Sliced(slices=slices)
     if isinstance(slices, int):
         with pytest.raises(ScheduleError, match="cannot be cut in"):
-            ring.all_reduce(2).in_slices(slices)
+            in_slices(ring.all_reduce(2), slices)

@@ -22,7 +22,7 @@ from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.layout import HEADER_NUMEL
-from commrt.program import Program, member_program
+from commrt.program import Program, permuted_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import Scratch, bind
@@ -263,8 +263,8 @@ class GossipExchange:
         return nbytes_sent, share
 
     def _program_of(self, schedule: Schedule, order: bytes) -> Program:
-        members = self._ranks[np.frombuffer(order, np.int64)].tolist()
-        return member_program(schedule, members, self.world.rank, self.world.size)
+        members = self._ranks[np.frombuffer(order, np.int64)]
+        return permuted_program(schedule, members, self.world.rank, self.world.size)
 
     def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
         transport, within = self.world.transport, self._algorithm.within
