@@ -153,8 +153,8 @@ def _is_unplanned(event: Event) -> bool:
 
 
 def _is_promised(event: Event) -> bool:
-    """Return True for the errors by which others go on without a rank, or start all again."""
-    return event["text"].startswith(("Evicted", "QuorumLost"))
+    """Return True for the errors by which others go on without a rank, or start all again, or have finished."""
+    return event["text"].startswith(("Evicted", "QuorumLost")) or "but all others have finished" in event["text"]
 
 
 def _joins(events: Sequence[Event]) -> Iterator[float]:
