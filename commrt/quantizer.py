@@ -61,7 +61,7 @@ class Quantizer:
         if self.feedback and self.rounding == STOCHASTIC and self.bits == 2:
             raise UsageError(
                 "feedback with stochastic rounding to 2 bits diverges: rounding loses more than there is (its relative "
-                'squared error is about 2), so each step owes more than the last; use rounding="nearest"'
+                'squared error is about 2), so residuals grow from step to step; use rounding="nearest"'
             )
 
     @property

@@ -130,11 +130,11 @@ class Engine:
         """Chooses the quantizer of each step; None if values travel as they are."""
 
     def residuals(self) -> dict[str, Tensor]:
-        """Return what this rank still owes to the average of each parameter; empty without feedback."""
+        """Return what rounding lost of each parameter, for the next step; empty without feedback."""
         return {name: part for bucket in self.buckets for name, part in bucket.residuals().items()}
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Owe `residuals` from now on, and nothing where they have nothing."""
+        """Begin with `residuals`, and with zeros where they have nothing."""
         for name, part in self.residuals().items():
             part.copy_(residuals.get(name, part.new_zeros(())))
 
@@ -156,13 +156,13 @@ class Engine:
         """Bind and connect what `step` needs if every rank takes part, so that no step waits for it."""
 
         def prepare() -> None:
-            schedule, players = self.schedule(step), tuple(range(self.world.size))
+            schedule, members = self.schedule(step), tuple(range(self.world.size))
             if self._usual_ranks == self.world.size:
                 self._share_buckets()
             if self._rounds is not None:
-                schedule, players = self._round_of(step, players)
-            self._prepared.get(schedule, players, None if self.quantizer is None else self.quantizer.at(step), step)
-            self._connect_peers(schedule, players, step)
+                schedule, members = self._round_of(step, members)
+            self._prepared.get(schedule, members, None if self.quantizer is None else self.quantizer.at(step), step)
+            self._connect_peers(schedule, members, step)
 
         return self.world.comm_thread.submit(prepare if self.world.size > 1 else lambda: None)
 

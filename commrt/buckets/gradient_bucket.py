@@ -164,7 +164,7 @@ class GradientBucket:
         self.head_numel = layout.head_numel
         feeds_back = quantized is not None and quantized.feedback
         self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
-        """What this rank still owes to the averages, behind the head; None without feedback."""
+        """What rounding lost, behind the head, for the next step; None without feedback."""
         self.names = tuple(name for name, _ in params)  # in wire order
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
         self._overlaps.buckets += 1

@@ -310,12 +310,12 @@ class ElasticMembership(Membership):
         """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""
         if not self.is_elastic:
             return super().begin_call(begin, tensor, residual, at_once=at_once)
-        owed = None if residual is None else residual.clone()
+        before = None if residual is None else residual.clone()
 
         def attempt() -> Tensor | CommrtError:
             """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
-            if residual is not None and owed is not None:
-                residual.copy_(owed)
+            if residual is not None and before is not None:
+                residual.copy_(before)
             run_now, copy = begin(), tensor.detach().clone()
             try:
                 self.submit(lambda: run_now(copy)).result()

@@ -50,7 +50,7 @@ UNCONFIRMED = 64
 
 
 class AllReduce(NamedTuple):
-    """What must be equal on all ranks to add up a tensor, where it lies, and what this rank still owes to the sum."""
+    """What must be equal on all ranks to add up a tensor, where it lies, and the residual of earlier sums."""
 
     op: str
     shape: torch.Size

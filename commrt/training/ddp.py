@@ -49,7 +49,7 @@ class DDPState:
     _used: World | None = field(default=None, init=False, repr=False)
     _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
     _residuals: dict[int, tuple[tuple[int, ...], Tensor]] = field(default_factory=dict, init=False, repr=False)
-    """For each bucket, its parameters by id, and what this rank still owes to their averages."""
+    """For each bucket, its parameters by id, and their residuals."""
     _residual_of: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
     """The same for each parameter, as views: DDP's second step has other buckets."""
 

@@ -200,7 +200,7 @@ def _is_plain(value: object) -> bool:
 
 
 def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what `rank` owes to `wanted` parameters by `state`; raises `UsageError` for another rank's or model's."""
+    """Return the residuals of `rank` for `wanted` parameters; raises `UsageError` for a state of others."""
     found = state.get("residuals") if isinstance(state, Mapping) else None
     if not isinstance(state, Mapping) or not found or not wanted:
         return {}
