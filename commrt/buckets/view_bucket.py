@@ -33,6 +33,7 @@ class ViewBucket(GradientBucket):
         super().__init__(*arguments)
         # .data: an original counts its own writes, and is no view that autograd treats specially
         self._originals = [view.data for view in self._views()]
+        self._fits = [()] * len(self.names)  # so that `_require_fit` sees each gradient
         self._addresses = [original.data_ptr() for original in self._originals]
         self._places = {name: place for place, name in enumerate(self.names)}
         self._moved: dict[int, int] = {}  # by place, how often the original was written to by the end of `move_in`
