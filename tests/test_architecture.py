@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import host_calls
 import pytest
 import walks
 from sources import ROOT, assert_none, modules, offences, parsed, sources
@@ -248,5 +249,13 @@ def test_a_gradient_passes_through_the_stations_of_the_page_in_their_order():
 def test_no_walk_is_longer_than_the_page_says(what):
     """After a change that shortens one, ``python tests/support/walks.py`` writes the page."""
     functions, modules = walks.written(walks.PAGE.read_text())[what]
-    tries = (walks.WALKS[what]() for _ in range(walks.TRIES))  # a thread may be late, and wait in another function
+    tries = (walks.WALKS[what]() for _ in range(walks.TRIES))  # a thread may be late, and wait elsewhere
     assert any(len(walk.functions) <= functions and len(walk.modules) <= modules for walk in tries)
+
+
+@pytest.mark.parametrize("what", host_calls.WORK)
+def test_no_exchange_makes_more_calls_than_the_page_says(what):
+    """After a change that saves some, ``python tests/support/host_calls.py`` writes the page."""
+    most = host_calls.written(host_calls.PAGE.read_text())[what]
+    tries = (host_calls.calls_of(what) for _ in range(walks.TRIES))  # a thread may be late, and wait elsewhere
+    assert any(calls <= most for calls in tries)
