@@ -201,24 +201,19 @@ class GradientBucket:
         """
         if self._packing.mismatched:  # a GPU may have found out since the previous step
             self._refuse_sum()
-        self._word, self._made, self._grads, self._versions = encode(header), {}, [], []
-        self._writes, self.is_whole = 0, True
-        blocks: list[Block] = []
-        for place, ((name, param), fit) in enumerate(zip(self.params, self._fits, strict=True)):
-            grad, version = param.grad, UNCOUNTED
+        self._word, self._made, self._writes, self.is_whole = encode(header), {}, 0, True
+        self._grads = grads = [param.grad for _, param in self.params]
+        for place, (grad, fit) in enumerate(zip(grads, self._fits, strict=True)):
             if grad is not None:
                 if (grad.dtype, grad.shape, grad.stride(), grad.device, grad.is_inference()) != fit:
                     self._require_fit(place, grad)
-                if grad._base is None:  # noqa: SLF001  # nothing else tells
-                    version = grad._version  # noqa: SLF001
-                if nbytes := self._nbytes[place]:
-                    blocks.append((grad.data_ptr(), nbytes, name))
-            elif name in ready:
-                raise UsageError(CHANGED.format(name=name))
+            elif self.names[place] in ready:
+                raise UsageError(CHANGED.format(name=self.names[place]))
             else:
                 self.is_whole = False
-            self._grads.append(grad)
-            self._versions.append(version)
+        self._versions = [UNCOUNTED if grad is None or grad._base is not None else grad._version for grad in grads]  # noqa: SLF001  # nothing else tells
+        spans = zip(grads, self._nbytes, self.names, strict=True)
+        blocks = [(grad.data_ptr(), nbytes, name) for grad, nbytes, name in spans if grad is not None and nbytes]
         self._overlaps.check(self.index, blocks)
 
     def pack(self, scale: float) -> None:

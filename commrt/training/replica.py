@@ -90,9 +90,10 @@ class Replica(ABC):
             raise failure
         self._parameters.require_unchanged()
         for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in self._averaged and param.grad is not None:
-                    self._require_attached(param)
+            if not self._averaged.issuperset(map(id, group["params"])):
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._require_attached(param)
         if not self._stepping:
             for check in self._checks:
                 check()
