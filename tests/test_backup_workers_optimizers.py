@@ -12,6 +12,7 @@ from late_ranks import Progress, weights
 from torch import nn
 
 import commrt
+from commrt.backup_workers.backup_step import SkippingGuard
 from commrt.errors import DisagreementError
 from commrt.testing.ranks import run_ranks
 
@@ -212,3 +213,17 @@ def test_ranks_that_step_different_optimizers_are_told_so_in_the_next_pass(world
         DisagreementError, match=r"stepped different optimizers: .* choose the optimizer by replica\.step"
     ):
         step(parts, optimizers, all_of_them, 1, "first")
+
+
+def test_an_error_in_a_step_that_changes_nothing_leaves_no_trace_in_the_next_one():
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], 0.1)
+    guard = SkippingGuard([optimizer], [param], lambda: None)
+    param.grad = torch.zeros(1)
+    guard.drop()
+    guard.before_step(optimizer, (optimizer,), {})  # hides it, and the step ends in an error
+    param.grad = torch.ones(1)
+    guard.open()
+    guard.before_step(optimizer, (optimizer,), {})
+    guard.after_step(optimizer)
+    assert (guard.steps, guard.is_due, param.grad.item()) == (1, False, 1.0)

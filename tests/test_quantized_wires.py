@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 from itertools import cycle
 
@@ -450,3 +452,17 @@ def test_residuals_that_are_no_tensors_of_their_own_are_refused():
         return True
 
     assert run_ranks(2, body)
+
+
+def test_a_residual_may_move_between_sums_and_is_free_when_its_owner_drops_it():
+    def body(world):
+        x, residual = torch.linspace(0, 1, 256), torch.zeros(256)
+        world.all_reduce(x.clone(), algorithm=Direct(), wire=Int4(), residual=residual)
+        lost = residual.clone()
+        residual.data = torch.zeros(256)  # as a loop does that loads a checkpoint
+        world.all_reduce(x.clone(), algorithm=Direct(), wire=Int4(), residual=residual)
+        until = weakref.ref(residual)
+        return bool(lost.any()), torch.equal(residual, lost), (gc.collect(), until)[1]
+
+    for found_some, is_equal, until in run_ranks(2, body):
+        assert (found_some, is_equal, until()) == (True, True, None)

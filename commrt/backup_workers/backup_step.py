@@ -332,7 +332,7 @@ class SkippingGuard(StepGuard):
             raise UsageError(self._refusal)
         if self.held_back and not are_zeroed(self._params):
             raise UsageError(UNAVERAGED)
-        self.held_back = False
+        self.held_back, self._hidden = False, None  # an error may have ended a step that hid some
         self._take_part()
         if id(optimizer) not in self._unused_by:
             params = [param for group in optimizer.param_groups for param in group["params"]]

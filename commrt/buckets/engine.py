@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import cast
 
@@ -86,6 +86,7 @@ class Engine:
         kind = next((each for each in type(algorithm).__mro__ if "schedule" in vars(each)), object)
         # Only rounds are proven where there are some. A class that overrides `schedule` alone says nothing of its own.
         self._rounds = cast("Gossip", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
+        self._round_of = lru_cache(1)(self._find_round)  # each bucket asks, and an algorithm may make it anew each time
         self._first: str | None = None  # the digest of the schedule of step 0, which ranks compare in `attach`
 
     def schedule(self, step: int) -> Schedule:
@@ -209,10 +210,7 @@ class Engine:
             if not self._unpacks:
                 bucket.pack(self.scale())
             return Span(bucket.index, begin_s, perf_counter(), 0)
-        if self._rounds is None:
-            schedule = self.algorithm.schedule(step, len(members))
-        else:
-            schedule, members = self._round_of(step, members)
+        schedule, members = self._round_of(step, members)
         quantizer = None if self.quantizer is None else self.quantizer.at(step)
         with comm_thread.within_range("bucket", number=bucket.index, step=step, algorithm=schedule.name):
             bound = self._prepared.get(schedule, members, quantizer, step)
@@ -229,10 +227,11 @@ class Engine:
                     own.finish(tag)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
 
-    def _round_of(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
-        """Return the round of `step`, and who plays it."""
-        rounds = cast("Gossip", self._rounds)
-        some, order = rounds.rounds(len(members)), rounds.order(step, len(members))
+    def _find_round(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
+        """Return the schedule of `step`, and who plays it."""
+        if self._rounds is None:
+            return self.algorithm.schedule(step, len(members)), members
+        some, order = self._rounds.rounds(len(members)), self._rounds.order(step, len(members))
         return some[step % len(some)], tuple(map(members.__getitem__, order.tolist()))
 
     def scale(self) -> float:

@@ -50,7 +50,7 @@ UNCONFIRMED = 64
 
 
 class AllReduce(NamedTuple):
-    """What must be equal on all ranks to add up a tensor, where it lies, and the residual of earlier sums."""
+    """What must be equal on all ranks to add up a tensor, and where it lies."""
 
     op: str
     shape: torch.Size
@@ -59,7 +59,6 @@ class AllReduce(NamedTuple):
     dtype: torch.dtype
     wire: AnyWire
     device: torch.device
-    residual: Tensor | None
 
     def __str__(self) -> str:
         """Name all that must be equal on all ranks; the strides of dimensions of size 1 may differ."""
@@ -88,7 +87,7 @@ def check_all_reduce_call(
     elif residual is not None:
         raise UsageError(f"{travels} with residual=a tensor: only a wire with feedback keeps one; leave it out")
     like = torch.empty_like(tensor, device="meta")  # has the strides of a dense tensor, and makes others dense
-    return AllReduce(op, like.shape, like.stride(), like.dtype, travels, tensor.device, residual)
+    return AllReduce(op, like.shape, like.stride(), like.dtype, travels, tensor.device)
 
 
 def check_all_reduce(algorithm: Algorithm, wire: AnyWire | None = None) -> None:
@@ -138,15 +137,20 @@ class _Sum:
     scale: float
     checksum: int
     """Of all that must be equal on all ranks, but for the tag."""
+    residual: Tensor | None  # memory for the caller's, which may have moved since the call before
 
-    def run(self, tensor: Tensor, tag: Tag, recorder: Recorder | None) -> None:
-        """Overwrite `tensor` with the result."""
+    def run(self, tensor: Tensor, residual: Tensor | None, tag: Tag, recorder: Recorder | None) -> None:
+        """Overwrite `tensor` with the result, and `residual` with what rounding lost."""
         is_dense = tensor.stride() == self.call.strides and not tensor.is_neg()  # a view that is negated when read
         dense = tensor if is_dense else self.call.empty(tensor.device).copy_(tensor)
         checksum = zlib.crc32(f"{tag.step} {tag.bucket}".encode(), self.checksum)
         header = checksum << 32 | ~checksum & 0xFFFFFFFF  # shows in the sum over ranks if calls differ
         self.packing.pack([dense], self.scale, header)
+        if self.residual is not None and residual is not None:
+            self.residual.copy_(residual)
         self.program.run(tag, recorder)
+        if self.residual is not None and residual is not None:
+            residual.copy_(self.residual)
         self.packing.unpack([dense], header)
         self.require_no_mismatch(tag)
         if dense is not tensor:
@@ -185,7 +189,7 @@ class Sums:
                 require_short_sums(schedule, call.wire)
         return schedule
 
-    def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, tag: Tag) -> None:
+    def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, residual: Tensor | None, tag: Tag) -> None:
         """Overwrite `tensor` with the sum or the mean over the members. On the communication thread."""
         members = self._world.membership.ranks
         if len(members) == 1:
@@ -193,10 +197,11 @@ class Sums:
         own = self._prepared.get(schedule, members, call)
         self.require_no_mismatch()
         with self._comm_thread.within_range("sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
-            own.run(tensor, tag, self._comm_thread.listener)
+            own.run(tensor, residual, tag, self._comm_thread.listener)
         if tensor.is_cuda:
             self._unconfirmed.append((own, tag))
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it may be freed on another stream
+            for used in (tensor,) if residual is None else (tensor, residual):  # may be freed on another stream
+                used.record_stream(torch.cuda.current_stream(tensor.device))
 
     def require_no_mismatch(self) -> None:
         """Raise `DisagreementError` if a GPU found that an earlier call was summed with a different one."""
@@ -218,19 +223,20 @@ class Sums:
         plain = wire[: packed.head_numel] if is_quantized(call.wire) else wire
         program: RunnableProgram
         program = head = bind(mine, plain, self._transport, self._memory, self._comm_thread.streams)
+        residual, numel = None, call.shape.numel()
         if is_quantized(call.wire):  # its values are added in fp32
-            values = ValuesOnWire(head, wire[packed.head_numel :][: call.shape.numel()], call.residual)
+            residual = self._memory.row(numel, torch.float32, call.device, "residual") if call.wire.feedback else None
             (program,) = carrier_of(call.wire).bind_values(
                 mine,
                 call.wire,
-                [values],
+                [ValuesOnWire(head, wire[packed.head_numel :][:numel], residual)],
                 self._transport,
                 lambda use, nbytes: self._memory.row(nbytes, torch.uint8, call.device, use),
                 self._calls,
             )
         checksum = zlib.crc32(f"{call} {traits_of(schedule).digest}".encode())
         scale = 1 / len(ranks) if call.op == "mean" else 1
-        return _Sum(call, program, packing(wire, packed, [call.empty("meta")]), scale, checksum)
+        return _Sum(call, program, packing(wire, packed, [call.empty("meta")]), scale, checksum, residual)
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._prepared.forget_bound()  # it would keep the smaller memory

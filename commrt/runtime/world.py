@@ -170,7 +170,7 @@ class World:
 
         def begin() -> RunNow:
             schedule = self._sums.schedule(algorithm, call)
-            return lambda row: self._sums.run(schedule, call, row, tag)
+            return lambda row: self._sums.run(schedule, call, row, residual, tag)
 
         with self.collective("all_reduce()"):
             if tensor.is_cuda:
