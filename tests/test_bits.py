@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every algorithm gives the bits that it gave before."""
+
+from __future__ import annotations
+
+import json
+
+import bits
+import pytest
+
+
+def test_every_algorithm_has_its_bits_in_the_file():
+    assert json.loads(bits.FILE.read_text()).keys() == bits.CASES.keys()
+
+
+@pytest.mark.parametrize("case", bits.CASES)
+def test_bits_are_those_of_the_file(case):
+    """After a change that is meant to change them, ``python tests/support/bits.py`` writes the file."""
+    assert bits.digest(case) == json.loads(bits.FILE.read_text())[case]
