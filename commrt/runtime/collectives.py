@@ -203,6 +203,12 @@ class Sums:
             for used in (tensor,) if residual is None else (tensor, residual):  # may be freed on another stream
                 used.record_stream(torch.cuda.current_stream(tensor.device))
 
+    def forget(self) -> None:
+        """Let go of all memory."""
+        self._prepared.forget()
+        self._memory.clear()
+        self._unconfirmed.clear()
+
     def require_no_mismatch(self) -> None:
         """Raise `DisagreementError` if a GPU found that an earlier call was summed with a different one."""
         for own, tag in self._unconfirmed:

@@ -324,6 +324,7 @@ class World:
             self.transport.abort()
             raise
         self._runs.forget()
+        self._sums.forget()
         before_leave, self.hooks = self.hooks.before_leave, NO_HOOKS
         before_leave()
         self.membership.end_membership("it closed its world", finished=True)

@@ -25,15 +25,7 @@ from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
 from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, wrapped_as
-from commrt.training.model_state import (
-    Stateful,
-    fingerprint,
-    flatten,
-    gather_values,
-    mean,
-    overwrite_model,
-    restore,
-)
+from commrt.training.model_state import Stateful, fingerprint, flatten, gather_values, mean, overwrite_model, restore
 
 
 class Replica(ABC):
