@@ -312,7 +312,9 @@ class SkippingGuard(StepGuard):
     `take_part` is called before each step, as parameters may change then.
     """
 
-    _hidden: list[tuple[Tensor, Tensor]] | None = None  # gradients, during a step that changes nothing
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by optimizer: gradients that its step must not see
 
     def end_step(self) -> None:
         """Refuse further steps with the gradients at hand: all ranks take the weights as they are."""
@@ -332,22 +334,22 @@ class SkippingGuard(StepGuard):
             raise UsageError(self._refusal)
         if self.held_back and not are_zeroed(self._params):
             raise UsageError(UNAVERAGED)
-        self.held_back, self._hidden = False, None  # an error may have ended a step that hid some
+        self.held_back = False
+        self._hidden.pop(id(optimizer), None)  # an error may have ended a step that hid some
         self._take_part()
         if id(optimizer) not in self._unused_by:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            self._hidden = [(param, param.grad) for param in params if param.grad is not None]
+            self._hidden[id(optimizer)] = [(param, param.grad) for param in params if param.grad is not None]
             for param in params:
                 param.grad = None
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """See `StepGuard.after_step`; does not count a step that changed nothing."""
-        if self._hidden is None:
+        if (hidden := self._hidden.pop(id(optimizer), None)) is None:
             super().after_step(optimizer)
-        else:
-            for param, grad in self._hidden:
-                param.grad = grad
-            self._hidden = None
+            return
+        for param, grad in hidden:
+            param.grad = grad
 
 
 def reissued(batches: Iterable[T], replica: Replica) -> Iterator[T]:

@@ -32,8 +32,6 @@ CHANGED = (
 UNCOUNTED = -1
 """In place of the number of writes to a gradient that is absent, or a view: views count together."""
 NO_BUCKETS = range(0)
-Block = tuple[int, int, str]
-"""Address, bytes and name of a gradient."""
 
 
 class Header(NamedTuple):
@@ -109,11 +107,11 @@ class OverlapCheck:
 
     def __init__(self) -> None:
         self._wires: list[range] = []  # addresses of gradients that live on the wire
-        self._taken: dict[int, list[Block]] = {}
+        self._taken: dict[int, list[tuple[int, int, str]]] = {}
         self.buckets = 0
 
-    def check(self, bucket: int, blocks: list[Block]) -> None:
-        """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step."""
+    def check(self, bucket: int, blocks: list[tuple[int, int, str]]) -> None:
+        """Raise `UsageError` if a gradient of `bucket` (address, bytes, name) shares memory with one of this step."""
         if bucket in self._taken:  # the next step
             self._taken = {}
         self._taken[bucket] = blocks

@@ -83,8 +83,8 @@ def check_residual(wire: Quantizer, residual: Tensor | None, tensor: Tensor) -> 
         )
     if residual is None:
         return
-    if not isinstance(residual, Tensor) or residual.data_ptr() == tensor.data_ptr() != 0:
-        raise UsageError("residual= needs a tensor of its own, of zeros at first: pass the same one in each call")
+    if not isinstance(residual, Tensor) or residual.data_ptr() == tensor.data_ptr() != 0 or residual.is_inference():
+        raise UsageError("residual= needs a tensor of its own, no inference tensor, of zeros at first, in each call")
     right = (torch.float32, (tensor.numel(),), tensor.device, True)
     if (residual.dtype, residual.shape, residual.device, residual.is_contiguous()) != right:
         raise UsageError(f"residual= needs torch.zeros({tensor.numel()}, device={str(tensor.device)!r}), made once")

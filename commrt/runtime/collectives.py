@@ -149,10 +149,10 @@ class _Sum:
         if self.residual is not None and residual is not None:
             self.residual.copy_(residual)
         self.program.run(tag, recorder)
-        if self.residual is not None and residual is not None:
-            residual.copy_(self.residual)
         self.packing.unpack([dense], header)
         self.require_no_mismatch(tag)
+        if self.residual is not None and residual is not None:
+            residual.copy_(self.residual)
         if dense is not tensor:
             tensor.copy_(dense)
 
