@@ -13,9 +13,10 @@ from torch.distributed import FileStore, HashStore
 
 from commrt.backup_workers import quorum
 from commrt.backup_workers.quorum import DONE, FAILED, Announcement, QuorumVote, StepOutcome, quorum_key, set_once
-from commrt.elastic.generations import Generation
+from commrt.elastic.generations import Generation, arrival_key
 from commrt.elastic.store_membership import StoreMembership
 from commrt.runtime.membership import Loss
+from commrt.threads.deadline import Timeouts
 from commrt.threads.future import start_call
 
 LONG_S, PATIENT_S = 20.0, 10.0
@@ -121,6 +122,21 @@ def test_a_member_waits_for_one_that_lives_up_to_the_deadline():
         assert not ended.done()
         set_once(store, OUTCOME, DONE)
         assert ended.result(PATIENT_S).counts
+    end(found)
+
+
+def test_a_step_that_keeps_others_in_a_collective_waiting_ends_at_its_limit(monkeypatch):
+    monkeypatch.setattr(quorum, "PROBE_MOST_S", 4.0)  # the limit is no multiple of a pause
+    found = members(3, HashStore())
+    found[1].arrive(arrival_key(found[1].generation, 1), 0, "barrier")  # rank 2 lives, and announces nothing
+    vote = vote_of(found[0], 2, next_attempt=lambda _: found[0].generation)
+    with moved_clock() as clock:
+        begin_s = clock.now_s()
+        ended = start_call(lambda: vote.run(Announcement(0, 0), 0))
+        clock.advance_until(ended.done, step_s=0.04)
+        waited_s = clock.now_s() - begin_s
+    assert ended.result() == StepOutcome(1, is_over=False)
+    assert Timeouts.of(LONG_S).step_s < waited_s < Timeouts.of(LONG_S).step_s + 1.0
     end(found)
 
 
