@@ -223,7 +223,7 @@ class QuorumVote:
         """Return the answer to `request`; calls `check` now and then with the seconds waited, also if others call."""
         answer, deadline = start_call(request), None
         pause_s = PROBE_S / 20 if self._was_over else PROBE_S
-        due_s, step_s = max(pause_s - LOOK_S, 0.0), Timeouts.of(self._membership.timeout_s()).step_s
+        due_s = max(pause_s - LOOK_S, 0.0)
         while True:
             try:
                 return answer.result(min(pause_s, LOOK_S))
@@ -236,6 +236,7 @@ class QuorumVote:
                 if (waited_s := deadline.waited_s) >= due_s or self._elastic.is_called:
                     check(waited_s)
                     pause_s = min(1.5 * pause_s, PROBE_MOST_S, deadline.poll_s)
+                    step_s = Timeouts.of(self._membership.timeout_s()).step_s
                     due_s = waited_s + pause_s if waited_s > step_s else min(waited_s + pause_s, step_s + LOOK_S)
 
     def _require_answer(self, waited_s: float) -> None:
