@@ -256,6 +256,6 @@ def test_no_walk_is_longer_than_the_page_says(what):
 @pytest.mark.parametrize("what", host_calls.WORK)
 def test_no_exchange_makes_more_calls_than_the_page_says(what):
     """After a change that saves some, ``python tests/support/host_calls.py`` writes the page."""
-    most = host_calls.written(host_calls.PAGE.read_text())[what]
+    most = host_calls.written(walks.PAGE.read_text())[what]
     tries = (host_calls.calls_of(what) for _ in range(walks.TRIES))  # a thread may be late, and wait elsewhere
     assert any(calls <= most for calls in tries)

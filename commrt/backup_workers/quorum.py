@@ -220,7 +220,7 @@ class QuorumVote:
             raise
 
     def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:
-        """Return the answer to `request`; calls `check` now and then with the seconds waited, also if others call."""
+        """Return the answer to `request`; calls `check` with the seconds waited, now and then and at a step's limit."""
         answer, deadline = start_call(request), None
         pause_s = PROBE_S / 20 if self._was_over else PROBE_S
         due_s = max(pause_s - LOOK_S, 0.0)

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed import HashStore
-from walks import PAGE, ROOT, TRIES
+from walks import ROOT, TRIES, write
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
@@ -111,10 +111,7 @@ def main() -> None:
     gc.disable()
     most = {what: round(min(calls_of(what) for _ in range(TRIES)) * SLACK) for what in WORK}
     rows = [f"| {what} | {calls:,} | {times_us(what)} |" for what, calls in most.items()]
-    table = "\n".join([BEGIN, "| what | calls | us |", "|---|---|---|", *rows, END])
-    text = PAGE.read_text("utf-8")
-    PAGE.write_text(text[: text.index(BEGIN)] + table + text[text.index(END) + len(END) :], "utf-8")
-    sys.stdout.write(f"{table}\n")
+    write("\n".join([BEGIN, "| what | calls | us |", "|---|---|---|", *rows, END]))
 
 
 if __name__ == "__main__":

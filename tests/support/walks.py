@@ -179,6 +179,14 @@ def table(walks: dict[str, Walk]) -> str:
     return "\n".join([BEGIN, "| what | functions | modules |", "|---|---|---|", *rows, END])
 
 
+def write(found: str) -> None:
+    """Put a table on the page, in place of the one between the same first and last line."""
+    begin, *_, end = found.splitlines()
+    text = PAGE.read_text("utf-8")
+    PAGE.write_text(text[: text.index(begin)] + found + text[text.index(end) + len(end) :], "utf-8")
+    sys.stdout.write(f"{found}\n")
+
+
 def written(page: str) -> dict[str, tuple[int, int]]:
     """Return the table of the page."""
     rows = page[page.index(BEGIN) : page.index(END)].splitlines()[3:]
@@ -190,6 +198,4 @@ if __name__ == "__main__":
     longest = {
         name: max((walk() for _ in range(TRIES)), key=lambda each: len(each.functions)) for name, walk in WALKS.items()
     }
-    found, text = table(longest), PAGE.read_text("utf-8")
-    PAGE.write_text(text[: text.index(BEGIN)] + found + text[text.index(END) + len(END) :], "utf-8")
-    sys.stdout.write(f"{found}\n")
+    write(table(longest))
