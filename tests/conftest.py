@@ -5,10 +5,8 @@ import gc
 import os
 import signal
 import tempfile
-from multiprocessing import set_forkserver_preload
+from multiprocessing import forkserver, set_forkserver_preload
 
-import cpu_limit
-import long_tests
 import profiles  # noqa: F401  # loads one
 import pytest
 
@@ -30,28 +28,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--over", choices=["threads", "nccl", "peers"], default="threads", help="what connects ranks of one process"
     )
-    parser.addoption(
-        "--cpu-limit",
-        type=float,
-        help="seconds of CPU that a test may take unless it is marked slow: the rule is 2",
-    )
 
 
 def pytest_configure(config):
     from commrt.testing.processes import IMPORTED  # noqa: PLC0415  # after the environment is set
 
     set_forkserver_preload(IMPORTED)  # whichever test starts it: or each rank imports torch
-    if limit_s := config.getoption("--cpu-limit"):
-        config.pluginmanager.register(cpu_limit.CpuLimit(limit_s))
-    elif os.environ.get("CI"):
-        config.pluginmanager.register(cpu_limit.CpuLimit(cpu_limit.IN_CI_S, fails=False))
-        if not hasattr(config, "workerinput"):  # what xdist starts measures, and does not begin again
-            config.pluginmanager.register(cpu_limit.AgainAlone(cpu_limit.IN_CI_S))
 
 
-@pytest.hookimpl(trylast=True)  # when those that are not chosen are gone
-def pytest_collection_modifyitems(items):
-    items[:] = long_tests.first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+def pytest_unconfigure():
+    forkserver._forkserver._stop()  # waits for it: so its CPU time, and that of its ranks, counts as ours
 
 
 def pytest_collection_finish():

@@ -91,12 +91,8 @@ class Job:
     """For algorithm backup: how many workers a step does not wait for."""
     recipe_name: str = recipes.PLAIN
     """A name in `RECIPES`."""
-    report: str | None = None
-    """Folder for a page about the run."""
     local: LocalSettings = LocalSettings()  # noqa: RUF009  # a tuple
     """For algorithm local."""
-    curve: str | None = None
-    """File for the loss of each step."""
 
     def check(self, workers: int) -> None:
         """Raise `UsageError` for settings that cannot work, before any process starts."""
@@ -151,7 +147,7 @@ class Job:
     def compared(self, algorithm: str) -> Job:
         """Return this job with another algorithm; DDP has no codes, and takes fp32 instead of them."""
         wire = FP32 if algorithm == DDP and self.has_codes else self.wire
-        return replace(self, algorithm=algorithm, trace=None, curve=None, wire=wire)
+        return replace(self, algorithm=algorithm, trace=None, wire=wire)
 
     def unwise(self, workers: int) -> list[str]:
         """Return what speaks against the settings, in sentences."""

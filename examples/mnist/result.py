@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from dataset import Images
 from ddp_replica import DdpReplica
 from gather import gather
-from history import RunRecord
 from job import DDP, Job
+from run_recorder import Part
 from torch import nn
 
 import commrt
 
-__all__ = ["Part", "Result", "result_of"]
+__all__ = ["Result", "result_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +46,6 @@ class Result:
     """By rank, gradients that came too late and were dropped."""
     saved_seconds: float
     """Seconds that all would have waited for late gradients; two late ones in one step count twice."""
-    record: RunRecord | None = field(default=None, repr=False, compare=False)
-    """For --report: what the ranks recorded, on the first rank that is left."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return everything but the record, for JSON."""
-        return {name: value for name, value in asdict(replace(self, record=None)).items() if name != "record"}
-
-
-class Part(NamedTuple):
-    """The part of a run that one process took part in."""
-
-    steps: int
-    images: int
-    """Of this rank, in gradients that counted."""
-    seconds: float
 
 
 def result_of(

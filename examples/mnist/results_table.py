@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table that compares runs, on the terminal and on the page."""
+"""The table that compares runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from result import Result
 from rich.table import Table
 
-__all__ = ["heading", "results_table", "rows", "title"]
+__all__ = ["heading", "results_table"]
 
 Row = tuple[str, Callable[[Result], str]]
 ROWS: tuple[Row, ...] = (
@@ -31,7 +31,7 @@ LATE_ROWS: tuple[Row, ...] = (
 LOST_ROWS: tuple[Row, ...] = (("lost workers", lambda r: ", ".join(f"rank {rank}" for rank in r.lost) or "none"),)
 
 
-def title(results: Sequence[Result]) -> str:
+def _title(results: Sequence[Result]) -> str:
     """Return what all runs have in common, as one line."""
     first = results[0]
     recipe = "" if first.recipe == "plain" else f", recipe {first.recipe}"
@@ -43,7 +43,7 @@ def heading(result: Result, first: Result) -> str:
     return result.algorithm if result.wire == first.wire else f"{result.algorithm}, {result.wire} wire"
 
 
-def rows(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
+def _rows(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
     """Return the rows of the table: a name, then one cell per run."""
     late_rows = LATE_ROWS if any(any(result.late.values()) for result in results) else ()
     lost_rows = LOST_ROWS if any(result.lost for result in results) else ()
@@ -53,9 +53,9 @@ def rows(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
 
 def results_table(results: Sequence[Result]) -> Table:
     """Return the table for the terminal, one column per run."""
-    table = Table("", title=title(results))
+    table = Table("", title=_title(results))
     for result in results:
         table.add_column(heading(result, results[0]), justify="right")
-    for row in rows(results):
+    for row in _rows(results):
         table.add_row(*row)
     return table

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run jobs one after the other, by local workers or as a rank of a launcher; show progress, a table and a page."""
+"""Run jobs one after the other, by local workers or as a rank of a launcher; show progress and a table."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
-from pathlib import Path
 
 import torch
 from dataset import Images, load, require_images
 from job import DIRECT, WIRES, Job
-from report_page import environment_facts, page, prepare_report
 from result import Result
 from results_table import results_table
 from rich import progress
 from rich.console import Console
-from training_curve import require_curve
 
 import commrt
-from commrt.errors import CommrtError
 from commrt.store.launcher import chosen_transport, launched
 from commrt.testing.processes import run_workers
 from commrt.tools.commands.options import json_of
@@ -41,11 +37,9 @@ def run(train_rank: TrainRank, job: Job, compare: Sequence[str], workers: int, a
     jobs, size = [job, *map(job.compared, compare)], launch.size if launch else workers
     for each in jobs:
         each.check(size)
-    require_curve(job)
     chosen_transport()  # refuses a bad COMMRT_TRANSPORT
     require_images()
     is_first = launch is None or launch.rank == 0
-    path = prepare_report(job.report) if job.report is not None and is_first else None
     for sentence in _warnings(jobs, size) if is_first else []:
         print(f"commrt: {sentence}", file=sys.stderr)
     try:
@@ -56,8 +50,6 @@ def run(train_rank: TrainRank, job: Job, compare: Sequence[str], workers: int, a
         raise SystemExit(128 + received) from None
     if is_first:
         _report(results, as_json)
-    if path is not None:
-        _write_page(path, job.backups, results)
 
 
 def default_algorithm(wire: str) -> str:
@@ -100,8 +92,7 @@ def _run_by_workers(train_rank: TrainRank, job: Job, workers: int) -> Result:
     finally:
         Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
     first = results[min(results)]
-    record = next((result.record for result in results.values() if result.record), None)
-    return replace(first, record=record, lost=tuple(sorted({*range(workers)} - results.keys() | {*first.lost})))
+    return replace(first, lost=tuple(sorted({*range(workers)} - results.keys() | {*first.lost})))
 
 
 @contextmanager
@@ -125,18 +116,7 @@ def _bar(job: Job, workers: int, shown: bool) -> Iterator[Progress]:
 
 def _report(results: Sequence[Result], as_json: bool) -> None:
     if as_json:
-        first, *others = (result.facts() for result in results)
+        first, *others = (asdict(result) for result in results)
         print(json_of(first | {"compared": others}))
         return
     Console().print(results_table(results))
-
-
-def _write_page(path: Path, backups: int, results: Sequence[Result]) -> None:
-    """Write the page after the table is printed, so an error here loses no result. Raises `CommrtError`."""
-    transports = [result.record.transport for result in results if result.record]
-    try:
-        text = page(results, backups, [*environment_facts(sys.argv, transports)])
-        path.write_text(text, encoding="utf-8")
-    except Exception as error:
-        raise CommrtError(f"the run is over, but its page failed: {type(error).__name__}: {error}") from error
-    Console(stderr=True).print(f"report: {path}", highlight=False, soft_wrap=True)

@@ -1,43 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank records of a run, as ``--report``, ``--trace`` and ``--curve`` ask: its training loop calls this."""
+"""What one rank counts and times while it trains, and the timeline of ``--trace``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 from ddp_replica import DdpReplica
-from history import HistoryRecorder, RunRecord, gather_record, write_timeline
-from job import Job
-from result import Part
-from torch import Tensor, nn
-from training_curve import TrainingCurve
+from gather import gather_on_first
 
 import commrt
 from commrt.threads.recording import Timeline
+from commrt.tools.pictures.files import chrome_trace, write
 
-__all__ = ["RunRecorder"]
+__all__ = ["Part", "RunRecorder"]
+
+
+class Part(NamedTuple):
+    """The part of a run that one process took part in."""
+
+    steps: int
+    images: int
+    """Of this rank, in gradients that counted."""
+    seconds: float
 
 
 class RunRecorder:
-    """Counts images and seconds, and records what the options of `job` ask for. All ranks make the same calls."""
+    """Counts images and seconds of one rank, and records its timeline if `trace` names a file for it."""
 
-    def __init__(self, job: Job, world: commrt.World, model: nn.Module) -> None:
-        """Make it before `attach`: it must see gradients before they are averaged."""
-        self._job, self._world = job, world
-        self._curve = TrainingCurve(job, model)
-        self._timeline: Timeline | None = None
-        self._history: HistoryRecorder | None = None
-
-    def start(self, replica: commrt.Replica | DdpReplica) -> None:
-        """Begin, right before the loop."""
-        self._replica, self._first_step, self._images = replica, replica.step, 0
+    def __init__(self, world: commrt.World, replica: commrt.Replica | DdpReplica, trace: str | None) -> None:
+        self._world, self._replica, self._trace = world, replica, trace
+        self._first_step, self._images = replica.step, 0
+        self._timeline = Timeline(world.rank)
+        if trace is not None:
+            world.recorder = self._timeline
         self._begin_s = perf_counter()
-        if self._job.trace is not None:
-            self._world.recorder = self._timeline = Timeline(self._world.rank)
-        if self._job.report is not None:
-            self._history = HistoryRecorder(self._world)
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -52,27 +53,22 @@ class RunRecorder:
         finally:
             recorder.end()
 
-    def end_step(self, step: int, loss: float, outputs: Tensor, digits: Tensor) -> None:
-        """Record the step that ends now; call it before the next `zero_grad`. `outputs` are from before its update."""
-        self._curve.record(loss)
+    def end_step(self, images: int) -> None:
+        """Count the images of a step whose gradient counted."""
         report = self._replica.last
-        self._images += len(digits) * (report is None or report.counted)
-        if self._history is not None:
-            self._history.record_iteration(step, loss, outputs, digits, report)
+        if report is None or report.counted:
+            self._images += images
 
     def stop(self) -> Part:
-        """End, right after the loop, and write the timeline; return what this process took part in. Collective."""
+        """End the recording; the first rank that is left writes the timelines of all ranks. Collective."""
         part = Part(self._replica.step - self._first_step, self._images, perf_counter() - self._begin_s)
-        if self._timeline is not None and self._job.trace is not None:
+        if self._trace is not None:
             self._world.recorder = None
-            write_timeline(self._world, self._timeline, self._job.trace)
+            self._write(self._trace)
         return part
 
-    def save(self) -> RunRecord | None:
-        """Write the curve; return what all ranks recorded, on the first that is left, with --report. Collective."""
-        record = None
-        if self._history is not None:
-            self._history.record_averaged_step(self._replica.last)  # gossip reports its last step late
-            record = gather_record(self._world, self._history)
-        self._curve.save(self._world)
-        return record
+    def _write(self, path: str) -> None:
+        texts = gather_on_first(self._world, "trace", json.dumps(self._timeline.events))
+        if texts is not None:
+            text = json.dumps(chrome_trace(event for each in texts for event in json.loads(each)))
+            write("--trace", path, lambda: Path(path).write_text(text, encoding="utf-8"))

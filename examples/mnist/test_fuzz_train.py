@@ -20,7 +20,7 @@ OPTIONS = {
     "--epochs": COUNT, "--batch-size": mostly("64", "4000"), "--lr": SIZE,
     "--recipe": mostly("plain", "large-batch"), "--seed": mostly("0", "-1"),
     "--wire": mostly("bf16", "int2", "float8"), "--bucket-cap-mb": SIZE, "--timeout-s": SIZE,
-    "--start-timeout-s": SIZE, "--trace": FILE, "--curve": FILE, "--json": None, **LOCAL,
+    "--start-timeout-s": SIZE, "--trace": FILE, "--json": None, **LOCAL,
     "--outer": mostly("0.7,0.9", "1,0", "0.7", "nan,0", "1e400,0", "0.7,0.9,1", ","),
     "--inject": mostly("kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2", "stop:rank=0"),
 }  # fmt: skip

@@ -8,7 +8,6 @@ that makes a model data-parallel. `train` has the options. The modules beside th
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -46,30 +45,26 @@ def train_rank(job: Job, data: tuple[Images, Images], show: Progress) -> Result:
         batches = job.batches((world.rank, world.size))  # other images on each rank, as many on all
         optimizer = recipe.optimizer(model, job.lr)
         rate = recipe.rate(optimizer, batches, job.epochs)
-        recorder, faults = RunRecorder(job, world, model), Injection(job.inject, job.seed, world.rank)
         replica = replicated(job, world, model, optimizer, rate)
 
         feed, steps = Feed(train_images, batches), job.steps(world.size)
-        recorder.start(replica)
+        faults = Injection(job.inject, job.seed, world.rank)
+        recorder = RunRecorder(world, replica, job.trace)
         while (step := replica.step) < steps:  # the step of all ranks: a late one takes it from the others
             pixels, digits = feed.batch(step)
             faults.begin_step()
             optimizer.zero_grad()
             with recorder.range("forward"):
-                outputs = replica.model(pixels)
-                loss = cross_entropy(outputs, digits, label_smoothing=recipe.smoothing)
+                loss = cross_entropy(replica.model(pixels), digits, label_smoothing=recipe.smoothing)
             faults.compute()
             with recorder.range("backward"):
                 loss.backward()  # gradients leave while it runs, and are averaged when it returns
             with recorder.range("optimizer"):
                 optimizer.step()
             rate.step()
-            recorder.end_step(step, value := loss.item(), outputs, digits)
-            show(replica.step, value, replica.stats())
-        part = recorder.stop()
-
-        result = result_of(job, world, replica, model, test_images, part)
-        return replace(result, record=recorder.save())
+            recorder.end_step(len(digits))
+            show(replica.step, loss.item(), replica.stats())
+        return result_of(job, world, replica, model, test_images, recorder.stop())
 
 
 def replicated(
@@ -134,14 +129,6 @@ def train(
     trace: Annotated[
         str | None, typer.Option(help="Write a timeline of all workers to this file, for ui.perfetto.dev.")
     ] = None,
-    report: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Write a page about the run and those it is compared with: DIR/report.html."),
-    ] = None,
-    curve: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write the loss of each step to this file, and how noisy the gradients are."),
-    ] = None,
     inject: Annotated[
         list[str] | None,
         typer.Option(
@@ -190,9 +177,7 @@ def train(
         inject=tuple(parse(fault) for fault in inject or ()),
         backups=1 if backups is None else backups,
         recipe_name=recipe.value,
-        report=report,
         local=local,
-        curve=curve,
     )
     run(train_rank, job, compare or [], workers, as_json)
 

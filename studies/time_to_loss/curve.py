@@ -108,7 +108,7 @@ class Curve:
         if head.get("commrt_curve") != VERSION:
             raise UsageError(
                 f"{file} is no curve: its first line must say commrt_curve {VERSION}; record one with "
-                "examples/mnist/train.py --curve"
+                "studies/time_to_loss/record_curves.py"
             )
         if (gap := next((i for i, step in enumerate(steps) if step.get("step", i) != i), None)) is not None:
             raise UsageError(f"{file}: step {gap} comes as {steps[gap]['step']!r:.20}: a curve has all steps in order")

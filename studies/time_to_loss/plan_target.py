@@ -45,7 +45,7 @@ ALONE = "-"
 def plan_target(
     files: Annotated[
         list[str],
-        typer.Argument(help="Curves that examples/mnist/train.py --curve recorded, of several rank counts."),
+        typer.Argument(help="Curves that curve_recorder.py wrote, of several rank counts."),
     ],
     target_loss: Annotated[float, typer.Option(metavar="LOSS", help="Plan the least time to this training loss.")],
     ranks: Annotated[

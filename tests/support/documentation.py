@@ -3,40 +3,33 @@
 
 How a page says what it needs, in a comment right before a block:
 
-- ``<!-- with: a model and data -->`` gives the block names of `GIVEN`, which the page takes for granted.
+- ``<!-- with: a model and data -->`` gives the block names that the page takes for granted; see `given`.
 - ``<!-- raises: ScheduleError -->``: the block must end in that error.
 - ``<!-- printed -->`` before a ``text`` block: the block before printed this (white space aside; ``...`` stands for
   anything).
 - ``<!-- not run: REASON -->``: only compiled, or only looked at.
 
 ``<!-- ranks: 3 -->`` anywhere in a page: its Python runs in so many processes, as under torchrun; what the first prints
-counts. Blocks of a page share their names, in order; pages share nothing. Ranks of a page share a folder, and so do
-its commands.
+counts. Blocks of a page share their names, in order; pages share nothing. Its ranks and its commands share a folder.
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import tomllib
 import traceback
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
-
-from commrt.testing import processes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -52,8 +45,6 @@ NOTES = ("with", "raises", "printed", "not run", "ranks")
 LANGUAGES = ("python", "sh", "toml", "text")
 LIMIT_S = 100.0
 DEMO = "examples/mnist/train.py"
-EPOCHS = "2"
-"""Of every run of the demo, whatever its line says: 40 steps."""
 YOURS = {"train.py"}
 """Files that stand for the reader's own."""
 
@@ -132,7 +123,7 @@ def ranks(page):
 # What pages take for granted ----------------------------------------------------------------------------------------
 
 
-def _a_model_and_data():
+def _model_and_data():
     """A small network, its optimizer, and 64 samples in batches of 8."""
     import torch  # noqa: PLC0415  # the process that runs pages has it
     from torch.utils.data import DataLoader, TensorDataset  # noqa: PLC0415
@@ -154,19 +145,16 @@ def _a_model_and_data():
     }
 
 
-def _a_model_and_data_attached():
-    """The same, as a replica of a world."""
-    import commrt  # noqa: PLC0415
+def given(what):
+    """The names that a page takes for granted."""
+    names = _model_and_data()
+    if what == "a model and data, attached":
+        import commrt  # noqa: PLC0415
 
-    given = _a_model_and_data()
-    world = commrt.init()
-    return given | {"commrt": commrt, "world": world, "replica": commrt.attach(given["model"], given["optimizer"])}
-
-
-GIVEN = {
-    "a model and data": _a_model_and_data,
-    "a model and data, attached": _a_model_and_data_attached,
-}
+        world = commrt.init()
+        replica = commrt.attach(names["model"], names["optimizer"])
+        names |= {"commrt": commrt, "world": world, "replica": replica}
+    return names
 
 
 # Python ---------------------------------------------------------------------------------------------------------------
@@ -200,8 +188,8 @@ def _end_world():
 
 
 def _run_block(block, names):
-    if (given := block.note("with")) is not None:
-        names.update(GIVEN[given]())
+    if (what := block.note("with")) is not None:
+        names.update(given(what))
     code = compile("\n" * (block.line - 1) + block.body, str(block.page), "exec")
     expected = block.note("raises")
     said = io.StringIO()
@@ -225,49 +213,19 @@ def _where(block, error):
 # Commands -------------------------------------------------------------------------------------------------------------
 
 
-def run_commands(page):
-    """(line, what they printed) for each block of commands of `page`, run in one process and folder."""
-    if not any(block.language == "sh" and block.is_executed for block in blocks(page)):
-        return []
-    context = get_context("forkserver")
-    context.set_forkserver_preload(processes.IMPORTED)
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run_commands, args=(theirs, str(page), dict(os.environ)))
-    process.start()  # no daemon, as it starts workers
-    theirs.close()
-    try:
-        if not ours.poll(LIMIT_S):
-            raise RuntimeError(f"{page}: its commands did not end within {LIMIT_S:g} s")
-        outcome = ours.recv()
-    except EOFError:
-        raise RuntimeError(f"{page}: the process that ran its commands died") from None
-    finally:
-        process.join(timeout=2)
-        process.kill()
-        process.join()
-    if isinstance(outcome, RuntimeError):
-        raise outcome
-    return outcome
+def run_commands(page, folder):
+    """(line, what they printed) for each block of commands of `page`, run in `folder`, which it makes the current one.
 
-
-def _run_commands(pipe: Connection, name, environment):
-    os.environ.clear()
-    os.environ.update(environment)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            os.chdir(folder)
-            for inside in ("examples", "studies"):  # pages name files of the checkout
-                Path(inside).symlink_to(ROOT / inside)
-            ran = [
-                (block.line, "".join(_run_lines(block)))
-                for block in blocks(Path(name))
-                if block.language == "sh" and block.is_executed
-            ]
-            os.chdir(ROOT)
-        pipe.send(ran)
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send(error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}"))
+    There are links to `examples` and `studies`, whose files pages name.
+    """
+    os.chdir(folder)
+    for inside in ("examples", "studies"):
+        Path(inside).symlink_to(ROOT / inside)
+    return [
+        (block.line, "".join(_run_lines(block)))
+        for block in blocks(page)
+        if block.language == "sh" and block.is_executed
+    ]
 
 
 def _run_lines(block):
@@ -290,37 +248,39 @@ def commands(line):
         yield command
 
 
+FILES_ARE_LOOKED_UP = {
+    *("python", "python3", "torchrun", "mpirun", "mpiexec", "srun", "nsys", "ncu", ".venv/bin/pytest", "pytest"),
+}
+"""Commands that are not run: only what they name must exist, and the demo and `commrt` must take their options."""
+
+
 def run_command(words):
-    """What it printed. Only `commrt`, the demo and studies are run; of other commands what they name must exist."""
+    """What it printed. Only `commrt` and studies are run: the demo has tests of its own."""
     first, *rest = words
     if first == "commrt":
-        return _run_typer(_commrt(), rest)
-    if first == "python" and rest[0] == DEMO:
-        return _run_demo(rest[1:])
+        return _run_commrt(rest)
     if first == "python" and rest[0].startswith("studies/"):
         return _run_study(rest)
     if first == "make":
         _require_all([word for word in rest if "=" not in word], _targets(), "no target of the Makefile")
     elif first == "pip":
         _require_extras(rest)
-    elif first in {
-        "python",
-        "python3",
-        "torchrun",
-        "mpirun",
-        "mpiexec",
-        "srun",
-        "nsys",
-        "ncu",
-        ".venv/bin/pytest",
-        "pytest",
-    }:
+    elif first in FILES_ARE_LOOKED_UP:
         _require_files(rest)
         for program in {"commrt", DEMO} & {*rest}:
             parsed(program, rest[rest.index(program) + 1 :])
     elif first not in {"git", "cd"}:
-        raise ValueError(f"{first!r} is no command that the harness knows: teach it, or write `text`")
+        raise ValueError(f"{first!r} is no command that is known here: teach it, or write `text`")
     return ""
+
+
+def _run_commrt(words):
+    from typer.testing import CliRunner  # noqa: PLC0415
+
+    result = CliRunner().invoke(_commrt(), words, env={"COLUMNS": "200"})
+    if result.exit_code:
+        raise ValueError(f"exit code {result.exit_code}: {result.output} {result.exception or ''}")
+    return result.stdout
 
 
 def _run_study(words):
@@ -368,51 +328,6 @@ def parsed(program, words, *, whole=True):
             raise
 
 
-def _run_demo(words):
-    _train_briefly()
-    return _run_typer(_demo(), [*words, "--epochs", EPOCHS])  # the last one counts
-
-
-def _run_typer(app, words):
-    from typer.testing import CliRunner  # noqa: PLC0415
-
-    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
-    if result.exit_code:
-        raise ValueError(f"exit code {result.exit_code}: {result.output} {result.exception or ''}")
-    return result.stdout
-
-
-@cache
-def _train_briefly():
-    """The demo as documented, but one layer learns 1,280 images of noise, not a CNN 4,000 digits.
-
-    To read those takes 4 s, and an epoch about as long; that real ones are learnt is shown by the demo's own tests.
-    """
-    import dataset  # noqa: PLC0415  # the demo's modules
-    import job  # noqa: PLC0415
-    import recipes  # noqa: PLC0415
-    import run_jobs  # noqa: PLC0415
-    import torch  # noqa: PLC0415
-    import train  # noqa: PLC0415
-
-    noise = torch.Generator().manual_seed(0)
-
-    def images(count):
-        return dataset.Images(
-            torch.randn(count, 1, 28, 28, generator=noise), torch.randint(0, 10, (count,), generator=noise)
-        )
-
-    def one_layer(seed):
-        torch.manual_seed(seed)
-        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
-
-    train.lenet = one_layer
-    both = images(1280), images(100)
-    run_jobs.load = lambda: both
-    for module in (dataset, recipes, job):
-        module.TRAIN_IMAGES = 1280
-
-
 def _targets():
     made = (ROOT / "Makefile").read_text()
     return {name for line in re.findall(r"^([a-z][\w -]*):(?!=)", made, re.MULTILINE) for name in line.split()}
@@ -444,8 +359,3 @@ def is_like(shown, printed):
     """True if `printed` is what is `shown`, white space aside, where ``...`` stands for anything."""
     parts = [re.escape(" ".join(part.split())) for part in shown.split("...")]
     return re.fullmatch(r" ?.*? ?".join(parts), " ".join(printed.split())) is not None
-
-
-def require_python(block):
-    """Of a block that is not run: raise `SyntaxError` unless it is Python."""
-    ast.parse(block.body, f"{block.page}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records a curve in any training loop: the loss of each step, and how noisy the gradients were.
 
-To use it in a program of your own, copy this file and ``gather.py`` beside it.
+To use it in a program of your own, copy this file, and ``gather.py`` of ``examples/mnist``, beside it.
 """
 
 from __future__ import annotations
