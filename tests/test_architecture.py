@@ -11,7 +11,6 @@ import threading
 import tomllib
 from collections import defaultdict
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import host_calls
@@ -137,14 +136,6 @@ def test_every_algorithm_and_kernel_has_a_line_in_the_documentation():
     assert_none(name for name in KERNELS if f"`{name}`" not in kernels)
 
 
-def test_every_name_of_commrt_in_the_pages_exists():
-    pages = {page: page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))}
-    said = [(name, page.name) for page, text in pages.items() for name in re.findall(r"\bcommrt\.([A-Za-z]\w*)", text)]
-    ours = set(dir(commrt))
-    unknown = {name for name, _ in said if name not in ours and find_spec(f"commrt.{name}") is None}
-    assert_none((name, page) for name, page in said if name in unknown)
-
-
 def test_every_decision_is_listed():
     page = (ROOT / "docs/architecture.md").read_text()
     assert_none(record.name for record in (ROOT / "docs/decisions").glob("*.md") if record.name not in page)
@@ -268,7 +259,6 @@ def test_a_gradient_passes_through_the_stations_of_the_page_in_their_order():
 
 @pytest.mark.parametrize("what", host_calls.WORK)
 def test_no_exchange_makes_more_calls_than_the_page_says(what):
-    """After a change that saves some, ``python tests/support/host_calls.py`` writes the page."""
-    most = host_calls.written(walks.PAGE.read_text())[what]
-    tries = (host_calls.calls_of(what) for _ in range(walks.TRIES))  # a thread may be late, and wait elsewhere
-    assert any(calls <= most for calls in tries)
+    """After a change that saves some, put the rows that ``python tests/support/host_calls.py`` prints on the page."""
+    most = host_calls.written()[what]
+    assert host_calls.least_calls(what, enough=most) <= most

@@ -152,13 +152,6 @@ def test_the_installed_command_proves_a_schedule(environment):
 
 
 @pytest.mark.slow
-def test_the_installed_command_does_not_train(environment):
-    done = run(environment.commrt, "train", "--workers", "2", cwd=environment.home, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "No such command 'train'" in done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.processes
 def test_the_demo_trains_with_two_workers_and_the_installed_package(environment):
     program = ROOT / "examples" / "mnist" / "train.py"
