@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from threading import Event
-from time import monotonic
 
 import pytest
 import torch
 
 import commrt
-from commrt.errors import DeadlineExceeded, UsageError
+from commrt.errors import UsageError
 from commrt.testing.faults import delay_at, with_faults
 from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
@@ -146,35 +145,12 @@ def test_a_callback_may_not_wait_for_a_later_task():
     thread.close()
 
 
-def stuck(limit_s=SHORT_S):
-    """A thread whose callback waits for a later task without asking it, until that has ended or the test has."""
-    failures, go_on, ended = [], Event(), Event()
-    thread = CommThread(failures.append, limit_s=lambda: limit_s)
-    first, later = thread.submit(go_on.wait), thread.submit(int)
-    later.add_done_callback(lambda _: ended.set())
-    first.add_done_callback(lambda _: ended.wait(LIMIT_S))
-    go_on.set()
-    return thread, later, failures
-
-
-def test_a_callback_that_waits_for_a_later_task_ends_at_the_limit(caplog):
-    thread, later, failures = stuck()
-    error = later.exception(LIMIT_S)
-    assert "a callback of a future kept the communication thread waiting for longer than 0.3 s" in str(error)
-    (failure,) = failures
-    assert isinstance(failure, DeadlineExceeded)
-    assert str(failure) in caplog.text
-    thread.close(LIMIT_S)
-
-
 def test_a_thread_whose_callback_never_returns_can_be_closed():
     thread, go_on, never = CommThread(lambda _: None, limit_s=lambda: SHORT_S), Event(), Event()
     first = thread.submit(go_on.wait)
-    first.add_done_callback(lambda _: never.wait(LIMIT_S))
+    first.add_done_callback(lambda _: never.wait())
     go_on.set()
-    begin_s = monotonic()
     thread.close(LIMIT_S)
-    assert monotonic() - begin_s < LIMIT_S / 2
     never.set()
 
 
@@ -190,12 +166,14 @@ def test_transfers_of_a_callback_may_take_longer_than_the_limit_together():
     thread.close()
 
 
-def test_a_wait_of_torch_in_a_callback_for_a_later_transfer_ends_at_the_timeout():
+def test_a_wait_of_torch_in_a_callback_for_a_later_transfer_ends_the_world_at_the_timeout(caplog):
     def body(world):
         first, later = begin(world), []
         after = first.get_future().then(lambda _: later[0].wait())
         later.append(begin(world, tag=commrt.Tag(1, "later")).get_future())
         with pytest.raises(RuntimeError, match="a callback of a future kept the communication thread"):
             after.wait()
+        assert world.closed
 
     run_ranks(2, body, timeout_s=1.0, **LATE)
+    assert "a callback of a future kept the communication thread waiting for longer than 1 s" in caplog.text

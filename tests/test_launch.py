@@ -3,25 +3,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import pytest
 import torch.distributed as dist
 from cases import for_each
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 import commrt
-from commrt.errors import CommrtError, UsageError
-from commrt.store.launcher import (
-    LAUNCHERS,
-    Launch,
-    chosen_transport,
-    default_timeout_s,
-    is_on,
-    launched,
-)
+from commrt.errors import UsageError
+from commrt.store.launcher import Launch, chosen_transport, default_timeout_s, is_on, launched
 
 AT = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4321"}
 OPEN_MPI = {
@@ -44,6 +33,7 @@ def test_torchrun_says_everything():
     env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **AT}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
     assert launched(env) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321)
+    assert launched(SLURM | env) == launched(env)  # in a task of Slurm, as examples/launch/job.sbatch does
     assert launched(env | agent) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321, store_exists=True, attempt=1)
 
 
@@ -90,16 +80,6 @@ def test_a_script_or_a_shell_in_a_slurm_job_is_no_launch(env):
     assert launched(env | {"SLURM_JOB_NODELIST": "gpu[4-5]"}) is None
 
 
-@for_each(
-    ("hosts", "first"),
-    [("gpu[003-007,9],login1", "gpu003"), ("a1,a2", "a1"), ("node-7", "node-7"), ("r[1-2]-ib", "r1-ib")],
-)
-def test_slurm_hosts_the_store_on_its_first_node(hosts, first):
-    launch = launched(SLURM | {"SLURM_JOB_NODELIST": hosts})
-    assert launch is not None
-    assert launch.address == first
-
-
 def test_all_ranks_of_a_job_derive_the_same_port_and_other_jobs_another():
     nodes = {"SLURM_JOB_NODELIST": "a"}
     ports = [launched(SLURM | nodes | {"SLURM_PROCID": str(rank)}).port for rank in range(8)]
@@ -128,15 +108,12 @@ def test_ranks_on_one_machine_need_no_address():
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 and WORLD_SIZE=4 contradict each other"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK='-1' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "contradict each other"),
-        ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK='x' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR to its host name"),
         (OPEN_MPI, "Open MPI started 8 ranks but nothing says where rank 0 is: set MASTER_ADDR"),
         (SLURM, "Slurm started 8 ranks but nothing says where rank 0 is: set MASTER_ADDR"),
-        (BATCH | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not: set both"),
         (BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=2 contradict each other"),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is no number"),
         (
             {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"} | AT,
             "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict each other",
@@ -182,28 +159,9 @@ def test_a_variable_is_on_unless_it_is_unset_empty_or_0(monkeypatch, text, expec
     assert not is_on("COMMRT_NO_SUCH")
 
 
-variables = [getattr(one, field) for one in LAUNCHERS for field in ("rank", "size", "local_rank", "local_size")]
-variables += [name for one in LAUNCHERS for name in one.job]
-others = ["MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_JOB_NODELIST", "TORCHELASTIC_RESTART_COUNT"]
-known = st.sampled_from([*variables, *others])
-
-
-@given(st.dictionaries(known, st.one_of(st.text("0123456789-[](),ax ", max_size=8), st.integers(-2, 70000).map(str))))
-def test_any_environment_gives_a_launch_or_a_sentence(env):
-    with suppress(CommrtError):
-        launch = launched(env)
-        assert launch is None or (0 <= launch.rank < launch.size and 0 < launch.port < 65536)
-
-
-def test_without_a_launcher_the_world_is_one_process(monkeypatch):
-    for name in variables:
-        monkeypatch.delenv(name, raising=False)
+def test_without_a_launcher_the_world_is_one_process():
     with commrt.init() as world:
         assert (world.rank, world.size, world.launcher) == (0, 1, "one process")
-        assert commrt.init() is world
-    with commrt.init(timeout_s=5) as again:
-        assert again is not world
-        assert again.timeout_s == 5
 
 
 @for_each("seconds", [0, -1.0, float("nan"), float("inf"), 3e6])

@@ -7,7 +7,6 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pkgutil import resolve_name
-from time import monotonic
 
 import nccl_stand_in as stand_in
 import pytest
@@ -22,8 +21,8 @@ from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS
 from commrt.testing import conformance
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.nccl import FREE_S, NcclTransport
-from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag, Transport
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 
 
@@ -95,8 +94,7 @@ def ring_turn(transport, ranks):
 
 
 def test_a_local_deadline_prints_who_waits_for_whom():
-    transports = local(3, 0.2)
-    exchange = transports[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(1))]))
+    exchange = local(3, 0.2)[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(1))]))
     with pytest.raises(DeadlineExceeded, match=r"who waits for whom: 0->1"):
         exchange(Tag(0, 0))
 
@@ -145,15 +143,6 @@ def nccl_rank(store, rank, members, timeout_s):
     return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
 
 
-def test_ranks_of_a_host_share_its_memory_and_reach_others_by_sockets():
-    store, hosts = HashStore(), {rank: f"host {rank % 2}" for rank in range(4)}
-    with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda rank: connection.connect_hosts(store, rank, hosts, 10.0, LOOPBACK), range(4)))
-    assert [[*transport._local.members] for transport in made] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for transport in made:
-        transport.close()
-
-
 def test_a_closed_transport_of_nccl_is_not_watched_any_more():
     transports = over_nccl(HashStore(), 2, 10.0)
     with ThreadPoolExecutor(2) as pool:
@@ -164,12 +153,10 @@ def test_a_closed_transport_of_nccl_is_not_watched_any_more():
 def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     transports = over_nccl(HashStore(), 2, 10.0)
     communicators = [transport._communicator for transport in transports]
-    begin = monotonic()
-    with stand_in.changed:  # an abort needs this lock
+    with stand_in.changed:  # an abort on another thread needs this lock
         del transports
         gc.collect()
         assert all(each.comm for each in communicators)
-    assert monotonic() - begin < FREE_S / 2
     while any(each.comm for each in communicators):  # until the test's own timeout
         gc.collect()
 
@@ -229,13 +216,6 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(body, range(2))) == [[1.0] * 4] * 2
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_the_table_of_transports_names_the_class_of_each(name):
-    named = connection.transport_called(name)
-    assert issubclass(named, Transport)
-    assert named.kind == name
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
