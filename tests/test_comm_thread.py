@@ -107,26 +107,19 @@ def test_an_error_that_cannot_be_told_to_the_other_ranks_says_so():
     thread.close()
 
 
-def test_a_close_with_a_limit_does_not_wait_for_a_task_that_is_stuck():
-    thread, go_on = CommThread(ignore), Event()
-    stuck = thread.submit(go_on.wait)
-    with pytest.raises(TimeoutError):
-        thread.close(0.05)
-    go_on.set()
-    thread.close(LIMIT_S)
-    assert stuck.result() is True
+def run_on_another_thread(thread, task):
+    Thread(target=lambda: thread.run(task)).start()
 
 
-def test_a_close_with_a_limit_does_not_wait_for_another_thread_that_is_stuck_in_a_task():
+@pytest.mark.parametrize("start", [CommThread.submit, run_on_another_thread])
+def test_a_close_with_a_limit_does_not_wait_for_a_task_that_is_stuck(start):
     thread, begun, go_on = CommThread(ignore), Event(), Event()
-    other = Thread(target=lambda: thread.run(lambda: begun.set() or go_on.wait()))
-    other.start()
+    start(thread, lambda: begun.set() or go_on.wait())
     begun.wait()
     with pytest.raises(TimeoutError):
         thread.close(0.05)
     go_on.set()
     thread.close(LIMIT_S)
-    other.join()
 
 
 def test_a_signal_handler_may_close_the_thread_while_another_stream_becomes_the_current_one():

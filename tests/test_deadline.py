@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event, Timer
+from threading import Timer
 
 import pytest
 from failing_collectives import stopped_in_a_question, stopped_while_it_asks
+from moved_clock import moved_clock
 from torch.distributed import HashStore
 
-from commrt.elastic import barrier, store_membership
 from commrt.elastic.barrier import Barrier
 from commrt.elastic.generations import Generation
 from commrt.elastic.store_membership import StoreMembership
@@ -66,34 +66,18 @@ def test_a_rank_that_is_stopped_in_a_step_is_late_and_does_not_take_the_store_fo
         pytest.param(lambda member: member.roll_call(4, int), id="a roll call"),
     ],
 )
-def test_a_rank_that_was_stopped_waits_for_a_rank_that_comes_after_it_woke(monkeypatch, come):
-    looked = Event()
-
-    class Stopped(Deadline):
-        """Of a process that was stopped before it looked for the first time."""
-
-        def __init__(self, limit_s):
-            super().__init__(limit_s)
-            self._polled_s -= 1000.0
-
-        @property
-        def waited_s(self):
-            waited_s = super().waited_s
-            looked.set()
-            return waited_s
-
-    for module in (barrier, store_membership):
-        monkeypatch.setattr(module, "Deadline", Stopped)
+def test_a_rank_that_was_stopped_waits_for_a_rank_that_comes_after_it_woke(come):
     store, founders = HashStore(), Generation(0, {0: 0, 1: 0})
     members = [StoreMembership(store, rank, founders, lambda: 20.0, host="127.0.0.1") for rank in range(2)]
     for member in members:
         member.join_first_generation()
-    with ThreadPoolExecutor(2) as pool:
+    with moved_clock() as clock, ThreadPoolExecutor(2) as pool:
         first = pool.submit(come, members[0])
-        assert looked.wait(20.0)
+        clock.wait_for_readers(1)
+        clock.advance(1000.0)  # a stop between two polls
         second = pool.submit(come, members[1])
-        first.result(30.0)
-        second.result(30.0)
+        first.result()
+        second.result()
     assert [member.current().ranks for member in members] == [(0, 1)] * 2
     for member in members:
         member.depart("it ends")

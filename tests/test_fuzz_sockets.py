@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import sys
 import threading
@@ -16,13 +14,11 @@ from fuzzing import FILES, cases, in_time, met
 from hypothesis import example, given
 from hypothesis import strategies as st
 from stray_connections import train_under_knocks, where_gloo_listens
-from torch.distributed import HashStore
 
 from commrt.backup_workers import catch_up
 from commrt.backup_workers.catch_up import NBYTES, YES, StateServer, request_state
 from commrt.elastic.generations import Listener, probe
 from commrt.testing.processes import run_processes
-from commrt.transport import channel
 
 LOOPBACK = "127.0.0.1"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -113,34 +109,3 @@ def test_a_liveness_listener_goes_on_after_any_bytes(said):
         line.sendall(said)
     assert probe(listener.address, 5.0)
     listener.close()
-
-
-@linux
-@cases(10)
-@given(said=FILES)
-@example(said=b"")
-@example(said=b"\1\0\0\0")
-def test_connections_from_sockets_without_the_name_of_a_rank_are_closed(said):
-    """Names in the abstract namespace are for all on the host to read."""
-    store = HashStore()
-    ends, strangers = {}, []
-
-    def rank(number):
-        ends[number] = channel.connect(store, number, [0, 1], 20.0)
-
-    first = threading.Thread(target=rank, args=(0,))
-    first.start()
-    store.wait(["record/0"])
-    (secret,) = json.loads(store.get("record/0"))
-    for name in ("", "\0stranger", channel._name(bytes(16), 0)):
-        line = channel._socket(name)
-        line.connect(channel._name(bytes.fromhex(secret)))
-        with suppress(OSError):
-            line.send(said)
-        strangers.append(line)
-    rank(1)
-    first.join(20.0)
-    assert [sorted(ends[number]) for number in (0, 1)] == [[1], [0]]
-    for line in [*strangers, *ends[0].values(), *ends[1].values()]:
-        line.close()
-    assert os.getpid()

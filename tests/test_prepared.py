@@ -16,7 +16,7 @@ import commrt
 from commrt.algorithms import tree
 from commrt.errors import TransportClosed
 from commrt.runtime import prepared
-from commrt.runtime.prepared import Claim, Prepared, PreparedRuns
+from commrt.runtime.prepared import PreparedRuns
 from commrt.schedule import COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 from commrt.transport.protocol import Tag
@@ -138,14 +138,6 @@ def test_what_is_bound_is_refused_inside_join_and_after_close():
     run_ranks(2, run)
 
 
-def test_the_same_movement_of_as_many_elements_is_compared_once():
-    compared = []
-    runs = runs_of(Nowhere(), lambda claim, schedule, step: compared.append(claim))
-    for row in (torch.zeros(8), torch.zeros(8), torch.zeros(9), torch.zeros(8), torch.zeros(8, dtype=torch.int64)):
-        runs.run(RING, row, NOW)
-    assert len(compared) == 3
-
-
 def test_a_buffer_that_lives_keeps_no_world_alive():
     buffer, gone = torch.zeros(10), []
 
@@ -201,56 +193,39 @@ def test_buffers_of_all_dtypes_share_scratch_memory(runs):
 
 
 @pytest.fixture
-def noted():
-    """What an object proved, compared and bound, in order; the exchange of a schedule and memory is their pair."""
+def compared():
+    """What was compared with other ranks, in order."""
     return []
 
 
 @pytest.fixture
-def prepared_pairs(noted):
-    return Prepared(
-        Nowhere(),
-        lambda schedule, members, memory: noted.append("bound") or (schedule, memory),
-        prove=lambda schedule: noted.append("proven"),
-        claim=lambda schedule, members, memory: Claim(members, f"{schedule.digest()} {memory}"),
-        compare=lambda claim, schedule, step: noted.append(f"compared in step {step}"),
-        kept=2,
-    )
+def comparing_runs(compared):
+    return runs_of(Nowhere(), lambda claim, schedule, step: compared.append(claim))
 
 
-def test_an_exchange_is_proven_compared_and_bound_once_and_then_found(prepared_pairs, noted):
-    assert prepared_pairs.known(RING, (0, 1), "here") is None
-    for step in range(3):
-        assert prepared_pairs.get(RING, (0, 1), "here", step) == (RING, "here")
-    assert noted == ["proven", "compared in step 0", "bound"]
-    prepared_pairs.get(RING, (0, 1), "there", 3)
-    assert noted[3:] == ["compared in step 3", "bound"]  # the schedule was proven
+def test_a_rank_that_has_another_object_or_has_let_go_of_one_compares_nothing_again(comparing_runs, compared):
+    for schedule in (RING, RING.over((0, 1)), RING):
+        comparing_runs.run(schedule, torch.zeros(8), NOW)
+    assert len(compared) == 1
+    for other in (torch.zeros(9), torch.zeros(8, dtype=torch.int64)):
+        comparing_runs.run(RING, other, NOW)
+    assert len(compared) == 3
 
 
-def test_a_rank_that_has_another_object_or_has_let_go_of_one_compares_nothing_again(prepared_pairs, noted):
-    prepared_pairs.get(RING, (0, 1), "here")
-    prepared_pairs.get(RING.over((0, 1)), (0, 1), "here")
-    prepared_pairs.forget_one(RING, (0, 1), "here")
-    prepared_pairs.get(RING, (0, 1), "here")
-    assert sum(each.startswith("compared") for each in noted) == 1
-    assert noted.count("bound") == 3
-
-
-def test_what_is_forgotten_as_compared_is_forgotten_as_bound(noted, prepared_pairs, monkeypatch):
+def test_what_is_forgotten_as_compared_is_forgotten_as_bound(comparing_runs, compared, monkeypatch):
     monkeypatch.setattr(prepared, "COMPARISONS_KEPT", 1)
-    for memory in ("here", "there", "here"):
-        prepared_pairs.get(RING, (0, 1), memory)
-    assert sum(each.startswith("compared") for each in noted) == 3
+    here, there = torch.zeros(8), torch.zeros(9)
+    for buffer in (here, there, here):
+        comparing_runs.run(RING, buffer, NOW)
+    assert len(compared) == 3
 
 
-def test_what_a_proof_or_a_comparison_refuses_is_not_bound(noted):
+def test_what_a_comparison_refuses_is_not_bound():
     def refuse(claim, schedule, step):
         raise commrt.DisagreementError("they differ")
 
-    refused = Prepared(
-        Nowhere(), lambda *_: noted.append("bound"), claim=lambda *_: Claim((0, 1), "this"), compare=refuse
-    )
+    runs, buffer = runs_of(Nowhere(), refuse), torch.zeros(8)
     for _ in range(2):
         with pytest.raises(commrt.DisagreementError):
-            refused.get(RING, (0, 1), "here")
-    assert noted == []
+            runs.run(RING, buffer, NOW)
+    assert runs.known(RING, buffer) is None

@@ -41,7 +41,7 @@ def said(check, make):
 
 @pytest.mark.parametrize(
     "make",
-    [local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, peers, harmless],
+    [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless],
     ids=lambda make: make.__name__,
 )
 def test_conforms(make):

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
+from cases import for_each
 
 from commrt import errors
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
@@ -199,7 +200,7 @@ def every_error(kind=errors.CommrtError):
     return [kind, *(each for child in kind.__subclasses__() for each in every_error(child))]
 
 
-@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+@for_each("kind", every_error())
 def test_an_error_crosses_processes_as_it_is(kind):
     place = errors.Place(1, 2, step=3)
     given = {errors.Evicted: ("it was late", place, 4, 0)}.get(kind, ("it failed",))

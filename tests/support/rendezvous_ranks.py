@@ -117,13 +117,13 @@ def attempt(use):
     return "done"
 
 
-def child_uses_the_world(tell, in_group):
-    """Children of every rank try all that a world offers; then the parents go on with it."""
+def child_uses_the_world(tell, in_group, port):
+    """Children of every rank try all that a world offers, and open others; then the parents go on with it."""
     with default_group() if in_group else nullcontext():
-        return what_a_child_may_do()
+        return what_a_child_may_do(port)
 
 
-def what_a_child_may_do():
+def what_a_child_may_do(port):
     torch.set_num_threads(1)
     schedule, buffer, go_on = ring.all_reduce(2), torch.ones(4), Event()
     with commrt.init(30) as world:
@@ -140,6 +140,8 @@ def what_a_child_may_do():
             "abort": lambda: world.abort(OSError("of the child")),
             "transport": world.transport.close,
             "exit": atexit._run_exitfuncs,
+            "a world of its own": lambda: add_up_in_another_world(1, RANK="0", WORLD_SIZE="1"),
+            "a world elsewhere": lambda: add_up_in_another_world(2, MASTER_PORT=str(port)),
         }
         answers = {name: in_a_child(lambda use=use: attempt(use)) for name, use in uses.items()}
         go_on.set()
@@ -149,25 +151,15 @@ def what_a_child_may_do():
         return answers, buffer.tolist(), reported
 
 
-def child_opens_a_world_of_its_own(tell, port):
-    """The children of all ranks meet at another port; None for a world of one each."""
-    torch.set_num_threads(1)
-
-    def join():
-        if port is None:
-            del os.environ["RANK"], os.environ["WORLD_SIZE"]
-        else:
-            os.environ["MASTER_PORT"] = str(port)
-        with commrt.init(8) as world:
-            buffer = torch.ones(4)
-            world.run(ring.all_reduce(world.size), buffer)
-            world.agree("the end")
-            return world.size, buffer.tolist()
-
-    with commrt.init(30) as world:
-        answer = in_a_child(join)
+def add_up_in_another_world(size, **variables):
+    os.environ.update(variables)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with commrt.init(8) as world:
+        buffer = torch.ones(4)
+        world.run(ring.all_reduce(size), buffer)
+        assert buffer.tolist() == [size] * 4
         world.agree("the end")
-        return answer
 
 
 def forks_and_waits(tell, timeout_s):
