@@ -19,24 +19,19 @@ from commrt.elastic.store_membership import StoreMembership
 from commrt.testing.processes import run_processes
 from commrt.threads.deadline import Deadline, clock
 
-
-def test_all_waiting_counts_between_frequent_polls(monkeypatch):
-    monkeypatch.setattr(clock, "now_s", iter([0.0, 1.0, 2.5, 4.5, 8.0]).__next__)
-    waits = Deadline(8.0)
-    assert [waits.waited_s for _ in range(3)] == [1.0, 2.5, 4.5]
-    assert waits.left_s == 8.0 - 4.5 - 2.0
-
-
-def test_a_stop_counts_as_a_quarter_of_the_limit(monkeypatch):
-    monkeypatch.setattr(clock, "now_s", iter([0.0, 1.0, 1000.0, 1001.0]).__next__)
-    waits = Deadline(8.0)
-    assert [waits.left_s for _ in range(3)] == [7.0, 5.0, 4.0]
+LEFT = {
+    "all waiting counts between frequent polls": ([1.0, 2.5, 4.5], 0.0, [7.0, 5.5, 3.5]),
+    "a stop counts as a quarter of the limit": ([1.0, 1000.0, 1001.0], 0.0, [7.0, 5.0, 4.0]),
+    "work that may take long between two polls counts": ([5.0, 1000.0], 6.0, [3.0, -3.0]),
+}
+"""When a deadline is polled, the time between two polls for which it allows, and what is left of 8 s then."""
 
 
-def test_work_that_may_take_long_between_two_polls_counts(monkeypatch):
-    monkeypatch.setattr(clock, "now_s", iter([0.0, 5.0, 1000.0]).__next__)
-    waits = Deadline(8.0, between_s=6.0)
-    assert [waits.left_s for _ in range(2)] == [3.0, -3.0]
+@pytest.mark.parametrize(("polls_s", "between_s", "left_s"), LEFT.values(), ids=LEFT)
+def test_a_deadline_counts_what_its_process_waited(monkeypatch, polls_s, between_s, left_s):
+    monkeypatch.setattr(clock, "now_s", iter([0.0, *polls_s]).__next__)
+    waits = Deadline(8.0, between_s)
+    assert [waits.left_s for _ in polls_s] == left_s
 
 
 @pytest.mark.processes

@@ -29,19 +29,29 @@ HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 """What the mpiexec of MPICH and of Intel MPI sets."""
 
 
-def test_torchrun_says_everything():
-    env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **AT}
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert launched(env) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321)
-    assert launched(SLURM | env) == launched(env)  # in a task of Slurm, as examples/launch/job.sbatch does
-    assert launched(env | agent) == Launch("torchrun", 2, 4, 0, 2, "10.1.2.3", 4321, store_exists=True, attempt=1)
+PALS = {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+ANOTHER_STEP = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_STEP_ID": "12"}
+HERE = ("10.1.2.3", 4321)
 
 
-def test_open_mpi_and_mpich_are_recognised():
-    assert launched(OPEN_MPI | AT) == Launch("Open MPI", 3, 8, 1, 2, "10.1.2.3", 4321)
-    assert launched(HYDRA | AT) == Launch("MPICH", 3, 4, 1, 2, "10.1.2.3", 4321)
-    pals = {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
-    assert launched(pals | AT) == Launch("PMI", 3, 8, 1, 2, "10.1.2.3", 4321)
+@for_each(
+    ("env", "launch"),
+    [
+        (TORCHRUN, Launch("torchrun", 2, 4, 0, 2, *HERE)),
+        (TORCHRUN | AGENT, Launch("torchrun", 2, 4, 0, 2, *HERE, store_exists=True, attempt=1)),
+        (SLURM | TORCHRUN, Launch("torchrun", 2, 4, 0, 2, *HERE)),  # as examples/launch/job.sbatch does
+        (OPEN_MPI, Launch("Open MPI", 3, 8, 1, 2, *HERE)),
+        (HYDRA, Launch("MPICH", 3, 4, 1, 2, *HERE)),
+        (PALS, Launch("PMI", 3, 8, 1, 2, *HERE)),
+        (SLURM, Launch("Slurm", 5, 8, 1, 4, *HERE)),
+        (SLURM | ANOTHER_STEP, Launch("Slurm", 5, 6, 1, 3, *HERE)),
+        (SLURM | PMI2, Launch("Slurm", 5, 8, 1, 4, *HERE)),
+    ],
+)
+def test_each_launcher_is_recognised_and_says_everything(env, launch):
+    assert launched(env | AT) == launch
 
 
 @pytest.mark.parametrize(("mpirun", "name"), [(OPEN_MPI, "Open MPI"), (HYDRA, "MPICH")])
@@ -50,18 +60,6 @@ def test_mpirun_inside_a_slurm_job_is_mpirun_and_its_first_node_holds_the_store(
     launch = launched(slurm | {"SLURM_JOB_NODELIST": "gpu[4-5]"} | mpirun)
     assert launch is not None
     assert (launch.launcher, launch.rank, launch.local_rank, launch.address) == (name, 3, 1, "gpu4")
-
-
-def test_a_slurm_step_is_a_launch_of_its_own_size():
-    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_STEP_ID": "12"}
-    assert launched(SLURM | step | AT) == Launch("Slurm", 5, 6, 1, 3, "10.1.2.3", 4321)
-
-
-def test_srun_with_pmi_is_slurm():
-    launch = launched(SLURM | {"SLURM_STEP_NODELIST": "gpu[4-5]"} | PMI2)
-    assert launch is not None
-    assert (launch.launcher, launch.rank, launch.size, launch.local_rank) == ("Slurm", 5, 8, 1)
-    assert launch.address == "gpu4"
 
 
 @for_each(

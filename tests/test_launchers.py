@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from platform import machine
@@ -41,25 +41,19 @@ def here():
         yield [] if why_none() else stack.enter_context(hosts(1))[0]
 
 
-@contextmanager
-def started(*commands):
-    """All at once; what they said is shown if one fails."""
+def run(*commands):
+    """All at once; what one said is shown if it fails."""
     options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen([str(word) for word in command], **options) for command in commands]
     try:
-        yield processes
+        for process in processes:
+            said, _ = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, said
     finally:
         for process in processes:
             process.terminate()
             process.wait(20)
             process.stdout.close()
-
-
-def run(*commands):
-    with started(*commands) as processes:
-        for process in processes:
-            said, _ = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, said
 
 
 def reports(folder):

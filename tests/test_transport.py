@@ -87,52 +87,46 @@ def test_a_peer_that_is_lost_is_named_before_a_neighbour_that_is_late():
     assert caught.value.place.peer == 2
 
 
-def ring_turn(transport, ranks):
-    right, left = (transport.rank + 1) % ranks, (transport.rank - 1) % ranks
-    data = torch.ones(4)
-    return transport.bind(P2PGroup([P2PMessage(right, data)], [P2PMessage(left, torch.empty(4))]))
-
-
 def test_a_local_deadline_prints_who_waits_for_whom():
     exchange = local(3, 0.2)[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(1))]))
     with pytest.raises(DeadlineExceeded, match=r"who waits for whom: 0->1"):
         exchange(Tag(0, 0))
 
 
-def exchange_in_steps(transports, steps):
-    def one(transport):
-        turn = ring_turn(transport, len(transports))
+def errors_under(fault, timeout_s=30.0):
+    """What two ranks raise that exchange in three steps, with a fault."""
+
+    def exchange(transport):
+        peer = 1 - transport.rank
+        turn = transport.bind(P2PGroup([P2PMessage(peer, torch.ones(4))], [P2PMessage(peer, torch.empty(4))]))
         try:
-            for step in range(steps):
+            for step in range(3):
                 turn(Tag(step, 0))
         except TransportError:
             transport.abort()
             raise
 
-    with ThreadPoolExecutor(len(transports)) as pool:
-        return [future.exception() for future in [pool.submit(one, transport) for transport in transports]]
-
-
-def faulty(fault, timeout_s=0.5, ranks=2):
-    return [with_faults(fault)(transport) for transport in local(ranks, timeout_s)]
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(exchange, with_faults(fault)(transport)) for transport in local(2, timeout_s)]
+        return [future.exception() for future in futures]
 
 
 def test_an_injected_failure_strikes_at_its_rank_and_step_and_the_peer_learns_it():
-    errors = exchange_in_steps(faulty(fail_at(rank=1, step=2), timeout_s=30), 4)
-    assert type(errors[1]) is TransportError
-    assert (errors[1].place.rank, errors[1].place.step) == (1, 2)
-    assert isinstance(errors[0], PeerLost)
-    assert (errors[0].place.peer, errors[0].place.step) == (1, 2)
+    lost, failed = errors_under(fail_at(rank=1, step=2))
+    assert type(failed) is TransportError
+    assert (failed.place.rank, failed.place.step) == (1, 2)
+    assert isinstance(lost, PeerLost)
+    assert (lost.place.peer, lost.place.step) == (1, 2)
 
 
 def test_dropped_sends_end_in_the_receivers_deadline():
-    errors = exchange_in_steps(faulty(drop_at(rank=1, step=1)), 2)
-    assert isinstance(errors[0], DeadlineExceeded)
-    assert (errors[0].place.peer, errors[0].place.step) == (1, 1)
+    late, _ = errors_under(drop_at(rank=1, step=1), timeout_s=0.5)
+    assert isinstance(late, DeadlineExceeded)
+    assert (late.place.peer, late.place.step) == (1, 1)
 
 
 def test_a_delay_loses_nothing():
-    assert exchange_in_steps(faulty(delay_at(rank=0, step=1, seconds=0.05)), 3) == [None, None]
+    assert errors_under(delay_at(rank=0, step=1, seconds=0.05)) == [None, None]
 
 
 def gloo_rank(store, rank, members, timeout_s):

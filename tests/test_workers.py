@@ -98,7 +98,9 @@ def test_an_error_after_a_tolerated_death_names_both():
         run_workers(3, body, may_lose=1)
 
 
-def test_a_death_is_the_cause_of_an_error_that_was_heard_of_before():
+def test_a_death_is_the_cause_of_an_error_that_was_heard_of_before(monkeypatch):
+    monkeypatch.setattr(processes, "CAUSE_S", LIMIT_S)
+
     def body():
         if rank() == 1:
             sleep(0.1)

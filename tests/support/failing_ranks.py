@@ -87,11 +87,12 @@ def only_the_first_comes(tell, timeout_s):
 def listening(tell):
     """Run a process with a liveness listener, and a child that outlives it, as a DataLoader's worker may."""
     listener = Listener("127.0.0.1")
+    ready, begun = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.pause()
-    tell((listener.address, child))
-    signal.pause()
+        tell_and_pause(lambda _: os.write(begun, b"!"), None)
+    os.read(ready, 1)  # the child has let go of the listener
+    tell_and_pause(tell, (listener.address, child))
 
 
 STEPS = 30
