@@ -58,19 +58,6 @@ def test_a_callback_begins_transfers_and_waits_for_them(nested, faults):
     assert run_ranks(3, body, **faults) == [[9.0] * 4] * 3
 
 
-def test_the_transfers_of_callbacks_come_before_the_next_ones_also_where_ranks_are_late():
-    def body(world):
-        futures = []
-        for n in range(20):
-            if n % world.size == world.rank:
-                world.comm_thread.submit(lambda: Event().wait(0.003))  # the others are done before
-            work = begin(world, n + 1.0)
-            futures.append(work.get_future().then(lambda f: summed(world, f.value()[0])).then(lambda f: f.value()))
-        return [future.wait()[0].item() for future in futures]
-
-    assert run_ranks(3, body) == [[9.0 * (n + 1) for n in range(20)]] * 3
-
-
 def test_callbacks_added_after_the_next_transfer_was_begun_come_after_it_on_all_ranks():
     def body(world):
         works = [begin(world, n + 1.0) for n in range(4)]

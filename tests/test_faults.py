@@ -83,11 +83,9 @@ def test_a_worker_that_runs_out_of_data_is_named():
 
 def test_a_worker_of_another_world_size_is_named_on_every_rank():
     for outcome in run_processes(3, failing_ranks.one_starts_with_another_size, 2, limit_s=LIMIT_S):
-        assert outcome.error is not None
-        assert re.match("DisagreementError: .*rank 2 disagrees with rank 0 about world size: ", outcome.error)
+        assert re.match("DisagreementError: .*rank 2 disagrees with rank 0 about world size: ", str(outcome.error))
 
 
 def test_ranks_that_never_come_are_named():
     outcomes = run_processes(3, failing_ranks.only_the_first_comes, 1.5)
-    assert outcomes[0].error is not None
-    assert "ranks [1, 2] did not come within 1.5 s" in outcomes[0].error
+    assert "ranks [1, 2] did not come within 1.5 s" in str(outcomes[0].error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random connections to a world's sockets do not stop it; a local launch opens no socket to other machines."""
+"""Random connections to a world's sockets do not stop it; on one machine it opens none to other machines."""
 
 from __future__ import annotations
 
@@ -13,37 +13,28 @@ import pytest
 from fuzzing import FILES, cases, in_time, met
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stray_connections import train_under_knocks, where_gloo_listens
+from listening_ranks import where_a_world_listens
 
 from commrt.backup_workers import catch_up
 from commrt.backup_workers.catch_up import NBYTES, YES, StateServer, request_state
 from commrt.elastic.generations import Listener, probe
+from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
 
 LOOPBACK = "127.0.0.1"
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@linux
-@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.processes
-def test_random_connections_do_not_delay_a_world_and_its_sockets_are_local():
-    for outcome in run_processes(3, train_under_knocks, 10):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_world_on_one_machine_listens_on_the_loopback_only(monkeypatch, transport):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
+    for outcome in run_processes(3, where_a_world_listens):
         assert outcome.error is None
-        places, ours, equal = outcome.value
-        assert ours >= 2  # a liveness listener and a state server
-        assert [place for place in places if not ip_address(place[0]).is_loopback] == []
-        assert equal
-
-
-@linux
-@pytest.mark.processes
-def test_the_gloo_transport_opens_only_local_sockets(monkeypatch):
-    monkeypatch.setenv("COMMRT_TRANSPORT", "gloo")
-    for outcome in run_processes(2, where_gloo_listens):
-        assert outcome.error is None
-        assert outcome.value
-        assert [place for place in outcome.value if not ip_address(place[0]).is_loopback] == []
+        kind, addresses = outcome.value
+        assert kind == transport
+        assert len(addresses) >= 2  # a liveness listener and a state server
+        assert [each for each in addresses if not ip_address(each).is_loopback] == []
 
 
 @pytest.fixture

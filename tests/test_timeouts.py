@@ -20,12 +20,11 @@ import commrt
 from commrt.backup_workers import quorum
 from commrt.backup_workers.quorum import NO_MEMBERS, QuorumVote
 from commrt.c10d.group import ProcessGroupWorld
-from commrt.elastic import generations
-from commrt.elastic.generations import Generation, Processes
+from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, UsageError
 from commrt.runtime import init
 from commrt.store import client
-from commrt.store.client import TimedStore, call_store
+from commrt.store.client import call_store
 from commrt.testing.ranks import local_worlds
 from commrt.threads.deadline import DEFAULT_TIMEOUT_S, PARTS, Deadline, Timeouts
 from commrt.threads.future import start_call
@@ -107,21 +106,6 @@ def test_a_request_to_the_store_ends_after_what_it_waits_for_could():
             silent.result()
         assert clock.now_s() - begin_s >= 5.0 + client.ANSWER_S
     never.set()
-
-
-@for_each("timeout_s", [2.0, 300.0])
-def test_a_probe_has_the_limit_of_a_probe(timeout_s):
-    store = TimedStore(HashStore(), 0, lambda: timeout_s)
-    first, second = (Processes(store, rank, "127.0.0.1", lambda: timeout_s) for rank in range(2))
-    second.register()
-    asked = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generations, "probe", lambda _, limit_s: asked.append(limit_s) or False)
-        assert first.is_gone(1, 0)
-        assert not first.answers(1)
-    assert asked == [Timeouts.of(timeout_s).probe_s] * 2
-    first.close()
-    second.close()
 
 
 @for_each("share", [0.9, 1.1])

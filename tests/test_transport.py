@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 import nccl_stand_in as stand_in
 import pytest
 import torch
+from cases import for_each
 from torch.distributed import HashStore
 from transports import gloo, local, nccl, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
@@ -30,22 +31,14 @@ def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
 
-def said(check, make):
-    """What `check` has against the transports of `make`, or None."""
-    try:
-        check(make)
-    except Exception as error:  # whatever it is
-        return error
-    return None
-
-
 @pytest.mark.parametrize(
     "make",
     [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless],
     ids=lambda make: make.__name__,
 )
-def test_conforms(make):
-    assert {conformance.name(check): error for check in conformance.CHECKS if (error := said(check, make))} == {}
+@for_each("check", conformance.CHECKS)
+def test_conforms(make, check):
+    check(make)
 
 
 def test_what_stays_on_a_host_and_what_leaves_it_are_under_way_together():
