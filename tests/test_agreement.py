@@ -9,7 +9,7 @@ from time import monotonic
 
 import pytest
 from moved_clock import moved_clock
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
 from commrt.runtime import connection
@@ -32,12 +32,6 @@ def on_threads(ranks, body):
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(body, rank) for rank in ranks]
         return [future.exception() or future.result() for future in futures]
-
-
-def test_all_ranks_get_the_records_of_all():
-    store = PrefixStore("a prefix", HashStore())
-    found = on_threads(range(3), lambda rank: gather(store, rank, range(3), [rank], PATIENT_S, json.loads))
-    assert found == [{0: [0], 1: [1], 2: [2]}] * 3
 
 
 def test_ranks_that_do_not_come_are_named(store):

@@ -37,13 +37,20 @@ class Nowhere:
         return lambda tag: None
 
 
-def runs_of(world, compare=lambda claim, schedule, step: None):
-    return PreparedRuns(world, world, compare)
+@pytest.fixture
+def nowhere():
+    return Nowhere()
 
 
 @pytest.fixture
-def runs():
-    return runs_of(Nowhere())
+def compared():
+    """What was compared with other ranks, in order."""
+    return []
+
+
+@pytest.fixture
+def runs(nowhere, compared):
+    return PreparedRuns(nowhere, nowhere, lambda claim, schedule, step: compared.append(claim))
 
 
 def test_a_schedule_is_bound_to_a_buffer_once(runs):
@@ -151,12 +158,11 @@ def test_a_buffer_that_lives_keeps_no_world_alive():
     assert sorted(gone) == [0, 1]
 
 
-def test_what_was_bound_in_another_generation_is_bound_anew():
-    world, buffer = Nowhere(), torch.zeros(10)
-    runs = runs_of(world)
+def test_what_was_bound_in_another_generation_is_bound_anew(runs, nowhere):
+    buffer = torch.zeros(10)
     runs.run(RING, buffer, NOW)
     before = runs.known(RING, buffer)
-    world.membership.number = 1
+    nowhere.membership.number = 1
     assert runs.known(RING, buffer) is None
     runs.run(RING, buffer, NOW)
     assert runs.known(RING, buffer) not in (None, before)
@@ -164,7 +170,8 @@ def test_what_was_bound_in_another_generation_is_bound_anew():
 
 def test_of_many_programs_only_the_latest_are_kept(monkeypatch):
     monkeypatch.setattr(prepared, "RUNS_KEPT", 16)
-    runs, buffer = runs_of(Nowhere()), torch.zeros(10)
+    buffer, nowhere = torch.zeros(10), Nowhere()
+    runs = PreparedRuns(nowhere, nowhere, lambda claim, schedule, step: None)
     some = [Schedule(f"{number}", 2, 1, lambda: iter([Step.of(0, 1, 0, 1, COPY)])) for number in range(17)]
     for schedule in some:
         runs.run(schedule, buffer, NOW)
@@ -192,39 +199,28 @@ def test_buffers_of_all_dtypes_share_scratch_memory(runs):
     assert len(found) == 1
 
 
-@pytest.fixture
-def compared():
-    """What was compared with other ranks, in order."""
-    return []
-
-
-@pytest.fixture
-def comparing_runs(compared):
-    return runs_of(Nowhere(), lambda claim, schedule, step: compared.append(claim))
-
-
-def test_a_rank_that_has_another_object_or_has_let_go_of_one_compares_nothing_again(comparing_runs, compared):
+def test_a_rank_that_has_another_object_or_has_let_go_of_one_compares_nothing_again(runs, compared):
     for schedule in (RING, RING.over((0, 1)), RING):
-        comparing_runs.run(schedule, torch.zeros(8), NOW)
+        runs.run(schedule, torch.zeros(8), NOW)
     assert len(compared) == 1
     for other in (torch.zeros(9), torch.zeros(8, dtype=torch.int64)):
-        comparing_runs.run(RING, other, NOW)
+        runs.run(RING, other, NOW)
     assert len(compared) == 3
 
 
-def test_what_is_forgotten_as_compared_is_forgotten_as_bound(comparing_runs, compared, monkeypatch):
+def test_what_is_forgotten_as_compared_is_forgotten_as_bound(runs, compared, monkeypatch):
     monkeypatch.setattr(prepared, "COMPARISONS_KEPT", 1)
     here, there = torch.zeros(8), torch.zeros(9)
     for buffer in (here, there, here):
-        comparing_runs.run(RING, buffer, NOW)
+        runs.run(RING, buffer, NOW)
     assert len(compared) == 3
 
 
-def test_what_a_comparison_refuses_is_not_bound():
+def test_what_a_comparison_refuses_is_not_bound(nowhere):
     def refuse(claim, schedule, step):
         raise commrt.DisagreementError("they differ")
 
-    runs, buffer = runs_of(Nowhere(), refuse), torch.zeros(8)
+    runs, buffer = PreparedRuns(nowhere, nowhere, refuse), torch.zeros(8)
     for _ in range(2):
         with pytest.raises(commrt.DisagreementError):
             runs.run(RING, buffer, NOW)

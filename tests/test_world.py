@@ -212,7 +212,7 @@ REFUSALS = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("transport", "in_group"), taking_turns(TRANSPORTS, [False, True]))
-def test_a_forked_child_may_open_other_worlds_and_harms_nobody(monkeypatch, transport, in_group):
+def test_a_forked_child_may_only_open_other_worlds_and_harms_nobody(monkeypatch, transport, in_group):
     monkeypatch.setenv("COMMRT_TRANSPORT", transport)
     outcomes = run_processes(2, rendezvous_ranks.child_uses_the_world, in_group, free_port(), limit_s=LIMIT_S)
     assert [outcome.error for outcome in outcomes] == [None, None]
@@ -230,7 +230,7 @@ def test_a_forked_child_that_frees_gloo_s_sockets_ends_and_leaves_them_to_its_pa
         pair.clear()
         return gc.collect() >= 0
 
-    assert rendezvous_ranks.in_a_child(free)
+    assert rendezvous_ranks.in_a_child(free) is True
     buffers = [torch.ones(4) for _ in pair]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda transport, buffer: World(transport, store).run(RING, buffer), pair, buffers))
