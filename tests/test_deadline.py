@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from math import inf
 from threading import Timer
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -123,7 +123,9 @@ def test_a_rank_that_was_stopped_waits_for_a_rank_that_comes_after_it_woke(come)
     with moved_clock() as clock, ThreadPoolExecutor(2) as pool:
         first = pool.submit(come, members[0])
         clock.wait_for_readers(1)
-        clock.advance(1000.0)  # a stop between two polls
+        for _ in range(3):  # stops, of which one at least is between two polls of what is waited for
+            sleep(0.05)
+            clock.advance(1000.0)
         second = pool.submit(come, members[1])
         first.result()
         second.result()

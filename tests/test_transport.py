@@ -171,14 +171,11 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
 
     def body(place):
         rank, after, before = members[place], members[(place + 1) % 3], members[place - 1]
-        transport = open_one(store, rank, members, 10.0)
-        landing = torch.zeros(1)
-        transport.bind(P2PGroup([P2PMessage(after, torch.tensor([float(rank)]))], [P2PMessage(before, landing)]))(
-            Tag(0, 0)
-        )
-        with pytest.raises(UsageError, match=r"names ranks \[2\], but there are only ranks 1, 3, 4"):
-            transport.bind(P2PGroup([P2PMessage(2, landing)], []))
-        transport.close()
+        data, landing = torch.tensor([float(rank)]), torch.zeros(1)
+        with closing(open_one(store, rank, members, 10.0)) as transport:
+            transport.bind(P2PGroup([P2PMessage(after, data)], [P2PMessage(before, landing)]))(Tag(0, 0))
+            with pytest.raises(UsageError, match=r"names ranks \[2\], but there are only ranks 1, 3, 4"):
+                transport.bind(P2PGroup([P2PMessage(2, landing)], []))
         return landing.item() == before
 
     with ThreadPoolExecutor(3) as pool:
@@ -187,20 +184,13 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank])
 def test_a_default_device_does_not_reach_a_transport(open_one):
-    store, held = HashStore(), []  # references, which must not matter either
+    store = HashStore()
 
     def body(rank):
         data, landing = torch.ones(4), torch.zeros(4)
-        with torch.device("meta"):
-            transport = open_one(store, rank, range(2), 10.0)
+        with torch.device("meta"), closing(open_one(store, rank, range(2), 10.0)) as transport:
             assert transport.allocate(0, torch.float32).device.type == "cpu"
-            exchange = transport.bind(P2PGroup([P2PMessage(1 - rank, data)], [P2PMessage(1 - rank, landing)]))
-            exchange(Tag(0, 0))
-            held.extend([transport, getattr(transport, "_group", None)])
-            if rank == 1:
-                with pytest.raises(PeerLost):
-                    exchange(Tag(1, 0))
-            transport.close()
+            transport.bind(P2PGroup([P2PMessage(1 - rank, data)], [P2PMessage(1 - rank, landing)]))(Tag(0, 0))
         return landing.tolist()
 
     with ThreadPoolExecutor(2) as pool:
