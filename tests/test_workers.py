@@ -109,10 +109,7 @@ def die_but_for_the_first():
 ENDS = {
     fail_after_a_death: (1, r"worker [02] failed: OSError: .* full \(before that, worker 1 was killed by SIGKILL\)$"),
     die_after_an_error: (0, "worker 1 was killed by SIGUSR1: this run needs all of its 3 workers"),
-    die_but_for_the_first: (
-        1,
-        r"(worker \d was killed by SIGTERM(, |: )){2}this run can do without 1 of its 3 workers",
-    ),
+    die_but_for_the_first: (1, r"(worker \d was killed by SIGTERM(, |: )){2}this run can do without 1 of its 3"),
     lambda: os._exit(7): (1, r"worker \d failed: silence: it ended with exit code 7 and sent no result$"),
 }
 """How many workers a run may lose, and what it says if they end so."""
