@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from threading import Event
-from time import monotonic
 
 import pytest
 import torch
 
 import commrt
-from commrt.errors import DeadlineExceeded, UsageError
+from commrt.errors import UsageError
 from commrt.testing.faults import delay_at, with_faults
 from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
@@ -59,19 +58,6 @@ def test_a_callback_begins_transfers_and_waits_for_them(nested, faults):
     assert run_ranks(3, body, **faults) == [[9.0] * 4] * 3
 
 
-def test_the_transfers_of_callbacks_come_before_the_next_ones_also_where_ranks_are_late():
-    def body(world):
-        futures = []
-        for n in range(20):
-            if n % world.size == world.rank:
-                world.comm_thread.submit(lambda: Event().wait(0.003))  # the others are done before
-            work = begin(world, n + 1.0)
-            futures.append(work.get_future().then(lambda f: summed(world, f.value()[0])).then(lambda f: f.value()))
-        return [future.wait()[0].item() for future in futures]
-
-    assert run_ranks(3, body) == [[9.0 * (n + 1) for n in range(20)]] * 3
-
-
 def test_callbacks_added_after_the_next_transfer_was_begun_come_after_it_on_all_ranks():
     def body(world):
         works = [begin(world, n + 1.0) for n in range(4)]
@@ -83,21 +69,18 @@ def test_callbacks_added_after_the_next_transfer_was_begun_come_after_it_on_all_
     assert run_ranks(2, body, **LATE) == [[4.0, 8.0, 12.0, 16.0]] * 2
 
 
-def test_the_error_of_a_transfer_in_a_callback_is_that_of_the_callback():
+FAILING = {
+    "disagrees with rank 0 about numel": lambda world: summed(world, torch.ones(1000 + 1000 * world.rank)),
+    "ZeroDivisionError": lambda world: 1 // 0,
+}
+
+
+@pytest.mark.parametrize("error", FAILING)
+def test_what_a_callback_raises_is_its_own_error_and_harms_no_later_transfer(error):
     def body(world):
         begin(world).wait()
-        after = begin(world).get_future().then(lambda f: summed(world, torch.ones(1000 + 1000 * world.rank)))
-        with pytest.raises(RuntimeError, match="disagrees with rank 0 about numel"):
-            after.wait()
-        return summed(world, torch.ones(4)).tolist()
-
-    assert run_ranks(2, body, **LATE) == [[2.0] * 4] * 2
-
-
-def test_what_a_callback_raises_harms_no_later_transfer():
-    def body(world):
-        after = begin(world).get_future().then(lambda _: 1 // 0)
-        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        after = begin(world).get_future().then(lambda _: FAILING[error](world))
+        with pytest.raises(RuntimeError, match=error):
             after.wait()
         return summed(world, torch.ones(4)).tolist()
 
@@ -123,58 +106,29 @@ def test_a_world_that_closes_ends_the_transfers_of_callbacks_first():
     assert results == {0: [4.0] * 4, 1: [4.0] * 4}
 
 
-def test_a_task_may_not_wait_for_a_later_one():
-    thread = CommThread(lambda _: None)
-    with pytest.raises(UsageError, match="it can neither wait for a transfer that comes later"):
-        thread.submit(lambda: thread.submit(int).result()).result(LIMIT_S)
-    thread.close()
+def test_neither_a_task_nor_its_callback_may_wait_for_a_later_task():
+    thread, go_on, refusals = CommThread(lambda _: None), Event(), []
 
-
-def test_a_callback_may_not_wait_for_a_later_task():
-    thread, go_on, refused = CommThread(lambda _: None), Event(), []
-    first, later = thread.submit(go_on.wait), thread.submit(int)
-
-    def wait(_):
-        with pytest.raises(UsageError, match="neither wait for a transfer that comes later"):
+    def wait(*_):
+        with pytest.raises(UsageError, match="neither wait for a transfer that comes later") as refused:
             later.result()
-        refused.append(True)
+        refusals.append(refused)
 
+    first = thread.submit(lambda: go_on.wait() and wait())
+    later = thread.submit(int)
     first.add_done_callback(wait)
     go_on.set()
     assert later.result(LIMIT_S) == 0
-    assert refused == [True]
+    assert len(refusals) == 2
     thread.close()
-
-
-def stuck(limit_s=SHORT_S):
-    """A thread whose callback waits for a later task without asking it, until that has ended or the test has."""
-    failures, go_on, ended = [], Event(), Event()
-    thread = CommThread(failures.append, limit_s=lambda: limit_s)
-    first, later = thread.submit(go_on.wait), thread.submit(int)
-    later.add_done_callback(lambda _: ended.set())
-    first.add_done_callback(lambda _: ended.wait(LIMIT_S))
-    go_on.set()
-    return thread, later, failures
-
-
-def test_a_callback_that_waits_for_a_later_task_ends_at_the_limit(caplog):
-    thread, later, failures = stuck()
-    error = later.exception(LIMIT_S)
-    assert "a callback of a future kept the communication thread waiting for longer than 0.3 s" in str(error)
-    (failure,) = failures
-    assert isinstance(failure, DeadlineExceeded)
-    assert str(failure) in caplog.text
-    thread.close(LIMIT_S)
 
 
 def test_a_thread_whose_callback_never_returns_can_be_closed():
     thread, go_on, never = CommThread(lambda _: None, limit_s=lambda: SHORT_S), Event(), Event()
     first = thread.submit(go_on.wait)
-    first.add_done_callback(lambda _: never.wait(LIMIT_S))
+    first.add_done_callback(lambda _: never.wait())
     go_on.set()
-    begin_s = monotonic()
     thread.close(LIMIT_S)
-    assert monotonic() - begin_s < LIMIT_S / 2
     never.set()
 
 
@@ -190,12 +144,14 @@ def test_transfers_of_a_callback_may_take_longer_than_the_limit_together():
     thread.close()
 
 
-def test_a_wait_of_torch_in_a_callback_for_a_later_transfer_ends_at_the_timeout():
+def test_a_wait_of_torch_in_a_callback_for_a_later_transfer_ends_the_world_at_the_timeout(caplog):
     def body(world):
         first, later = begin(world), []
         after = first.get_future().then(lambda _: later[0].wait())
         later.append(begin(world, tag=commrt.Tag(1, "later")).get_future())
         with pytest.raises(RuntimeError, match="a callback of a future kept the communication thread"):
             after.wait()
+        assert world.closed
 
     run_ranks(2, body, timeout_s=1.0, **LATE)
+    assert "a callback of a future kept the communication thread waiting for longer than 1 s" in caplog.text

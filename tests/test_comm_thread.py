@@ -1,20 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every task of a communication thread is answered, whatever happens to the thread meanwhile."""
+"""Every task of a communication thread is answered, and its future hands that on, whatever interrupts a thread."""
 
 from __future__ import annotations
 
+import _thread
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import count
-from threading import Event, Thread
+from threading import Event, Thread, Timer
+from time import monotonic
 
 import pytest
-from interrupts import interposed
+from interrupts import interposed, interrupted
 
 from commrt.errors import DeadlineExceeded, Place, TransportClosed
 from commrt.threads.comm_thread import CommThread, RecoveredError
-from commrt.threads.future import Streams
+from commrt.threads.future import Future, Streams
 
 LIMIT_S = 20.0
+
+
+def test_a_value_reaches_all_threads_that_wait_for_it():
+    future = Future()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(future.result, 30) for _ in range(2)]
+        future.set_result("yes")
+    assert [future.result() for future in waiting] == ["yes", "yes"]
+    assert future.done()
+
+
+def test_an_error_is_raised_each_time_that_the_result_is_taken():
+    future = Future()
+    future.set_exception(OSError("no"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="no"):
+            future.result()
+    assert isinstance(future.exception(), OSError)
+
+
+def test_a_wait_ends_at_its_timeout():
+    future = Future()
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
+        future.result(0.01)
+    assert not future.done()
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_an_interrupt_at_any_point_of_a_wait_loses_no_result_and_never_blocks_the_thread_that_sets_it(is_set):
+    for at in count():
+        future = Future()
+        with ThreadPoolExecutor(1) as pool:
+            if is_set:
+                future.set_result(1)
+            was_interrupted = interrupted(lambda future=future: future.result(0), at)
+            if not is_set:
+                pool.submit(future.set_result, 1).result(30)
+        assert future.result(0) == 1
+        if not was_interrupted:
+            break
+    assert at > 5
+
+
+def test_an_interrupt_that_did_not_wake_the_waiting_thread_is_noticed_soon():
+    """As one that comes just before the wait begins."""
+    waiting, begin_s = Future(), monotonic()
+    Timer(0.1, _thread.interrupt_main).start()  # a flag, and no signal that ends a system call
+    with pytest.raises(KeyboardInterrupt):
+        waiting.exception(20)
+    assert monotonic() - begin_s < 15
+
+
+def test_a_callback_runs_once_whether_it_comes_before_the_result_or_after_it():
+    future, heard = Future(), []
+    future.add_done_callback(heard.append)
+    assert heard == []
+    future.set_result(1)
+    future.add_done_callback(heard.append)
+    assert heard == [future, future]
+
+
+def test_a_callback_that_fails_is_logged_and_the_others_run(caplog):
+    future, heard = Future(), []
+    future.add_done_callback(heard.append)
+    future.add_done_callback(lambda _: 1 // 0)
+    future.set_result(1)
+    assert heard == [future]
+    assert "a callback of a future failed" in caplog.text
 
 
 def ignore(failure):
@@ -107,26 +178,19 @@ def test_an_error_that_cannot_be_told_to_the_other_ranks_says_so():
     thread.close()
 
 
-def test_a_close_with_a_limit_does_not_wait_for_a_task_that_is_stuck():
-    thread, go_on = CommThread(ignore), Event()
-    stuck = thread.submit(go_on.wait)
-    with pytest.raises(TimeoutError):
-        thread.close(0.05)
-    go_on.set()
-    thread.close(LIMIT_S)
-    assert stuck.result() is True
+def run_on_another_thread(thread, task):
+    Thread(target=lambda: thread.run(task)).start()
 
 
-def test_a_close_with_a_limit_does_not_wait_for_another_thread_that_is_stuck_in_a_task():
+@pytest.mark.parametrize("start", [CommThread.submit, run_on_another_thread])
+def test_a_close_with_a_limit_does_not_wait_for_a_task_that_is_stuck(start):
     thread, begun, go_on = CommThread(ignore), Event(), Event()
-    other = Thread(target=lambda: thread.run(lambda: begun.set() or go_on.wait()))
-    other.start()
+    start(thread, lambda: begun.set() or go_on.wait())
     begun.wait()
     with pytest.raises(TimeoutError):
         thread.close(0.05)
     go_on.set()
     thread.close(LIMIT_S)
-    other.join()
 
 
 def test_a_signal_handler_may_close_the_thread_while_another_stream_becomes_the_current_one():

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random connections to a world's sockets do not stop it; a local launch opens no socket to other machines."""
+"""Random connections to a world's sockets do not stop it; on one machine it opens none to other machines."""
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import sys
 import threading
@@ -15,39 +13,28 @@ import pytest
 from fuzzing import FILES, cases, in_time, met
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stray_connections import train_under_knocks, where_gloo_listens
-from torch.distributed import HashStore
+from listening_ranks import where_a_world_listens
 
 from commrt.backup_workers import catch_up
 from commrt.backup_workers.catch_up import NBYTES, YES, StateServer, request_state
 from commrt.elastic.generations import Listener, probe
+from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
-from commrt.transport import channel
 
 LOOPBACK = "127.0.0.1"
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@linux
-@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.processes
-def test_random_connections_do_not_delay_a_world_and_its_sockets_are_local():
-    for outcome in run_processes(3, train_under_knocks, 10):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_world_on_one_machine_listens_on_the_loopback_only(monkeypatch, transport):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
+    for outcome in run_processes(3, where_a_world_listens):
         assert outcome.error is None
-        places, ours, equal = outcome.value
-        assert ours >= 2  # a liveness listener and a state server
-        assert [place for place in places if not ip_address(place[0]).is_loopback] == []
-        assert equal
-
-
-@linux
-@pytest.mark.processes
-def test_the_gloo_transport_opens_only_local_sockets(monkeypatch):
-    monkeypatch.setenv("COMMRT_TRANSPORT", "gloo")
-    for outcome in run_processes(2, where_gloo_listens):
-        assert outcome.error is None
-        assert outcome.value
-        assert [place for place in outcome.value if not ip_address(place[0]).is_loopback] == []
+        kind, addresses = outcome.value
+        assert kind == transport
+        assert len(addresses) >= 2  # a liveness listener and a state server
+        assert [each for each in addresses if not ip_address(each).is_loopback] == []
 
 
 @pytest.fixture
@@ -113,34 +100,3 @@ def test_a_liveness_listener_goes_on_after_any_bytes(said):
         line.sendall(said)
     assert probe(listener.address, 5.0)
     listener.close()
-
-
-@linux
-@cases(10)
-@given(said=FILES)
-@example(said=b"")
-@example(said=b"\1\0\0\0")
-def test_connections_from_sockets_without_the_name_of_a_rank_are_closed(said):
-    """Names in the abstract namespace are for all on the host to read."""
-    store = HashStore()
-    ends, strangers = {}, []
-
-    def rank(number):
-        ends[number] = channel.connect(store, number, [0, 1], 20.0)
-
-    first = threading.Thread(target=rank, args=(0,))
-    first.start()
-    store.wait(["record/0"])
-    (secret,) = json.loads(store.get("record/0"))
-    for name in ("", "\0stranger", channel._name(bytes(16), 0)):
-        line = channel._socket(name)
-        line.connect(channel._name(bytes.fromhex(secret)))
-        with suppress(OSError):
-            line.send(said)
-        strangers.append(line)
-    rank(1)
-    first.join(20.0)
-    assert [sorted(ends[number]) for number in (0, 1)] == [[1], [0]]
-    for line in [*strangers, *ends[0].values(), *ends[1].values()]:
-        line.close()
-    assert os.getpid()

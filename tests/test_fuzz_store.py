@@ -42,23 +42,28 @@ def planted(key, said):
     return store
 
 
+READERS = [
+    lambda said: WorldConfig.read(planted("world configuration", said)),
+    lambda said: parse_announcements(said.decode(errors="replace"), 0),
+]
+RECORDS = [connection._parse_start, channel._parse_secret, nccl_communicator._parse_info]
+
+
 @cases(60)
-@given(JUNK)
+@given(JUNK | WORDS.map(" ".join).map(str.encode))
 @example(json.dumps({"size": "2", "host": None, "model": 1, "claim": {}}).encode())
 @example(b'{"size": 2}')
 @example(b"\xff")
-def test_a_charter_is_one_or_is_refused_in_words(said):
-    met(WorldConfig.read, planted("world configuration", said))
-
-
-@cases(40)
-@given(JUNK)
 @example(b'["here", ["world size"]]')
 @example(b'["here", {"world size": 2}]')
 @example(b'["00", "zz"]')
 @example(b'[22809, null, "0"]')
-def test_a_foreign_record_is_understood_or_is_refused_in_words(said):
-    for read in (connection._parse_start, channel._parse_secret, nccl_communicator._parse_info):
+@example(b"x@0@@0.0@0.0")
+@example(b"0@0@@nan@0.0")
+def test_a_value_is_understood_or_is_refused_in_words(said):
+    for read in READERS:
+        met(read, said)
+    for read in RECORDS:
         met(gather, planted("record/1", said), 0, [1], None, 1.0, read)
 
 
@@ -103,14 +108,6 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     departures._reading.exception(5.0)
     departures.left_early({1: 1})
     met(request_state, said[:99].decode(errors="replace"), 1, 0.5, 0.5)
-
-
-@cases(60)
-@given(WORDS.map(" ".join) | JUNK.map(lambda said: said.decode(errors="replace")))
-@example("x@0@@0.0@0.0")
-@example("0@0@@nan@0.0")
-def test_announcements_are_read_or_are_a_disagreement(said):
-    met(parse_announcements, said, 0)
 
 
 ALGORITHMS = [commrt.Ring(), commrt.Gossip(), commrt.BackupWorkers(1)]

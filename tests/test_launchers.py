@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from platform import machine
@@ -37,17 +36,21 @@ def environment(**more):
 @pytest.fixture
 def here():
     """A host of our own, where the system gives one: launchers listen on all addresses of theirs."""
-    with ExitStack() as stack:
-        yield [] if why_none() else stack.enter_context(hosts(1))[0]
+    if why_none():
+        yield []
+        return
+    with hosts() as (first, _):
+        yield first
 
 
-@contextmanager
-def started(*commands):
-    """All at once; what they said is shown if one fails."""
+def run(*commands):
+    """All at once; what one said is shown if it fails."""
     options = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen([str(word) for word in command], **options) for command in commands]
     try:
-        yield processes
+        for process in processes:
+            said, _ = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, said
     finally:
         for process in processes:
             process.terminate()
@@ -55,37 +58,30 @@ def started(*commands):
             process.stdout.close()
 
 
-def run(*commands):
-    with started(*commands) as processes:
-        for process in processes:
-            said, _ = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, said
-
-
 def reports(folder):
-    """Return what each rank wrote about each of its worlds, in the order of ranks."""
-    return sorted((json.loads(path.read_text()) for path in folder.iterdir()), key=lambda each: each[0]["place"])
+    """Return what each rank wrote about its worlds, in the order of ranks."""
+    return sorted(json.loads(path.read_text()) for path in folder.iterdir())
 
 
-def seen(folder):
-    """Return the places of ranks with one world each, and what they all report alike."""
-    alone = [each for (each,) in reports(folder)]
-    places = [tuple(each["place"]) for each in alone]
-    (common,) = {(each["launcher"], each["kind"], *each["sum"]) for each in alone}
-    return places, common
+def world_of(places, launcher, kind, total):
+    """What ranks report of a world; a place is a rank's number, the size, and its number on its host."""
+    return [[*place, launcher, kind, total] for place in places]
+
+
+PAIR = [(0, 2, 0), (1, 2, 1)]
+TWO_NODES = [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)]
+
+
+def of_one_world(*given):
+    return [[report] for report in world_of(*given)]
 
 
 @pytest.mark.slow
 def test_torchrun_starts_ranks_that_meet_by_its_variables_or_in_a_group_of_torch_s(here, tmp_path):
     launch = [TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     run([*here, *launch, WORKER, tmp_path, "1", "init", "group", "init"])
-    for rank, worlds in enumerate(reports(tmp_path)):
-        assert [world["launcher"] for world in worlds] == ["torchrun", "torch.distributed", "torchrun"]
-        assert {tuple(world["place"]) for world in worlds} == {(rank, 2, rank)}
-        assert {(world["kind"], *world["sum"]) for world in worlds} == {("shared", 3.0)}
-
-
-TWO_NODES = [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)]
+    ways = [world_of(PAIR, launcher, "shared", 3.0) for launcher in ("torchrun", "torch.distributed", "torchrun")]
+    assert reports(tmp_path) == [list(worlds) for worlds in zip(*ways, strict=True)]
 
 
 @pytest.mark.slow
@@ -93,7 +89,7 @@ def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, tmp_path):
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29400", "--rdzv-id", "7"]
     agent = [*here, TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", *meet]
     run(*[[*agent, WORKER, tmp_path, "1", "init"]] * 2)
-    assert seen(tmp_path) == (TWO_NODES, ("torchrun", "shared", 10.0))
+    assert reports(tmp_path) == of_one_world(TWO_NODES, "torchrun", "shared", 10.0)
 
 
 @pytest.mark.slow
@@ -101,9 +97,9 @@ def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, tmp_path):
 def test_on_two_hosts_torchrun_s_ranks_share_memory_within_and_use_sockets_between(tmp_path):
     """Though both hosts' names lead to the loopback, as Debian's do."""
     node = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", address(0), "--master-port", "29500"]
-    with hosts(2) as both:
+    with hosts() as both:
         run(*([*to, *node, "--node-rank", rank, WORKER, tmp_path, "1", "init"] for rank, to in enumerate(both)))
-    assert seen(tmp_path) == (TWO_NODES, ("torchrun", "shared and gloo", 10.0))
+    assert reports(tmp_path) == of_one_world(TWO_NODES, "torchrun", "shared and gloo", 10.0)
 
 
 OPEN_MPI = ["--allow-run-as-root", "--oversubscribe"]
@@ -124,22 +120,16 @@ def mpiruns():
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mpirun"), list(mpiruns()))
 def test_two_jobs_of_mpirun_at_once_on_one_machine_do_not_meet(here, tmp_path, name, mpirun):
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
+    jobs = {0: tmp_path / "first", 10: tmp_path / "second"}
+    commands = []
+    for number, folder in jobs.items():
         folder.mkdir()
-    # MPICH does not name its jobs, so only there each needs a port
-    ports = [["-genv", "MASTER_PORT", str(free_port())] if name == "MPICH" else [] for _ in folders]
-    worker = ["-n", "2", sys.executable, WORKER]
-    run(
-        *(
-            [*here, *mpirun, *port, *worker, folder, 10 * number, "init"]
-            for number, (folder, port) in enumerate(zip(folders, ports, strict=True))
-        )
-    )
-    assert [seen(folder) for folder in folders] == [
-        ([(0, 2, 0), (1, 2, 1)], (name, "shared", 1.0)),
-        ([(0, 2, 0), (1, 2, 1)], (name, "shared", 21.0)),
-    ]
+        # MPICH does not name its jobs, so only there each needs a port
+        port = ["-genv", "MASTER_PORT", str(free_port())] if name == "MPICH" else []
+        commands.append([*here, *mpirun, *port, "-n", "2", sys.executable, WORKER, folder, number, "init"])
+    run(*commands)
+    for number, folder in jobs.items():
+        assert reports(folder) == of_one_world(PAIR, name, "shared", 2.0 * number + 1.0)
 
 
 JOB = os.getpid()
@@ -153,34 +143,22 @@ def task(rank, per_node="2", local_rank=None, **more):
     return {f"SLURM_{name}": str(value) for name, value in {**said, **step, **more}.items()}
 
 
-def told(variables, *given):
-    """What ranks with these variables saw; no errors."""
-    outcomes = run_processes(len(variables), with_variables, variables, *given)
-    assert [outcome.error for outcome in outcomes] == [None] * len(variables)
-    return [outcome.value for outcome in outcomes]
-
-
-def world_of(size, launcher, kind, total, local_ranks=None):
-    """What its ranks see."""
-    common = {"launcher": launcher, "kind": kind, "sum": [total]}
-    return [{"place": [rank, size, local], **common} for rank, local in enumerate(local_ranks or range(size))]
-
-
-def test_the_tasks_of_a_slurm_step_on_one_host_are_a_world():
-    assert told([task(rank, "4") for rank in range(4)]) == world_of(4, "Slurm", "shared", 12.0)
+def require_seen(variables, seen):
+    """Check what ranks with these variables saw; no errors."""
+    outcomes = run_processes(len(variables), with_variables, variables)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, report) for report in seen]
 
 
 def test_the_tasks_of_a_slurm_step_on_two_hosts_meet_on_the_first_of_its_nodes():
-    places = [(0, 0), (1, 1), (2, 0), (3, 1)]
     nodes = {"STEP_NODELIST": "127.0.0.[1-2]", "JOB_NODELIST": "no-such-host[1-9]"}
-    tasks = [task(rank, "2(x2)", local, **nodes) for rank, local in places]
-    assert told(tasks) == world_of(4, "Slurm", "shared", 12.0, [0, 1, 0, 1])
+    tasks = [task(rank, "2(x2)", local, **nodes) for rank, _, local in TWO_NODES]
+    require_seen(tasks, world_of(TWO_NODES, "Slurm", "shared", 12.0))
 
 
 def test_two_steps_of_one_slurm_job_at_once_do_not_meet():
     steps = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    seen = told([task(rank, "2", STEP_ID=step, STEP_NUM_TASKS=2) for step, rank in steps])
-    assert seen == [*world_of(2, "Slurm", "shared", 2.0), *world_of(2, "Slurm", "shared", 6.0)]
+    tasks = [task(rank, "2", STEP_ID=step, STEP_NUM_TASKS=2) for step, rank in steps]
+    require_seen(tasks, [*world_of(PAIR, "Slurm", "shared", 2.0), *world_of(PAIR, "Slurm", "shared", 6.0)])
 
 
 def job_at_the_port_of(variables):
@@ -197,23 +175,11 @@ def test_ranks_of_two_jobs_that_derive_the_same_port_are_no_world():
     assert outcomes[1].error is not None
 
 
-BATCH = {"STEP_ID": "4294967291"}
-SALLOC = {"STEP_ID": "4294967290", "STEP_NUM_TASKS": 1, "STEP_TASKS_PER_NODE": "1"}
-PTY = {"STEP_ID": "0", "STEP_NUM_TASKS": 1, "STEP_TASKS_PER_NODE": "1"}
-
-
-def test_a_batch_script_salloc_s_shell_and_srun_pty_s_are_worlds_of_one_process_each():
-    seen = told([task(0, **each) for each in (BATCH, SALLOC, PTY)])
-    assert seen == [
-        {"place": [0, 1, 0], "launcher": "one process", "kind": "local", "sum": [float(rank)]} for rank in range(3)
-    ]
-
-
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
 def test_a_running_group_that_no_launcher_made_is_taken_over(scheme, tmp_path):
     method = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{free_port()}"}[scheme]
     outcomes = run_processes(2, in_a_group, method, 2)
-    expected = world_of(2, "torch.distributed", "shared", 2.0, [0, 0])
+    expected = world_of([(0, 2, 0), (1, 2, 0)], "torch.distributed", "shared", 2.0)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, each) for each in expected]
 
 

@@ -16,7 +16,7 @@ import commrt
 from commrt.algorithms import tree
 from commrt.errors import TransportClosed
 from commrt.runtime import prepared
-from commrt.runtime.prepared import Claim, Prepared, PreparedRuns
+from commrt.runtime.prepared import PreparedRuns
 from commrt.schedule import COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 from commrt.transport.protocol import Tag
@@ -37,37 +37,28 @@ class Nowhere:
         return lambda tag: None
 
 
-def runs_of(world):
-    return PreparedRuns(world, world, lambda claim, schedule, step: None)
+@pytest.fixture
+def nowhere():
+    return Nowhere()
 
 
 @pytest.fixture
-def bound_on(monkeypatch):
-    """The threads on which programs were bound, in order."""
-    threads, bind = [], prepared.bind
-
-    def noted(*args, **options):
-        threads.append(threading.get_ident())
-        return bind(*args, **options)
-
-    monkeypatch.setattr(prepared, "bind", noted)
-    return threads
+def compared():
+    """What was compared with other ranks, in order."""
+    return []
 
 
 @pytest.fixture
-def runs():
-    return runs_of(Nowhere())
+def runs(nowhere, compared):
+    return PreparedRuns(nowhere, nowhere, lambda claim, schedule, step: compared.append(claim))
 
 
-def test_a_schedule_is_bound_to_a_buffer_once(bound_on):
-    def run(world):
-        buffer = torch.full((10,), world.rank + 1.0)
-        for _ in range(5):
-            world.run(RING, buffer)
-        return buffer.tolist()
-
-    assert run_ranks(2, run) == [[3.0 * 16] * 10] * 2
-    assert len(bound_on) == 2
+def test_a_schedule_is_bound_to_a_buffer_once(runs):
+    buffer = torch.zeros(10)
+    runs.run(RING, buffer, NOW)
+    bound = runs.known(RING, buffer)
+    runs.run(RING, buffer, NOW)
+    assert runs.known(RING, buffer) is bound
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -90,57 +81,36 @@ def test_a_caller_that_waits_runs_what_is_bound_itself_and_on_a_cpu_the_rest_too
     assert run_ranks(2, run) == [[not on_gpu, True, False]] * 2
 
 
-def test_a_buffer_that_lies_elsewhere_is_bound_anew():
-    def run(world):
-        buffer, other = torch.ones(10), torch.full((10,), 5.0)
-        world.run(RING, buffer)
-        buffer.set_(other)
-        world.run(RING, buffer)
-        return other.tolist()
-
-    assert run_ranks(2, run) == [[10.0] * 10] * 2
+CHANGES = {
+    "it lies elsewhere": lambda buffer: buffer.set_(torch.zeros(10)),
+    "another dtype": lambda buffer: setattr(buffer, "data", buffer.data.view(torch.int32)),
+    "it is shorter": lambda buffer: buffer.resize_(4),
+}
+ONE = 1065353216
+"""The float 1 has the bits of this integer; sums of the two differ."""
 
 
-def test_a_buffer_of_another_dtype_is_bound_anew():
-    def run(world):
-        buffer = torch.ones(10)
-        world.run(RING, buffer)
-        buffer.data = buffer.data.view(torch.int32)
-        world.run(RING, buffer.fill_(1065353216))
-        return buffer.tolist()
-
-    assert run_ranks(2, run) == [[2 * 1065353216] * 10] * 2
-
-
-def test_a_buffer_that_has_become_shorter_is_bound_anew():
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_buffer_that_has_changed_is_bound_anew(change):
     def run(world):
         buffer = torch.ones(10)
         world.run(RING, buffer)
-        whole = buffer.as_strided((10,), (1,))
-        buffer.resize_(4)
-        world.run(RING, buffer)
-        return whole.tolist()
+        change(buffer)
+        world.run(RING, buffer.fill_(ONE))
+        assert buffer.tolist() == [2 * ONE] * len(buffer)
+        return buffer.as_strided((10,), (1,))[len(buffer) :].tolist()
 
-    assert run_ranks(2, run) == [[4.0] * 4 + [2.0] * 6] * 2
+    left, _ = run_ranks(2, run)
+    assert left in ([], [2.0] * 6)
 
 
-def test_autograd_learns_that_the_buffer_was_written():
+@pytest.mark.parametrize("inference", [False, True])
+def test_autograd_learns_that_a_bound_buffer_was_written(inference):
     def run(world):
         buffer = torch.ones(10)
         world.run(RING, buffer)
         before = buffer._version
-        world.run(RING, buffer)
-        return buffer._version > before
-
-    assert run_ranks(2, run) == [True, True]
-
-
-def test_under_inference_mode_autograd_learns_it_too():
-    def run(world):
-        buffer = torch.ones(10)
-        world.run(RING, buffer)
-        before = buffer._version
-        with torch.inference_mode():
+        with torch.inference_mode(inference):
             world.run(RING, buffer)
         return buffer._version > before, buffer.tolist()
 
@@ -175,16 +145,6 @@ def test_what_is_bound_is_refused_inside_join_and_after_close():
     run_ranks(2, run)
 
 
-def test_a_program_is_forgotten_with_its_buffer(runs):
-    buffer = torch.zeros(10)
-    runs.run(RING, buffer, NOW)
-    assert runs.known(RING, buffer) is not None
-    bound = ref(runs.known(RING, buffer).group.sends[0].data)
-    del buffer
-    gc.collect()
-    assert bound() is None
-
-
 def test_a_buffer_that_lives_keeps_no_world_alive():
     buffer, gone = torch.zeros(10), []
 
@@ -198,20 +158,20 @@ def test_a_buffer_that_lives_keeps_no_world_alive():
     assert sorted(gone) == [0, 1]
 
 
-def test_what_was_bound_in_another_generation_is_bound_anew(bound_on):
-    world, buffer = Nowhere(), torch.zeros(10)
-    runs = runs_of(world)
+def test_what_was_bound_in_another_generation_is_bound_anew(runs, nowhere):
+    buffer = torch.zeros(10)
     runs.run(RING, buffer, NOW)
-    world.membership.number = 1
+    before = runs.known(RING, buffer)
+    nowhere.membership.number = 1
     assert runs.known(RING, buffer) is None
-    for _ in range(2):
-        runs.run(RING, buffer, NOW)
-    assert len(bound_on) == 2
+    runs.run(RING, buffer, NOW)
+    assert runs.known(RING, buffer) not in (None, before)
 
 
 def test_of_many_programs_only_the_latest_are_kept(monkeypatch):
     monkeypatch.setattr(prepared, "RUNS_KEPT", 16)
-    runs, buffer = runs_of(Nowhere()), torch.zeros(10)
+    buffer, nowhere = torch.zeros(10), Nowhere()
+    runs = PreparedRuns(nowhere, nowhere, lambda claim, schedule, step: None)
     some = [Schedule(f"{number}", 2, 1, lambda: iter([Step.of(0, 1, 0, 1, COPY)])) for number in range(17)]
     for schedule in some:
         runs.run(schedule, buffer, NOW)
@@ -220,14 +180,15 @@ def test_of_many_programs_only_the_latest_are_kept(monkeypatch):
 
 def test_a_buffer_that_dies_takes_its_own_programs_only(runs):
     one, other = torch.zeros(10), torch.zeros(10)
+    schedules = RING, commrt.HalvingDoubling().schedule(0, 2)
     for buffer in (one, other):
-        for schedule in (RING, commrt.HalvingDoubling().schedule(0, 2)):
+        for schedule in schedules:
             runs.run(schedule, buffer, NOW)
     bound = ref(runs.known(RING, one).group.sends[0].data)
     del one, buffer
     gc.collect()
     assert bound() is None
-    assert all(runs.known(schedule, other) is not None for schedule in (RING, commrt.HalvingDoubling().schedule(0, 2)))
+    assert all(runs.known(schedule, other) is not None for schedule in schedules)
 
 
 def test_buffers_of_all_dtypes_share_scratch_memory(runs):
@@ -238,57 +199,29 @@ def test_buffers_of_all_dtypes_share_scratch_memory(runs):
     assert len(found) == 1
 
 
-@pytest.fixture
-def noted():
-    """What an object proved, compared and bound, in order; the exchange of a schedule and memory is their pair."""
-    return []
+def test_a_rank_that_has_another_object_or_has_let_go_of_one_compares_nothing_again(runs, compared):
+    for schedule in (RING, RING.over((0, 1)), RING):
+        runs.run(schedule, torch.zeros(8), NOW)
+    assert len(compared) == 1
+    for other in (torch.zeros(9), torch.zeros(8, dtype=torch.int64)):
+        runs.run(RING, other, NOW)
+    assert len(compared) == 3
 
 
-@pytest.fixture
-def prepared_pairs(noted):
-    return Prepared(
-        Nowhere(),
-        lambda schedule, members, memory: noted.append("bound") or (schedule, memory),
-        prove=lambda schedule: noted.append("proven"),
-        claim=lambda schedule, members, memory: Claim(members, f"{schedule.digest()} {memory}"),
-        compare=lambda claim, schedule, step: noted.append(f"compared in step {step}"),
-        kept=2,
-    )
-
-
-def test_an_exchange_is_proven_compared_and_bound_once_and_then_found(prepared_pairs, noted):
-    assert prepared_pairs.known(RING, (0, 1), "here") is None
-    for step in range(3):
-        assert prepared_pairs.get(RING, (0, 1), "here", step) == (RING, "here")
-    assert noted == ["proven", "compared in step 0", "bound"]
-    prepared_pairs.get(RING, (0, 1), "there", 3)
-    assert noted[3:] == ["compared in step 3", "bound"]  # the schedule was proven
-
-
-def test_a_rank_that_has_another_object_or_has_let_go_of_one_compares_nothing_again(prepared_pairs, noted):
-    prepared_pairs.get(RING, (0, 1), "here")
-    prepared_pairs.get(RING.over((0, 1)), (0, 1), "here")
-    prepared_pairs.forget_one(RING, (0, 1), "here")
-    prepared_pairs.get(RING, (0, 1), "here")
-    assert sum(each.startswith("compared") for each in noted) == 1
-    assert noted.count("bound") == 3
-
-
-def test_what_is_forgotten_as_compared_is_forgotten_as_bound(noted, prepared_pairs, monkeypatch):
+def test_what_is_forgotten_as_compared_is_forgotten_as_bound(runs, compared, monkeypatch):
     monkeypatch.setattr(prepared, "COMPARISONS_KEPT", 1)
-    for memory in ("here", "there", "here"):
-        prepared_pairs.get(RING, (0, 1), memory)
-    assert sum(each.startswith("compared") for each in noted) == 3
+    here, there = torch.zeros(8), torch.zeros(9)
+    for buffer in (here, there, here):
+        runs.run(RING, buffer, NOW)
+    assert len(compared) == 3
 
 
-def test_what_a_proof_or_a_comparison_refuses_is_not_bound(noted):
+def test_what_a_comparison_refuses_is_not_bound(nowhere):
     def refuse(claim, schedule, step):
         raise commrt.DisagreementError("they differ")
 
-    refused = Prepared(
-        Nowhere(), lambda *_: noted.append("bound"), claim=lambda *_: Claim((0, 1), "this"), compare=refuse
-    )
+    runs, buffer = PreparedRuns(nowhere, nowhere, refuse), torch.zeros(8)
     for _ in range(2):
         with pytest.raises(commrt.DisagreementError):
-            refused.get(RING, (0, 1), "here")
-    assert noted == []
+            runs.run(RING, buffer, NOW)
+    assert runs.known(RING, buffer) is None

@@ -6,14 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from time import monotonic
 
 import pytest
 import rendezvous_ranks
 
 from commrt.errors import DeadlineExceeded, TransportError
-from commrt.store import client
-from commrt.store.client import is_loopback, meet
+from commrt.store.client import is_loopback, listen, meet
 from commrt.store.launcher import Launch
 from commrt.testing.processes import free_port, run_processes
 
@@ -34,13 +32,9 @@ def free_port_at(address):
 
 
 def test_a_port_where_something_listens_but_never_answers_is_an_error():
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        begin = monotonic()
-        with pytest.raises(DeadlineExceeded, match=r"did not answer as a store within 0\.3 s.* \[rank 1, peer 0\]"):
-            meet(launch(1, silent.getsockname()[1]), 0.3)
-        assert monotonic() - begin < 10
+    says = r"did not answer as a store within 0\.3 s.* \[rank 1, peer 0\]"
+    with listen() as silent, pytest.raises(DeadlineExceeded, match=says):
+        meet(launch(1, silent.getsockname()[1]), 0.3)
 
 
 def test_a_port_where_nobody_listens_is_an_error():
@@ -49,11 +43,8 @@ def test_a_port_where_nobody_listens_is_an_error():
 
 
 def test_a_port_that_is_taken_is_an_error_at_once():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        with pytest.raises(TransportError, match="is taken on this machine: set MASTER_PORT"):
-            meet(launch(0, other.getsockname()[1]), 60)
+    with listen() as other, pytest.raises(TransportError, match="is taken on this machine: set MASTER_PORT"):
+        meet(launch(0, other.getsockname()[1]), 60)
 
 
 LOOPBACKS = {
@@ -96,32 +87,24 @@ def test_a_store_that_goes_away_during_a_question_is_named(signal_number, says):
         os.kill(process.pid, signal_number)
         return True
 
-    outcomes = run_processes(3, rendezvous_ranks.ask_a_struck_holder, 3.0, limit_s=LIMIT_S, on_message=strike)
+    outcomes = run_processes(3, rendezvous_ranks.ask_without, 0, [3.0] * 3, limit_s=LIMIT_S, on_message=strike)
     for other in outcomes[1:]:
-        assert other.error is not None
-        assert other.error.startswith(says)
+        assert str(other.error).startswith(says)
         assert f"[rank {other.rank}, peer 0, step 0, bucket lunch" in other.error
 
 
 @pytest.mark.processes
 def test_the_holder_of_the_store_outlives_its_own_deadline_for_the_others_to_read_why():
+    timeouts_s = [1.0, 30.0, 60.0]
     outcomes = run_processes(
-        3, rendezvous_ranks.ask_with_one_absent, (1.0, 30.0, None), limit_s=LIMIT_S, on_message=lambda *_: True
+        3, rendezvous_ranks.ask_without, 2, timeouts_s, limit_s=LIMIT_S, on_message=lambda *_: True
     )
-    assert outcomes[0].error is not None
-    assert outcomes[0].error.startswith("DeadlineExceeded: no answer from ranks [2] within 1 s")
-    assert outcomes[1].error is not None
-    assert "Rank 0 saw DeadlineExceeded: no answer from ranks [2] within 1 s" in outcomes[1].error
-
-
-@pytest.mark.processes
-def test_a_process_opens_one_world_after_the_other():
-    outcomes = run_processes(2, rendezvous_ranks.several_worlds, 3, limit_s=LIMIT_S)
-    assert [outcome.value for outcome in outcomes] == [[(rank, 2)] * 3 for rank in range(2)], outcomes
+    assert str(outcomes[0].error).startswith("DeadlineExceeded: no answer from ranks [2] within 1 s")
+    assert "Rank 0 saw DeadlineExceeded: no answer from ranks [2] within 1 s" in str(outcomes[1].error)
 
 
 ORDERS = {
-    "world group end world": ["torchrun", "torchrun"],
+    "world next world next world group end world": ["torchrun"] * 4,
     "world end group world end world": ["torchrun", "torch.distributed", "torchrun"],
     "group world end group end world group": ["torch.distributed", "torchrun"],
 }
@@ -133,18 +116,3 @@ def test_worlds_and_torch_s_groups_meet_at_the_same_port_in_any_order(tmp_path, 
     ends = str(tmp_path / "ends")
     outcomes = run_processes(2, rendezvous_ranks.worlds_and_groups, ends, *order.split(), limit_s=LIMIT_S)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, ORDERS[order])] * 2
-
-
-@pytest.mark.parametrize(("address", "asked"), [("10.1.2.3", "10.1.2.3"), ("::1", "::1"), ("localhost", "127.0.0.1")])
-def test_a_store_listens_on_the_address_of_its_launch_alone(monkeypatch, address, asked):
-    hosts = []
-
-    def listen(host, port):
-        hosts.append(host)
-        raise OSError("none of this machine's own")
-
-    monkeypatch.setattr(client, "listen", listen)
-    assert client._listener(Launch("torchrun", 0, 2, 0, 2, address, 29500)) is None
-    assert hosts == [asked]
-    assert client._listener(Launch("torchrun", 0, 2, 0, 2, "node1", 29500)) is None
-    assert hosts == [asked]

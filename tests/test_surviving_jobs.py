@@ -166,13 +166,6 @@ def test_the_script_of_slurm_requeues_a_failed_job_but_not_for_ever(tmp_path, ex
     assert {"--no-kill", "--kill-on-bad-exit=0", "127.0.0.1", "2"} <= {*(tmp_path / "srun.txt").read_text().split()}
 
 
-def test_a_task_of_slurm_that_torchrun_started_is_a_rank_of_torchrun_s_world():
-    slurm = {"PROCID": "1", "LOCALID": "0", "STEP_ID": "0", "STEP_NUM_TASKS": "4", "STEP_NODELIST": "gpu[1-4]"}
-    agent = {"RANK": "9", "WORLD_SIZE": "32", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu1", "MASTER_PORT": "20007"}
-    found = launched({**{f"SLURM_{name}": value for name, value in slurm.items()}, **agent})
-    assert (found.launcher, found.rank, found.size, found.port) == ("torchrun", 9, 32, 20007)
-
-
 def documents():
     return list(yaml.safe_load_all((LAUNCH / "job.yaml").read_text()))
 

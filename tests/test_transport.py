@@ -7,11 +7,12 @@ import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pkgutil import resolve_name
-from time import monotonic
+from time import sleep
 
 import nccl_stand_in as stand_in
 import pytest
 import torch
+from cases import for_each
 from torch.distributed import HashStore
 from transports import gloo, local, nccl, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
@@ -22,8 +23,8 @@ from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS
 from commrt.testing import conformance
 from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.nccl import FREE_S, NcclTransport
-from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag, Transport
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 
 
@@ -31,22 +32,14 @@ def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
 
-def said(check, make):
-    """What `check` has against the transports of `make`, or None."""
-    try:
-        check(make)
-    except Exception as error:  # whatever it is
-        return error
-    return None
-
-
 @pytest.mark.parametrize(
     "make",
-    [local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, peers, harmless],
+    [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless],
     ids=lambda make: make.__name__,
 )
-def test_conforms(make):
-    assert {conformance.name(check): error for check in conformance.CHECKS if (error := said(check, make))} == {}
+@for_each("check", conformance.CHECKS)
+def test_conforms(make, check):
+    check(make)
 
 
 def test_what_stays_on_a_host_and_what_leaves_it_are_under_way_together():
@@ -88,53 +81,46 @@ def test_a_peer_that_is_lost_is_named_before_a_neighbour_that_is_late():
     assert caught.value.place.peer == 2
 
 
-def ring_turn(transport, ranks):
-    right, left = (transport.rank + 1) % ranks, (transport.rank - 1) % ranks
-    data = torch.ones(4)
-    return transport.bind(P2PGroup([P2PMessage(right, data)], [P2PMessage(left, torch.empty(4))]))
-
-
 def test_a_local_deadline_prints_who_waits_for_whom():
-    transports = local(3, 0.2)
-    exchange = transports[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(1))]))
+    exchange = local(3, 0.2)[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(1))]))
     with pytest.raises(DeadlineExceeded, match=r"who waits for whom: 0->1"):
         exchange(Tag(0, 0))
 
 
-def exchange_in_steps(transports, steps):
-    def one(transport):
-        turn = ring_turn(transport, len(transports))
+def errors_under(fault, timeout_s=30.0):
+    """What two ranks raise that exchange in three steps, with a fault."""
+
+    def exchange(transport):
+        peer = 1 - transport.rank
+        turn = transport.bind(P2PGroup([P2PMessage(peer, torch.ones(4))], [P2PMessage(peer, torch.empty(4))]))
         try:
-            for step in range(steps):
+            for step in range(3):
                 turn(Tag(step, 0))
         except TransportError:
             transport.abort()
             raise
 
-    with ThreadPoolExecutor(len(transports)) as pool:
-        return [future.exception() for future in [pool.submit(one, transport) for transport in transports]]
-
-
-def faulty(fault, timeout_s=0.5, ranks=2):
-    return [with_faults(fault)(transport) for transport in local(ranks, timeout_s)]
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(exchange, with_faults(fault)(transport)) for transport in local(2, timeout_s)]
+        return [future.exception() for future in futures]
 
 
 def test_an_injected_failure_strikes_at_its_rank_and_step_and_the_peer_learns_it():
-    errors = exchange_in_steps(faulty(fail_at(rank=1, step=2), timeout_s=30), 4)
-    assert type(errors[1]) is TransportError
-    assert (errors[1].place.rank, errors[1].place.step) == (1, 2)
-    assert isinstance(errors[0], PeerLost)
-    assert (errors[0].place.peer, errors[0].place.step) == (1, 2)
+    lost, failed = errors_under(fail_at(rank=1, step=2))
+    assert type(failed) is TransportError
+    assert (failed.place.rank, failed.place.step) == (1, 2)
+    assert isinstance(lost, PeerLost)
+    assert (lost.place.peer, lost.place.step) == (1, 2)
 
 
 def test_dropped_sends_end_in_the_receivers_deadline():
-    errors = exchange_in_steps(faulty(drop_at(rank=1, step=1)), 2)
-    assert isinstance(errors[0], DeadlineExceeded)
-    assert (errors[0].place.peer, errors[0].place.step) == (1, 1)
+    late, _ = errors_under(drop_at(rank=1, step=2), timeout_s=0.5)
+    assert isinstance(late, DeadlineExceeded)
+    assert (late.place.peer, late.place.step) == (1, 2)
 
 
 def test_a_delay_loses_nothing():
-    assert exchange_in_steps(faulty(delay_at(rank=0, step=1, seconds=0.05)), 3) == [None, None]
+    assert errors_under(delay_at(rank=0, step=1, seconds=0.05)) == [None, None]
 
 
 def gloo_rank(store, rank, members, timeout_s):
@@ -143,15 +129,6 @@ def gloo_rank(store, rank, members, timeout_s):
 
 def nccl_rank(store, rank, members, timeout_s):
     return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
-
-
-def test_ranks_of_a_host_share_its_memory_and_reach_others_by_sockets():
-    store, hosts = HashStore(), {rank: f"host {rank % 2}" for rank in range(4)}
-    with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda rank: connection.connect_hosts(store, rank, hosts, 10.0, LOOPBACK), range(4)))
-    assert [[*transport._local.members] for transport in made] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for transport in made:
-        transport.close()
 
 
 def test_a_closed_transport_of_nccl_is_not_watched_any_more():
@@ -164,13 +141,12 @@ def test_a_closed_transport_of_nccl_is_not_watched_any_more():
 def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     transports = over_nccl(HashStore(), 2, 10.0)
     communicators = [transport._communicator for transport in transports]
-    begin = monotonic()
-    with stand_in.changed:  # an abort needs this lock
+    with stand_in.changed:  # an abort on another thread needs this lock
         del transports
         gc.collect()
         assert all(each.comm for each in communicators)
-    assert monotonic() - begin < FREE_S / 2
     while any(each.comm for each in communicators):  # until the test's own timeout
+        sleep(0.01)
         gc.collect()
 
 
@@ -195,14 +171,11 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
 
     def body(place):
         rank, after, before = members[place], members[(place + 1) % 3], members[place - 1]
-        transport = open_one(store, rank, members, 10.0)
-        landing = torch.zeros(1)
-        transport.bind(P2PGroup([P2PMessage(after, torch.tensor([float(rank)]))], [P2PMessage(before, landing)]))(
-            Tag(0, 0)
-        )
-        with pytest.raises(UsageError, match=r"names ranks \[2\], but there are only ranks 1, 3, 4"):
-            transport.bind(P2PGroup([P2PMessage(2, landing)], []))
-        transport.close()
+        data, landing = torch.tensor([float(rank)]), torch.zeros(1)
+        with closing(open_one(store, rank, members, 10.0)) as transport:
+            transport.bind(P2PGroup([P2PMessage(after, data)], [P2PMessage(before, landing)]))(Tag(0, 0))
+            with pytest.raises(UsageError, match=r"names ranks \[2\], but there are only ranks 1, 3, 4"):
+                transport.bind(P2PGroup([P2PMessage(2, landing)], []))
         return landing.item() == before
 
     with ThreadPoolExecutor(3) as pool:
@@ -211,31 +184,17 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank])
 def test_a_default_device_does_not_reach_a_transport(open_one):
-    store, held = HashStore(), []  # references, which must not matter either
+    store = HashStore()
 
     def body(rank):
         data, landing = torch.ones(4), torch.zeros(4)
-        with torch.device("meta"):
-            transport = open_one(store, rank, range(2), 10.0)
+        with torch.device("meta"), closing(open_one(store, rank, range(2), 10.0)) as transport:
             assert transport.allocate(0, torch.float32).device.type == "cpu"
-            exchange = transport.bind(P2PGroup([P2PMessage(1 - rank, data)], [P2PMessage(1 - rank, landing)]))
-            exchange(Tag(0, 0))
-            held.extend([transport, getattr(transport, "_group", None)])
-            if rank == 1:
-                with pytest.raises(PeerLost):
-                    exchange(Tag(1, 0))
-            transport.close()
+            transport.bind(P2PGroup([P2PMessage(1 - rank, data)], [P2PMessage(1 - rank, landing)]))(Tag(0, 0))
         return landing.tolist()
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(body, range(2))) == [[1.0] * 4] * 2
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_the_table_of_transports_names_the_class_of_each(name):
-    named = connection.transport_called(name)
-    assert issubclass(named, Transport)
-    assert named.kind == name
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
+from cases import for_each
 
 from commrt import errors
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
@@ -85,43 +86,41 @@ def test_an_error_ends_all_others_at_once_and_bad_input_stays_bad_input(kind, mo
     assert type(raised.value) is (kind if kind in (UsageError, DisagreementError) else CommrtError)
 
 
-def test_an_error_after_a_tolerated_death_names_both():
-    def body():
-        if rank() == 1:
-            die()
-        sleep(0.5)
-        raise OSError("the disk is full")
-
-    says = r"^worker [02] failed: OSError: the disk is full \(before that, worker 1 was killed by SIGKILL\)$"
-    with pytest.raises(CommrtError, match=says):
-        run_workers(3, body, may_lose=1)
+def fail_after_a_death():
+    if rank() == 1:
+        die()
+    sleep(0.5)
+    raise OSError("the disk is full")
 
 
-def test_a_death_is_the_cause_of_an_error_that_was_heard_of_before():
-    def body():
-        if rank() == 1:
-            sleep(0.1)
-            die(signal.SIGUSR1)
-        raise PeerLost("the connection broke")
-
-    with pytest.raises(CommrtError, match=r"^worker 1 was killed by SIGUSR1: this run needs all of its 3 workers"):
-        run_workers(3, body)
+def die_after_an_error():
+    if rank() == 1:
+        sleep(0.1)
+        die(signal.SIGUSR1)
+    raise PeerLost("the connection broke")
 
 
-def test_more_deaths_than_are_tolerated_end_the_run():
-    def body():
-        if rank():
-            die(signal.SIGTERM)
-        pause()
-
-    both = ", ".join([r"worker \d was killed by SIGTERM"] * 2)
-    with pytest.raises(CommrtError, match=f"^{both}: this run can do without 1 of its 3 workers"):
-        run_workers(3, body, may_lose=1)
+def die_but_for_the_first():
+    if rank():
+        die(signal.SIGTERM)
+    pause()
 
 
-def test_a_worker_that_ends_without_a_result_has_failed():
-    with pytest.raises(CommrtError, match=r"^worker \d failed: silence: it ended with exit code 7 and sent no result$"):
-        run_workers(2, lambda: os._exit(7), may_lose=1)
+ENDS = {
+    fail_after_a_death: (1, r"worker [02] failed: OSError: .* full \(before that, worker 1 was killed by SIGKILL\)$"),
+    die_after_an_error: (0, "worker 1 was killed by SIGUSR1: this run needs all of its 3 workers"),
+    die_but_for_the_first: (1, r"(worker \d was killed by SIGTERM(, |: )){2}this run can do without 1 of its 3"),
+    lambda: os._exit(7): (1, r"worker \d failed: silence: it ended with exit code 7 and sent no result$"),
+}
+"""How many workers a run may lose, and what it says if they end so."""
+
+
+@pytest.mark.parametrize("body", ENDS)
+def test_a_run_that_misses_workers_names_them_and_the_cause(body, monkeypatch):
+    monkeypatch.setattr(processes, "CAUSE_S", LIMIT_S)
+    may_lose, says = ENDS[body]
+    with pytest.raises(CommrtError, match=f"^{says}"):
+        run_workers(3, body, may_lose)
 
 
 def test_too_many_workers_are_a_sentence_and_those_that_were_started_end(monkeypatch):
@@ -199,7 +198,7 @@ def every_error(kind=errors.CommrtError):
     return [kind, *(each for child in kind.__subclasses__() for each in every_error(child))]
 
 
-@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+@for_each("kind", every_error())
 def test_an_error_crosses_processes_as_it_is(kind):
     place = errors.Place(1, 2, step=3)
     given = {errors.Evicted: ("it was late", place, 4, 0)}.get(kind, ("it failed",))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
 from itertools import pairwise
 
 import torch
@@ -13,12 +12,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.algorithms import ring
 from commrt.elastic.generations import Listener
 from commrt.training.model_state import fingerprint
 
 STRIKE = 5
 """The step at which something happens."""
+
+
+def tell_and_pause(tell, message):
+    """Say `message`, and do nothing more until a signal ends the process."""
+    tell(message)
+    while True:
+        signal.pause()
 
 
 def model_of(widths=(16, 64, 64, 64, 4)):
@@ -51,85 +56,43 @@ def struck_in_mid_step(tell, algorithm, victim, timeout_s):
 
     def wait_for_the_blow(_):
         if world.rank == victim and step == STRIKE:
-            tell("mid-step")
-            while True:
-                signal.pause()
+            tell_and_pause(tell, "mid-step")
 
     model[2].weight.register_hook(wait_for_the_blow)
     for step in range(STRIKE + 3):  # read by the hook
         one_step(model, optimizer, world.rank, step)
-    return "finished"
 
 
-def out_of_data(tell, early, stays, timeout_s):
+def out_of_data(tell, early, timeout_s):
     """Rank `early` has data for STRIKE steps, the others for more, and nobody uses join."""
     model = model_of()
     _, optimizer, world = joined(commrt.Torus2D(), timeout_s, model)
     for step in range(STRIKE if world.rank == early else STRIKE + 3):
         one_step(model, optimizer, world.rank, step)
-    if stays:
-        tell("stays")
-        while True:
-            signal.pause()
-    return "finished"
 
 
-def uneven_data_with_join(tell, steps):
-    """Rank r has data for ``steps[r]`` steps."""
-    model = model_of()
-    replica, optimizer, world = joined(commrt.Torus2D(), 20, model)
-    with replica.join():
-        for step in range(steps[world.rank]):
-            one_step(model, optimizer, world.rank, step)
-    equal, step = replica.replicas_equal(), replica.step
-    world.close()
-    return equal, step
-
-
-def other_layout(tell, odd_one, what):
-    """Rank `odd_one` comes with something else than the others."""
-    torch.set_num_threads(1)
-    odd = int(os.environ["RANK"]) == odd_one
-    if what == "world size" and odd:
+def one_starts_with_another_size(tell, odd_one):
+    """Rank `odd_one` was started for a larger world."""
+    if os.environ["RANK"] == str(odd_one):
         os.environ["WORLD_SIZE"] = "7"
-    world = commrt.init(10)
-    widths = (16, 64, 32, 64, 4) if what == "layers" and odd else (16, 64, 64, 64, 4)
-    model = model_of(widths)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    algorithm = commrt.Ring() if what == "algorithm" and odd else commrt.Torus2D()
-    wire = torch.bfloat16 if what == "wire" and odd else None
-    cap = 1.0 if what == "bucket size" and odd else 0.01
-    commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=cap)
-    return "attached"
+    commrt.init(10)
 
 
-def leaves_with_an_error(tell):
-    """Rank 1 leaves its world by an exception of its own, and lives on."""
-    world = commrt.init(200)
-    with suppress(KeyError), world:
-        if world.rank == 1:
-            raise KeyError("of the user's own")
-        world.run(ring.all_reduce(world.size), torch.ones(8))
-    tell("stays")
-    while True:
-        signal.pause()
-
-
-def nobody_else(tell, timeout_s):
-    """Only rank 0 comes to the world."""
-    if int(os.environ["RANK"]) == 0:
+def only_the_first_comes(tell, timeout_s):
+    """The other ranks end before they join the world."""
+    if os.environ["RANK"] == "0":
         commrt.init(timeout_s, start_timeout_s=timeout_s)
-    return "finished"
 
 
 def listening(tell):
     """Run a process with a liveness listener, and a child that outlives it, as a DataLoader's worker may."""
     listener = Listener("127.0.0.1")
+    ready, begun = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.pause()
-    tell((listener.address, child))
-    signal.pause()
+        tell_and_pause(lambda _: os.write(begun, b"!"), None)
+    os.read(ready, 1)  # the child has let go of the listener
+    tell_and_pause(tell, (listener.address, child))
 
 
 STEPS = 30

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,26 +18,22 @@ import torch.distributed as dist
 
 import commrt
 
-__all__ = ["in_a_group", "report", "with_variables"]
+__all__ = ["in_a_group", "with_variables"]
 
 
 def report(number, start_timeout_s=60):
-    """Of one world, from its beginning to its end; what is added up is `number` plus the rank."""
+    """Of one world: rank, size, local rank, launcher, transport, and the sum of `number` plus the rank."""
     with commrt.init(min(30, start_timeout_s), start_timeout_s=start_timeout_s) as world:
         values = torch.full((8,), float(number + world.rank))
         world.run(commrt.Ring().schedule(0, world.size), values)
-        return {
-            "place": [world.rank, world.size, world.local_rank],
-            "launcher": world.launcher,
-            "kind": world.transport.kind,
-            "sum": values.unique().tolist(),
-        }
+        (total,) = values.unique().tolist()
+        return [world.rank, world.size, world.local_rank, world.launcher, world.transport.kind, total]
 
 
 @contextmanager
-def group():
-    """Torch's, as its own launcher wants it."""
-    dist.init_process_group("gloo")
+def group(**given):
+    """Torch's; without more as its own launcher wants it."""
+    dist.init_process_group("gloo", **given)
     try:
         yield
     finally:
@@ -48,17 +44,14 @@ def with_variables(tell, variables, *given):
     """As the launcher's process that has ``variables[rank]`` in place of torchrun's."""
     rank = _without_a_launcher()
     os.environ.update(variables[rank])
-    return report(float(rank), *given)
+    return report(rank, *given)
 
 
 def in_a_group(tell, method, size):
     """Of torch's, that no launcher made."""
     rank = _without_a_launcher()
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
-    try:
-        return report(float(rank))
-    finally:
-        dist.destroy_process_group()
+    with group(init_method=method, rank=rank, world_size=size):
+        return report(rank)
 
 
 def _without_a_launcher():
@@ -72,11 +65,8 @@ def main(folder, number, *ways):
     torch.set_num_threads(1)
     reports = []
     for way in ways:
-        if way == "group":
-            with group():
-                reports.append(report(float(number)))
-        else:
-            reports.append(report(float(number)))
+        with group() if way == "group" else nullcontext():
+            reports.append(report(int(number)))
     Path(folder, f"{os.getpid()}.json").write_text(json.dumps(reports))
 
 

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 
 __all__ = ["address", "hosts", "why_none"]
@@ -43,21 +43,19 @@ def why_none() -> str | None:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[list[list[str]]]:
-    """One or two hosts: what to put before a command to run it there. Two are joined by a cable."""
-    with ExitStack() as stack:
-        first = stack.enter_context(_kept(UNSHARE))
-        inside = ["nsenter", f"--target={first}", *MINE, "--net"]
-        if count == 1:
-            yield [inside]
-            return
-        second = stack.enter_context(_kept([*inside, "unshare", "--net"]))
-        both = [inside, ["nsenter", f"--target={second}", *MINE, "--net"]]
-        _sh([*inside, "ip", "link", "add", "eth", "type", "veth", "peer", "name", "eth", "netns", str(second)])
+def hosts() -> Iterator[list[list[str]]]:
+    """Two hosts joined by a cable: what to put before a command to run it there."""
+    with _kept(UNSHARE) as first, _kept([*_inside(first), "unshare", "--net"]) as second:
+        both = [_inside(first), _inside(second)]
+        _sh([*both[0], "ip", "link", "add", "eth", "type", "veth", "peer", "name", "eth", "netns", str(second)])
         for number, here in enumerate(both):
             _sh([*here, "ip", "addr", "add", f"{address(number)}/24", "dev", "eth"])
             _sh([*here, "ip", "link", "set", "eth", "up"])
         yield both
+
+
+def _inside(process: int) -> list[str]:
+    return ["nsenter", f"--target={process}", *MINE, "--net"]
 
 
 @contextmanager

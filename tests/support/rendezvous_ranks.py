@@ -4,76 +4,46 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import select
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from threading import Event
 
 import torch
 import torch.distributed as dist
 from ddp_replica import ddp_group
-from torch.distributed import FileStore, HashStore
+from failing_ranks import tell_and_pause
+from torch.distributed import FileStore
 
 import commrt
 from commrt.algorithms import ring, tree
 from commrt.errors import UsageError
 from commrt.runtime import connection, init
-from commrt.store.launcher import LOOPBACK
-from commrt.transport.gloo import GlooTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 NOW = Tag(0, "test")
 CHILD_LIMIT_S = 10.0
 
 
-def ask_a_struck_holder(tell, timeout_s):
-    """Rank 0, which holds the store, asks to be struck while the others wait for its answer."""
-    world = commrt.init(timeout_s, start_timeout_s=60)
+def ask_without(tell, missing, timeouts_s):
+    """All wait for the answer of rank `missing`, which says that it will give none."""
+    world = commrt.init(60)
     world.agree("breakfast", where="here")  # all are connected
-    if world.rank == 0:
-        tell("strike me")
-        while True:
-            signal.pause()
+    commrt.init(timeouts_s[world.rank])
+    if world.rank == missing:
+        tell_and_pause(tell, "here I stop")
     world.agree("lunch", where="here")
-    return "agreed"
-
-
-def ask_with_one_absent(tell, timeouts_s):
-    """Compare a value on all ranks but the one whose timeout is None; the others have different timeouts."""
-    rank = int(os.environ["RANK"])
-    world = commrt.init(timeouts_s[rank] or 60, start_timeout_s=60)
-    if timeouts_s[rank] is not None:
-        world.agree("lunch", where="here")
-    else:
-        tell("absent")
-        while True:
-            signal.pause()
 
 
 def ddp_with_one_absent(tell, timeout_s):
     """The last rank joins DDP's group and does nothing in it."""
     with commrt.init(timeout_s, start_timeout_s=60) as world, ddp_group(world):
         if world.rank == world.size - 1:
-            tell("absent")
-            while True:
-                signal.pause()
+            tell_and_pause(tell, "absent")
         dist.all_reduce(torch.ones(1))
-
-
-def several_worlds(tell, times):
-    """One world after the other in the same processes."""
-    seen = []
-    for number in range(times):
-        with commrt.init(30) as world:
-            world.agree("number", number=str(number))
-            seen.append((world.rank, world.size))
-    return seen
 
 
 @contextmanager
@@ -88,7 +58,10 @@ def default_group():
 
 
 def worlds_and_groups(tell, path, *order):
-    """Worlds and torch.distributed's groups at one port, each opened inside the one before; "end" ends all."""
+    """Worlds and torch.distributed's groups at one port, each opened inside the one before.
+
+    "end" ends all and waits for the other rank; "next" does not wait.
+    """
     launchers, ends = [], FileStore(path, 2)  # torch's own groups need ranks that wait for each other in between, too
     with ExitStack() as opened:
         for number, what in enumerate(order):
@@ -100,6 +73,7 @@ def worlds_and_groups(tell, path, *order):
                 launchers.append(world.launcher)
             else:
                 opened.close()
+            if what == "end":
                 ends.set(f"{number}/{os.environ['RANK']}", "")
                 ends.wait([f"{number}/{rank}" for rank in range(2)])
     return launchers
@@ -110,40 +84,11 @@ def interrupted_in_a_transfer(tell, victim, absent):
     with commrt.init(300) as world:
         world.agree("ready", for_what="transfers")
         if world.rank == absent:
-            tell("absent")
-            while True:
-                signal.pause()
+            tell_and_pause(tell, "absent")
         if world.rank == victim:
             tell("interrupt me")
         pair = (absent, victim) if world.rank == victim else (victim, world.rank)
         world.comm_thread.submit(lambda: world.run_now(tree.broadcast(2), torch.ones(8), NOW, pair)).result()
-
-
-def interrupted_in_an_agreement(tell, victim, last):
-    """The last one comes to a question after the victim has ended, which it has interrupted there.
-
-    Over shared memory it may still find what the victim had sent. The next question then is the first that fails.
-    """
-    with commrt.init(300) as world:
-        world.store.set(f"pid/{world.rank}", str(os.getpid()))
-        world.agree("ready", for_what="questions")
-        if world.rank == last:
-            world.store.wait([f"waiting/{victim}"])
-            Event().wait(0.5)  # it is in the question by then
-            os.kill(pid := int(world.store.get(f"pid/{victim}")), signal.SIGINT)
-            while _runs(pid):
-                Event().wait(0.01)
-        if world.rank == victim:
-            world.store.set(f"waiting/{victim}", "")
-        world.agree("lunch", where="here")
-        world.agree("dinner", where="here")
-
-
-def _runs(pid):
-    """False for a process that has ended, whether its parent knows that or not."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def in_a_child(body):
@@ -151,8 +96,10 @@ def in_a_child(body):
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
-        os.write(theirs, json.dumps(body()).encode())
-        os._exit(0)
+        try:
+            os.write(theirs, json.dumps(body()).encode())
+        finally:
+            os._exit(0)
     os.close(theirs)
     try:
         said = os.read(ours, 65536) if select.select([ours], [], [], CHILD_LIMIT_S)[0] else b'"hung"'
@@ -170,8 +117,13 @@ def attempt(use):
     return "done"
 
 
-def child_uses_the_world(tell):
-    """Children of every rank try all that a world offers; then the parents go on with it."""
+def child_uses_the_world(tell, in_group, port):
+    """Children of every rank try all that a world offers, and open others; then the parents go on with it."""
+    with default_group() if in_group else nullcontext():
+        return what_a_child_may_do(port)
+
+
+def what_a_child_may_do(port):
     torch.set_num_threads(1)
     schedule, buffer, go_on = ring.all_reduce(2), torch.ones(4), Event()
     with commrt.init(30) as world:
@@ -188,6 +140,8 @@ def child_uses_the_world(tell):
             "abort": lambda: world.abort(OSError("of the child")),
             "transport": world.transport.close,
             "exit": atexit._run_exitfuncs,
+            "a world of its own": lambda: add_up_in_another_world(1, RANK="0", WORLD_SIZE="1"),
+            "a world elsewhere": lambda: add_up_in_another_world(2, MASTER_PORT=str(port)),
         }
         answers = {name: in_a_child(lambda use=use: attempt(use)) for name, use in uses.items()}
         go_on.set()
@@ -197,55 +151,15 @@ def child_uses_the_world(tell):
         return answers, buffer.tolist(), reported
 
 
-def child_opens_a_world_of_its_own(tell, port):
-    """The children of all ranks meet at another port; None for a world of one each."""
-    torch.set_num_threads(1)
-
-    def join():
-        if port is None:
-            del os.environ["RANK"], os.environ["WORLD_SIZE"]
-        else:
-            os.environ["MASTER_PORT"] = str(port)
-        with commrt.init(8) as world:
-            buffer = torch.ones(4)
-            world.run(ring.all_reduce(world.size), buffer)
-            world.agree("the end")
-            return world.size, buffer.tolist()
-
-    with commrt.init(30) as world:
-        answer = in_a_child(join)
-        world.agree("the end")
-        return answer
-
-
-def child_of_a_running_group(tell):
-    """The parent is in a torch.distributed group, with no world yet; then it opens one."""
-    dist.init_process_group("gloo")
-    try:
-        answer = in_a_child(lambda: attempt(commrt.init))
-        with commrt.init(30) as world:
-            world.agree("the end")
-        return answer
-    finally:
+def add_up_in_another_world(size, **variables):
+    os.environ.update(variables)
+    if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def child_frees_a_gloo_transport(tell):
-    """A child drops the last reference to connected sockets; then the parent exchanges on them."""
-    store = HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        pair = list(pool.map(lambda rank: GlooTransport(store, rank, range(2), 30.0, LOOPBACK), range(2)))
-
-    def free():
-        pair.clear()
-        return gc.collect() >= 0
-
-    answer = in_a_child(free)
-    worlds = [commrt.World(transport, store) for transport in pair]
-    buffers = [torch.ones(4) for _ in pair]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda world, buffer: world.run(ring.all_reduce(2), buffer), worlds, buffers))
-    return answer, buffers[0].tolist()
+    with commrt.init(8) as world:
+        buffer = torch.ones(4)
+        world.run(ring.all_reduce(size), buffer)
+        assert buffer.tolist() == [size] * 4
+        world.agree("the end")
 
 
 def forks_and_waits(tell, timeout_s):
@@ -253,8 +167,7 @@ def forks_and_waits(tell, timeout_s):
     torch.set_num_threads(1)
     with commrt.init(timeout_s) as world:
         if world.rank == 1:
-            child = os.fork()
-            if child:
+            if child := os.fork():
                 tell(child)
             while True:
                 signal.pause()
