@@ -38,15 +38,6 @@ def ask_without(tell, missing, timeouts_s):
     world.agree("lunch", where="here")
 
 
-def ddp_with_one_absent(tell, timeout_s):
-    """The last rank joins DDP's group and does nothing in it."""
-    with commrt.init(timeout_s, start_timeout_s=60) as world, ddp_group(world):
-        if world.rank == world.size - 1:
-            tell_and_pause(tell, "absent")
-        dist.all_reduce(torch.ones(1))
-
-
-@contextmanager
 def default_group():
     """torch.distributed's, where the launcher says."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
