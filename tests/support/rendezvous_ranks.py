@@ -14,7 +14,6 @@ from threading import Event
 
 import torch
 import torch.distributed as dist
-from ddp_replica import ddp_group
 from failing_ranks import tell_and_pause
 from torch.distributed import FileStore
 
@@ -38,6 +37,7 @@ def ask_without(tell, missing, timeouts_s):
     world.agree("lunch", where="here")
 
 
+@contextmanager
 def default_group():
     """torch.distributed's, where the launcher says."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
