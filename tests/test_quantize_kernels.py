@@ -182,12 +182,12 @@ def test_numba_codes_any_values_by_any_key(x, quantizer, key):
     assert is_coded_alike(nullcontext, quantizer, x, torch.zeros(len(x)), key)
 
 
-def test_tensors_of_several_pieces_are_coded_alike(backend=nullcontext):
+def test_tensors_of_several_pieces_are_coded_alike():
     """Numba codes in one piece, and adds in other pieces than the definition."""
     pytest.importorskip("commrt.kernels.cpu_quantize", reason="Numba is an extra")
     numel = quantize.PIECE_NUMEL + 77
-    require(are_values_coded_alike, backend, [(Int4(rounding=STOCHASTIC), numel)])
-    require(are_rows_decoded_alike, backend, [(Int4(), numel, 3)])
+    require(are_values_coded_alike, nullcontext, [(Int4(rounding=STOCHASTIC), numel)])
+    require(are_rows_decoded_alike, nullcontext, [(Int4(), numel, 3)])
 
 
 def test_memory_that_a_transport_lends_after_binding_is_read():

@@ -16,7 +16,7 @@ __all__ = ["plant"]
 
 
 def plant(bug: tuple[str, str, str], kernels: Iterable[str], within: Path, patch: pytest.MonkeyPatch) -> None:
-    """Import the modules of `kernels` with `bug`, (module, text, what stands there instead), and let them be launched."""
+    """Import the modules of `kernels` with `bug`, (module, text, what stands there instead), to launch them."""
     module, before, after = bug
     package = Path(mkdtemp(prefix="planted_", dir=within))
     for path in Path(variants.__file__).parent.glob("*.py"):

@@ -22,7 +22,7 @@ QUANTIZERS = [
 ]
 """Every kind with all its options, each option with blocks of 64 and of 256."""
 ODD = (0.0, 1e-42, 7.8e-31, 7.9e-31, 8e37, 8.6e37, -3e38, -inf, nan)
-"""Largest values of blocks: in turn those that make it zero, nothing, infinite and NaN, on both sides of each border."""
+"""Largest values of blocks: what makes a block zero, infinite or NaN, on both sides of each border."""
 STEP = 1.2890625
 """A bfloat16 whose inverse is not exact."""
 
@@ -34,7 +34,7 @@ def values(numel: int, block: int, seed: int = 0) -> Tensor:
     x *= 10 ** torch.empty(numel).uniform_(-4, 2, generator=generator)
     for part, odd in zip(x.split(block)[2:], ODD, strict=False):
         if abs(odd) < 1e-20:
-            part *= odd / 1000
+            part.mul_(odd / 1000)
         part[7:8] = odd
     return x
 
