@@ -19,8 +19,8 @@ from commrt.proof import order_of_additions
 from commrt.runtime.executor import combinations_of
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step
 
-RANKS = (*range(1, 34), 64)
-POWERS = (1, 2, 4, 8, 16, 32, 64)
+RANKS = (*range(1, 10), 12, 15, 16, 17)
+POWERS = (1, 2, 4, 8, 16)
 ONE_ORDER = {
     ("reduce", "tree"): RANKS,
     ("reduce", "direct"): RANKS,
@@ -100,7 +100,7 @@ def result_of(schedule, values):
 @pytest.mark.parametrize("ranks", [3, 4, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_elements_with_equal_contributions_end_with_equal_bits_exactly_where_there_is_one_order(name, ranks):
     schedule = by_name(name).schedule(0, ranks)
-    draws = np.random.default_rng(0).standard_normal((60, ranks)).astype(np.float32)
+    draws = np.random.default_rng(0).standard_normal((30, ranks)).astype(np.float32)
     ends = [result_of(schedule, values) for values in draws]
     assert all((end == end[:1, :1]).all() for end in ends) == order_of_additions(schedule).is_one
 

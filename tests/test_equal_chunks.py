@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.errors import DisagreementError, UsageError
@@ -21,7 +18,6 @@ from commrt.proof.spec import ANYTHING, collective_of
 from commrt.schedule import ADD, MIX, Schedule, Step
 from commrt.testing.ranks import run_ranks
 
-SIZES = range(101)
 UNSET = -1
 UNIFORM, DIVIDED = ("all_reduce", "broadcast"), ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 """Collectives after which a rank has the same in all chunks, and those after which it has not."""
@@ -73,37 +69,12 @@ def is_right(world, collective, schedule, numel):
     return refused(world, schedule, numel)
 
 
-def wrong_on(ranks):
-    """Return (ranks, collective, size) where a ring is neither right nor refused."""
-    schedules = {"all_gather": ring.all_gather(ranks), "reduce_scatter": ring.reduce_scatter(ranks)}
-
-    def body(world):
-        return [
-            (ranks, collective, numel)
-            for collective, schedule in schedules.items()
-            for numel in (*range(2 * ranks + 2), 63, 64, 65, 16 * ranks, 17 * ranks, 100)
-            if not is_right(world, collective, schedule, numel)
-        ]
-
-    return [each for found in run_ranks(ranks, body) for each in found]
-
-
-def test_an_all_gather_and_a_reduce_scatter_of_every_size_are_right_or_refused():
-    assert [*chain.from_iterable(map(wrong_on, (1, 2, 3, 4, 6)))] == []
-
-
-@pytest.mark.slow
-def test_an_all_gather_and_a_reduce_scatter_of_every_size_are_right_or_refused_on_many_ranks():
-    assert [*chain.from_iterable(map(wrong_on, (7, 16)))] == []
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=50)
 @given(st.data(), st.sampled_from(sorted({*COLLECTIVES} - {"barrier"})), st.integers(1, 17))
 def test_every_schedule_is_right_or_refused(data, collective, ranks):
-    schedule = data.draw(st.sampled_from(list(candidates(collective, ranks).values())), label="schedule")
+    schedule = data.draw(st.sampled_from([*candidates(collective, ranks).values()]), label="schedule")
     multiples = st.integers(0, 3).map(lambda size: size * schedule.chunks)
-    numel = data.draw(multiples | st.sampled_from(SIZES), label="numel")
+    numel = data.draw(multiples | st.integers(0, 100), label="numel")
     assert all(run_ranks(ranks, lambda world: is_right(world, collective, schedule, numel)))
 
 
@@ -134,16 +105,6 @@ def test_ranks_that_come_with_other_sizes_learn_that_first():
         return buffer.tolist()
 
     assert run_ranks(4, body) == [[1.0] * 12] * 4
-
-
-def test_an_all_reduce_of_the_world_takes_any_size():
-    def body(world):
-        sums = [torch.ones(numel) for numel in range(1, 40)]
-        for each in sums:
-            world.all_reduce(each, "sum", algorithm=commrt.Ring())
-        return {each.unique().item() for each in sums}
-
-    assert run_ranks(5, body) == [{5.0}] * 5
 
 
 @pytest.mark.parametrize("numel", [16, 5])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from itertools import count, repeat
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.ring import all_reduce as ring
 from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
-from commrt.errors import CommrtError, ScheduleError, UsageError
+from commrt.errors import ScheduleError, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.program import program
 from commrt.proof.replay import prove, verify
 from commrt.proof.spec import all_reduce, doubly_stochastic
-from commrt.schedule import ADD, COPY, Schedule, Step
+from commrt.schedule import ADD, Schedule, Step
 from commrt.testing.ranks import run_ranks
 
 ABCI = Cluster.named("abci")
@@ -216,9 +215,3 @@ def test_an_algorithm_of_anything_makes_schedules_or_is_refused_in_words(made):
 
     if not any(isinstance(value, int) and abs(value) > 10**4 for value in values):  # so many slices take long
         met(use)
-
-
-def test_a_world_says_no_to_what_is_no_schedule():
-    with pytest.raises(CommrtError):
-        run_ranks(2, lambda world: world.run(ring(3), torch.ones(4)))
-    assert next(count()) == COPY == 0

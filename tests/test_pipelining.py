@@ -37,26 +37,16 @@ def streams():
     return TwoStreams()
 
 
-def test_the_oracle_notices_an_exchange_that_does_not_wait(streams, monkeypatch):
+@pytest.mark.parametrize("broken", ["after", "parity"], ids=["an exchange does not wait", "scratch is used too early"])
+def test_the_oracle_notices_a_race(broken, streams, monkeypatch):
     real = executor.dependencies
 
     def careless(hops, chunks):
         waits = real(hops, chunks)
-        return SimpleNamespace(after=(None,) * len(hops), parity=waits.parity, overlap=True)
+        nothing = {"after": (None,) * len(hops), "parity": (0,) * len(hops)}
+        return SimpleNamespace(**{"after": waits.after, "parity": waits.parity, broken: nothing[broken]}, overlap=True)
 
     monkeypatch.setattr(executor, "dependencies", careless)
-    run_noted(in_slices(ring.all_reduce(4), 2), 0, streams)
-    assert races(streams)
-
-
-def test_the_oracle_notices_scratch_that_is_used_again_too_early(streams, monkeypatch):
-    real = executor.dependencies
-
-    def crowded(hops, chunks):
-        waits = real(hops, chunks)
-        return SimpleNamespace(after=waits.after, parity=(0,) * len(hops), overlap=True)
-
-    monkeypatch.setattr(executor, "dependencies", crowded)
     run_noted(in_slices(ring.all_reduce(4), 2), 0, streams)
     assert races(streams)
 

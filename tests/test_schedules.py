@@ -405,8 +405,3 @@ def test_folding_more_ranks_than_the_core_can_serve_is_refused(ranks):
 def test_a_promise_to_ranks_that_do_not_exist_is_refused(members):
     with pytest.raises(ScheduleError, match=r"must be different ranks out of 0\.\.3"):
         spec.all_reduce(4, 4, members)
-
-
-def test_a_broadcast_from_a_rank_that_does_not_exist_is_refused():
-    with pytest.raises(ScheduleError, match=r"members \[4\] must be"):
-        spec.broadcast(4, 1, root=4)
