@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from commrt.algorithms import bruck, chain, direct, halving_doubling, ring, tree
-from commrt.algorithms.catalogue import COLLECTIVES, ROOTED, candidates
+from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, ROOTED, candidates
 from commrt.algorithms.parts import backwards
+from commrt.algorithms.sliced import Sliced
+from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError, UsageError
 from commrt.proof import spec
 from commrt.proof.replay import traffic, verify
@@ -25,6 +27,8 @@ def test_equal_arguments_give_the_same_object():
         root = 3 if collective in ROOTED else 0
         one, again = (candidates(collective, 8, root) for _ in range(2))
         assert [name for name in one if one[name] is not again[name]] == [], collective
+    for algorithm in (*(make() for make in ALGORITHMS.values()), Torus2D(both_ways=True), Sliced()):
+        assert algorithm.schedule(0, 12) is algorithm.schedule(7, 12), algorithm
 
 
 def test_another_root_only_gives_the_ranks_other_parts():
@@ -116,6 +120,7 @@ REFUSED = {
     "rank 4 cannot be the root of a broadcast over 4 ranks": [lambda: candidates("broadcast", 4, 4)],
     "rank -1 cannot be the root of a all_gather over 4 ranks": [lambda: candidates("all_gather", 4, -1)],
     "rank 0 cannot be the root of a broadcast over 0 ranks": [lambda: candidates("broadcast", 0, 0)],
+    r"choose one of 0\.\.2": [lambda: tree.broadcast(3, root=5)],
     "too large for a proof": [
         lambda: spec.gather(4096, 1 << 24),
         lambda: spec.scatter(4096, 1 << 24),

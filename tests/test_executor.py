@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import commrt
-from commrt.algorithms import tree
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
-from commrt.errors import UsageError
 from commrt.program import program
 from commrt.proof.spec import all_reduce
 from commrt.runtime.executor import bind
@@ -87,8 +85,3 @@ def test_a_rank_only_reads_what_it_adds_to_chunks_that_it_does_not_send(hop, rea
 
     bind(program(Schedule("a hop", 2, 4, lambda: iter([step])), 0), torch.zeros(64), Recorded(Fabric(2), 0))
     assert [group.reads for group in groups] == [reads]
-
-
-def test_a_root_outside_the_world_is_refused():
-    with pytest.raises(UsageError, match=r"choose one of 0\.\.2"):
-        tree.broadcast(3, root=5)
