@@ -14,17 +14,16 @@ import torch
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreter import BadAccess, interpreted_gpu
+from interpreter import interpreted_gpu
 from pairwise import pairwise
 from torch import nn
-from triton.runtime.interpreter import InterpreterError
 
 import commrt
 from commrt.buckets.gradient_bucket import GradientBucket, Header, OverlapCheck
 from commrt.errors import UsageError
 from commrt.kernels import device, dispatch
 from commrt.kernels.dispatch import GPU_DTYPES
-from commrt.kernels.layout import GRANULE, Layout, layout_of
+from commrt.kernels.layout import GRANULE, layout_of
 from commrt.kernels.tables import EMPTY, Tables, alignment
 from commrt.testing.ranks import run_ranks
 
@@ -130,16 +129,6 @@ def test_an_absent_tensor_travels_as_zeros_whatever_the_scale(backend):
         assert not place.signbit().any()
 
 
-def test_an_access_outside_of_all_tensors_is_noticed_behind_the_interface_too():
-    with interpreted_gpu() as launches:
-        tensors = values([20], torch.float32)
-        _, _, packing = wired(tensors, torch.float32)
-        packing.pack(tensors, 1.0, 1)
-        packing.tables.addresses[0] = max(end for _, end in launches.memory.spans) + 15 & -16  # as aligned as promised
-        with pytest.raises((BadAccess, InterpreterError), match="outside of all tensors"):
-            packing.pack(tensors, 1.0, 1)
-
-
 def test_a_buffer_that_begins_at_an_odd_place_is_refused_by_the_kernels():
     row = torch.zeros(200)[1:]
     tensors = values([5], torch.float32)
@@ -212,43 +201,28 @@ def test_a_gradient_that_was_made_on_the_lane_s_stream_is_not_freed_under_the_re
     assert param.grad.used_on == ("the reader's on cpu",)
 
 
-def small_model():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 33), nn.ReLU(), nn.Linear(33, 3))
-
-
-def parameters_after_three_steps(world, model, wire):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    replica = commrt.attach(model, optimizer, commrt.Ring(), world=world, wire=wire, bucket_cap_mb=0.0005)
-    carried = []
+def trained(world, wire):
+    """The parameters of a small model after three steps."""
+    model = nn.Sequential(nn.Linear(6, 33), nn.ReLU(), nn.Linear(33, 3))
+    for seed, param in enumerate(model.parameters()):  # ranks are threads, which share torch's generator
+        param.data = values([param.numel()], torch.float32, seed)[0].view_as(param)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    commrt.attach(model, optimizer, commrt.Ring(), world=world, wire=wire, bucket_cap_mb=0.0005)
     for step in range(3):
-        carried += replica.buckets  # of the step, as their order may change after it
         optimizer.zero_grad()
         (batch,) = values([24], torch.float32, seed=10 * step + world.rank)
         model(batch.view(4, 6)).square().sum().backward()
         optimizer.step()
-    assert replica.replicas_equal()
-    return torch.cat([param.detach().flatten() for param in model.parameters()]), carried
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
 def test_training_with_the_kernels_is_training_with_their_definitions_bit_by_bit(wire):
-    def trained():
-        models = [small_model(), small_model()]
-        return run_ranks(2, lambda world: parameters_after_three_steps(world, models[world.rank], wire))
-
     with interpreted_gpu() as launches:
-        (first, carried), (second, _) = trained()
-    want, _ = trained()[0]
-    assert torch.equal(first, want)
-    assert torch.equal(second, want)
-    assert len(carried) > 3
-    for kernel in ("pack_kernel", "unpack_kernel"):
-        assert launches.names.count(kernel) == 2 * len(carried)  # ranks
-    cuts = [bucket.repeatable.cut(2) for bucket in carried]
-    adding = sum((begin < middle) + (middle < end) for begin, middle, end in cuts)  # who has no chunk adds nothing
-    assert launches.names.count("reduce_kernel") == adding
+        found = run_ranks(2, lambda world: trained(world, wire))
+    assert {*launches.names} == {"pack_kernel", "unpack_kernel", "reduce_kernel"}
+    assert all(torch.equal(found[0], each) for each in (found[1], *run_ranks(2, lambda world: trained(world, wire))))
+    assert found[0].isfinite().all()
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=9))
@@ -260,21 +234,6 @@ def test_a_layout_leaves_no_two_things_in_one_place(counts):
     assert taken.max() == 1
     assert all(place % GRANULE == 0 for place in layout.places)
     assert layout.numel < 64 + 16 + 16 * len(counts) + len(counts) + sum(counts) + 1
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.sampled_from([4, 16]))
-def test_tiles_cover_each_element_once(counts, tile):
-    layout = layout_of(counts)
-    tables = Tables(layout, tile * GRANULE, torch.device("cpu"))
-    seen = torch.zeros(layout.numel, dtype=torch.int32)
-    for owner, number, count, place in zip(*(column.tolist() for column in tables.columns[1:]), strict=True):
-        assert place * GRANULE == layout.places[owner] + number * tile * GRANULE
-        seen[place * GRANULE :][:count] += 1
-    tensors = Layout(layout.counts, layout.places, layout.numel)
-    expected = torch.zeros_like(seen)
-    for i in range(len(counts)):
-        tensors.tensor(expected, i).fill_(1)
-    assert torch.equal(seen, expected)
 
 
 def test_addresses_are_sent_only_when_one_has_changed():
