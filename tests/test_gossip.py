@@ -178,21 +178,6 @@ def test_the_command_says_it_in_words():
     assert "after 3 steps every rank holds 0.625 to 1.25 times its share of each; 0.202 of the differences" in words
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ("ring --within 2", "--within is for gossip, direct, rings and double_tree, not for ring"),
-        ("gossip --both-ways", "are for torus2d, not for gossip"),
-        ("gossip --ranks 6 --topology hypercube", "use the topology 'dissemination'"),
-        ("gossip --topology star", "choose one of dissemination, hypercube"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_with_the_reason(args, words):
-    result = CliRunner().invoke(app, ["verify", *args.split()])
-    assert isinstance(result.exception, UsageError)
-    assert words in str(result.exception)
-
-
 @pytest.mark.parametrize("gossip", [Gossip(seed=3), Gossip("hypercube", seed=4), Gossip(within=4, seed=5)])
 def test_a_period_of_rounds_and_an_order_make_all_schedules(gossip):
     ranks = 16
