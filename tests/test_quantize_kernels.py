@@ -16,14 +16,11 @@ from planted import plant
 from quantize_bugs import BUGS
 from quantizers import KINDS, ODD, QUANTIZERS, same, ties, values
 
-import commrt
 from commrt.kernels import quantize
 from commrt.kernels.device import variants
 from commrt.quantizer import BITS, NEAREST, STOCHASTIC, TILE_BLOCKS, Float8, Int2, Int4, Int8, Quantizer
-from commrt.testing.ranks import run_ranks
 
 KEY = 0xF234_5678_9ABC_DEF1
-KERNELS = ("quantize_kernel", "dequantize_kernel", "add_quantized_kernel")
 DEFINITION = SimpleNamespace(
     quantizing=lambda x, codes, quantizer, left: lambda key: quantize.quantize(x, codes, quantizer, left, key),
     dequantizing=lambda codes, out, quantizer: lambda: quantize.dequantize(codes, out, quantizer),
@@ -214,31 +211,6 @@ def test_plain_torch_codes_where_numba_cannot(monkeypatch, error):
         assert is_coded_alike(nullcontext, Int8(), torch.randn(100), None)
     finally:
         quantize.compiled_quantize.cache_clear()
-
-
-def trained(world, wire):
-    """The weights of a small model after two steps."""
-    model = torch.nn.Linear(30, 20)
-    with torch.no_grad():
-        for param in model.parameters():  # ranks are threads, which share torch's generator
-            param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    commrt.attach(model, optimizer, commrt.Direct(), world=world, wire=wire)
-    source = torch.Generator().manual_seed(world.rank)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(8, 30, generator=source)).square().sum().backward()
-        optimizer.step()
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-@pytest.mark.parametrize("wire", [Int8(64), Int4(64, rounding=STOCHASTIC)], ids=str)
-def test_training_with_the_kernels_gives_the_bits_of_plain_torch(wire):
-    want = run_ranks(3, lambda world: trained(world, wire))
-    with interpreted_gpu() as launches:
-        got = run_ranks(3, lambda world: trained(world, wire))
-    assert {*KERNELS} <= {*launches.names}
-    assert all(map(torch.equal, got, want))
 
 
 def test_buffers_that_begin_elsewhere_are_coded_in_plain_torch():
