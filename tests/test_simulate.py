@@ -58,13 +58,6 @@ def torus_s(x, y, nbytes, latency_s, row_bytes_per_s, column_bytes_per_s):
     return rows + 2 * (y - 1) * (latency_s + nbytes / (x * y) / column_bytes_per_s)
 
 
-def test_both_ways_at_once_save_nothing_where_adding_up_takes_all_the_time():
-    links = one_each(0.0, 1e6, reduce_gbytes_per_s=10.0)
-    one, both = (seconds(Torus2D((4, 4), both_ways=both), 16, links, 1e9) for both in (False, True))
-    assert both == pytest.approx(one, rel=1e-3)
-    assert one == pytest.approx(15 / 16 / 10, rel=1e-3)
-
-
 STARTS = st.floats(0, 0.01).map(lambda s: [s] * 12) | st.lists(st.floats(0, 0.01), min_size=12, max_size=12)
 
 
@@ -116,17 +109,6 @@ def test_on_abci_the_torus_beats_the_ring_by_what_a_model_expects(x, y, gain):
 def test_rows_inside_a_node_are_best_for_few_nodes_and_worse_for_many(ranks, milliseconds):
     rows_in_nodes = seconds(Torus2D((4, ranks // 4)), ranks, Cluster.named("abci-nvlink"), RESNET50_FP16)
     assert 1e3 * rows_in_nodes == pytest.approx(milliseconds, rel=0.02)
-
-
-@given(
-    ranks=st.integers(2, 20),
-    latency_us=st.floats(0, 100),
-    gbytes_per_s=st.floats(0.1, 100),
-    nbytes=st.floats(0, 1e9),
-)
-def test_where_every_rank_is_a_host_a_ring_takes_what_the_closed_form_says(ranks, latency_us, gbytes_per_s, nbytes):
-    found = seconds(Ring(), ranks, one_each(latency_us, gbytes_per_s), nbytes)
-    assert found == pytest.approx(ring_s(ranks, nbytes, latency_us * 1e-6, gbytes_per_s * 1e9), rel=1e-9)
 
 
 @given(
