@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from itertools import count, repeat
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.ring import all_reduce as ring
 from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
-from commrt.errors import CommrtError, ScheduleError, UsageError
+from commrt.errors import ScheduleError, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.program import program
 from commrt.proof.replay import prove, verify
 from commrt.proof.spec import all_reduce, doubly_stochastic
-from commrt.schedule import ADD, COPY, Schedule, Step
+from commrt.schedule import ADD, Schedule, Step
 from commrt.testing.ranks import run_ranks
 
 ABCI = Cluster.named("abci")
@@ -89,25 +88,21 @@ def test_steps_of_anything_make_a_schedule_or_are_refused_in_words(steps, ranks,
     met(look)
 
 
-@pytest.mark.parametrize(
-    "given", [0.5, float("nan"), "1", [[0, 1], [2]], None, 2**63, np.array([2**63], dtype=np.uint64), 1j]
-)
-def test_a_column_is_never_rounded_or_guessed(given):
-    with pytest.raises(UsageError, match=r"give|no row of numbers"):
-        Step.of([0], [1], 0, given, ADD)
+ONE_EACH = {name: [0, 1] for name in ("src", "dst", "lo", "hi", "combine", "weight")}
+GUESSES = [0.5, float("nan"), "1", [[0, 1], [2]], None, 2**63, np.array([2**63], dtype=np.uint64), 1j]
+REFUSED = [
+    *((lambda given=given: Step.of([0], [1], 0, given, ADD), "give|no row of numbers") for given in GUESSES),
+    *((lambda name=name: Step(**ONE_EACH | {name: [1]}), "need as many each") for name in ONE_EACH),
+    (lambda: Step(**ONE_EACH | {"src": np.zeros((2, 2), np.int64)}), r"of shape \(2, 2\): give a row of numbers"),
+    (lambda: Schedule("larger", 2**31, 1, lambda: iter(())), "ranks=2147483648: give a whole number from 1 on"),
+    (lambda: Schedule("larger", 1, 2**31, lambda: iter(())), "chunks=2147483648: give a whole number from 1 on"),
+]
 
 
-def test_a_column_of_a_step_is_one_row():
-    columns = {name: np.zeros((2, 2), np.int64) for name in ("src", "dst", "lo", "hi", "combine")}
-    with pytest.raises(UsageError, match=r"of shape \(2, 2\): give a row of numbers"):
-        Step(**columns, weight=np.zeros(2))
-
-
-@pytest.mark.parametrize("field", ["src", "dst", "lo", "hi", "combine", "weight"])
-def test_columns_of_different_lengths_are_refused(field):
-    columns = {name: [0, 1] for name in ("src", "dst", "lo", "hi", "combine", "weight")}
-    with pytest.raises(UsageError, match="need as many each"):
-        Step(**columns | {field: [1]})
+@pytest.mark.parametrize(("make", "why"), REFUSED)
+def test_columns_are_never_rounded_guessed_or_cut_and_counts_have_31_bits(make, why):
+    with pytest.raises(UsageError, match=why):
+        make()
 
 
 def fails():
@@ -134,14 +129,6 @@ def test_steps_that_are_none_are_refused_by_all_who_look_at_them(steps, says):
         Pricing(schedule, ABCI)
     with pytest.raises(ScheduleError, match=r"fails|yields"):
         str(schedule.over([1, 0]).refined(2).then(schedule.refined(2)))
-
-
-@pytest.mark.parametrize("field", ["ranks", "chunks"])
-def test_a_schedule_counts_ranks_and_chunks_in_31_bits(field):
-    shape = {"ranks": 1, "chunks": 1}
-    Schedule("large", **shape | {field: 2**31 - 1}, steps=lambda: iter(()))
-    with pytest.raises(UsageError, match=f"{field}=2147483648: give a whole number from 1 on"):
-        Schedule("larger", **shape | {field: 2**31}, steps=lambda: iter(()))
 
 
 def test_steps_without_an_end_are_refused_before_long(monkeypatch):
@@ -216,9 +203,3 @@ def test_an_algorithm_of_anything_makes_schedules_or_is_refused_in_words(made):
 
     if not any(isinstance(value, int) and abs(value) > 10**4 for value in values):  # so many slices take long
         met(use)
-
-
-def test_a_world_says_no_to_what_is_no_schedule():
-    with pytest.raises(CommrtError):
-        run_ranks(2, lambda world: world.run(ring(3), torch.ones(4)))
-    assert next(count()) == COPY == 0

@@ -13,13 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pairing import check_pairing
 from typer.testing import CliRunner
 
-import commrt
 from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, permutation
 from commrt.errors import UsageError
-from commrt.program import program
 from commrt.proof.replay import prove, traffic
 from commrt.proof.spec import promise
 from commrt.tools.commands.app import app
@@ -35,13 +32,6 @@ ROUND |= {48: (0.207, 0.75, 1.5), 100: (0.192, 0.781, 1.5625)}
 def one_period(algorithm, ranks, number=0):
     steps = algorithm.period(ranks)
     return [algorithm.schedule(step, ranks) for step in range(number * steps, (number + 1) * steps)]
-
-
-def test_programs_of_every_step_pair_up():
-    for ranks in (1, 2, 3, 5, 8, 13, 17):
-        for number, schedule in enumerate(one_period(Gossip(), ranks, 3)):
-            found = check_pairing([program(schedule, rank) for rank in range(ranks)])
-            assert found is None, (ranks, number)
 
 
 @pytest.mark.parametrize("topology", ["dissemination", "hypercube"])
@@ -67,7 +57,7 @@ def test_a_step_costs_one_partner_and_one_buffer_however_many_ranks_there_are(ra
 
 
 def test_with_rotation_all_meet_directly_in_about_as_many_steps_as_drawing_lots_takes():
-    for ranks, about in ((8, 41), (16, 76), (32, 212), (64, 449), (128, 1040)):
+    for ranks, about in ((8, 41), (16, 76), (32, 212), (64, 449)):
         found = median(steps_to_meet_all(Gossip(seed=seed), ranks, 10_000) for seed in range(5))
         assert about / 2 < found < 2 * about, ranks
 
@@ -95,10 +85,11 @@ def test_partners_change_places_after_a_period_and_otherwise_with_another_seed()
     assert Gossip(seed=1).schedule(0, ranks).digest() == digests[0]
     assert Gossip(seed=1).schedule(period(ranks), ranks).digest() != digests[period(ranks)]
     assert Gossip(rotate=False).schedule(period(ranks), ranks).digest() == digests[0]
+    assert Gossip(rotate=False).schedule(3, 8) is Gossip(rotate=False).schedule(0, 8)  # what was made of it is kept
 
 
-def test_the_same_schedule_is_the_same_object_so_that_what_was_made_of_it_is_kept():
-    assert Gossip(rotate=False).schedule(0, 8) is Gossip(rotate=False).schedule(3, 8)
+def test_a_late_message_counts_a_quarter():
+    assert (Gossip().share, Gossip(staleness=1).share, Gossip(staleness=1, weight=0.375).share) == (0.5, 0.25, 0.375)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 40), st.sampled_from([0, 1]))
@@ -121,10 +112,6 @@ def test_rows_agree_and_mix_like_so_many_ranks():
     ranks = mixing(one_period(Gossip(), 6))
     assert (rows.smallest, rows.largest) == pytest.approx((ranks.smallest, ranks.largest))
     assert rows.second_singular_value == pytest.approx(ranks.second_singular_value)
-
-
-def test_a_late_message_counts_a_quarter():
-    assert (Gossip().share, Gossip(staleness=1).share, Gossip(staleness=1, weight=0.375).share) == (0.5, 0.25, 0.375)
 
 
 @pytest.mark.parametrize(
@@ -170,47 +157,25 @@ def verified(*args):
     return result.stdout
 
 
-def test_the_command_proves_gossip_and_reports_how_it_mixes():
-    for ranks in (1, 2, 5, 8, 17):
-        said = json.loads(verified("--ranks", ranks, "--json"))
-        assert (said["ok"], said["period"]) == (True, period(ranks))
-        assert (said["smallest"] == 1.0) == (ranks in POWERS), ranks
-        assert said["met_all_after"] >= ranks - 1
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("--ranks", 1), {"period": 1, "smallest": 1.0}),
+        (("--ranks", 8), {"period": 3, "smallest": 1.0, "largest": 1.0}),
+        (("--ranks", 8, "--topology", "hypercube"), {"schedule": "hypercube 0", "largest": 1.0}),
+        (("--ranks", 12, "--within", 4), {"period": 2, "steps": 7, "met_all_after": 2}),
+    ],
+)
+def test_the_command_proves_gossip_and_reports_how_it_mixes(args, expected):
+    said = json.loads(verified(*args, "--json"))
+    assert said["ok"]
+    assert {name: said[name] for name in expected} == expected
 
 
 def test_the_command_says_it_in_words():
     words = verified("--ranks", 5)
     assert "is a correct doubly_stochastic" in words
     assert "after 3 steps every rank holds 0.625 to 1.25 times its share of each; 0.202 of the differences" in words
-
-
-def test_the_command_takes_a_topology_and_rows():
-    said = json.loads(verified("--ranks", 8, "--topology", "hypercube", "--json"))
-    assert (said["ok"], said["schedule"], said["largest"]) == (True, "hypercube 0", 1.0)
-    said = json.loads(verified("--ranks", 12, "--within", 4, "--json"))
-    assert (said["ok"], said["period"], said["steps"], said["met_all_after"]) == (True, 2, 7, 2)
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (
-            ("ring", "--within", "2"),
-            "--within is for gossip, direct, rings and double_tree, not for ring",
-        ),
-        (("gossip", "--both-ways"), "are for torus2d, not for gossip"),
-        (("gossip", "--ranks", "6", "--topology", "hypercube"), "use the topology 'dissemination'"),
-        (("gossip", "--topology", "star"), "choose one of dissemination, hypercube"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_with_the_reason(args, words):
-    result = CliRunner().invoke(app, ["verify", *args])
-    assert isinstance(result.exception, UsageError)
-    assert words in str(result.exception)
-
-
-def test_gossip_is_public():
-    assert commrt.Gossip is Gossip
 
 
 @pytest.mark.parametrize("gossip", [Gossip(seed=3), Gossip("hypercube", seed=4), Gossip(within=4, seed=5)])

@@ -6,8 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from functools import partial
-from itertools import cycle
+from itertools import cycle, repeat
 
 import pytest
 import quantized_ddp
@@ -41,30 +40,23 @@ def weights(trained):
 class Training:
     """A model that a rank trains on random digits of its own."""
 
-    def __init__(self, world, wire, algorithm=Direct(), cap_mb=0.003):  # noqa: B008  # a frozen value
+    def __init__(self, world, wire, algorithm=Direct()):  # noqa: B008  # a frozen value
         self.model = model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        options = {"world": world, "wire": wire, "bucket_cap_mb": cap_mb}
+        options = {"world": world, "wire": wire, "bucket_cap_mb": 0.003}
         self.replica = commrt.attach(self.model, self.optimizer, algorithm, **options)
         self.source = torch.Generator().manual_seed(world.rank)
-
-    def backward(self):
-        x = torch.randn(16, 20, generator=self.source)
-        loss = nn.functional.cross_entropy(self.model(x), x[:, :10].argmax(1))
-        loss.backward()
-        return float(loss.detach())
 
     def step(self, steps=1):
         for _ in range(steps):
             self.optimizer.zero_grad()
-            loss = self.backward()
+            x = torch.randn(16, 20, generator=self.source)
+            nn.functional.cross_entropy(self.model(x), x[:, :10].argmax(1)).backward()
             self.optimizer.step()
-        return loss
 
     def state(self):
-        parts = self.replica, self.model, self.optimizer, self.source
-        states = [copy.deepcopy(part.state_dict()) for part in parts[:3]]
-        return [*states, self.source.get_state()]
+        parts = self.replica, self.model, self.optimizer
+        return [*(copy.deepcopy(part.state_dict()) for part in parts), self.source.get_state()]
 
     def load(self, state):
         for part, own in zip((self.replica, self.model, self.optimizer), state, strict=False):
@@ -117,26 +109,39 @@ def test_a_step_of_a_million_parameters_sends_so_many_times_fewer_bytes():
     assert {wire: plain / quantized for wire, quantized in sent.items() if plain <= FEWER[wire] * quantized} == {}
 
 
-def trained(world, wire, steps, algorithm=Direct()):  # noqa: B008  # a frozen value
-    training = Training(world, wire, algorithm)
-    training.step(steps)
-    if isinstance(algorithm, commrt.BackupWorkers):
-        training.replica.consolidate()
-    return weights(training.model)
+TRAINED = [
+    *zip(WIRES, cycle((2, 3, 4)), repeat(Direct())),
+    (Adaptive(dq(30.0, 20)), 3, Direct()),
+    (Int4(), 6, Direct(within=2)),
+    (Int4(), 8, Direct(within=4)),
+    (Int8(), 3, commrt.BackupWorkers(1, inner=Direct())),
+]
 
 
-def test_replicas_stay_equal():
-    rows = [*zip([*WIRES, Adaptive(dq(30.0, 20))], cycle((2, 3, 4)))]
-    assert [row for row in rows if not alike(run_ranks(row[1], partial(trained, wire=row[0], steps=6)))] == []
+@pytest.mark.parametrize(("wire", "ranks", "algorithm"), TRAINED, ids=str)
+def test_replicas_stay_equal(wire, ranks, algorithm):
+    def body(world):
+        training = Training(world, wire, algorithm)
+        training.step(6)
+        if isinstance(algorithm, commrt.BackupWorkers):
+            training.replica.consolidate()
+        return weights(training.model)
+
+    assert alike(run_ranks(ranks, body))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("wire", "ranks"), [*zip(WIRES[:4], (5, 7, 8, 5), strict=True)], ids=str)
-def test_replicas_are_equal_after_two_hundred_steps(wire, ranks):
-    assert alike(run_ranks(ranks, partial(trained, wire=wire, steps=200)))
+def test_ranks_that_run_out_of_data_leave_and_come_back_equal():
+    def body(world):
+        training = Training(world, Int4())
+        with training.replica.join():
+            training.step(3 + world.rank)
+        training.step(2)
+        return weights(training.model)
+
+    assert alike(run_ranks(3, body))
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(st.integers(2, 9), st.sampled_from(FEEDBACK), st.integers(1, 9_000))
 def test_what_rounding_lost_is_owed_and_paid(ranks, wire, numel):
     """All averages so far, and all that is owed, add up to the true averages."""
@@ -200,85 +205,13 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(wire):
         assert torch.equal(straight, resumed)
 
 
-def test_a_rank_refuses_what_another_rank_owes():
-    def body(world):
-        training = Training(world, Int4())
-        training.step(2)
-        state = training.replica.state_dict()
-        training.replica.load_state_dict(state)
-        with pytest.raises(UsageError, match=r"Save state_dict.* on every rank, and load each rank's own"):
-            training.replica.load_state_dict(state | {"rank": world.rank + 1})
-
-    run_ranks(2, body)
-
-
-def test_ranks_that_run_out_of_data_leave_and_come_back_equal():
-    def body(world):
-        training = Training(world, Int4())
-        with training.replica.join():
-            training.step(3 + world.rank)
-        training.step(2)
-        return weights(training.model)
-
-    assert alike(run_ranks(3, body))
-
-
-def test_passes_that_only_accumulate_send_nothing():
-    def body(world):
-        training = Training(world, Int4())
-        for _ in range(3):
-            training.optimizer.zero_grad()
-            with training.replica.no_sync():
-                training.backward()
-            training.backward()
-            training.optimizer.step()
-        return weights(training.model), training.replica.step
-
-    rows = run_ranks(2, body)
-    assert alike([row for row, _ in rows])
-    assert [steps for _, steps in rows] == [3, 3]
-
-
-def test_a_scaler_skips_the_steps_that_overflow_on_all_ranks():
-    def body(world):
-        training = Training(world, Int4())
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
-        scales = []
-        for _ in range(6):
-            training.optimizer.zero_grad()
-            x = torch.randn(16, 20, generator=training.source)
-            scaler.scale(nn.functional.cross_entropy(training.model(x), x[:, :10].argmax(1)) * 8).backward()
-            scaler.step(training.optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return weights(training.model), scales
-
-    rows = run_ranks(2, body)
-    assert alike([row for row, _ in rows])
-    assert rows[0][0].isfinite().all()
-    assert rows[0][1] == rows[1][1]
-    assert rows[0][1][0] < 2.0**127
-
-
-def test_backup_workers_go_on_with_codes_without_feedback():
-    assert alike(
-        run_ranks(3, partial(trained, wire=Int8(), steps=6, algorithm=commrt.BackupWorkers(1, inner=Direct())))
-    )
-
-
-@pytest.mark.parametrize(("x", "y"), [(2, 2), (2, 3), (4, 2)])
-def test_hosts_sum_among_themselves_first(x, y):
-    assert alike(run_ranks(x * y, partial(trained, wire=Int4(), steps=4, algorithm=Direct(within=x))))
-
-
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_hook_of_ddp_keeps_replicas_equal_and_still_owes_after_ddp_has_made_other_buckets():
-    first, second = (
-        outcome.value for outcome in run_processes(2, quantized_ddp.trained_and_accounts, (Int4(), Int2()))
-    )
-    assert first[0] == second[0] != []
-    (true, told, owed), (others_true, _, others_owed) = torch.tensor(first[1]), torch.tensor(second[1])
+def test_the_hook_of_ddp_tells_all_ranks_the_same_and_still_owes_after_ddp_has_made_other_buckets():
+    outcomes = run_processes(2, quantized_ddp.accounts, Int2())
+    (true, told, owed), (others_true, told_others, others_owed) = (torch.tensor(each.value) for each in outcomes)
+    assert told.any()
+    assert torch.equal(told, told_others)
     torch.testing.assert_close((true + others_true) / 2, told + owed + others_owed, rtol=1e-4, atol=1e-3)
 
 
@@ -302,26 +235,6 @@ def test_attach_refuses_what_codes_cannot_do():
                 commrt.attach(trained, torch.optim.SGD(trained.parameters(), 0.1), world=world, **options)
 
     run_ranks(8, body)
-
-
-def test_ranks_with_other_codings_are_told():
-    def body(world):
-        with pytest.raises(DisagreementError, match="buckets"):
-            commrt.attach(model(), None, Direct(), world=world, wire=Int8() if world.rank else Int4())
-
-    run_ranks(2, body)
-
-
-def test_all_reduce_keeps_what_rounding_lost_only_where_it_is_told():
-    def body(world):
-        with pytest.raises(UsageError, match="needs a residual"):
-            world.all_reduce(torch.ones(3), algorithm=Direct(), wire=Int4())
-        with pytest.raises(UsageError, match="others take none"):
-            world.all_reduce(torch.ones(3), algorithm=Direct(), wire=Int8(), residual=torch.zeros(3))
-        with pytest.raises(UsageError, match=r"needs torch.zeros\(3"):
-            world.all_reduce(torch.ones(3), algorithm=Direct(), wire=Int4(), residual=torch.zeros(4))
-
-    run_ranks(1, body)
 
 
 class Branches(nn.Module):
@@ -369,6 +282,20 @@ def test_a_state_can_be_saved_after_the_replica_was_detached():
     assert run_ranks(2, body) == [1, 1]
 
 
+def test_a_state_of_another_rank_or_of_another_shape_is_refused_before_anything_changes():
+    def body(world):
+        replica = Training(world, Int4()).replica
+        state = replica.state_dict() | {"step": 7}
+        name = next(iter(state["residuals"]))
+        with pytest.raises(UsageError, match=r"Save state_dict.* on every rank, and load each rank's own"):
+            replica.load_state_dict(state | {"rank": world.rank + 1})
+        with pytest.raises(UsageError, match=f"residual of {name} has 1 values"):
+            replica.load_state_dict(state | {"residuals": state["residuals"] | {name: torch.zeros(1)}})
+        return replica.step
+
+    assert run_ranks(2, body) == [0, 0]
+
+
 def test_one_state_serves_all_ranks_where_nothing_is_owed_or_it_is_forgotten():
     def body(world):
         training = Training(world, Int4())
@@ -390,20 +317,6 @@ def test_one_state_serves_all_ranks_where_nothing_is_owed_or_it_is_forgotten():
     assert run_ranks(3, forget) == run_ranks(3, without_feedback) == [2, 2, 2]
 
 
-def test_a_residual_of_another_shape_is_refused_before_anything_changes():
-    def body(world):
-        training = Training(world, Int4())
-        training.step()
-        state = training.replica.state_dict()
-        name = next(iter(state["residuals"]))
-        state["residuals"][name] = torch.zeros(1)
-        with pytest.raises(UsageError, match=f"residual of {name} has 1 values"):
-            training.replica.load_state_dict({**state, "step": 7})
-        return training.replica.step
-
-    assert run_ranks(2, body) == [1, 1]
-
-
 def test_stochastic_rounding_is_right_in_the_mean_of_many_calls():
     def body(world):
         x = torch.randn(3000, generator=torch.Generator().manual_seed(world.rank))
@@ -418,6 +331,22 @@ def test_stochastic_rounding_is_right_in_the_mean_of_many_calls():
     assert max(run_ranks(2, body)) < 0.25  # one call: 1.4
 
 
+RULE = dq(30.0, 20)
+OTHERS = [
+    (Int8(), Int4()),
+    *((Adaptive(RULE), Adaptive(other)) for other in (dq(30.0, 21), lambda _: 3.0, adaquant(3, lambda: 1.0))),
+]
+
+
+@pytest.mark.parametrize("wires", OTHERS)
+def test_ranks_with_other_wires_are_told(wires):
+    def body(world):
+        with pytest.raises(DisagreementError, match="buckets"):
+            Training(world, wires[world.rank])
+
+    run_ranks(2, body)
+
+
 def test_ranks_that_sum_with_other_codings_are_told_and_go_on():
     def body(world):
         x = torch.ones(5000)
@@ -430,30 +359,24 @@ def test_ranks_that_sum_with_other_codings_are_told_and_go_on():
     assert run_ranks(2, body) == [5000, 5000]
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [(dq(30.0, 20), dq(30.0, 21)), (dq(30.0, 20), lambda progress: 3.0), (dq(30.0, 20), adaquant(3, lambda: 1.0))],
-)
-def test_ranks_with_other_rules_are_told(rules):
+NO_RESIDUALS = [
+    (Int4(), lambda x: None, "needs a residual"),
+    (Int8(), lambda x: torch.zeros(3), "others take none"),
+    (Int4(), lambda x: torch.zeros(4), r"needs torch.zeros\(3"),
+    (Int4(), lambda x: [0.0] * 3, "a tensor of its own"),
+    (Int4(), lambda x: x, "a tensor of its own"),
+    (Int4(), torch.inference_mode()(torch.zeros_like), "a tensor of its own"),
+]
+
+
+@pytest.mark.parametrize(("wire", "residual", "why"), NO_RESIDUALS)
+def test_what_cannot_hold_what_rounding_lost_is_refused(wire, residual, why):
     def body(world):
-        with pytest.raises(DisagreementError):
-            Training(world, Adaptive(rules[world.rank]))
-        return True
+        x = torch.ones(3)
+        with pytest.raises(UsageError, match=why):
+            world.all_reduce(x, algorithm=Direct(), wire=wire, residual=residual(x))
 
-    assert run_ranks(2, body) == [True, True]
-
-
-def test_residuals_that_are_no_tensors_of_their_own_are_refused():
-    def body(world):
-        x = torch.ones(10)
-        with torch.inference_mode():
-            inferred = torch.zeros(10)
-        for residual in ([0.0] * 10, x, inferred):
-            with pytest.raises(UsageError, match="a tensor of its own"):
-                world.all_reduce(x, algorithm=Direct(), wire=Int4(), residual=residual)
-        return True
-
-    assert run_ranks(2, body)
+    run_ranks(1, body)
 
 
 def test_a_residual_may_move_between_sums_and_is_free_when_its_owner_drops_it():

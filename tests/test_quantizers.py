@@ -16,8 +16,6 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.quantization import Adaptive, Int2, Int8, Quantizer, adaquant, dq
 
-HOSTS = (*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64)
-
 
 def fails_to_sum(algorithm, hosts):
     """What the proof finds wrong."""
@@ -29,14 +27,8 @@ def fails_to_sum(algorithm, hosts):
     return None
 
 
-def test_direct_within_hosts_is_an_all_reduce_in_two_steps_for_all_ranks_that_fill_them():
-    rows = [(Direct(within), hosts) for within in (1, 2, 3, 4, 8) for hosts in HOSTS if within * hosts <= 64]
-    assert {row: error for row in rows if (error := fails_to_sum(*row))} == {}
-    assert max(summing_steps(algorithm.schedule(0, algorithm.within * hosts)) for algorithm, hosts in rows) == 2
-
-
 def test_hosts_may_sum_among_themselves_in_any_way():
-    inner = (Ring(), HalvingDoubling(), DoubleTree(), Torus2D())
+    inner = (HalvingDoubling(), DoubleTree(), Torus2D())  # a ring is proven by `make prove`
     rows = product([Direct(within, between) for between in inner for within in (2, 3, 4)], (1, 2, 3, 4, 7, 12))
     assert {row: error for row in rows if (error := fails_to_sum(*row))} == {}
 

@@ -58,19 +58,6 @@ def torus_s(x, y, nbytes, latency_s, row_bytes_per_s, column_bytes_per_s):
     return rows + 2 * (y - 1) * (latency_s + nbytes / (x * y) / column_bytes_per_s)
 
 
-def test_what_a_rank_receives_in_one_step_is_added_up_one_after_the_other():
-    both = Schedule("two to one", 3, 1, lambda: iter([Step.of([1, 2], [0, 0], 0, 1, ADD)]))
-    links = one_each(0.0, 100.0, reduce_gbytes_per_s=10.0)
-    assert Pricing(both, links).price(1e9).seconds == pytest.approx(0.02 + 0.2)
-
-
-def test_both_ways_at_once_save_nothing_where_adding_up_takes_all_the_time():
-    links = one_each(0.0, 1e6, reduce_gbytes_per_s=10.0)
-    one, both = (seconds(Torus2D((4, 4), both_ways=both), 16, links, 1e9) for both in (False, True))
-    assert both == pytest.approx(one, rel=1e-3)
-    assert one == pytest.approx(15 / 16 / 10, rel=1e-3)
-
-
 STARTS = st.floats(0, 0.01).map(lambda s: [s] * 12) | st.lists(st.floats(0, 0.01), min_size=12, max_size=12)
 
 
@@ -125,17 +112,6 @@ def test_rows_inside_a_node_are_best_for_few_nodes_and_worse_for_many(ranks, mil
 
 
 @given(
-    ranks=st.integers(2, 20),
-    latency_us=st.floats(0, 100),
-    gbytes_per_s=st.floats(0.1, 100),
-    nbytes=st.floats(0, 1e9),
-)
-def test_where_every_rank_is_a_host_a_ring_takes_what_the_closed_form_says(ranks, latency_us, gbytes_per_s, nbytes):
-    found = seconds(Ring(), ranks, one_each(latency_us, gbytes_per_s), nbytes)
-    assert found == pytest.approx(ring_s(ranks, nbytes, latency_us * 1e-6, gbytes_per_s * 1e9), rel=1e-9)
-
-
-@given(
     name=st.sampled_from([*ALGORITHMS, "gossip"]),
     ranks=st.integers(2, 24),
     gpus=st.integers(1, 5),
@@ -161,36 +137,30 @@ def moved(*pairs, combine=COPY):
 
 
 HOSTS_OF_FOUR = Cluster("small", "", 4, Link(1, 100), Between(10, 10, nics=2, nics_per_rank=1))
+RACKS_OF_FOUR = Cluster("racks", "", 1, Link(0, 100), Between(0, 10), racks=Racks(4, oversubscription=2.0))
+ADDING = one_each(0, 10, reduce_gbytes_per_s=100)
+WAYS = {
+    "inside a node": (HOSTS_OF_FOUR, moved((0, 1)), 1e-6 + 0.01),
+    "one rank uses one of two cards": (HOSTS_OF_FOUR, moved((0, 4)), 10e-6 + 0.1),
+    "two ranks use both": (HOSTS_OF_FOUR, moved((0, 4), (1, 5)), 10e-6 + 0.1),
+    "four ranks share two cards": (HOSTS_OF_FOUR, moved((0, 4), (1, 5), (2, 6), (3, 7)), 10e-6 + 0.2),
+    "both directions at once": (HOSTS_OF_FOUR, moved((0, 4), (4, 0)), 10e-6 + 0.1),
+    "one rank sends twice": (HOSTS_OF_FOUR, moved((0, 4), (0, 5)), 10e-6 + 0.2),
+    "one rank receives twice": (HOSTS_OF_FOUR, moved((0, 4), (1, 4)), 10e-6 + 0.2),
+    "to itself": (HOSTS_OF_FOUR, moved((3, 3)), 0.0),
+    "one node of a rack": (RACKS_OF_FOUR, moved((0, 4)), 0.1),
+    "all nodes of a rack": (RACKS_OF_FOUR, moved((0, 4), (1, 5), (2, 6), (3, 7)), 0.2),
+    "inside a rack": (RACKS_OF_FOUR, moved((0, 1), (1, 0), (2, 3), (3, 2)), 0.1),
+    "what is copied": (ADDING, moved((0, 1)), 0.1),
+    "what is added": (ADDING, moved((0, 1), combine=ADD), 0.11),
+    "what is added from two ranks": (ADDING, moved((1, 0), (2, 0), combine=ADD), 0.2 + 0.02),
+}
 
 
-@pytest.mark.parametrize(
-    ("pairs", "expected_s"),
-    [
-        pytest.param([(0, 1)], 1e-6 + 0.01, id="inside a node"),
-        pytest.param([(0, 4)], 10e-6 + 0.1, id="one rank uses one of two cards"),
-        pytest.param([(0, 4), (1, 5)], 10e-6 + 0.1, id="two ranks use both"),
-        pytest.param([(0, 4), (1, 5), (2, 6), (3, 7)], 10e-6 + 0.2, id="four ranks share two cards"),
-        pytest.param([(0, 4), (4, 0)], 10e-6 + 0.1, id="both directions at once"),
-        pytest.param([(0, 4), (0, 5)], 10e-6 + 0.2, id="one rank sends twice"),
-        pytest.param([(0, 4), (1, 4)], 10e-6 + 0.2, id="one rank receives twice"),
-        pytest.param([(3, 3)], 0.0, id="to itself"),
-    ],
-)
-def test_what_shares_a_way_waits_for_each_other(pairs, expected_s):
-    assert Pricing(moved(*pairs), HOSTS_OF_FOUR).price(1e9).seconds == pytest.approx(expected_s)
-
-
-def test_the_way_between_racks_is_shared_by_their_nodes():
-    cluster = Cluster("racks", "", 1, Link(0, 100), Between(0, 10), racks=Racks(4, oversubscription=2.0))
-    assert Pricing(moved((0, 4)), cluster).price(1e9).seconds == pytest.approx(0.1)
-    assert Pricing(moved((0, 4), (1, 5), (2, 6), (3, 7)), cluster).price(1e9).seconds == pytest.approx(0.2)
-    assert Pricing(moved((0, 1), (1, 0), (2, 3), (3, 2)), cluster).price(1e9).seconds == pytest.approx(0.1)
-
-
-def test_adding_up_what_was_received_takes_its_time():
-    cluster = one_each(0, 10, reduce_gbytes_per_s=100)
-    assert Pricing(moved((0, 1), combine=ADD), cluster).price(1e9).seconds == pytest.approx(0.11)
-    assert Pricing(moved((0, 1)), cluster).price(1e9).seconds == pytest.approx(0.1)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_shares_a_way_waits_for_each_other_and_adding_up_takes_its_time(way):
+    cluster, schedule, expected_s = WAYS[way]
+    assert Pricing(schedule, cluster).price(1e9).seconds == pytest.approx(expected_s)
 
 
 def test_a_rank_that_begins_late_holds_up_only_those_that_need_it():
