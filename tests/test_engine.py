@@ -159,10 +159,10 @@ def test_the_time_in_which_buffers_are_sent_counts():
     def body(world):
         model = nn.BatchNorm1d(2)
         replica = commrt.attach(model, world=world)
-        for _ in range(2):
+        for _ in range(3):
             model(torch.ones(3, 2)).sum().backward()
         (state,) = (span for span in replica.last.spans if span.bucket == "state")
         return state.end_s - state.begin_s
 
-    slow = with_faults(delay_at(bucket="state", step=1, seconds=0.05))
+    slow = with_faults(delay_at(bucket="state", step=2, seconds=0.05))  # step 1 begins with another broadcast
     assert min(run_ranks(2, body, wrap=slow)) >= 0.05

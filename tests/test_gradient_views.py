@@ -67,7 +67,9 @@ def share(model):
 
 def zero_under_another_name(model):
     for param in model.parameters():
-        param.grad = param.grad.detach().zero_()
+        if param.grad._base is None:  # detached views of one tensor count each other's writes
+            param.grad = param.grad.detach()
+        param.grad.zero_()
 
 
 def point_elsewhere(model):
