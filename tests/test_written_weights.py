@@ -256,41 +256,38 @@ def test_without_optimizers_weights_are_updated_by_hand(world, algorithm):
     assert (replica.step, replica.disagreement() < 0.1) == (25, True)
 
 
-def watched(tensor, *, in_flight=False):
-    """A part of a model that holds the parameters "nothing" and "something", and the latter."""
+def fill(param):
+    param.data.fill_(7.0)
+
+
+def reshape(param):
+    param.data = torch.zeros(4)
+
+
+@torch.no_grad()
+def write_last(param):
+    param[-1] = 1.0
+
+
+@for_each(
+    ("tensor", "write", "in_flight"),
+    [
+        (torch.randn(5, 7), fill, False),
+        (torch.randn(7, 5).t(), fill, False),
+        (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), fill, False),
+        (torch.tensor(2.0), fill, False),
+        (torch.randn(100, 50), fill, False),
+        (torch.full((3,), torch.nan), fill, False),
+        (torch.zeros(3), reshape, False),
+        (torch.zeros(1_000_003), write_last, True),
+    ],
+    ids=["rows", "columns", "channels last", "a scalar", "many", "NaN", "another shape", "one of a million in flight"],
+)
+def test_a_write_is_seen_in_any_layout_behind_autograds_back_or_not(tensor, write, in_flight):
     model = nn.ParameterDict({"nothing": torch.zeros(0), "something": tensor})
     part = WeightPart(0, exchanged_tensors(model))
     part.is_relied_on, part.in_flight = True, in_flight
     part.note()
-    return part, model["something"]
-
-
-LAYOUTS = {
-    "rows": torch.randn(5, 7),
-    "columns": torch.randn(7, 5).t(),
-    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "a scalar": torch.tensor(2.0),
-    "many": torch.randn(100, 50),
-    "NaN": torch.full((3,), torch.nan),
-}
-
-
-@for_each("name", LAYOUTS)
-def test_a_write_behind_autograds_back_is_seen_in_any_layout(name):
-    part, param = watched(LAYOUTS[name].clone())
     assert part.written() is None
-    param.data.fill_(7.0)
-    assert part.written() == "something"
-
-
-@torch.no_grad()
-def test_a_write_that_autograd_counts_is_seen_wherever_it_is():
-    part, param = watched(torch.zeros(1_000_003), in_flight=True)
-    param[-1] = 1.0
-    assert part.written() == "something"
-
-
-def test_a_parameter_of_another_shape_has_other_values():
-    part, param = watched(torch.zeros(3))
-    param.data = torch.zeros(4)
+    write(model["something"])
     assert part.written() == "something"
