@@ -323,7 +323,9 @@ def test_a_schedule_that_names_a_lost_rank_is_refused_and_the_world_goes_on(worl
     assert summed(world, torch.ones(1), op="sum").item() == 3.0
     with pytest.raises(UsageError, match=r"names ranks \[3\], which are lost"):
         world.run(commrt.Ring().schedule(0, 4), torch.ones(8))
-    with pytest.raises(UsageError, match=r"8 elements do not divide into 3 equal chunks, .* ring all-gather needs: pad"):
+    with pytest.raises(
+        UsageError, match=r"8 elements do not divide into 3 equal chunks, .* ring all-gather needs: pad"
+    ):
         world.run(all_gather(3).over(world.members, world=4), torch.ones(8))
     world.run(commrt.Ring().schedule(0, 3).over(world.members, world=4), three := torch.ones(8))
     assert three.unique().tolist() == [3.0]

@@ -6,13 +6,14 @@ from __future__ import annotations
 import io
 import threading
 from collections import Counter
+from itertools import chain
 
 import pytest
 import torch
 from cases import for_each, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import commrt
 from commrt.errors import DisagreementError, UsageError
@@ -68,7 +69,7 @@ def test_after_as_many_passes_as_ranks_each_has_seen_every_sample_once(ranks, co
         for number in range(ranks):
             assert ring.passes == number
             home = (world.rank - number) % ranks
-            assert sorted(sum(one_pass(ring), [])) == [*range(home * count, (home + 1) * count)]
+            assert sorted(chain(*one_pass(ring))) == [*range(home * count, (home + 1) * count)]
 
     run_ranks(ranks, body)
 
@@ -92,7 +93,7 @@ def saved(ring):
 @on_ranks(3)
 def test_a_run_that_goes_on_from_a_state_sees_what_the_unbroken_one_sees(world, at, in_loop):
     unbroken = ring_of(world)
-    wanted = sum((one_pass(unbroken) for _ in range(3)), [])
+    wanted = [numbers for _ in range(3) for numbers in one_pass(unbroken)]
     ring, seen = ring_of(world), []
     state = saved(ring)
     while ring.passes < 3:
@@ -117,20 +118,12 @@ def test_a_pass_is_whole_once_its_last_batch_was_used():
     assert run_ranks(2, body) == [([0, 0, 0, 1, 1, 1], 2)] * 2
 
 
-class Squares(Dataset):
-    """Items of a tensor and a number."""
-
-    def __init__(self, rank):
-        self.rank = rank
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        return torch.full((2,), float(i)), i * i + 100 * self.rank
+def items(rank):
+    """A map-style dataset of a tensor and a number each."""
+    return [(torch.full((2,), float(i)), i * i + 100 * rank) for i in range(4)]
 
 
-@for_each("source", [Squares, lambda rank: TensorDataset(*shard(rank, 4)), lambda rank: shard(rank, 4)])
+@for_each("source", [items, lambda rank: TensorDataset(*shard(rank, 4)), lambda rank: shard(rank, 4)])
 def test_samples_come_from_datasets_and_tensors(source):
     def body(world):
         ring = commrt.RingShuffle(source(world.rank), 2, world=world)
@@ -168,7 +161,7 @@ def test_changing_what_a_batch_holds_changes_no_sample():
         ring.drain()
         return numbers_of(ring)
 
-    assert sorted(sum(run_ranks(2, body), [])) == [*range(12)]
+    assert sorted(chain(*run_ranks(2, body))) == [*range(12)]
 
 
 @for_each(

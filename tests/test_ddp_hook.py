@@ -94,7 +94,7 @@ def test_a_hook_refuses_a_second_model_with_the_state_of_the_first_which_can_be_
 
 @pytest.mark.processes
 def test_a_hook_looks_for_its_model_without_harm_to_tuples_that_other_threads_make(pool):
-    assert pool.values(hooked_ranks.tuples_of_another_thread, 5, size=1) == [0]
+    assert pool.values(hooked_ranks.tuples_of_another_thread, 2, size=1) == [0]
 
 
 @pytest.mark.processes

@@ -160,7 +160,7 @@ WRONG = [(0, -1), (0, "3"), (1, None), (2, ["a"]), (2, 7), (3, 0.5), (4, 1)]
 
 @for_each("packed", [*(packed_with(*each) for each in WRONG), b"nothing", pickle.dumps(Evil())])
 def test_a_state_of_a_step_that_is_none_is_refused(packed):
-    with pytest.raises(DisagreementError, match="state of another rank.* cannot be parsed"):
+    with pytest.raises(DisagreementError, match=r"state of another rank.* cannot be parsed"):
         unpack(packed)
 
 

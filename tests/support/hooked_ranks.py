@@ -246,6 +246,6 @@ def after_its_group(_):
         with commrt.init():
             if number == 0:
                 model = hooked()
-            error = error_of(lambda: backward(model))
+            error = error_of(partial(backward, model))
         dist.destroy_process_group()
     return error
