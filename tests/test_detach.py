@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import for_each, on_ranks
 from detaching_ranks import detached_first
-from small_models import backward, data, gradients, local_gradients, mean_gradients, net, sgd, trainee
+from small_models import backward, data, gradients, local_gradients, mean_gradients, net, sgd, train, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -26,6 +26,8 @@ from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds
 
+WAYS = [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(2), commrt.BackupWorkers(0)]
+
 
 def require_plain(model, rank):
     """Fail unless a backward pass makes this rank's own gradients."""
@@ -34,16 +36,17 @@ def require_plain(model, rank):
     assert all(map(torch.equal, gradients(model), local_gradients(net(), rank)))
 
 
+@for_each("algorithm", WAYS)
 @on_ranks(2)
-def test_detach_gives_back_a_plain_model_that_can_be_attached_again(world):
-    model, _, replica = trainee(world)
+def test_detach_gives_back_a_plain_model_that_can_be_attached_again(world, algorithm):
+    model, optimizer, replica = trainee(world, algorithm=algorithm)
     replica.detach()
     replica.detach()
     require_plain(model, world.rank)
-    model.zero_grad()
-    commrt.attach(model, sgd(model), world=world)
-    backward(model, world.rank)
-    assert all(map(torch.equal, gradients(model), mean_gradients(range(2))))
+    again = commrt.attach(model, optimizer, algorithm, world=world)
+    train(model, optimizer, world.rank, steps=3)
+    again.consolidate()
+    assert (again.step, again.replicas_equal()) == (3, True)
 
 
 @on_ranks(2)
@@ -77,12 +80,14 @@ def test_an_attach_that_failed_leaves_a_plain_model(world):
     require_plain(model, world.rank)
 
 
+@for_each("algorithm", WAYS)
 @on_ranks(2)
-def test_copies_and_pickles_of_an_attached_model_are_plain(world):
-    model = net()
-    commrt.attach(model, world=world)
+def test_copies_and_pickles_of_an_attached_model_are_plain(world, algorithm):
+    model, _, replica = trainee(world, algorithm=algorithm)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  # its own
         require_plain(other, world.rank)
+        train(other, sgd(other), world.rank, steps=2)
+    assert replica.step == 0
 
 
 @for_each("keep", [True, False], ids=["replica kept", "replica dropped"])

@@ -168,20 +168,24 @@ COLLECTIVES = {
     "run": lambda world, replica: world.run(ring.all_reduce(2), torch.ones(2)),
     "agree": lambda world, replica: world.agree("lunch"),
     "all_equal": lambda world, replica: world.all_equal("lunch", "soup"),
-    "attach": lambda world, replica: commrt.attach(net(), world=world),
+    "attach": lambda world, replica: commrt.attach(net(), world=world).detach(),
     "replicas_equal": lambda world, replica: replica.replicas_equal(),
+    "disagreement": lambda world, replica: replica.disagreement(),
+    "consolidate": lambda world, replica: replica.consolidate(),
     "sync_buffers": lambda world, replica: replica.sync_buffers(),
     "overwrite_with_first": lambda world, replica: replica.overwrite_with_first(),
     "load_state_dict": lambda world, replica: replica.load_state_dict({"step": 1}),
 }
 
 
+@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip()])
 @on_ranks(2)
-def test_collectives_are_refused_inside_join(world):
-    model, _, replica = trainee(world, nn.BatchNorm1d(8))
+def test_collectives_are_refused_inside_join(world, algorithm):
+    model, optimizer, replica = trainee(world, nn.BatchNorm1d(8), algorithm=algorithm)
     with replica.join():
         for step in range((3, 1)[world.rank]):
             backward(model, world.rank, step)
+            optimizer.step()
             for call in COLLECTIVES.values():
                 with pytest.raises(UsageError, match=r"inside join\(\): .* so do this before join\(\) or after it"):
                     call(world, replica)
