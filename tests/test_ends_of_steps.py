@@ -129,7 +129,10 @@ def test_ranks_agree_on_steps_where_one_of_them_skips_some_of_a_model_that_calls
     optimizer = sgd(model)
     replica = commrt.attach(model, optimizer, Gossip(), world=world)
     for step in range(8):
-        model.forward(batch(step, world.rank)).square().mean().backward()
+        hidden = batch(step, world.rank)
+        for layer in model[::2]:
+            hidden = nn.functional.linear(hidden, layer.weight, layer.bias)
+        hidden.square().mean().backward()
         if not world.rank or step not in (2, 3, 5):
             optimizer.step()
         model.zero_grad()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import for_each, on_ranks
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_models import Branches, backward, data, gradients, mean_gradients, net, seeded, sgd
 from torch import nn
@@ -141,7 +141,12 @@ CARRIED = st.sampled_from(
 
 
 @given(loop=LOOP, carried=CARRIED, ranks=st.integers(1, 4))
-@settings(max_examples=8, deadline=None)
+@example(
+    loop=[(keep, "backward"), (clone, "accumulated"), (zero_under_another_name, "scaled"), (keep, "by hand")],
+    carried=(commrt.Direct(), commrt.quantization.Int8()),
+    ranks=3,
+)
+@settings(max_examples=7, deadline=None)
 def test_any_loop_trains_bit_by_bit_as_with_gradients_of_their_own(loop, carried, ranks):
     with_views, with_own = (
         run_ranks(ranks, lambda world, kind=kind: trained(world, kind, loop, *carried)) for kind in ("views", "own")
