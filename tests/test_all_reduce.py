@@ -7,31 +7,21 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 
-import averaging_ranks
 import pytest
 import torch
+import transports
+from cases import for_each, on_ranks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interpreter import interpreted_gpu
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, UsageError
-from commrt.store.launcher import TRANSPORTS
+from commrt.algorithms.ring import all_gather
+from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, TransportError, UsageError
+from commrt.runtime.wire import WIRES
 from commrt.testing.faults import delay_at, drop_at, with_faults
-from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
-
-
-class Odd(torch.Tensor):
-    """A subclass."""
-
-
-class OfTwo:
-    """An algorithm that knows two ranks only."""
-
-    def schedule(self, step, ranks):
-        return commrt.Ring().schedule(step, 2)
 
 
 def summed(world, tensor, **kwargs):
@@ -39,17 +29,17 @@ def summed(world, tensor, **kwargs):
     return tensor
 
 
-@pytest.mark.parametrize("algorithm", [make() for make in ALGORITHMS.values()], ids=ALGORITHMS)
 @given(
+    make=st.sampled_from([*ALGORITHMS.values()]),
     size=st.sampled_from([1, 2, 3, 4, 5, 7]),
     shape=st.lists(st.integers(0, 5), max_size=3),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]),
 )
-@example(size=2, shape=[2, 0, 1], dtype=torch.float32)  # torch gives it a stride of 0
-@settings(max_examples=15)
-def test_the_sum_of_any_tensor_is_the_sum(algorithm, size, shape, dtype):
+@example(make=commrt.Ring, size=2, shape=[2, 0, 1], dtype=torch.float32)  # torch gives it a stride of 0
+@settings(max_examples=50)
+def test_the_sum_of_any_tensor_is_the_sum(make, size, shape, dtype):
     def body(world):
-        return summed(world, values.to(dtype) + world.rank, op="sum", algorithm=algorithm)
+        return summed(world, values.to(dtype) + world.rank, op="sum", algorithm=make())
 
     values = torch.arange(torch.Size(shape).numel()).view(shape) % 32  # bf16 has all whole numbers up to 256
     base = values * size + size * (size - 1) // 2
@@ -58,22 +48,19 @@ def test_the_sum_of_any_tensor_is_the_sum(algorithm, size, shape, dtype):
         assert torch.equal(result, base.to(dtype))
 
 
-def test_the_mean_is_what_attach_makes_of_a_gradient():
-    def body(world):
-        model = torch.nn.Linear(3, 5, bias=False)
-        torch.nn.init.ones_(model.weight)
-        replica = commrt.attach(model, world=world, wire=torch.bfloat16)
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(world.rank))
-        model(x).sum().backward()
-        replica.detach()
-        averaged, model.weight.grad = model.weight.grad, None
-        model(x).sum().backward()
-        return torch.equal(averaged, summed(world, model.weight.grad, wire=torch.bfloat16))
-
-    assert run_ranks(4, body) == [True] * 4
+@on_ranks(4)
+def test_the_mean_is_what_attach_makes_of_a_gradient(world):
+    model = torch.nn.Linear(3, 5, bias=False)
+    replica = commrt.attach(model, world=world, wire=torch.bfloat16)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(world.rank))
+    model(x).sum().backward()
+    replica.detach()
+    averaged, model.weight.grad = model.weight.grad, None
+    model(x).sum().backward()
+    assert torch.equal(averaged, summed(world, model.weight.grad, wire=torch.bfloat16))
 
 
-@pytest.mark.parametrize(
+@for_each(
     "view",
     [
         lambda t: t,
@@ -85,38 +72,31 @@ def test_the_mean_is_what_attach_makes_of_a_gradient():
     ],
     ids=["whole", "every other row", "transposed", "a column", "one number", "channels last"],
 )
-def test_only_the_elements_of_a_view_are_written(view):
-    def body(world):
-        whole = torch.full((6, 8), float(world.rank))
-        chosen = view(whole)
-        world.all_reduce(chosen)
-        return whole, chosen
-
-    for rank, (whole, chosen) in enumerate(run_ranks(3, body)):
-        assert torch.equal(chosen, torch.ones_like(chosen))
-        expected = torch.full((6, 8), float(rank))
-        if chosen.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
-            view(expected).fill_(1.0)
-        assert torch.equal(whole, expected)
+@on_ranks(3)
+def test_only_the_elements_of_a_view_are_written(world, view):
+    whole = torch.full((6, 8), float(world.rank))
+    chosen, expected = view(whole), whole.clone()
+    world.all_reduce(chosen)
+    assert torch.equal(chosen, torch.ones_like(chosen))
+    if chosen.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        view(expected).fill_(1.0)
+    assert torch.equal(whole, expected)
 
 
-def test_a_view_that_torch_negates_when_it_is_read_is_summed_as_it_reads():
-    def body(world):
-        whole = torch.tensor([1 + 2j, 3 + 4j]) * (world.rank + 1)
-        world.all_reduce(whole.conj().imag, "sum")
-        return whole.tolist()
-
-    assert run_ranks(3, body) == [[(rank + 1) + 12j, 3 * (rank + 1) + 24j] for rank in range(3)]
+@on_ranks(3)
+def test_a_view_that_torch_negates_when_it_is_read_is_summed_as_it_reads(world):
+    whole = torch.tensor([1 + 2j, 3 + 4j]) * (world.rank + 1)
+    world.all_reduce(whole.conj().imag, "sum")
+    assert whole.tolist() == [(world.rank + 1) + 12j, 3 * (world.rank + 1) + 24j]
 
 
-def test_one_buffer_serves_tensors_of_all_sizes():
-    def body(world):
-        results = [summed(world, torch.full((n,), float(world.rank)), op="sum") for n in (10, 1000, 0, 17, 1000, 10)]
-        wires = sum(use == "wire" for use, *_ in world._sums._memory)
-        summed(world, torch.ones(2000))  # nothing is left of the smaller wire
-        return [result.unique().tolist() for result in results], wires, len(world._sums._prepared._bound)
-
-    assert run_ranks(3, body) == [([[3.0], [3.0], [], [3.0], [3.0], [3.0]], 1, 1)] * 3
+@on_ranks(3)
+def test_one_buffer_serves_tensors_of_all_sizes(world):
+    for numel in (10, 1000, 0, 17, 1000, 10):
+        assert summed(world, torch.full((numel,), float(world.rank)), op="sum").tolist() == [3.0] * numel
+    assert sum(use == "wire" for use, *_ in world._sums._memory) == 1
+    summed(world, torch.ones(2000))  # nothing is left of the smaller wire
+    assert len(world._sums._prepared._bound) == 1
 
 
 def test_the_kernels_are_given_dense_tensors():
@@ -130,38 +110,34 @@ def test_the_kernels_are_given_dense_tensors():
     assert results == [[0.5, rank, 0.5, rank, 0.5, rank] for rank in range(2)]
 
 
-def test_works_begun_together_end_in_order_and_may_be_waited_for_in_any():
-    def body(world):
-        tensors = [torch.full((50 * n + 1,), float(world.rank + n)) for n in range(6)]
-        works = [world.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for work in reversed(works):
-            work.wait(timeout=timedelta(seconds=10))
-        assert all(work.is_completed() for work in works)
-        return [tensor.unique().tolist() for tensor in tensors]
-
-    assert run_ranks(3, body) == [[[1.0 + n] for n in range(6)]] * 3
+@on_ranks(3)
+def test_works_begun_together_end_in_order_and_may_be_waited_for_in_any(world):
+    tensors = [torch.full((50 * n + 1,), float(world.rank + n)) for n in range(6)]
+    works = [world.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        work.wait(timeout=timedelta(seconds=10))
+    assert all(work.is_completed() for work in works)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0 + n] for n in range(6)]
 
 
-def test_a_schedule_runs_asynchronously_and_its_future_has_the_tensor():
-    def body(world):
-        buffer = torch.full((9,), float(world.rank))
-        work = world.run(commrt.Ring().schedule(0, world.size), buffer, async_op=True)
-        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
-        return doubled.wait().tolist(), work.get_future().wait()[0] is buffer, work.is_completed()
+@on_ranks(3)
+def test_a_schedule_runs_asynchronously_and_its_future_has_the_tensor(world):
+    buffer = torch.full((9,), float(world.rank))
+    work = world.run(commrt.Ring().schedule(0, world.size), buffer, async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert doubled.wait().tolist() == [6.0] * 9
+    assert work.get_future().wait()[0] is buffer
+    assert work.is_completed()
 
-    assert run_ranks(3, body) == [([6.0] * 9, True, True)] * 3
 
-
-def test_a_future_that_somebody_else_completes_harms_nobody():
-    def body(world):
-        tensor = torch.ones(4)
-        world.all_reduce(tensor)
-        work = world.all_reduce(tensor, "sum", async_op=True, tag=commrt.Tag(1, "x"))
-        work.get_future().set_result([tensor])
-        work.wait()
-        return summed(world, tensor).tolist()
-
-    assert run_ranks(2, body, wrap=with_faults(delay_at(step=1, seconds=0.3))) == [[2.0] * 4] * 2
+@on_ranks(2, wrap=with_faults(delay_at(step=1, seconds=0.3)))
+def test_a_future_that_somebody_else_completes_harms_nobody(world):
+    tensor = torch.ones(4)
+    world.all_reduce(tensor)
+    work = world.all_reduce(tensor, "sum", async_op=True, tag=commrt.Tag(1, "x"))
+    work.get_future().set_result([tensor])
+    work.wait()
+    assert summed(world, tensor).tolist() == [2.0] * 4
 
 
 def test_a_wait_that_ends_early_leaves_the_transfer_under_way():
@@ -184,51 +160,46 @@ def test_a_wait_that_ends_early_leaves_the_transfer_under_way():
     assert run_ranks(2, body) == [[2.0] * 4] * 2
 
 
-def test_the_error_of_a_wait_names_the_transfer_that_failed():
-    def body(world):
-        tensor = torch.ones(4)
+LOST = with_faults(drop_at(step=7, rank=0))
+
+
+def begin_lost(world):
+    """A sum of ones of which a message is lost."""
+    tensor = torch.ones(4)
+    world.all_reduce(tensor)
+    return tensor, world.all_reduce(tensor, async_op=True, tag=commrt.Tag(7, "norm"))
+
+
+@on_ranks(2, timeout_s=1.0, wrap=LOST)
+def test_the_error_of_a_wait_names_the_transfer_that_failed(world):
+    tensor, work = begin_lost(world)
+    with pytest.raises(TransportError, match=r"step 7, bucket norm"):
+        work.wait()
+    with pytest.raises(TransportError):
+        work.get_future().wait()
+    with pytest.raises(TransportClosed, match="an earlier transfer failed"):
         world.all_reduce(tensor)
-        work = world.all_reduce(tensor, async_op=True, tag=commrt.Tag(7, "norm"))
-        with pytest.raises(commrt.TransportError, match=r"step 7, bucket norm"):
-            work.wait()
-        with pytest.raises(commrt.TransportError):
-            work.get_future().wait()
-        with pytest.raises(TransportClosed, match="an earlier transfer failed"):
-            world.all_reduce(tensor)
-        return work.is_completed(), tensor.tolist()
-
-    wrap = with_faults(drop_at(step=7, rank=0))
-    assert run_ranks(2, body, timeout_s=1.0, wrap=wrap) == [(True, [1.0] * 4)] * 2
+    assert work.is_completed()
+    assert tensor.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("is_dropped_early", [True, False])
-def test_the_error_of_a_transfer_for_which_nobody_waits_is_logged(caplog, is_dropped_early):
+@pytest.mark.parametrize("ends", ["dropped early", "failed", "waited for"])
+def test_the_error_of_a_transfer_is_logged_if_nobody_waits_for_it(caplog, ends):
     def body(world):
-        world.all_reduce(tensor := torch.ones(4))
-        work = world.all_reduce(tensor, async_op=True, tag=commrt.Tag(7, "norm"))
-        if not is_dropped_early:
-            with suppress(commrt.TransportError):
-                world.wait()
+        _, work = begin_lost(world)
+        if ends != "dropped early":
+            with suppress(TransportError):
+                work.wait() if ends == "waited for" else world.wait()
         del work
 
-    wrap = with_faults(drop_at(step=7, rank=0))
-    run_ranks(2, body, timeout_s=1.0, wrap=wrap)
-    told = [record.getMessage() for record in caplog.records if "nobody waited" in record.getMessage()]
-    assert sorted(line.split(":")[1] for line in told) == [" rank 0", " rank 1"]
-    assert all("step 7, bucket norm" in line for line in told)
+    run_ranks(2, body, timeout_s=1.0, wrap=LOST)
+    logged = [record.getMessage() for record in caplog.records if "nobody waited" in record.getMessage()]
+    expected = [] if ends == "waited for" else [" rank 0", " rank 1"]
+    assert sorted(line.split(":")[1] for line in logged) == expected
+    assert all("step 7, bucket norm" in line for line in logged)
 
 
-def test_an_error_that_was_raised_is_not_logged_as_well(caplog):
-    def body(world):
-        world.all_reduce(tensor := torch.ones(4))
-        with pytest.raises(commrt.TransportError):
-            world.all_reduce(tensor, async_op=True, tag=commrt.Tag(7, "norm")).wait()
-
-    run_ranks(2, body, timeout_s=1.0, wrap=with_faults(drop_at(step=7, rank=0)))
-    assert "nobody waited" not in caplog.text
-
-
-@pytest.mark.parametrize(
+@for_each(
     ("change", "what"),
     [
         (lambda rank: {"op": ("mean", "sum")[rank]}, "another op, shape, layout in memory"),
@@ -239,14 +210,23 @@ def test_an_error_that_was_raised_is_not_logged_as_well(caplog):
     ],
     ids=["op", "shape", "numel", "wire", "algorithm"],
 )
-def test_ranks_that_mean_different_sums_are_told(change, what):
-    def body(world):
-        call = {"tensor": torch.ones(2, 3)} | change(world.rank % 2)
-        with pytest.raises(DisagreementError, match=what):
-            world.all_reduce(**call)
-        return call["tensor"].unique().tolist()
+@on_ranks(4)
+def test_ranks_that_mean_different_sums_are_told(world, change, what):
+    call = {"tensor": torch.ones(2, 3)} | change(world.rank % 2)
+    with pytest.raises(DisagreementError, match=what):
+        world.all_reduce(**call)
+    assert call["tensor"].unique().tolist() == [1.0]
 
-    assert run_ranks(4, body) == [[1.0]] * 4
+
+class Odd(torch.Tensor):
+    """A subclass."""
+
+
+class OfTwo:
+    """An algorithm that knows two ranks only."""
+
+    def schedule(self, step, ranks):
+        return commrt.Ring().schedule(step, 2)
 
 
 REFUSED = [
@@ -268,85 +248,97 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_summed_is_refused_before_anything_is_sent():
-    def body(world):
-        for call, what in REFUSED:
-            with pytest.raises(UsageError, match=what):
-                world.all_reduce(**{"tensor": torch.ones(3)} | call)
-        return summed(world, torch.ones(3)).tolist()
-
-    assert run_ranks(3, body) == [[1.0] * 3] * 3
+@on_ranks(3)
+def test_what_cannot_be_summed_is_refused_before_anything_is_sent(world):
+    for call, what in REFUSED:
+        with pytest.raises(UsageError, match=what):
+            world.all_reduce(**{"tensor": torch.ones(3)} | call)
+    assert summed(world, torch.ones(3)).tolist() == [1.0] * 3
 
 
-@pytest.mark.processes
-def test_collectives_work_in_inference_mode():
-    algorithms = [commrt.Torus2D(), commrt.Gossip(), commrt.BackupWorkers()]
-    for outcome in run_processes(3, averaging_ranks.in_inference_mode, algorithms, limit_s=60):
-        assert outcome.error is None
-        assert outcome.value == [([3.0] * 4, True, 0.0)] * 3
+@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip(), commrt.BackupWorkers()])
+@on_ranks(3)
+def test_collectives_work_in_inference_mode(world, algorithm):
+    """In it torch makes tensors that other threads cannot write to."""
+    model = torch.nn.Linear(3, 1)
+    replica = commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)
+    tensor = torch.ones(4)
+    with torch.inference_mode():
+        world.all_reduce(tensor, "sum")
+        replica.consolidate()
+        assert (tensor.tolist(), replica.replicas_equal(), replica.disagreement()) == ([3.0] * 4, True, 0.0)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("size", "numel", "wire", "transport"),
-    [
-        pytest.param(2, 40, torch.float16, "gloo", marks=pytest.mark.slow),
-        pytest.param(4, 40, None, "gloo", marks=pytest.mark.slow),
-        (4, 170, torch.bfloat16, "shared"),
-    ],
-    ids=["2 of fp16", "4 of fp32", "4 of bf16"],
+def over(connect):
+    return lambda store, ranks, timeout_s: connect(ranks, timeout_s)
+
+
+CONNECTIONS = {"gloo": over(transports.gloo), "shared": over(transports.shared)}
+
+
+@for_each(
+    ("size", "numel", "wire", "connect"),
+    [(2, 40, torch.float16, "gloo"), (4, 40, None, "gloo"), (4, 170, torch.bfloat16, "shared")],
 )
-def test_a_sum_is_never_taken_for_the_comparison_that_another_rank_makes(size, numel, wire, transport, monkeypatch):
-    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
-    new_to = range(size // 2, size)
-    for outcome in run_processes(size, averaging_ranks.a_known_sum_meets_a_new_one, numel, wire, new_to, limit_s=60):
-        assert outcome.error is None
-        kind, values = outcome.value
-        assert kind in {"SizeMismatch", "PeerLost", "DeadlineExceeded", "TransportClosed"}
-        assert values == [1.0]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("algorithm", [commrt.Gossip(), commrt.BackupWorkers()], ids=repr)
-def test_a_schedule_that_names_a_lost_rank_is_refused_and_the_world_goes_on(algorithm):
-    outcomes = run_processes(4, averaging_ranks.runs_without_rank_3, algorithm, limit_s=60)
-    for outcome in outcomes[:3]:
-        assert outcome.error is None
-        lost, unequal, *sums = outcome.value
-        assert "names ranks [3], which are lost" in lost
-        assert "8 elements do not divide into 3 equal chunks, which ring all-gather needs: pad the" in unequal
-        assert sums == [[3.0], 3.0]
-
-
-def test_a_wait_without_end_or_of_something_else_is_refused():
+def test_a_sum_is_never_taken_for_the_comparison_that_another_rank_makes(size, numel, wire, connect):
     def body(world):
-        for timeout in ("1", True, float("nan"), [1]):
-            with pytest.raises(UsageError, match="give seconds, a timedelta, or nothing"):
-                world.all_reduce(torch.ones(1), async_op=True).wait(timeout)
+        world.all_reduce(torch.ones(numel), wire=wire)
+        tensor = torch.ones(1000 if world.rank >= size // 2 else numel)
+        with pytest.raises(TransportError):
+            world.all_reduce(tensor, "sum", wire=wire)
+        return tensor.unique().tolist()
 
-    run_ranks(2, body)
+    assert run_ranks(size, body, timeout_s=3.0, connect=CONNECTIONS[connect]) == [[1.0]] * size
 
 
-def test_a_wait_may_be_of_any_length():
+@for_each("connect", CONNECTIONS)
+def test_ranks_that_send_different_dtypes_of_one_size_are_told(connect):
     def body(world):
-        work = world.all_reduce(torch.ones(1), async_op=True)
-        work.wait()
-        for timeout in (10**400, float("inf"), timedelta.max, -1.0):
-            work.wait(timeout)
+        wires = WIRES[1:]
+        tensor = torch.ones(8)
+        for wire in wires:
+            world.all_reduce(tensor, wire=wire)
+        with pytest.raises(DisagreementError):
+            world.all_reduce(tensor, wire=wires[world.rank])
 
-    run_ranks(2, body)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_send_different_dtypes_of_one_size_are_told(transport, monkeypatch):
-    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
-    for outcome in run_processes(2, averaging_ranks.two_wires, limit_s=60):
-        assert outcome.value == "DisagreementError", outcome.error
+    run_ranks(2, body, connect=CONNECTIONS[connect])
 
 
-def test_a_slow_rank_is_waited_for():
-    def body(world):
-        return summed(world, torch.full((3,), float(world.rank)), tag=commrt.Tag(1, "x")).tolist()
+@for_each("algorithm", [commrt.Gossip(), commrt.BackupWorkers()])
+@on_ranks(4)
+def test_a_schedule_that_names_a_lost_rank_is_refused_and_the_world_goes_on(world, algorithm):
+    model = torch.nn.Linear(3, 1)
+    commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm, world=world)
+    model(torch.ones(2, 3)).sum().backward()
+    if world.rank == 3:
+        return
+    assert summed(world, torch.ones(1), op="sum").item() == 3.0
+    with pytest.raises(UsageError, match=r"names ranks \[3\], which are lost"):
+        world.run(commrt.Ring().schedule(0, 4), torch.ones(8))
+    with pytest.raises(
+        UsageError, match=r"8 elements do not divide into 3 equal chunks, .* ring all-gather needs: pad"
+    ):
+        world.run(all_gather(3).over(world.members, world=4), torch.ones(8))
+    world.run(commrt.Ring().schedule(0, 3).over(world.members, world=4), three := torch.ones(8))
+    assert three.unique().tolist() == [3.0]
+    assert summed(world, torch.ones(1), op="sum").item() == 3.0
 
-    assert run_ranks(3, body, wrap=with_faults(delay_at(step=1, rank=2, seconds=0.2))) == [[1.0] * 3] * 3
+
+@on_ranks(2)
+def test_a_wait_without_end_or_of_something_else_is_refused(world):
+    for timeout in ("1", True, float("nan"), [1]):
+        with pytest.raises(UsageError, match="give seconds, a timedelta, or nothing"):
+            world.all_reduce(torch.ones(1), async_op=True).wait(timeout)
+
+
+@on_ranks(2)
+def test_a_wait_may_be_of_any_length(world):
+    work = world.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+    for timeout in (10**400, float("inf"), timedelta.max, -1.0):
+        work.wait(timeout)
+
+
+@on_ranks(3, wrap=with_faults(delay_at(step=1, rank=2, seconds=0.2)))
+def test_a_slow_rank_is_waited_for(world):
+    assert summed(world, torch.full((3,), float(world.rank)), tag=commrt.Tag(1, "x")).tolist() == [1.0] * 3

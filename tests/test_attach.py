@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, data, gradients, halving, net, sgd
+from small_models import backward, data, gradients, halving, mean_gradients, net, sgd
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
@@ -16,32 +16,30 @@ from torch.nn.functional import cross_entropy
 import commrt
 from commrt.algorithms import ring
 from commrt.errors import DisagreementError, ScheduleError, UsageError
-from commrt.runtime.world import World
-from commrt.testing.ranks import run_ranks
+
+ODD = {
+    "layers": {"model": lambda: net(nn.Linear(8, 8))},
+    "algorithm": {"algorithm": commrt.Ring()},
+    "wire": {"wire": torch.float16},
+    "buckets": {"bucket_cap_mb": 1e-4},
+    "broadcast_buffers": {"broadcast_buffers": False},
+}
 
 
-@for_each("what", ["layers", "algorithm", "wire", "buckets", "broadcast_buffers"])
+@for_each("what", ODD)
 @on_ranks(3)
 def test_a_rank_that_attaches_something_else_is_named_on_every_rank(world, what):
-    odd = world.rank == 2
-    model = net(*[nn.Linear(8, 8)] * (what == "layers" and odd))
-    options = {"wire": torch.float16 if what == "wire" and odd else None}
-    options["bucket_cap_mb"] = 1e-4 if what == "buckets" and odd else 25
-    options["broadcast_buffers"] = not (what == "broadcast_buffers" and odd)
-    algorithm = commrt.Ring() if what == "algorithm" and odd else commrt.Torus2D()
+    odd = dict(ODD[what]) if world.rank == 2 else {}
+    model = odd.pop("model", net)()
     field = "buckets" if what in ("layers", "wire") else what
     with pytest.raises(DisagreementError, match=f"rank 2 disagrees with rank 0 about {field}: "):
-        commrt.attach(model, sgd(model), algorithm, world=world, **options)
+        commrt.attach(model, sgd(model), world=world, **odd)
 
 
 def half_on_meta():
     model = net()
     model[0].to("meta")
     return model
-
-
-def frozen():
-    return net().requires_grad_(requires_grad=False)
 
 
 def with_buffer(buffer):
@@ -55,30 +53,43 @@ def made_in_inference_mode():
         return net()
 
 
-def complex_weights():
+def with_weight(weight):
     model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    model.weight = nn.Parameter(weight)
     return model
 
 
 @for_each(
     ("make", "options", "says"),
     [
-        (frozen, {}, "no parameter that requires a gradient"),
+        (lambda: net().requires_grad_(requires_grad=False), {}, "no parameter that requires a gradient"),
         (nn.Module, {}, "no parameter that requires a gradient"),
         (half_on_meta, {}, "on different devices .* move the model to one device"),
         (lambda: net().to("meta"), {}, r"has no values: use model\.to_empty\(\)"),
-        (complex_weights, {}, r"weight has gradients of dtype torch\.complex64: those of torch\.float64, "),
+        (
+            lambda: with_weight(torch.ones(2, dtype=torch.complex64)),
+            {},
+            r"weight has gradients of dtype torch\.complex64: those of torch\.float64, ",
+        ),
         (lambda: nn.Embedding(4, 2, sparse=True), {}, "use sparse=False"),
-        (net, {"wire": torch.int8}, r"wire=torch\.int8 cannot travel: use torch\.float32"),
-        (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a positive number"),
-        (net, {"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf must be a positive number"),
         (lambda: net(nn.LazyLinear(8)), {}, r"2\.weight has no shape yet: run one batch"),
         (lambda: with_buffer(torch.ones(1).expand(5)), {}, r"odd is expanded, .* use its \.clone\(\)"),
         (lambda: with_buffer(torch.eye(3).to_sparse()), {}, r"odd has layout torch\.sparse_coo"),
         (lambda: with_buffer(torch.ones(3, device="meta")), {}, r"odd on meta\): move the model to one device"),
         (made_in_inference_mode, {}, r"0\.weight was made under torch\.inference_mode"),
+        (lambda: sgd(net()), {}, r"the model is a SGD: attach\(\) takes a torch\.nn\.Module first"),
+        (net, {"wire": torch.int8}, r"wire=torch\.int8 cannot travel: use torch\.float32"),
+        (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a positive number"),
+        (net, {"bucket_cap_mb": float("inf")}, "bucket_cap_mb=inf must be a positive number"),
+        (net, {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a positive number"),
+        (net, {"optimizer": sgd(net())}, "the SGD steps no parameter of the model"),
+        (net, {"optimizer": commrt.Ring()}, r"a Ring was given as the optimizer: .* by its name \(algorithm="),
+        (net, {"optimizer": [*net().parameters()]}, "a Parameter was given as the optimizer: pass a torch"),
+        (net, {"optimizer": halving(sgd(net()))}, "a LambdaLR was given as the optimizer"),
         (net, {"algorithm": commrt.Torus2D(grid=(3, 3))}, "a grid of 3 x 3 does not fit 2 ranks"),
+        (net, {"algorithm": "ring"}, r"algorithm='ring' makes no schedules: pass an object, such as commrt\.Ring"),
+        (net, {"algorithm": commrt.Ring}, r"algorithm=<class .*Ring'> makes no schedules: pass an object"),
+        (net, {"gradients": "copies"}, 'give "own", or "views"'),
     ],
 )
 @on_ranks(2)
@@ -87,33 +98,34 @@ def test_what_cannot_be_averaged_is_refused_with_a_sentence(world, make, options
         commrt.attach(make(), world=world, **options)
 
 
+def deaf_to_the_last(schedule):
+    """`schedule` without what the last rank sends."""
+    return replace(schedule, steps=lambda: (hop.rows(hop.src < schedule.ranks - 1) for hop in schedule.steps()))
+
+
 def broken(kind, **settings):
     """Return an algorithm of a `kind` whose last rank sends nothing."""
 
     class Broken(kind):
         def schedule(self, step, ranks):
-            whole = super().schedule(step, ranks)
-            return replace(whole, steps=lambda: (hop.rows(hop.src < ranks - 1) for hop in whole.steps()))
+            return deaf_to_the_last(super().schedule(step, ranks))
 
     return Broken(**settings)
-
-
-@on_ranks(3)
-def test_a_gossip_that_overrides_its_schedule_alone_is_refused(world):
-    model = net()
-    with pytest.raises(UsageError, match=r"schedule\(0, 3\) is another than rounds\(\) and order\(\) make"):
-        commrt.attach(model, sgd(model), broken(commrt.Gossip), world=world)
 
 
 class Unpaired(commrt.Gossip):
     """Gossip in whose rounds, and so in its schedules, the last rank sends nothing."""
 
     def rounds(self, ranks):
-        whole = super().rounds(ranks)
-        return tuple(
-            replace(each, steps=lambda each=each: (hop.rows(hop.src < ranks - 1) for hop in each.steps()))
-            for each in whole
-        )
+        return tuple(map(deaf_to_the_last, super().rounds(ranks)))
+
+
+class Turned(commrt.Gossip):
+    """Gossip that sends the other way round from the step in `seed` on, which is correct as well."""
+
+    def schedule(self, step, ranks):
+        whole = super().schedule(step, ranks)
+        return whole.over([*range(ranks)][::-1]) if step >= self.seed else whole
 
 
 @for_each(
@@ -134,45 +146,12 @@ def test_an_algorithm_that_does_not_keep_its_promise_is_refused(world, algorithm
         commrt.attach(model, sgd(model), algorithm, world=world)
 
 
-class Turned(commrt.Gossip):
-    """Gossip that sends the other way round from the step in `seed` on, which is correct as well."""
-
-    def schedule(self, step, ranks):
-        whole = super().schedule(step, ranks)
-        return whole.over([*range(ranks)][::-1]) if step >= self.seed else whole
-
-
 @for_each("step", [0, 2])  # period 1 begins at 2
 @on_ranks(3)
 def test_a_gossip_whose_schedule_is_not_what_would_run_is_refused(world, step):
     model = net()
     with pytest.raises(UsageError, match=rf"schedule\({step}, 3\) is another than rounds\(\) and order\(\) make"):
         commrt.attach(model, sgd(model), Turned(seed=step), world=world)
-
-
-@for_each(
-    ("given", "says"),
-    [
-        (lambda model: {"optimizer": commrt.Ring()}, r"a Ring was given as the optimizer: .* by its name \(algorithm="),
-        (lambda model: {"optimizer": model.parameters()}, "a Parameter was given as the optimizer: pass a torch"),
-        (lambda model: {"optimizer": halving(sgd(model))}, "a LambdaLR was given as the optimizer"),
-        (
-            lambda model: {"algorithm": "ring"},
-            r"algorithm='ring' makes no schedules: pass an object, such as commrt\.Ring",
-        ),
-        (lambda model: {"algorithm": commrt.Ring}, r"algorithm=<class .*Ring'> makes no schedules: pass an object"),
-        (lambda model: {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a positive number"),
-        (lambda model: {"model": sgd(model)}, r"the model is a SGD: attach\(\) takes a torch\.nn\.Module first"),
-    ],
-)
-def test_an_argument_of_the_wrong_kind_is_refused_with_a_sentence(given, says):
-    def body(world):
-        model = net()
-        with pytest.raises(UsageError, match=says):
-            commrt.attach(**{"model": model, "world": world, **given(model)})
-        return world.attached
-
-    assert run_ranks(1, body) == [0]
 
 
 @for_each("again", [lambda model: model, lambda model: model[0], nn.Sequential])
@@ -189,77 +168,61 @@ def test_attach_without_a_world_says_so():
         commrt.attach(net())
 
 
-def test_a_model_on_a_gpu_connects_the_gpus_before_anything_is_allocated(monkeypatch):
-    def connect(world, device):
-        raise ConnectionError(device)
-
-    def body(world):
-        with FakeTensorMode():  # as if on a GPU
-            model = nn.Module()
-            model.weight = nn.Parameter(torch.empty(2, device="cuda:1"))
-        with pytest.raises(ConnectionError, match="cuda:1"):
-            commrt.attach(model, world=world)
-
-    monkeypatch.setattr(World, "connect", connect)
-    run_ranks(2, body)
-
-
-@on_ranks(2)
-def test_models_whose_backward_passes_differ_in_order_are_told_apart(world):
-    models = [net(), net()]
-    for model in models:
-        commrt.attach(model, sgd(model), world=world)
-    with pytest.raises(DisagreementError, match=r"models attached to one world in different orders"):
-        backward(models[world.rank], world.rank)
-
-
-def test_two_models_in_one_order_keep_their_own_means():
-    def body(world):
-        models = [net(), net(nn.Linear(8, 8))]
-        for model in models:
-            commrt.attach(model, sgd(model), world=world)
-        for step in range(3):
-            for model in models:
-                backward(model, world.rank, step)
-        return [gradients(model) for model in models]
-
-    first, second = run_ranks(2, body)
-    for ours, theirs in zip(first, second, strict=True):
-        assert all(map(torch.equal, ours, theirs))
-
-
-@on_ranks(2)
-def test_one_optimizer_may_step_two_attached_models(world):
-    models = [net(), net(nn.Linear(8, 8))]
-    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
-    replicas = [commrt.attach(model, optimizer, world=world) for model in models]
-    for model in models:
-        backward(model, world.rank)
-    optimizer.step()
-    assert [replica.replicas_equal() for replica in replicas] == [True, True]
-
-
-def test_a_default_device_on_which_nothing_can_be_sent_is_no_hindrance():
-    def body(world):
-        model = net(nn.BatchNorm1d(8))
-        optimizer = sgd(model)
-        inputs = [data(world.rank, step) for step in range(3)]
-        with torch.device("meta"):
-            replica = commrt.attach(model, optimizer, world=world)
-            with replica.join(torch.amp.GradScaler("cpu")):
-                for x, y in inputs[world.rank :]:
-                    cross_entropy(model(x), y).backward()
-                    optimizer.step()
-            world.run(ring.all_reduce(2), inputs[0][0].view(-1))
-            return replica.replicas_equal(), replica.step
-
-    assert run_ranks(2, body) == [(True, 3)] * 2
-
-
 @on_ranks(1)
 def test_attach_in_inference_mode_is_refused(world):
     with torch.inference_mode(), pytest.raises(UsageError, match="call it outside"):
         commrt.attach(net(), world=world)
+
+
+@on_ranks(2)
+def test_a_model_on_a_gpu_connects_the_gpus_before_anything_is_allocated(world):
+    def connect(device):
+        raise ConnectionError(device)
+
+    world.connect = connect
+    with FakeTensorMode():  # as if on a GPU
+        model = with_weight(torch.empty(2, device="cuda:1"))
+    with pytest.raises(ConnectionError, match="cuda:1"):
+        commrt.attach(model, world=world)
+
+
+@for_each(("models", "chosen"), [(2, (0, 1)), (18, (17, 1))])
+@on_ranks(2)
+def test_models_whose_backward_passes_differ_in_order_are_told_apart(world, models, chosen):
+    attached = [net() for _ in range(models)]
+    for model in attached:
+        commrt.attach(model, sgd(model), world=world)
+    with pytest.raises(DisagreementError, match=r"models attached to one world in different orders"):
+        backward(attached[chosen[world.rank]], world.rank)
+
+
+@on_ranks(2)
+def test_one_optimizer_may_step_two_attached_models_with_their_own_means(world):
+    models = [net(), net(nn.Linear(8, 8))]
+    optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+    replicas = [commrt.attach(model, optimizer, world=world) for model in models]
+    for step in range(3):
+        for model in models:
+            backward(model, world.rank, step)
+        if step == 0:
+            assert all(map(torch.equal, gradients(models[0]), mean_gradients(range(2))))
+        optimizer.step()
+    assert [replica.replicas_equal() for replica in replicas] == [True, True]
+
+
+@on_ranks(2)
+def test_a_default_device_on_which_nothing_can_be_sent_is_no_hindrance(world):
+    model = net(nn.BatchNorm1d(8))
+    optimizer = sgd(model)
+    inputs = [data(world.rank, step) for step in range(3)]
+    with torch.device("meta"):
+        replica = commrt.attach(model, optimizer, world=world)
+        with replica.join(torch.amp.GradScaler("cpu")):
+            for x, y in inputs[world.rank :]:
+                cross_entropy(model(x), y).backward()
+                optimizer.step()
+        world.run(ring.all_reduce(2), inputs[0][0].view(-1))
+        assert (replica.replicas_equal(), replica.step) == (True, 3)
 
 
 @on_ranks(2)
@@ -273,12 +236,3 @@ def test_only_one_model_of_a_world_can_be_joined_and_the_others_wait(world):
             backward(second, world.rank)
     with replicas[1].join():
         backward(second, world.rank)
-
-
-@on_ranks(2)
-def test_many_models_of_a_world_are_told_apart(world):
-    models = [net() for _ in range(18)]
-    for model in models:
-        commrt.attach(model, world=world)
-    with pytest.raises(DisagreementError, match="in different orders"):
-        backward(models[1 if world.rank else 17], world.rank)

@@ -30,15 +30,6 @@ def test_a_rank_without_a_batch_takes_part_by_averaging_even_if_gradients_are_cl
     assert (replica.replicas_equal(), replica.step, model[0].weight.grad.abs().sum().item() > 0) == (True, 4, True)
 
 
-@on_ranks(3)
-def test_a_rank_that_steps_without_a_backward_pass_while_others_had_one_is_told_on_every_rank(world):
-    model, optimizer, _ = trainee(world)
-    before = model[0].weight.clone()
-    with pytest.raises(DisagreementError, match=r"without a backward pass .*: call replica\.average\(\)"):
-        optimizer.step() if world.rank == 1 else backward(model, world.rank)
-    assert torch.equal(model[0].weight, before)
-
-
 @on_ranks(2)
 def test_a_scaler_skips_the_step_on_all_ranks_or_none(world):
     model, optimizer, replica = trainee(world)
@@ -55,41 +46,6 @@ def test_a_scaler_skips_the_step_on_all_ranks_or_none(world):
     assert (replica.replicas_equal(), scaler.get_scale()) == (True, 2.0)
 
 
-@for_each("bucket", [0, 1])
-def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_after(bucket):
-    def body(world):
-        model, optimizer, _ = trainee(world, bucket_cap_mb=1e-4)
-        for step in range(2):
-            backward(model, world.rank, step)
-            optimizer.step()
-        with pytest.raises(TransportError) as caught:
-            backward(model, world.rank, 2)
-        with pytest.raises(TransportClosed, match="an earlier transfer failed"):
-            backward(model, world.rank, 3)
-        return caught.value
-
-    errors = run_ranks(3, body, wrap=with_faults(fail_at(rank=1, step=2, bucket=bucket)))
-    assert [(e.place.rank, e.place.step, e.place.bucket) for e in errors] == [(r, 2, bucket) for r in range(3)]
-    assert all("an injected failure" in str(error) for error in errors)
-
-
-@on_ranks(2)
-def test_an_interrupted_backward_pass_is_not_continued_silently(world):
-    model, _, _ = trainee(world, bucket_cap_mb=1e-9)
-
-    def interrupt(_):
-        raise KeyError("of the user's own")
-
-    handle = model[0].weight.register_hook(interrupt)
-    with pytest.raises(KeyError):
-        backward(model, world.rank)
-    handle.remove()
-    world.comm_thread.submit(lambda: None).result()  # what left before the error has arrived
-    world.agree("all are here")
-    with pytest.raises(UsageError, match="inside or after one that did not end"):
-        backward(model, world.rank)
-
-
 @on_ranks(2)
 def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped(world):
     model, optimizer, replica = trainee(world)
@@ -100,60 +56,78 @@ def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped(wo
     assert (replica.replicas_equal(), replica.step) == (True, 2)
 
 
-def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass():
+@for_each("bucket", [0, 1])
+def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_after(bucket):
     def body(world):
-        model, _, replica = trainee(world)
-        handle = model[0].weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            backward(model, 0)
-        handle.remove()
-        model.zero_grad()
-        backward(model, 0)
-        return gradients(model), replica.step
+        model, optimizer, _ = trainee(world, bucket_cap_mb=1e-4)
+        for step in range(2):
+            backward(model, world.rank, step)
+            optimizer.step()
+        with pytest.raises(TransportError, match="an injected failure") as caught:
+            backward(model, world.rank, 2)
+        with pytest.raises(TransportClosed, match="an earlier transfer failed"):
+            backward(model, world.rank, 3)
+        return caught.value.place
 
-    found, step = run_ranks(1, body)[0]
-    assert step == 1
-    assert all(map(torch.equal, found, local_gradients(net(), 0)))
+    places = run_ranks(3, body, wrap=with_faults(fail_at(rank=1, step=2, bucket=bucket)))
+    assert [(at.rank, at.step, at.bucket) for at in places] == [(rank, 2, bucket) for rank in range(3)]
+
+
+def interrupt(model, rank):
+    """A backward pass that an error of the user's ends."""
+    handle = model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model, rank)
+    handle.remove()
+    model.zero_grad()
 
 
 @on_ranks(2)
-def test_optimizers_that_step_in_the_middle_of_a_backward_pass_are_refused(world):
+def test_an_interrupted_backward_pass_is_neither_continued_nor_stepped_with(world):
+    model, optimizer, _ = trainee(world, bucket_cap_mb=1e-9)
+    interrupt(model, world.rank)
+    with pytest.raises(UsageError, match="if an error interrupted it, the other ranks wait for the rest"):
+        optimizer.step()
+    world.comm_thread.submit(lambda: None).result()  # what left before the error has arrived
+    world.agree("all are here")
+    with pytest.raises(UsageError, match="inside or after one that did not end"):
+        backward(model, world.rank)
+
+
+@on_ranks(1)
+def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass(world):
+    model, _, replica = trainee(world)
+    interrupt(model, 0)
+    backward(model, 0)
+    assert replica.step == 1
+    assert all(map(torch.equal, gradients(model), local_gradients(net(), 0)))
+
+
+def stepping_in_hooks(world):
+    """A model in whose backward passes each parameter is stepped as soon as its gradient is there."""
     model = net()
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
     commrt.attach(model, list(optimizers.values()), world=world)
     for param, optimizer in optimizers.items():
-        param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+        param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        param.register_post_accumulate_grad_hook(zero)
+    return model
+
+
+@on_ranks(2)
+def test_optimizers_that_step_in_the_middle_of_a_backward_pass_are_refused(world):
+    model = stepping_in_hooks(world)
     with pytest.raises(UsageError, match=r"while gradients are being averaged: step after backward"):
         backward(model, world.rank)
 
 
-def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us():
-    def body(world):
-        model = net()
-        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-        commrt.attach(model, list(optimizers.values()), world=world)
-        for param, optimizer in optimizers.items():
-            param.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
-            param.register_post_accumulate_grad_hook(zero)
-        backward(model, 0)
-        return [param.detach().clone() for param in model.parameters()]
-
-    plain = net()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+@on_ranks(1)
+def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us(world):
+    model, plain = stepping_in_hooks(world), net()
+    backward(model, 0)
     backward(plain, 0)
-    optimizer.step()
-    assert all(map(torch.equal, run_ranks(1, body)[0], plain.parameters()))
-
-
-@on_ranks(2)
-def test_a_step_after_an_interrupted_backward_pass_is_refused(world):
-    model, optimizer, _ = trainee(world, bucket_cap_mb=1e-9)
-    model[0].weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        backward(model, world.rank)
-    optimizer.zero_grad()
-    with pytest.raises(UsageError, match="if an error interrupted it, the other ranks wait for the rest"):
-        optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 @on_ranks(2)
@@ -161,12 +135,8 @@ def test_ranks_that_run_different_numbers_of_backward_passes_for_a_step_are_told
     model, optimizer, _ = trainee(world)
     backward(model, world.rank)
     optimizer.step()
-    if world.rank == 0:
-        backward(model, 0)
-        with pytest.raises(DisagreementError, match="different numbers of backward passes"):
-            backward(model, 0, 1)
-    else:
-        backward(model, 1)
+    backward(model, world.rank)
+    if world.rank == 1:
         optimizer.step()
-        with pytest.raises(DisagreementError, match="different numbers of backward passes"):
-            backward(model, 1, 1)
+    with pytest.raises(DisagreementError, match="different numbers of backward passes"):
+        backward(model, world.rank, 1)

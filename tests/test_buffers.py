@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, data, gradients, net, seeded, trainee
+from small_models import backward, data, net, seeded, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -16,23 +16,18 @@ from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
 
 
-def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_works():
-    def body(world):
-        model, optimizer, replica = trainee(world, nn.BatchNorm1d(8))
-        x, y = data(world.rank)
-        loss = cross_entropy(model(x), y)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        return replica.replicas_equal(), model[2].running_mean.clone(), model[2].num_batches_tracked.item()
-
-    results = run_ranks(3, body)
+@on_ranks(3)
+def test_buffers_are_rank_zeros_after_each_step_and_a_second_backward_still_works(world):
+    model, optimizer, replica = trainee(world, nn.BatchNorm1d(8))
+    x, y = data(world.rank)
+    loss = cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
     alone = net(nn.BatchNorm1d(8))
     alone(data(0)[0])
-    for equal, mean, batches in results:
-        assert equal
-        assert batches == 1
-        torch.testing.assert_close(mean, alone[2].running_mean)
+    assert replica.replicas_equal()
+    assert all(map(torch.equal, model.buffers(), alone.buffers()))
 
 
 class Gathering(nn.Module):
@@ -94,18 +89,12 @@ def test_buffers_can_be_left_alone_and_made_equal_on_request(world):
     assert (before, replica.replicas_equal()) == (False, True)
 
 
-def test_activation_checkpointing_works_without_reentrance_and_is_refused_with_it():
-    def body(world):
-        model, _, _ = trainee(world)
-        x, y = data(world.rank)
-        cross_entropy(model[2](checkpoint(model[:2], x, use_reentrant=False)), y).backward()
-        averaged = gradients(model)
-        with pytest.raises(UsageError, match="use_reentrant=False"):
-            cross_entropy(model[2](checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)), y).backward()
-        return averaged
-
-    results = run_ranks(2, body)
-    assert all(map(torch.equal, *results))
+@on_ranks(2)
+def test_activation_checkpointing_with_reentrance_is_refused(world):
+    model, _, _ = trainee(world)
+    x, y = data(world.rank)
+    with pytest.raises(UsageError, match="use_reentrant=False"):
+        cross_entropy(model[2](checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)), y).backward()
 
 
 @on_ranks(2)
@@ -130,24 +119,23 @@ def test_buffers_that_change_during_the_backward_pass_keep_their_changes(ranks):
     assert run_ranks(ranks, body) == [(3.0, True)] * ranks
 
 
-def test_batch_norm_under_checkpointing_ends_as_in_a_plain_process():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
-            self.head = nn.Linear(8, 3)
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
 
-        def forward(self, x):
-            return self.head(checkpoint(self.body, x, use_reentrant=False))
+    def forward(self, x):
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
 
-    def body(world):
-        model = seeded(Net)
-        if world is not None:
-            commrt.attach(model, world=world)
-        for step in range(3):
+
+@on_ranks(2)
+def test_batch_norm_under_checkpointing_ends_as_in_a_plain_process(world):
+    models = [seeded(Checkpointed), seeded(Checkpointed)]
+    commrt.attach(models[0], world=world)
+    for step in range(3):
+        for model in models:
             backward(model, 0, step)
-        return [buffer.clone() for buffer in model.buffers()]
-
-    alone = body(None)
+    ours, alone = (list(model.buffers()) for model in models)
     assert alone[-1] == 6  # a step counts twice: in the forward pass, and when it is run again
-    assert all(all(map(torch.equal, alone, ours)) for ours in run_ranks(2, body))
+    assert all(map(torch.equal, ours, alone))

@@ -6,13 +6,14 @@ from __future__ import annotations
 import io
 import threading
 from collections import Counter
+from itertools import chain
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import commrt
 from commrt.errors import DisagreementError, UsageError
@@ -32,10 +33,15 @@ def ring_of(world, count=6, batch_size=2, **options):
 
 
 def numbers_of(ring):
-    return ring._fields[1].tolist()
+    """The samples that a rank holds, by their numbers."""
+    return ring.state_dict()["samples"][1].tolist()
 
 
-@settings(max_examples=25, deadline=None)
+def one_pass(ring):
+    return [numbers.tolist() for _, numbers in ring]
+
+
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 20))
 def test_no_sample_is_lost_or_doubled_and_shards_keep_their_size(ranks, count, batch_size, taken):
     def body(world):
@@ -59,55 +65,49 @@ def test_no_sample_is_lost_or_doubled_and_shards_keep_their_size(ranks, count, b
 def test_after_as_many_passes_as_ranks_each_has_seen_every_sample_once(ranks, count, batch_size):
     def body(world):
         ring = ring_of(world, count, batch_size)
-        passes = [[number for _, numbers in ring for number in numbers.tolist()] for _ in range(ranks)]
-        return world.rank, passes, ring.passes, len(ring)
+        assert len(ring) == -(-count // batch_size)
+        for number in range(ranks):
+            assert ring.passes == number
+            home = (world.rank - number) % ranks
+            assert sorted(chain(*one_pass(ring))) == [*range(home * count, (home + 1) * count)]
 
-    for rank, passes, done, batches in run_ranks(ranks, body):
-        assert done == ranks
-        assert batches == -(-count // batch_size)
-        for number, seen in enumerate(passes):
-            home = (rank - number) % ranks
-            assert sorted(seen) == [*range(home * count, (home + 1) * count)]
+    run_ranks(ranks, body)
 
 
 def test_order_follows_from_seed_rank_and_pass():
     def body(world):
-        rings = [ring_of(world, 20, 5, seed=seed) for seed in (0, 0, 1)]
-        return [[numbers.tolist() for _, numbers in ring] for ring in rings]
+        return [one_pass(ring_of(world, 20, 5, seed=seed)) for seed in (0, 0, 1)]
 
     first, again, other = run_ranks(2, body)[0]
     assert first == again != other
 
 
-@for_each("at", [0, 1, 3, 4])
-def test_a_run_that_goes_on_from_a_checkpoint_sees_what_the_unbroken_one_sees(at):
-    def body(world):
-        unbroken, ring = ring_of(world), ring_of(world)
-        wanted = [numbers.tolist() for _ in range(3) for _, numbers in unbroken]
-        seen = []
-        for _ in range(3):
-            for _, numbers in ring:
-                seen.append(numbers.tolist())
-                if len(seen) == at:
-                    ring = resumed(world, ring)
-                    break
-            else:
-                continue
-            break
-        while ring.passes < 3:
-            seen += [numbers.tolist() for _, numbers in ring]
-        return wanted, seen
-
-    for wanted, seen in run_ranks(3, body):
-        assert seen == wanted
-
-
-def resumed(world, ring):
+def saved(ring):
     file = io.BytesIO()
     torch.save(ring.state_dict(), file)
-    again = ring_of(world)
-    again.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
-    return again
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+@for_each("at", [0, 1, 3, 4])
+@for_each("in_loop", [True, False])
+@on_ranks(3)
+def test_a_run_that_goes_on_from_a_state_sees_what_the_unbroken_one_sees(world, at, in_loop):
+    unbroken = ring_of(world)
+    wanted = [numbers for _ in range(3) for numbers in one_pass(unbroken)]
+    ring, seen = ring_of(world), []
+    state = saved(ring)
+    while ring.passes < 3:
+        for _, numbers in ring:
+            seen.append(numbers.tolist())
+            if len(seen) == at:
+                state = saved(ring)
+            if len(seen) == 5:
+                ring = ring if in_loop else ring_of(world)
+                ring.load_state_dict(state)
+                if not in_loop:
+                    break
+    assert seen[:5] == wanted[:5]
+    assert seen[:at] + seen[5:] == wanted
 
 
 def test_a_pass_is_whole_once_its_last_batch_was_used():
@@ -118,54 +118,16 @@ def test_a_pass_is_whole_once_its_last_batch_was_used():
     assert run_ranks(2, body) == [([0, 0, 0, 1, 1, 1], 2)] * 2
 
 
-@for_each("at", [0, 1, 3, 4])
-def test_a_loop_goes_on_where_the_state_was_saved_that_is_loaded_in_it(at):
+def items(rank):
+    """A map-style dataset of a tensor and a number each."""
+    return [(torch.full((2,), float(i)), i * i + 100 * rank) for i in range(4)]
+
+
+@for_each("source", [items, lambda rank: TensorDataset(*shard(rank, 4)), lambda rank: shard(rank, 4)])
+def test_samples_come_from_datasets_and_tensors(source):
     def body(world):
-        ring, seen, state = ring_of(world), [], None
-        while ring.passes < 3:
-            for _, numbers in ring:
-                seen.append(numbers.tolist())
-                if len(seen) == at + 1:
-                    state = ring.state_dict()
-                if len(seen) == 5:
-                    ring.load_state_dict(state)
-        return seen[: at + 1] + seen[5:], seen[:5]
-
-    def unbroken(world):
-        ring = ring_of(world)
-        return [numbers.tolist() for _ in range(3) for _, numbers in ring]
-
-    wanted = run_ranks(3, unbroken)
-    for (seen, before), all_batches in zip(run_ranks(3, body), wanted, strict=True):
-        assert before == all_batches[:5]
-        assert seen == all_batches
-
-
-class Squares(Dataset):
-    """Items of a tensor and a number."""
-
-    def __init__(self, rank):
-        self.rank = rank
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        return torch.full((2,), float(i)), i * i + 100 * self.rank
-
-
-SOURCES = {
-    "a map-style dataset": Squares,
-    "a TensorDataset": lambda rank: TensorDataset(*shard(rank, 4)),
-    "a tuple of tensors": lambda rank: shard(rank, 4),
-}
-
-
-@for_each("name", SOURCES)
-def test_samples_come_from_datasets_and_tensors(name):
-    def body(world):
-        ring = commrt.RingShuffle(SOURCES[name](world.rank), 2, world=world)
-        return [len(numbers) for _ in range(2) for _, numbers in ring], sorted(numbers_of(ring))
+        ring = commrt.RingShuffle(source(world.rank), 2, world=world)
+        return [len(batch) for _ in range(2) for batch in one_pass(ring)], sorted(numbers_of(ring))
 
     (sizes, here), (_, there) = run_ranks(2, body)
     assert sizes == [2] * 4
@@ -199,7 +161,7 @@ def test_changing_what_a_batch_holds_changes_no_sample():
         ring.drain()
         return numbers_of(ring)
 
-    assert sorted(number for numbers in run_ranks(2, body) for number in numbers) == [*range(12)]
+    assert sorted(chain(*run_ranks(2, body))) == [*range(12)]
 
 
 @for_each(
@@ -214,20 +176,19 @@ def test_changing_what_a_batch_holds_changes_no_sample():
         ([("text", 1)], 1, "cannot be sent: make them tensors"),
     ],
 )
-def test_samples_that_cannot_travel_are_refused(samples, batch_size, words):
+@on_ranks(1)
+def test_samples_that_cannot_travel_are_refused(world, samples, batch_size, words):
     with pytest.raises(UsageError, match=words):
-        run_ranks(1, lambda world: commrt.RingShuffle(samples, batch_size, world=world))
+        commrt.RingShuffle(samples, batch_size, world=world)
 
 
-def test_ranks_with_shards_of_different_sizes_are_told_so():
+@on_ranks(2)
+def test_ranks_with_shards_of_different_sizes_are_told_so(world):
     with pytest.raises(DisagreementError, match="samples"):
-        run_ranks(2, lambda world: ring_of(world, 6 + world.rank))
+        ring_of(world, 6 + world.rank)
 
 
-def test_a_state_of_other_samples_is_refused():
-    def body(world):
-        state = ring_of(world, 4).state_dict()
-        ring_of(world, 6).load_state_dict(state)
-
+@on_ranks(1)
+def test_a_state_of_other_samples_is_refused(world):
     with pytest.raises(UsageError, match="a state of other samples"):
-        run_ranks(1, body)
+        ring_of(world, 6).load_state_dict(ring_of(world, 4).state_dict())

@@ -7,9 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import equivalence
 import pytest
-from scenarios import INDUCTOR, SCENARIOS
+from equivalence import INDUCTOR, SCENARIOS, compare
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
@@ -48,7 +47,7 @@ def judge(outcomes, farthest):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
 def test_training_equals_ddp_and_the_joined_batch(size, farthest):
-    judge(run_processes(size, equivalence.compare, [*SCENARIOS.values()], limit_s=280), farthest)
+    judge(run_processes(size, compare, SCENARIOS, limit_s=280), farthest)
 
 
 def what_inductor_lacks():
@@ -66,4 +65,4 @@ def test_a_model_compiled_by_inductor_trains_as_ddp_trains_it_uncompiled(farthes
     if lacking := what_inductor_lacks():
         pytest.skip(f"inductor needs {lacking}, which is not here")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    judge(run_processes(2, equivalence.compare, [INDUCTOR], [("torus2d", "fp32", "own")], limit_s=280), farthest)
+    judge(run_processes(2, compare, [INDUCTOR], [("torus2d", "fp32", "own")], limit_s=280), farthest)

@@ -15,9 +15,9 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 
 import commrt
 from commrt.errors import UsageError
-from commrt.testing.ranks import run_ranks
 
 ROWS = 11
+WAYS = [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(period=2)]
 
 
 def train(net, rank, after_step=lambda: None):
@@ -40,32 +40,26 @@ class Same(nn.Module):
         return x
 
 
-def frozen():
-    return nn.Sequential(nn.Embedding(ROWS, 6, max_norm=1.0).requires_grad_(requires_grad=False), nn.Linear(6, 2))
+def table(kind=nn.Embedding):
+    return kind(ROWS, 6, max_norm=1.0)
 
 
 def parametrized():
-    table = nn.Embedding(ROWS, 6, max_norm=1.0)
-    nn.utils.parametrize.register_parametrization(table, "weight", Same())
-    return table
+    return nn.utils.parametrize.register_parametrization(table(), "weight", Same())
 
 
-TABLES = {
-    "embedding": lambda: nn.Embedding(ROWS, 6, max_norm=1.0),
-    "bag": lambda: nn.EmbeddingBag(ROWS, 6, max_norm=1.0),
-    "subclass": lambda: Subclass(ROWS, 6, max_norm=1.0),
-    "inside": lambda: nn.Sequential(nn.Embedding(ROWS, 6, max_norm=1.0), nn.Linear(6, 2)),
-    "frozen": frozen,
-    "parametrized": parametrized,
-    "compiled": lambda: torch.compile(nn.Embedding(ROWS, 6, max_norm=1.0), backend="eager"),
-}
+TABLES = [
+    table,
+    lambda: table(nn.EmbeddingBag),
+    lambda: table(Subclass),
+    lambda: nn.Sequential(table(), nn.Linear(6, 2)),
+    lambda: nn.Sequential(table().requires_grad_(requires_grad=False), nn.Linear(6, 2)),
+    parametrized,
+    lambda: torch.compile(table(), backend="eager"),
+]
 
 
-@for_each(
-    ("make", "algorithm"),
-    taking_turns(TABLES.values(), [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(period=2)]),
-    ids=TABLES,
-)
+@for_each(("make", "algorithm"), taking_turns(TABLES, WAYS))
 @on_ranks(2)
 def test_an_embedding_with_max_norm_is_refused_and_the_sentence_says_what_to_do(world, make, algorithm):
     net = make()
@@ -73,37 +67,32 @@ def test_an_embedding_with_max_norm_is_refused_and_the_sentence_says_what_to_do(
         commrt.attach(net, sgd(net), algorithm, world=world)
 
 
-def test_what_the_sentence_says_keeps_replicas_equal_and_all_rows_short():
-    net = nn.Embedding(ROWS, 6, max_norm=0.5, norm_type=3.0)
+@on_ranks(2)
+def test_what_the_sentence_says_keeps_replicas_equal_and_all_rows_short(world):
     with pytest.raises(UsageError) as refusal:
-        run_ranks(2, lambda world: commrt.attach(net, world=world))
-    advice = re.search(r"with (torch\.no_grad\(\)): (weight\.renorm_\(.*\))$", str(refusal.value))
+        commrt.attach(nn.Embedding(ROWS, 6, max_norm=0.5, norm_type=3.0), world=world)
+    advice = re.search(r"with torch\.no_grad\(\): (weight\.renorm_\(.*\))$", str(refusal.value))
+    plain = seeded(lambda: nn.Embedding(ROWS, 6))
+    replica = commrt.attach(plain, world=world)
 
-    def body(world):
-        table = seeded(lambda: nn.Embedding(ROWS, 6))
-        replica = commrt.attach(table, world=world)
+    def rescale():
+        with torch.no_grad():
+            eval(advice[1], {"weight": plain.weight})  # noqa: S307  # the words of our own error
 
-        def rescale():
-            with torch.no_grad():
-                eval(advice[2], {"weight": table.weight})  # noqa: S307  # the words of our own error
-
-        rescale()
-        train(table, world.rank, rescale)
-        return replica.replicas_equal(), table.weight.norm(3.0, dim=1).max().item()
-
-    for equal, longest in run_ranks(2, body):
-        assert equal
-        assert longest <= 0.5 + 1e-6
+    rescale()
+    train(plain, world.rank, rescale)
+    assert replica.replicas_equal()
+    assert plain.weight.norm(3.0, dim=1).max().item() <= 0.5 + 1e-6
 
 
 @on_ranks(1)
 def test_one_rank_alone_may_train_an_embedding_with_max_norm(world):
-    table = nn.Embedding(ROWS, 6, max_norm=1.0)
-    commrt.attach(table, world=world)
-    train(table, world.rank)
+    alone = table()
+    commrt.attach(alone, world=world)
+    train(alone, world.rank)
 
 
-@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip()])
+@for_each("algorithm", WAYS[:2])
 @on_ranks(2)
 def test_a_max_norm_that_is_set_after_attach_is_noticed_in_the_first_step(world, algorithm):
     net = seeded(lambda: nn.Sequential(nn.Embedding(ROWS, 6), nn.Linear(6, 2)))

@@ -37,7 +37,7 @@ def world():
         yield only
 
 
-@cases(100)
+@cases(60)
 @given(given=st.fixed_dictionaries({}, optional=OPTIONS))
 @example(given={"bucket_cap_mb": True})
 @example(given={"bucket_cap_mb": 10**400})

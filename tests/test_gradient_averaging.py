@@ -8,39 +8,31 @@ import weakref
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, data, gradients, local_gradients, net, seeded, sgd, trainee
+from small_models import Branches, backward, data, gradients, local_gradients, mean_gradients, net, seeded, sgd, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
-from commrt.buckets.engine import KEPT
 from commrt.errors import UsageError
 from commrt.kernels.layout import layout_of
 from commrt.testing.ranks import run_ranks
 
 
 @for_each("cap_mb", [25.0, 1e-4, 1e-9], ids=["one bucket", "three buckets", "a bucket per tensor"])
-def test_gradients_are_the_mean_over_ranks(cap_mb):
-    def body(world):
-        model, _, _ = trainee(world, bucket_cap_mb=cap_mb)
-        backward(model, world.rank)
-        return gradients(model)
-
-    ours = run_ranks(3, body)
-    expected = [sum(parts) / 3 for parts in zip(*(local_gradients(net(), rank) for rank in range(3)), strict=True)]
-    for mine in ours:
-        for got, want in zip(mine, expected, strict=True):
-            torch.testing.assert_close(got, want)
+@on_ranks(3)
+def test_gradients_are_the_mean_over_ranks(world, cap_mb):
+    model, _, replica = trainee(world, bucket_cap_mb=cap_mb)
+    assert replica.disagreement() == 0.0
+    backward(model, world.rank)
+    torch.testing.assert_close(gradients(model), mean_gradients(range(3)))
 
 
-def test_one_rank_changes_nothing_even_with_a_narrow_wire():
-    def body(world):
-        model, _, _ = trainee(world, wire=torch.bfloat16)
-        backward(model, 0)
-        return gradients(model)
-
-    assert all(map(torch.equal, run_ranks(1, body)[0], local_gradients(net(), 0)))
+@on_ranks(1)
+def test_one_rank_changes_nothing_even_with_a_narrow_wire(world):
+    model, _, _ = trainee(world, wire=torch.bfloat16)
+    backward(model, 0)
+    assert all(map(torch.equal, gradients(model), local_gradients(net(), 0)))
 
 
 def test_the_busiest_rank_sends_what_the_proof_says():
@@ -57,14 +49,10 @@ def test_the_busiest_rank_sends_what_the_proof_says():
 
 def test_a_parameter_nobody_uses_keeps_no_gradient_and_one_somebody_uses_gets_one():
     def body(world):
-        model = net()
-        model.nobody, model.somebody = nn.Linear(8, 8), nn.Linear(6, 3)
+        model = seeded(Branches)
+        model.uses_branch = world.rank == 1
         commrt.attach(model, sgd(model), world=world)
-        x, y = data(world.rank)
-        out = model[2](model[1](model[0](x)))
-        if world.rank == 1:
-            out = out + model.somebody(x)
-        cross_entropy(out, y).backward()
+        backward(model, world.rank)
         return model.nobody.weight.grad, model.somebody.weight.grad
 
     results = run_ranks(3, body)
@@ -73,32 +61,16 @@ def test_a_parameter_nobody_uses_keeps_no_gradient_and_one_somebody_uses_gets_on
     assert results[0][1].abs().sum() > 0
 
 
-@on_ranks(3)
-def test_gradients_made_by_hand_are_averaged_when_all_ranks_step(world):
-    model, optimizer, replica = trainee(world)
-    for param in model.parameters():
-        param.grad = torch.full_like(param, world.rank)
-    optimizer.step()
-    assert (replica.replicas_equal(), model[0].weight.grad.unique().tolist()) == (True, [1.0])
-
-
-def test_gradients_that_are_views_stay_views():
-    def body(world):
-        model = net()
-        flat = torch.zeros(sum(param.numel() for param in model.parameters()))
-        offset = 0
-        for param in model.parameters():
-            param.grad = flat[offset : offset + param.numel()].view_as(param)
-            offset += param.numel()
-        commrt.attach(model, sgd(model), world=world)
-        backward(model, world.rank)
-        return flat
-
-    flats = run_ranks(2, body)
-    pairs = zip(local_gradients(net(), 0), local_gradients(net(), 1), strict=True)
-    expected = torch.cat([((a + b) / 2).flatten() for a, b in pairs])
-    for flat in flats:
-        torch.testing.assert_close(flat, expected)
+@on_ranks(2)
+def test_gradients_that_are_views_stay_views(world):
+    model = net()
+    counts = [param.numel() for param in model.parameters()]
+    flat = torch.zeros(sum(counts))
+    for param, part in zip(model.parameters(), flat.split(counts), strict=True):
+        param.grad = part.view_as(param)
+    commrt.attach(model, sgd(model), world=world)
+    backward(model, world.rank)
+    torch.testing.assert_close(flat, torch.cat([grad.flatten() for grad in mean_gradients(range(2))]))
 
 
 @on_ranks(2)
@@ -116,6 +88,16 @@ def test_any_memory_format_is_averaged_by_position(world):
 
 
 @on_ranks(2)
+def test_strides_of_axes_with_one_element_do_not_matter(world):
+    model = seeded(lambda: nn.Conv2d(1, 4, 3))
+    replica = commrt.attach(model, world=world)
+    model.weight.grad = torch.full((4, 9), float(world.rank)).as_strided((4, 1, 3, 3), (9, 1, 3, 1))
+    model.bias.grad = torch.ones(4)
+    replica.average()
+    assert model.weight.grad.unique().tolist() == [0.5]
+
+
+@on_ranks(2)
 def test_parameters_of_several_dtypes_travel_in_their_own_buckets(world):
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16()])
     replica = commrt.attach(model, sgd(model), world=world)
@@ -127,18 +109,15 @@ def test_parameters_of_several_dtypes_travel_in_their_own_buckets(world):
 
 def test_gradients_travel_in_the_dtype_in_which_they_are_made():
     def body(world):
-        model = net().bfloat16()
-        model.somebody = nn.Linear(6, 3, dtype=torch.bfloat16)
+        model = seeded(Branches).bfloat16()
+        model.uses_branch = world.rank == 1
         for param in model.parameters():
             param.grad_dtype = torch.float32
             param.register_hook(lambda grad: grad.float() * 1.001)  # no longer a bfloat16
         replica = commrt.attach(model, world=world)
         x, y = data(0)
-        out = model[2](model[1](model[0](x.bfloat16())))
-        if world.rank:
-            out = out + model.somebody(x.bfloat16())
-        cross_entropy(out, y).backward()
-        return replica.buckets[0].wire.dtype, gradients(model)
+        cross_entropy(model(x.bfloat16()), y).backward()
+        return replica.buckets[0].wire.dtype, [param.grad for param in model.parameters() if param.grad is not None]
 
     (wire, ours), (_, theirs) = run_ranks(2, body)
     assert wire == torch.float32
@@ -155,42 +134,20 @@ def test_gradients_of_two_dtypes_travel_apart_even_if_their_parameters_have_one(
         model[0].weight.register_hook(lambda grad: grad.double())
         replica = commrt.attach(model, world=world)
         backward(model, world.rank)
-        return [bucket.wire.dtype for bucket in replica.buckets], model[0].weight.grad
+        return {bucket.wire.dtype for bucket in replica.buckets}, model[0].weight.grad
 
     (dtypes, ours), (_, theirs) = run_ranks(2, body)
-    assert sorted(dtypes, key=str) == [torch.float32, torch.float64]
+    assert dtypes == {torch.float32, torch.float64}
     assert torch.equal(ours, theirs)
 
 
-def test_a_narrow_wire_is_chosen_by_the_gradients_dtype():
-    def body(world):
-        model = net()
-        for param in model.parameters():
-            param.grad_dtype = torch.bfloat16
-        replica = commrt.attach(model, world=world, wire=torch.float16)
-        return replica.buckets[0].wire.dtype
-
-    assert run_ranks(1, body) == [torch.bfloat16]
-
-
 @on_ranks(1)
-def test_run_refuses_what_is_no_schedule_or_no_tensor_with_a_sentence(world):
-    with pytest.raises(UsageError, match=r"Ring\(.*\) is no schedule: an algorithm makes one with its schedule"):
-        world.run(commrt.Ring(), torch.ones(2))
-    with pytest.raises(UsageError, match=r"a buffer must be a tensor, not a list: make one with torch\.tensor"):
-        world.run(ring.all_reduce(1), [1, 2])
-
-
-def test_strides_of_axes_with_one_element_do_not_matter():
-    def body(world):
-        model = seeded(lambda: nn.Conv2d(1, 4, 3))
-        replica = commrt.attach(model, world=world)
-        model.weight.grad = torch.full((4, 9), float(world.rank)).as_strided((4, 1, 3, 3), (9, 1, 3, 1))
-        model.bias.grad = torch.ones(4)
-        replica.average()
-        return model.weight.grad.unique().tolist()
-
-    assert run_ranks(2, body) == [[0.5], [0.5]]
+def test_a_narrow_wire_is_chosen_by_the_gradients_dtype(world):
+    model = net()
+    for param in model.parameters():
+        param.grad_dtype = torch.bfloat16
+    replica = commrt.attach(model, world=world, wire=torch.float16)
+    assert replica.buckets[0].wire.dtype == torch.bfloat16
 
 
 @on_ranks(3)
@@ -216,68 +173,44 @@ class Backwards(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
-def test_buckets_follow_the_order_of_use_after_the_first_step():
-    def body(world):
-        model = seeded(Backwards)
-        replica = commrt.attach(model, sgd(model), world=world, bucket_cap_mb=1e-4)
-        layouts = []
-        for step in range(3):
-            layouts.append([{name.split(".")[0] for name in bucket.names} for bucket in replica.buckets])
-            backward(model, world.rank, step)
-        return layouts, gradients(model)
-
-    (layouts, ours), (theirs, others) = run_ranks(2, body)
-    assert layouts == theirs
+@on_ranks(2)
+def test_buckets_follow_the_order_of_use_after_the_first_step(world):
+    model = seeded(Backwards)
+    optimizer = sgd(model)
+    replica = commrt.attach(model, optimizer, world=world, bucket_cap_mb=1e-4)
+    layouts = []
+    for step in range(3):
+        layouts.append([{name.split(".")[0] for name in bucket.names} for bucket in replica.buckets])
+        backward(model, world.rank, step)
+        optimizer.step()
+    assert replica.replicas_equal()
     assert layouts[0] == [{"first"}, {"middle"}, {"last"}]
     assert layouts[1] == layouts[2] == [{"last"}, {"middle"}, {"first"}]
-    assert all(map(torch.equal, ours, others))
 
 
-class Restless:
-    """An algorithm that makes a new schedule each time."""
-
-    def schedule(self, step, ranks):
-        return ring.all_reduce(ranks).named(f"ring of step {step}")
-
-
-def test_programs_of_schedules_that_never_come_back_are_forgotten():
-    def body(world):
-        model = net()
-        replica = commrt.attach(model, algorithm=Restless(), world=world)
-        for step in range(2 * KEPT):
-            backward(model, world.rank, step)
-        return len(replica._engine._prepared._bound)
-
-    assert run_ranks(2, body) == [KEPT, KEPT]
+@on_ranks(1)
+def test_run_refuses_what_is_no_schedule_or_no_tensor_with_a_sentence(world):
+    with pytest.raises(UsageError, match=r"Ring\(.*\) is no schedule: an algorithm makes one with its schedule"):
+        world.run(commrt.Ring(), torch.ones(2))
+    with pytest.raises(UsageError, match=r"a buffer must be a tensor, not a list: make one with torch\.tensor"):
+        world.run(ring.all_reduce(1), [1, 2])
 
 
-def test_a_schedule_of_fewer_ranks_says_who_is_left_out():
-    def body(world):
-        with pytest.raises(UsageError, match=r"of 2 ranks and the world has 3: .* schedule\.over"):
-            world.run(ring.all_reduce(2), torch.ones(4))
-        buffer = torch.ones(4)
-        if world.rank != 1:
-            world.run(ring.all_reduce(2).over([0, 2], world=3), buffer)
-        return buffer[0].item()
-
-    assert run_ranks(3, body) == [2.0, 1.0, 2.0]
+@on_ranks(3)
+def test_a_schedule_of_fewer_ranks_says_who_is_left_out(world):
+    with pytest.raises(UsageError, match=r"of 2 ranks and the world has 3: .* schedule\.over"):
+        world.run(ring.all_reduce(2), torch.ones(4))
+    buffer = torch.ones(4)
+    if world.rank != 1:
+        world.run(ring.all_reduce(2).over([0, 2], world=3), buffer)
+    assert buffer[0].item() == (1.0 if world.rank == 1 else 2.0)
 
 
-@for_each("ranks", [2, 3, 7])
-def test_equal_replicas_disagree_by_nothing(ranks):
-    def body(world):
-        return commrt.attach(net(), world=world).disagreement()
-
-    assert run_ranks(ranks, body) == [0.0] * ranks
-
-
-def test_gradients_on_their_way_are_not_kept_after_the_step():
-    def body(world):
-        model = net()
-        commrt.attach(model, world=world)
-        backward(model, world.rank)
-        kept = weakref.ref(model[0].weight.grad)
-        model.zero_grad()
-        return kept() is None
-
-    assert run_ranks(2, body) == [True, True]
+@on_ranks(2)
+def test_gradients_on_their_way_are_not_kept_after_the_step(world):
+    model = net()
+    commrt.attach(model, world=world)
+    backward(model, world.rank)
+    kept = weakref.ref(model[0].weight.grad)
+    model.zero_grad()
+    assert kept() is None

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, backward_often, data, net, sgd, trainee
+from small_models import backward, backward_often, data, net, train, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.errors import DisagreementError, UsageError
-from commrt.testing.ranks import run_ranks
+from commrt.training.hooks import settings_digest
 
 
 @on_ranks(2)
@@ -24,9 +24,14 @@ def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere(world):
     replica.load_state_dict({"step": 41})
     with pytest.raises(DisagreementError, match="about step"):
         replica.load_state_dict({"step": world.rank})
-    with pytest.raises(UsageError, match="without a step number"):
-        replica.load_state_dict({})
     assert (state, replica.step) == ({"step": 1, "algorithm": repr(commrt.Torus2D())}, 41)
+
+
+@for_each("state", [None, {}, [1], {"step": -1}, {"step": "3"}, torch.ones(2)])
+@on_ranks(1)
+def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(world, state):
+    with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
+        commrt.attach(net(), world=world).load_state_dict(state)
 
 
 class Wrapped(torch.optim.SGD):
@@ -39,24 +44,21 @@ class Wrapped(torch.optim.SGD):
         super().load_state_dict(state["base_optimizer"])
 
 
-def test_an_optimizer_may_name_its_state_as_it_likes():
-    def body(world):
-        model = net()
-        optimizer = Wrapped(model.parameters(), lr=0.1, momentum=0.9)
-        backward(model, world.rank)
-        optimizer.step()
-        commrt.attach(model, optimizer, world=world)
-        return [optimizer.state[param]["momentum_buffer"] for param in model.parameters()]
+@for_each("kind", [torch.optim.SGD, Wrapped, torch.optim.AdamW, torch.optim.LBFGS])
+@on_ranks(2)
+def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(world, kind):
+    model = net()
+    optimizer = kind(model.parameters(), 0.1, **({"momentum": 0.9} if issubclass(kind, torch.optim.SGD) else {}))
 
-    for first, second in zip(*run_ranks(2, body), strict=True):
-        assert torch.equal(first, second)
+    def step(number):
+        optimizer.zero_grad()
+        optimizer.step(lambda: backward(model, world.rank, number) or torch.ones(()))
 
-
-@for_each("state", [None, [1], {"step": -1}, {"step": "3"}, torch.ones(2)])
-@on_ranks(1)
-def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(world, state):
-    with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
-        commrt.attach(net(), world=world).load_state_dict(state)
+    step(0)
+    replica = commrt.attach(model, optimizer, world=world)
+    for number in range(3):
+        step(number)
+    assert replica.replicas_equal()
 
 
 @on_ranks(2)
@@ -77,18 +79,11 @@ def test_two_optimizers_may_step_one_model_even_where_a_rank_has_no_batch(world)
     optimizers = [torch.optim.SGD(model[0].parameters(), 0.1), torch.optim.Adam(model[2].parameters(), 0.01)]
     replica = commrt.attach(model, optimizers, world=world)
     for step in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        model.zero_grad()
         backward(model, world.rank, step) if (world.rank, step) != (1, 2) else replica.average()
         for optimizer in optimizers:
             optimizer.step()
     assert (replica.replicas_equal(), replica.step) == (True, 4)
-
-
-@on_ranks(1)
-def test_an_optimizer_of_another_model_is_refused(world):
-    with pytest.raises(UsageError, match="the SGD steps no parameter of the model"):
-        commrt.attach(net(), sgd(net()), world=world)
 
 
 @for_each("what", ["lr", "type", "state"])
@@ -99,67 +94,59 @@ def test_optimizers_that_differ_are_named_on_every_rank(world, what):
     kind = torch.optim.Adam if what == "type" and odd else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=0.2 if what == "lr" and odd else 0.1)
     if what == "state" and odd:
-        backward(model, 0)
-        optimizer.step()
+        train(model, optimizer, 0, steps=1)
     with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about optimizer: "):
         commrt.attach(model, optimizer, world=world)
 
 
-@for_each("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
-def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(kind):
-    def body(world):
-        model = net()
-        optimizer = kind(model.parameters(), 0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-        optimizer.step(lambda: backward(model, world.rank) or torch.ones(()))
-        optimizer.zero_grad()
-        replica = commrt.attach(model, optimizer, world=world)
-        for step in range(3):
-            optimizer.step(lambda s=step: backward(model, world.rank, s) or torch.ones(()))
-        return replica.replicas_equal()
-
-    assert run_ranks(2, body) == [True, True]
-
-
-def raise_rate(optimizer, world):
-    optimizer.param_groups[0]["lr"] *= 1 + world.rank
-
-
-def raise_rate_in_a_tensor(optimizer, world):
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.1 + world.rank)
-
-
-def move_betas(optimizer, world):
-    optimizer.param_groups[0]["betas"] = (0.9, 0.99 - 0.01 * world.rank)
-
-
-def turn(optimizer, world):
-    optimizer.param_groups[0]["maximize"] = world.rank == 1
-
-
-@for_each("change", [raise_rate, raise_rate_in_a_tensor, move_betas, turn])
+@for_each(
+    "change",
+    [
+        lambda group, rank: {"lr": group["lr"] * (1 + rank)},
+        lambda group, rank: {"lr": torch.tensor(0.1 + rank)},
+        lambda group, rank: {"betas": (0.9, 0.99 - 0.01 * rank)},
+        lambda group, rank: {"maximize": rank == 1},
+    ],
+    ids=["rate", "rate in a tensor", "betas", "maximize"],
+)
 @on_ranks(2)
 def test_settings_that_come_to_differ_are_noticed_before_the_next_step(world, change):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     commrt.attach(model, optimizer, world=world)
-    backward(model, world.rank)
-    optimizer.step()
-    change(optimizer, world)
+    train(model, optimizer, world.rank, steps=1)
+    group = optimizer.param_groups[0]
+    group.update(change(group, world.rank))
     with pytest.raises(DisagreementError, match=r"settings .* differ between ranks: drive schedulers by what"):
         backward_often(model, world.rank)
 
 
-def test_settings_that_are_equal_in_value_are_equal_in_any_form():
-    def body(world):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        replica = commrt.attach(model, optimizer, world=world)
-        group = optimizer.param_groups[0]
-        for step in range(3):
-            group["lr"] = (1, np.float32(1), torch.tensor(1.0))[(world.rank + step) % 3]
-            group["note"] = f"of rank {world.rank}"
-            optimizer.param_groups[0] = group = dict(sorted(group.items(), reverse=world.rank == 1))
-            backward(model, world.rank, step)
-        return replica.step
+@on_ranks(3)
+def test_settings_that_are_equal_in_value_are_equal_in_any_form(world):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    replica = commrt.attach(model, optimizer, world=world)
+    group = optimizer.param_groups[0]
+    for step in range(3):
+        group["lr"] = (1, np.float32(1), torch.tensor(1.0))[(world.rank + step) % 3]
+        group["note"] = f"of rank {world.rank}"
+        optimizer.param_groups[0] = group = dict(sorted(group.items(), reverse=world.rank == 1))
+        backward(model, world.rank, step)
+    assert replica.step == 3
 
-    assert run_ranks(3, body) == [3, 3, 3]
+
+def digest(lr, step):
+    return settings_digest([torch.optim.AdamW([torch.ones(1)], lr=lr)], step)
+
+
+def test_settings_that_are_alike_by_chance_differ_in_other_steps():
+    alike = next(lr for lr in np.arange(0.101, 1.0, 0.001) if digest(lr, 0) == digest(0.1, 0))
+    assert sum(digest(alike, step) == digest(0.1, step) for step in range(64)) < 8
+
+
+def test_what_is_no_number_that_can_be_read_is_left_out():
+    optimizer = torch.optim.AdamW([torch.ones(1)])
+    before = settings_digest([optimizer], 0)
+    for other in ("adaptive", None, torch.ones(3), torch.ones((), device="meta"), 1j, print):
+        optimizer.param_groups[0]["other"] = other
+        assert settings_digest([optimizer], 0) == before, other

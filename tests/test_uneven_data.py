@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, backward_often, data, gradients, halving, local_gradients, net, sgd, trainee
+from small_models import backward, backward_often, data, gradients, halving, mean_gradients, net, train, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -21,40 +21,25 @@ from commrt.testing.ranks import run_ranks
 
 
 @for_each("steps", [(9, 4, 6, 9), (0, 3, 3, 1), (5, 5, 5, 5), (1, 2, 3, 4), (4, 0, 0, 0)])
-def test_join_averages_over_the_ranks_that_still_have_data(steps):
-    def body(world):
-        model, optimizer, replica = trainee(world, nn.BatchNorm1d(8))
-        members = []
-        with replica.join():
-            for step in range(steps[world.rank]):
-                optimizer.zero_grad()
-                backward(model, world.rank, step)
-                optimizer.step()
-                members.append(replica.last.members)
-        return replica.replicas_equal(), replica.step, members
-
-    for rank, (equal, step, members) in enumerate(run_ranks(4, body)):
-        assert equal
-        assert step == max(steps)
-        assert members == [tuple(r for r in range(4) if steps[r] > s) for s in range(steps[rank])]
+@on_ranks(4)
+def test_join_averages_over_the_ranks_that_still_have_data(world, steps):
+    model, optimizer, replica = trainee(world, nn.BatchNorm1d(8))
+    with replica.join():
+        for step in range(steps[world.rank]):
+            optimizer.zero_grad()
+            backward(model, world.rank, step)
+            optimizer.step()
+            assert replica.last.members == tuple(rank for rank in range(4) if steps[rank] > step)
+    assert (replica.replicas_equal(), replica.step) == (True, max(steps))
 
 
-def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part():
-    def body(world):
-        model, _, replica = trainee(world)
-        with replica.join():
-            if world.rank != 1:
-                backward(model, world.rank)
-                return_value = gradients(model)
-            else:
-                return_value = None
-        return return_value
-
-    expected = [(a + b) / 2 for a, b in zip(local_gradients(net(), 0), local_gradients(net(), 2), strict=True)]
-    ours = run_ranks(3, body)
-    for rank in (0, 2):
-        for got, want in zip(ours[rank], expected, strict=True):
-            torch.testing.assert_close(got, want)
+@on_ranks(3)
+def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part(world):
+    model, _, replica = trainee(world)
+    with replica.join():
+        if world.rank != 1:
+            backward(model, world.rank)
+            torch.testing.assert_close(gradients(model), mean_gradients([0, 2]))
 
 
 @on_ranks(3)
@@ -63,14 +48,8 @@ def test_training_goes_on_equally_after_join(world):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     replica = commrt.attach(model, optimizer, world=world)
     with replica.join():
-        for step in range((7, 3, 5)[world.rank]):
-            optimizer.zero_grad()
-            backward(model, world.rank, step)
-            optimizer.step()
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(model, world.rank, step)
-        optimizer.step()
+        train(model, optimizer, world.rank, steps=(7, 3, 5)[world.rank])
+    train(model, optimizer, world.rank, steps=3)
     assert (replica.replicas_equal(), replica.step) == (True, 10)
 
 
@@ -79,7 +58,7 @@ def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it(world):
     model, optimizer, replica = trainee(world)
     scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
-    def train(steps):
+    def train_scaled(steps):
         for step in range(steps):
             optimizer.zero_grad()
             x, y = data(world.rank, step)
@@ -89,8 +68,8 @@ def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it(world):
             scheduler.step()
 
     with replica.join(scheduler, scaler):
-        train((2, 5, 3)[world.rank])
-    train(2)
+        train_scaled((2, 5, 3)[world.rank])
+    train_scaled(2)
     assert (replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()) == (True, 7, 32.0)
 
 
@@ -108,21 +87,6 @@ def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it(world):
         backward_often(model, world.rank)
 
 
-def test_join_refuses_what_has_no_state_and_ranks_that_hand_over_different_things():
-    def body(world):
-        model, _, replica = trainee(world)
-        with pytest.raises(UsageError, match=r"join\(\) was given a float, which has no state_dict\(\)"):
-            replica.join(0.1).__enter__()
-        given = [torch.amp.GradScaler("cpu")] if world.rank == 1 else []
-        with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about also: 'GradScaler' against"):
-            replica.join(*given).__enter__()
-        with replica.join():
-            backward(model, world.rank)
-        return replica.step
-
-    assert run_ranks(2, body) == [1, 1]
-
-
 class Keeping:
     """Has a state that `given` makes."""
 
@@ -136,17 +100,28 @@ class Keeping:
         raise AssertionError(state)
 
 
-@for_each("given", [Lock, object, lambda: print], ids=["lock", "object", "function"])
-def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(given):
-    def body(world):
-        model = net()
-        replica = commrt.attach(model, world=world)
-        with pytest.raises(UsageError, match="the state of Keeping cannot be sent to other ranks"):  # noqa: SIM117
-            with replica.join(Keeping(given)):
-                backward(model, world.rank)
-        return replica.replicas_equal()
+@on_ranks(2)
+def test_join_refuses_what_has_no_state_and_ranks_that_hand_over_different_things(world):
+    model, _, replica = trainee(world)
+    with pytest.raises(UsageError, match=r"join\(\) was given a float, which has no state_dict\(\)"):
+        replica.join(0.1).__enter__()
+    given = [torch.amp.GradScaler("cpu")] if world.rank == 1 else []
+    with pytest.raises(DisagreementError, match="rank 1 disagrees with rank 0 about also: 'GradScaler' against"):
+        replica.join(*given).__enter__()
+    with replica.join():
+        backward(model, world.rank)
+    assert replica.step == 1
 
-    assert run_ranks(2, body) == [True, True]
+
+@for_each("given", [Lock, object, lambda: print], ids=["lock", "object", "function"])
+@on_ranks(2)
+def test_a_state_that_cannot_be_sent_is_refused_on_all_ranks(world, given):
+    model = net()
+    replica = commrt.attach(model, world=world)
+    with pytest.raises(UsageError, match="the state of Keeping cannot be sent to other ranks"):  # noqa: SIM117
+        with replica.join(Keeping(given)):
+            backward(model, world.rank)
+    assert replica.replicas_equal()
 
 
 @on_ranks(2)
@@ -164,14 +139,17 @@ def test_settings_of_any_kind_outlive_join(world):
     assert (replica.replicas_equal(), group["lr"], type(group["lr"]), group["shape"](7)) == (True, 0.025, float, 7)
 
 
+class OfThreeOrFour:
+    def schedule(self, step, ranks):
+        if ranks not in (3, 4):
+            raise UsageError("this needs 3 or 4 ranks")
+        return ring.all_reduce(ranks)
+
+
 @on_ranks(4)
-def test_join_is_refused_inside_itself_and_where_nobody_may_leave(world):
-    model, tied_to_four = net(), net()
-    replica = commrt.attach(model, sgd(model), world=world)
-    with replica.join(), pytest.raises(UsageError, match=r"join\(\) inside join\(\)"), replica.join():
-        pass
-    replica = commrt.attach(tied_to_four, algorithm=commrt.Torus2D(grid=(2, 2)), world=world)
-    with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): a grid of 2 x 2"):
+def test_join_is_refused_before_it_begins_where_some_number_of_ranks_could_not_go_on(world):
+    replica = commrt.attach(net(), algorithm=OfThreeOrFour(), world=world)
+    with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): this needs 3 or 4"):
         replica.join().__enter__()
 
 
@@ -190,25 +168,33 @@ COLLECTIVES = {
     "run": lambda world, replica: world.run(ring.all_reduce(2), torch.ones(2)),
     "agree": lambda world, replica: world.agree("lunch"),
     "all_equal": lambda world, replica: world.all_equal("lunch", "soup"),
-    "attach": lambda world, replica: commrt.attach(net(), world=world),
+    "attach": lambda world, replica: commrt.attach(net(), world=world).detach(),
     "replicas_equal": lambda world, replica: replica.replicas_equal(),
+    "disagreement": lambda world, replica: replica.disagreement(),
+    "consolidate": lambda world, replica: replica.consolidate(),
     "sync_buffers": lambda world, replica: replica.sync_buffers(),
     "overwrite_with_first": lambda world, replica: replica.overwrite_with_first(),
     "load_state_dict": lambda world, replica: replica.load_state_dict({"step": 1}),
 }
 
 
-@for_each("name", COLLECTIVES)
+@for_each("algorithm", [commrt.Torus2D(), commrt.Gossip()])
 @on_ranks(2)
-def test_collectives_are_refused_inside_join(world, name):
-    model, _, replica = trainee(world, nn.BatchNorm1d(8))
+def test_collectives_are_refused_inside_join(world, algorithm):
+    model, optimizer, replica = trainee(world, nn.BatchNorm1d(8), algorithm=algorithm)
     with replica.join():
         for step in range((3, 1)[world.rank]):
             backward(model, world.rank, step)
-            with pytest.raises(UsageError, match=r"inside join\(\): .* so do this before join\(\) or after it"):
-                COLLECTIVES[name](world, replica)
-    COLLECTIVES[name](world, replica)
-    assert replica.step == (1 if name == "load_state_dict" else 3)
+            optimizer.step()
+            for call in COLLECTIVES.values():
+                with pytest.raises(UsageError, match=r"inside join\(\): .* so do this before join\(\) or after it"):
+                    call(world, replica)
+            with pytest.raises(UsageError, match=r"join\(\) inside join\(\)"), replica.join():
+                pass
+    assert replica.step == 3
+    for call in COLLECTIVES.values():
+        call(world, replica)
+    assert replica.step == 1
 
 
 @on_ranks(2)
@@ -220,17 +206,3 @@ def test_a_rank_without_a_batch_may_average_inside_join(world):
             replica.average() if (world.rank, step) == (1, 1) else backward(model, world.rank, step)
             optimizer.step()
     assert (replica.replicas_equal(), replica.step) == (True, 4)
-
-
-class OfThreeOrFour:
-    def schedule(self, step, ranks):
-        if ranks not in (3, 4):
-            raise UsageError("this needs 3 or 4 ranks")
-        return ring.all_reduce(ranks)
-
-
-@on_ranks(4)
-def test_join_is_refused_before_it_begins_if_some_number_of_ranks_could_not_go_on(world):
-    replica = commrt.attach(net(), algorithm=OfThreeOrFour(), world=world)
-    with pytest.raises(UsageError, match=r"cannot go on without a rank that has left join\(\): this needs 3 or 4"):
-        replica.join().__enter__()

@@ -18,7 +18,6 @@ from commrt.buckets.layout import exchanged_tensors
 from commrt.buckets.weight_bucket import WeightPart
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD, Mix, Nesterov
-from commrt.testing.ranks import run_ranks
 
 GOSSIPING = [Gossip(), Gossip(staleness=1)]
 RELYING = [LocalSGD(4, 2), LocalSGD(4, 2, Mix(0.5)), LocalSGD(4, 2, fragments=2), LocalSGD(5, outer=Nesterov(0.7, 0.5))]
@@ -69,11 +68,6 @@ def replace_data(model):
         param.data = torch.ones_like(param)
 
 
-def descend_by_hand(model):
-    for param in model.parameters():
-        param.data -= 0.1 * torch.ones_like(param)
-
-
 def write_in_inference_mode(model):
     with torch.inference_mode():
         for param in model.parameters():
@@ -84,10 +78,10 @@ def write_one_value(model):
     model[0].bias.data[0] = 3.0
 
 
-WRITES = [clamp, clamp_data, from_vector, replace_data, descend_by_hand, write_in_inference_mode, write_one_value]
+WRITES = [clamp, clamp_data, from_vector, replace_data, write_in_inference_mode, write_one_value]
 
 
-@for_each(("write", "algorithm"), taking_turns(WRITES, GOSSIPING))
+@for_each(("write", "algorithm"), product(WRITES, GOSSIPING))
 @on_ranks(2)
 def test_what_partners_sent_is_not_added_to_weights_that_were_written_since(world, algorithm, write):
     loop = Loop(world, algorithm).run(3)
@@ -98,7 +92,7 @@ def test_what_partners_sent_is_not_added_to_weights_that_were_written_since(worl
     assert same(params(loop.model), written)
 
 
-@for_each(("write", "algorithm"), taking_turns(2 * WRITES, RELYING))  # each kind of write meets two algorithms
+@for_each(("write", "algorithm"), taking_turns([*WRITES, *WRITES[::-1]], RELYING))
 @on_ranks(2)
 def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_on_them(world, algorithm, write):
     loop = Loop(world, algorithm, bucket_cap_mb=1e-4).run(5)
@@ -109,93 +103,55 @@ def test_the_next_step_refuses_weights_that_were_written_while_local_sgd_relies_
     assert same(params(loop.model), written)
 
 
+@torch.no_grad()
+def decay(optimizer, *_):
+    for param in optimizer.param_groups[0]["params"]:
+        param.mul_(0.99)
+
+
 @for_each("algorithm", [Gossip(staleness=1), LocalSGD(4, delay=2), LocalSGD(4, outer=Nesterov())])
-def test_a_hook_of_the_optimizer_may_write_weights_before_its_step(algorithm):
-    @torch.no_grad()
-    def decay(optimizer, *_):
-        for param in optimizer.param_groups[0]["params"]:
-            param.mul_(0.99)
-
-    def body(world):
-        model = model_of()
-        optimizer = optimizer_of(model, lr=0.01)
-        optimizer.register_step_pre_hook(decay)
-        replica = commrt.attach(model, optimizer, algorithm, world=world)
-        for step in range(9):
-            local_step(model, optimizer, step, world.rank)
-        replica.drain()
-        return replica.step
-
-    assert run_ranks(2, body) == [9, 9]
-
-
-@for_each("algorithm", [Gossip(), LocalSGD(4, 2)])
-def test_one_value_of_a_large_parameter_cannot_be_written_while_it_is_under_way(algorithm):
-    def body(world):
-        model = nn.Linear(100, 100)
-        optimizer = optimizer_of(model, lr=0.01)
-        commrt.attach(model, optimizer, algorithm, world=world)
-        for step in range(5):
-            optimizer.zero_grad()
-            model(torch.full((2, 100), 1.0 + step)).square().mean().backward()
-            optimizer.step()
-            if step == 3:
-                with torch.no_grad():
-                    model.weight[1, 1] = 100.0
-
-    with pytest.raises(UsageError, match="weight was written"):
-        run_ranks(2, body)
+@on_ranks(2)
+def test_a_hook_of_the_optimizer_may_write_weights_before_its_step(world, algorithm):
+    loop = Loop(world, algorithm)
+    loop.optimizer.register_step_pre_hook(decay)
+    loop.run(9).replica.drain()
+    assert loop.replica.step == 9
 
 
 @for_each(("algorithm", "part"), taking_turns(GOSSIPING, ["", "2"]))
-def test_a_model_that_loads_a_state_uses_it_as_it_is(algorithm, part):
-    def body(world):
-        loop = Loop(world, algorithm).run(3)
-        module = loop.model.get_submodule(part)
-        saved = {name: torch.full_like(tensor, 0.5) for name, tensor in module.state_dict().items()}
-        loop.run(2)
-        module.load_state_dict(saved)
-        loop.used()
-        assert all((param == 0.5).all() for param in module.parameters())
-        loop.run(3).replica.drain()
-        return loop.replica.step
-
-    assert run_ranks(2, body) == [8, 8]
+@on_ranks(2)
+def test_a_model_that_loads_a_state_uses_it_as_it_is(world, algorithm, part):
+    loop = Loop(world, algorithm).run(5)
+    module = loop.model.get_submodule(part)
+    module.load_state_dict({name: torch.full_like(tensor, 0.5) for name, tensor in module.state_dict().items()})
+    loop.used()
+    assert all((param == 0.5).all() for param in module.parameters())
+    loop.run(3).replica.drain()
+    assert loop.replica.step == 8
 
 
 @for_each("algorithm", RELYING)
-def test_a_loaded_model_goes_on_after_its_replica_has_begun_anew(algorithm):
-    def body(world):
-        loop = Loop(world, algorithm).run(6)
-        loop.model.load_state_dict(model_of(3).state_dict())
-        loop.replica.overwrite_with_first()
-        loop.run(6).replica.consolidate()
-        return params(loop.model)
-
-    assert same(*run_ranks(2, body))
+@on_ranks(2)
+def test_a_loaded_model_goes_on_after_its_replica_has_begun_anew(world, algorithm):
+    loop = Loop(world, algorithm).run(6)
+    loop.model.load_state_dict(model_of(3).state_dict())
+    loop.replica.overwrite_with_first()
+    loop.run(6).replica.consolidate()
+    assert loop.replica.replicas_equal()
 
 
-@for_each("algorithm", GOSSIPING)
-def test_weights_may_be_clamped_after_drain(algorithm):
-    def body(world):
-        loop = Loop(world, algorithm)
+@for_each(("algorithm", "drains"), [(Gossip(), True), (Gossip(staleness=1), True), (LocalSGD(3), False)])
+@on_ranks(2)
+def test_weights_may_be_clamped_where_none_are_under_way(world, algorithm, drains):
+    loop = Loop(world, algorithm)
 
-        def clamp_drained():
+    def clamp_all():
+        if drains:
             loop.replica.drain()
-            clamp(loop.model)
-            assert all((weight.abs() <= 0.01).all() for weight in loop.used())
+        clamp(loop.model)
+        assert all((weight.abs() <= 0.01).all() for weight in loop.used())
 
-        return loop.run(6, clamp_drained).replica.step
-
-    assert run_ranks(2, body) == [6, 6]
-
-
-def test_weights_may_be_clamped_where_local_sgd_does_not_rely_on_them():
-    def body(world):
-        loop = Loop(world, LocalSGD(3))
-        return loop.run(7, lambda: clamp(loop.model)).replica.step
-
-    assert run_ranks(2, body) == [7, 7]
+    assert loop.run(7, clamp_all).replica.step == 7
 
 
 def by_copy(model, average):
@@ -222,23 +178,21 @@ def by_state(model, average):
     model.load_state_dict(own)
 
 
-def swapped(algorithm, swap, *, drained):
-    def body(world):
-        loop = Loop(world, algorithm)
-        average = torch.optim.swa_utils.AveragedModel(loop.model)
+def swap_averages(world, algorithm, swap, *, drained):
+    """After each step, evaluate with an average of the weights so far."""
+    loop = Loop(world, algorithm)
+    average = torch.optim.swa_utils.AveragedModel(loop.model)
 
-        def evaluate():
-            if drained:
-                loop.replica.drain()
-            average.update_parameters(loop.model)
-            expected = params(average.module)
-            for place, _ in enumerate(swap(loop.model, average.module)):
-                assert place or same(loop.used(), expected)
+    def evaluate():
+        if drained:
+            loop.replica.drain()
+        average.update_parameters(loop.model)
+        expected = params(average.module)
+        for place, _ in enumerate(swap(loop.model, average.module)):
+            assert place or same(loop.used(), expected)
 
-        loop.run(9, evaluate).replica.consolidate()
-        return params(loop.model)
-
-    return run_ranks(2, body)
+    loop.run(9, evaluate).replica.consolidate()
+    assert loop.replica.replicas_equal()
 
 
 SWAPS = [
@@ -249,46 +203,43 @@ SWAPS = [
 
 
 @for_each(("swap", "algorithm", "drained"), SWAPS)
-def test_an_average_of_the_weights_may_be_swapped_in_and_out(swap, algorithm, drained):
-    assert same(*swapped(algorithm, swap, drained=drained))
+@on_ranks(2)
+def test_an_average_of_the_weights_may_be_swapped_in_and_out(world, swap, algorithm, drained):
+    swap_averages(world, algorithm, swap, drained=drained)
 
 
 @for_each("swap", [by_copy, by_data])
-def test_an_average_that_is_swapped_in_while_weights_are_under_way_is_refused(swap):
+@on_ranks(2)
+def test_an_average_that_is_swapped_in_while_weights_are_under_way_is_refused(world, swap):
     with pytest.raises(UsageError, match=r"call replica\.drain\(\) before you write weights"):
-        swapped(Gossip(), swap, drained=False)
+        swap_averages(world, Gossip(), swap, drained=False)
 
 
-def test_what_is_under_way_ends_before_the_first_rank_overwrites_all():
-    def body(world):
-        loop = Loop(world, Gossip()).run(3)
-        loop.replica.overwrite_with_first()
-        loop.used()
-        return loop.replica.replicas_equal()
-
-    assert run_ranks(2, body) == [True, True]
+@on_ranks(2)
+def test_what_is_under_way_ends_before_the_first_rank_overwrites_all(world):
+    loop = Loop(world, Gossip()).run(3)
+    loop.replica.overwrite_with_first()
+    loop.used()
+    assert loop.replica.replicas_equal()
 
 
 @for_each("algorithm", [*GOSSIPING, RELYING[0]])
-def test_weights_are_an_optimizers_own_within_its_step(algorithm):
+@on_ranks(2)
+def test_weights_are_an_optimizers_own_within_its_step(world, algorithm):
     """It may call a closure in between, as LBFGS does."""
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=6, tolerance_change=0, tolerance_grad=0)
+    replica = commrt.attach(model, optimizer, algorithm, world=world)
 
-    def body(world):
-        model = model_of()
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=25, tolerance_change=0, tolerance_grad=0)
-        replica = commrt.attach(model, optimizer, algorithm, world=world)
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(0, world.rank)).square().mean()
+        loss.backward()
+        return loss
 
-        def closure():
-            optimizer.zero_grad()
-            loss = model(batch(0, world.rank)).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            optimizer.step(closure)
-        return replica.step
-
-    assert run_ranks(2, body) == [50, 50]
+    for _ in range(2):
+        optimizer.step(closure)
+    assert replica.step == 12
 
 
 @for_each("algorithm", GOSSIPING)
@@ -305,41 +256,38 @@ def test_without_optimizers_weights_are_updated_by_hand(world, algorithm):
     assert (replica.step, replica.disagreement() < 0.1) == (25, True)
 
 
-LAYOUTS = {
-    "rows": torch.randn(5, 7),
-    "columns": torch.randn(7, 5).t(),
-    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "a scalar": torch.tensor(2.0),
-    "many": torch.randn(100, 50),
-    "NaN": torch.full((3,), torch.nan),
-}
+def fill(param):
+    param.data.fill_(7.0)
 
 
-def watched(tensor, *, in_flight=False):
-    """A part of a model that holds the parameters "nothing" and "something", and the latter."""
+def reshape(param):
+    param.data = torch.zeros(4)
+
+
+@torch.no_grad()
+def write_last(param):
+    param[-1] = 1.0
+
+
+@for_each(
+    ("tensor", "write", "in_flight"),
+    [
+        (torch.randn(5, 7), fill, False),
+        (torch.randn(7, 5).t(), fill, False),
+        (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), fill, False),
+        (torch.tensor(2.0), fill, False),
+        (torch.randn(100, 50), fill, False),
+        (torch.full((3,), torch.nan), fill, False),
+        (torch.zeros(3), reshape, False),
+        (torch.zeros(1_000_003), write_last, True),
+    ],
+    ids=["rows", "columns", "channels last", "a scalar", "many", "NaN", "another shape", "one of a million in flight"],
+)
+def test_a_write_is_seen_in_any_layout_behind_autograds_back_or_not(tensor, write, in_flight):
     model = nn.ParameterDict({"nothing": torch.zeros(0), "something": tensor})
     part = WeightPart(0, exchanged_tensors(model))
     part.is_relied_on, part.in_flight = True, in_flight
     part.note()
-    return part, model["something"]
-
-
-@for_each("name", LAYOUTS)
-def test_a_write_behind_autograds_back_is_seen_in_any_layout(name):
-    part, param = watched(LAYOUTS[name].clone())
     assert part.written() is None
-    param.data.fill_(7.0)
-    assert part.written() == "something"
-
-
-@torch.no_grad()
-def test_a_write_that_autograd_counts_is_seen_wherever_it_is():
-    part, param = watched(torch.zeros(1_000_003), in_flight=True)
-    param[-1] = 1.0
-    assert part.written() == "something"
-
-
-def test_a_parameter_of_another_shape_has_other_values():
-    part, param = watched(torch.zeros(3))
-    param.data = torch.zeros(4)
+    write(model["something"])
     assert part.written() == "something"

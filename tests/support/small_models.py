@@ -25,6 +25,20 @@ def net(*extra):
     return seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *extra, nn.Linear(8, 3)))
 
 
+class Branches(nn.Module):
+    """Has a layer that only ranks with `uses_branch` use, and one that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.nobody, self.somebody = nn.Linear(8, 8), nn.Linear(6, 3)
+        self.uses_branch = False
+
+    def forward(self, x):
+        out = self.last(torch.tanh(self.first(x)))
+        return out + self.somebody(x) if self.uses_branch else out
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -55,6 +69,23 @@ def local_gradients(model, rank):
     alone.load_state_dict(model.state_dict())
     backward(alone, rank)
     return gradients(alone)
+
+
+def mean_gradients(ranks, step=0):
+    """What the `ranks` must end with after `backward` on a new `net`."""
+    each = []
+    for rank in ranks:
+        alone = net()
+        backward(alone, rank, step)
+        each.append(gradients(alone))
+    return [sum(parts) / len(parts) for parts in zip(*each, strict=True)]
+
+
+def train(model, optimizer, rank, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        optimizer.step()
 
 
 def backward_often(model, rank):

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the worker processes of test_ddp_hook run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from contextlib import nullcontext, suppress
+from copy import deepcopy
+from functools import partial, wraps
+
+import torch
+import torch.distributed as dist
+from dataset import lenet, load
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import commrt
+
+STEPS = 12
+BATCH = 16
+
+
+def in_a_group(timeout_s=30):
+    """Call a body with the world of a new group of torch.distributed."""
+
+    def decorate(body):
+        @wraps(body)
+        def run(_, *args):
+            dist.init_process_group("gloo")
+            return body(commrt.init(timeout_s=timeout_s), *args)
+
+        return run
+
+    return decorate
+
+
+def error_of(call):
+    """The kind and the text of our error that ends `call`."""
+    try:
+        call()
+    except commrt.CommrtError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def hooked(module=None, state=None, **options):
+    """A model of DDP with the hook."""
+    model = DistributedDataParallel(nn.Linear(3, 1) if module is None else module, **options)
+    model.register_comm_hook(commrt.DDPState() if state is None else state, commrt.ddp_hook)
+    return model
+
+
+def backward(model):
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def problem(rank, real):
+    """A CNN and images, or a small network and noise; data is this rank's own."""
+    generator = torch.Generator().manual_seed(rank)
+    if real:
+        images, _ = load()
+        chosen = torch.randperm(len(images.digits), generator=generator)[: STEPS * BATCH]
+        return lenet(seed=1), images.pixels[chosen], images.digits[chosen]
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 10))
+    inputs = torch.randn(STEPS * BATCH, 20, generator=generator)
+    return model, inputs, torch.randint(0, 10, (STEPS * BATCH,), generator=generator)
+
+
+def train(world, real, way, steps=STEPS, *, joins=False):
+    """All parameters after `steps`, as one row; `way` says what to call as the model, and what after backward()."""
+    model, inputs, classes = problem(world.rank, real)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    call, average = way(model, optimizer)
+    with call.join() if joins else nullcontext():
+        for x, y in zip(inputs.split(BATCH)[:steps], classes.split(BATCH)[:steps], strict=True):
+            optimizer.zero_grad()
+            cross_entropy(call(x), y).backward()
+            average()
+            optimizer.step()
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()]).numpy()
+
+
+def nothing():
+    pass
+
+
+def alone(model, _, **options):
+    return DistributedDataParallel(model, **options), nothing
+
+
+def with_hook(model, _, *, world, algorithm=None, **options):
+    return hooked(model, commrt.DDPState(algorithm or commrt.Ring(), world=world), **options), nothing
+
+
+def attached(model, optimizer, *, world, algorithm):
+    commrt.attach(model, optimizer, algorithm, world=world)
+    return model, nothing
+
+
+def by_hand(model, _, *, world, algorithm):
+    def average():
+        params = model.parameters()
+        works = [world.all_reduce(param.grad, algorithm=algorithm, async_op=True) for param in params]
+        for work in works:
+            work.wait(timeout=30)
+
+    return model, average
+
+
+@in_a_group()
+def three_ways(world, algorithm, real):
+    """The parameters by DDP alone, then by each of our ways."""
+    ways = [partial(way, world=world, algorithm=algorithm) for way in (attached, with_hook, by_hand)]
+    return [train(world, real, way) for way in (alone, *ways)]
+
+
+@in_a_group()
+def settings_of_ddp(world, real):
+    """The parameters by DDP alone and with the hook, for each of several settings; with the last, in join()."""
+    found = []
+    for options, steps, joins in (
+        ({"static_graph": True, "gradient_as_bucket_view": True}, 4, False),
+        ({"find_unused_parameters": True, "bucket_cap_mb": 0.005}, 4, False),
+        ({"bucket_cap_mb": 0.005}, 3 + world.rank, True),
+    ):
+        ways = [partial(alone, **options), partial(with_hook, world=world, **options)]
+        found.append([train(world, real, way, steps, joins=joins) for way in ways])
+    return found
+
+
+@in_a_group(timeout_s=10)
+def lose_one(world):
+    """Kill rank 1 in a step; the error of backward() on the other ranks."""
+    model = hooked(state=commrt.DDPState(world=world))
+    for step in range(4):
+        loss = model(torch.ones(2, 3)).sum()
+        if (step, world.rank) == (3, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        error = error_of(loss.backward)
+    return error
+
+
+@in_a_group()
+def over_two_groups(world):
+    """Train one DDP model on each half of the ranks."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = hooked(process_group=groups[world.rank // 2])
+    return error_of(lambda: backward(model))
+
+
+def one_world_after_another(_):
+    """The gradients of a model of DDP in two worlds; and does a copy of a state keep the world that was given?"""
+    dist.init_process_group("gloo")
+    model = hooked()
+    found = []
+    for _ in range(2):
+        with commrt.init(timeout_s=30) as world:
+            model.zero_grad()
+            model(torch.full((1, 3), float(world.rank))).sum().backward()
+            found.append(model.module.weight.grad.tolist())
+            given = deepcopy(commrt.DDPState(world=world)).world is world
+    return found, given
+
+
+@in_a_group()
+def one_state_for_two_models(_):
+    """The second model's error, and if a copy of the first trains equally."""
+    state = commrt.DDPState()
+    models = [hooked(state=state), hooked(state=state)]
+    backward(models[0])
+    copied = deepcopy(models[0])
+    return error_of(lambda: backward(models[1])), torch.equal(copied.module.weight, models[0].module.weight)
+
+
+@in_a_group()
+def two_models_in_two_orders(world):
+    """Run backward() of two equal models in different orders on two ranks."""
+    models = [hooked(), hooked()]
+    for model in models:
+        backward(model)
+    return error_of(lambda: [backward(model) for model in (models if world.rank else models[::-1])])
+
+
+def tuples_of_another_thread(_, models):
+    """What ends the making of tuples in a thread while each of `models` models looks for its state."""
+    dist.init_process_group("gloo")
+    errors, over = [], threading.Event()
+
+    def make():
+        while not over.is_set():
+            try:
+                tuple(number for number in range(20_000))
+            except SystemError as error:
+                errors.append(error)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    for _ in range(models):
+        backward(hooked())
+    over.set()
+    maker.join()
+    return len(errors)
+
+
+def one_state_after_a_failure(_):
+    """Rank 1 fails where rank 0 has begun a step; how far the state's steps are in the next world, and of its copy."""
+    dist.init_process_group("gloo")
+    module, state, steps = nn.Linear(3, 1), commrt.DDPState(), []
+    for bad_step in (2, None):
+        with suppress(ZeroDivisionError, commrt.CommrtError), commrt.init(timeout_s=10) as world:
+            model = hooked(module, state)
+            for step in range(3):
+                divisor = 0 if (step, world.rank) == (bad_step, 1) else 1
+                (model(torch.ones(2, 3)).sum() * (1 / divisor)).backward()
+            steps.append(state.step)
+            world.agree("end", of="world")
+        dist.barrier()
+    return steps, pickle.loads(pickle.dumps(state)).step  # noqa: S301  # its own
+
+
+@in_a_group(timeout_s=1)
+def silent_where_another_has_joined(world):
+    """Let rank 1 sleep in its last step, for which rank 0 waits in DDP's join()."""
+    model = hooked()
+
+    def train_in_join():
+        with model.join():
+            for step in range(2 + world.rank):
+                loss = model(torch.ones(2, 3)).sum()
+                if step == 2:
+                    threading.Event().wait(3)
+                loss.backward()
+
+    return error_of(train_in_join)
+
+
+def after_its_group(_):
+    """The error of backward() of a DDP model after its process group was replaced."""
+    for number in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with commrt.init():
+            if number == 0:
+                model = hooked()
+            error = error_of(partial(backward, model))
+        dist.destroy_process_group()
+    return error
