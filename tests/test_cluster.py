@@ -77,6 +77,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
         ("4 = 0.8", "few = 0.8", "kernel_efficiency has the key 'few'"),
         ("[kernel_efficiency]\n64 = 1.0\n4 = 0.8", "kernel_efficiency = 1", "racks: 'kernel_efficiency' is not known"),
         ("[racks]\nnodes = 1\noversubscription = 3.0", "[racks]", "desk: racks: .*missing 1 required"),
+        ("[within]", "within = 5\n[w]", "desk: within must be a table of its own, not 5"),
     ],
 )
 def test_a_description_that_cannot_be_is_refused_in_words(old, new, says):
@@ -105,6 +106,20 @@ def test_kernel_efficiency_is_written_and_read_again_in_order_of_the_samples():
     assert Cluster.parsed(cluster.text(), "desk") == cluster
 
 
+@for_each(
+    ("part", "value", "says"),
+    [
+        ("racks", 5, "racks is 5: it must be a Racks"),
+        ("compute", 3, "compute is 3: it must be a Mapping"),
+        ("compute", {"resnet50": "fast"}, "compute of resnet50 is 'fast': it must be a number"),
+        ("name", 7, "7: name is 7: it must be a str"),
+    ],
+)
+def test_a_part_of_another_kind_is_refused_in_words(part, value, says):
+    with pytest.raises(UsageError, match=says):
+        replace(Cluster.parsed(WHOLE, "desk"), **{part: value})
+
+
 def test_kernel_efficiency_takes_numbers_and_their_texts_but_each_only_once():
     cluster = Cluster.parsed(WHOLE, "desk")
     assert replace(cluster, kernel_efficiency={"4": 0.8, 64: 1}) == cluster
@@ -125,18 +140,15 @@ def test_a_step_of_few_samples_computes_at_the_speed_of_its_kernels(tmp_path):
     assert times_s == {4: pytest.approx(4 / 80), 64: pytest.approx(64 / 100)}
 
 
-def test_a_part_that_is_no_table_is_refused_in_words():
-    with pytest.raises(UsageError, match="desk: within must be a table of its own, not 5"):
-        Cluster.parsed("within = 5\n" + WHOLE.replace("[within]", "[w]"), "desk")
-
-
-@for_each(
-    ("name", "says"),
-    [
-        ("nowhere", "no cluster is called 'nowhere': there are abci, "),
-        ("/nowhere.toml", "/nowhere.toml cannot be read"),
-    ],
-)
-def test_a_cluster_that_is_not_there_is_refused_in_words(name, says):
-    with pytest.raises(UsageError, match=says):
+@for_each("name", ["", ".", "/", "\0", "nowhere", ".toml"])
+def test_a_name_of_no_cluster_and_of_no_toml_file_is_refused_in_words(name):
+    with pytest.raises(UsageError, match=r"no cluster is called .*: there are abci, "):
         Cluster.named(name)
+
+
+@for_each("name", ["none.toml", "folder.toml", "bytes.toml", "\0.toml", "a" * 5000 + ".toml"])
+def test_a_file_that_cannot_be_read_is_refused_in_words(name, tmp_path):
+    (tmp_path / "folder.toml").mkdir(exist_ok=True)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot be read: "):
+        Cluster.named(f"{tmp_path}/{name}")
