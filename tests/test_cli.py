@@ -62,13 +62,14 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
     [
         ("verify torus2d", "0  add  0->1 [2:4)"),
         ("verify all_to_all --ranks 3 --schedule pairwise", "1  copy  0->2 [2:3)"),
-        (
-            "verify all_to_all --ranks 3 --schedule pairwise",
-            "pairwise all-to-all on 3 ranks is a correct all_to_all: 2 steps, 6 transfers",
-        ),
+        ("verify all_to_all --ranks 3 --schedule pairwise", "3 ranks is a correct all_to_all: 2 steps, 6 transfers"),
+        ("verify gossip --ranks 4", "after 2 steps every rank holds exactly the mean; 0 of the differences"),
+        ("verify gossip --ranks 5", "holds 0.625 to 1.25 times its share of each; 0.202 of the differences"),
+        ("verify gossip --ranks 8", "left at most; ranks have met all others directly after 25 steps"),
+        ("verify gossip --ranks 8 --within 2", "left at most; rows of 2 have met all others directly after 5 steps"),
     ],
 )
-def test_verify_can_show_the_schedule(line, words):
+def test_verify_says_what_is_proven_and_can_show_the_schedule(line, words):
     assert words in invoke(line, "--show").stdout
 
 
@@ -132,12 +133,15 @@ REFUSED = [
     ("draw scaling --model resnet50 --ranks 8 --out a.svg", "8 ranks: how algorithms scale is drawn"),
     ("draw step gossip --model resnet50 --out a.svg", "gossip exchanges between steps"),
     ("draw step local --model resnet50 --out a.svg", "local exchanges between steps"),
-    ("probe --out a.toml --timeout-s nan", "--timeout-s=nan is no deadline"),
+    ("probe --out b.toml --timeout-s nan", "--timeout-s=nan is no deadline"),
+    ("probe --out a.toml", "--out a.toml is a folder: give a file, such as a.toml/mine.toml"),
+    (f"probe --out {'1' * 300}.toml", "--out: no file can have this name"),
 ]
 
 
 @for_each(("line", "words"), REFUSED)
 def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(line, words, tmp_path, monkeypatch):
+    (tmp_path / "a.toml").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path)
     code, out, err = ended(line)
     assert (code, out) == (2, "")
@@ -145,10 +149,17 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(line, words, tm
     assert len(err) < 2000
 
 
-def test_control_characters_of_bad_input_are_not_printed():
-    code, out, err = ended("verify", "a\nb\x1b[31m")
+@for_each(
+    ("words", "says"),
+    [
+        (["verify", "a\nb\x1b[31m"], r"no algorithm is called 'a\nb\x1b"),
+        (["probe --out", ""], "the name of the file is empty: give one, such as --out mine.toml"),
+    ],
+)
+def test_control_characters_are_not_printed_and_empty_words_are_refused(words, says):
+    code, out, err = ended(*words)
     assert (code, out) == (2, "")
-    assert r"no algorithm is called 'a\nb\x1b" in err
+    assert says in err
 
 
 @for_each(

@@ -235,54 +235,53 @@ def test_backup_workers_are_planned_with_codes():
 # Local SGD.
 
 SETTING = "--ranks 8 --cluster ethernet-10g --model resnet50"
-LOCAL = f"simulate local {SETTING} --compute-ms 100"
+LOCAL = f"simulate local {SETTING} --compute-ms"
 
 
 def step_ms(record):
     return {each["delay"]: 1e3 * each["step_seconds"] for each in record["delays"]}
 
 
-def test_local_sgd_pays_for_one_exchange_per_period_and_a_delay_hides_it():
-    record = told(LOCAL)
-    found = step_ms(record)
-    assert record["seconds"] == pytest.approx(0.156, abs=0.0005)
-    assert list(found) == [0, 1, 2, 4, 8, 16]
-    assert [found[0], found[1]] == pytest.approx([100 + 156 / 16, 100 + 56 / 16], abs=0.05)
-    assert found[2] == 100
-    assert record["hiding_delay"] == 2
-    assert record["synchronous"]["exposed_seconds"] > 0.09
+@for_each(
+    ("options", "hiding_delay", "expected_ms"),
+    [
+        ("100", 2, {0: 100 + 156 / 16, 1: 100 + 56 / 16, 2: 100, 4: 100, 8: 100, 16: 100}),
+        ("20", 8, {0: 20 + 156 / 16, 1: 20 + 136 / 16, 2: 20 + 116 / 16, 4: 20 + 76 / 16, 8: 20, 16: 20}),
+        ("20 --fragments 4", 2, {0: 20 + 156 / 16, 1: 20 + 76 / 16, 2: 20, 4: 20, 8: 20, 16: 20}),
+        (
+            "5 --fragments 4",
+            None,
+            {0: 5 + 156 / 16, 1: 5 + 136 / 16, 2: 5 + 116 / 16, **dict.fromkeys([4, 8, 16], 9.75)},
+        ),
+    ],
+)
+def test_a_delay_hides_the_exchange_of_156_ms_once_per_period_or_of_each_fragment(options, hiding_delay, expected_ms):
+    record = told(f"{LOCAL} {options}")
+    assert step_ms(record) == pytest.approx(expected_ms, abs=0.1)
+    assert record["hiding_delay"] == hiding_delay
 
 
 def test_local_sgd_in_each_step_is_synchronous_training_without_overlap():
     synchronous = told(f"simulate step torus2d {SETTING} --compute-ms 100")
     after, under = synchronous["exchanges"]
-    record = told(LOCAL, "--period", 1)
+    record = told(f"{LOCAL} 100 --period 1")
     assert step_ms(record)[0] == pytest.approx(1e3 * after["step_seconds"])
     assert record["synchronous"]["step_seconds"] == under["step_seconds"]
     assert record["seconds"] == synchronous["seconds"]
 
 
-def test_each_fragment_is_hidden_by_the_delay_and_all_of_them_by_the_period():
-    line = f"simulate local {SETTING} --compute-ms"
-    whole, parts, slow = told(line, 20), told(line, 20, "--fragments", 4), told(line, 5, "--fragments", 4)
-    assert (whole["hiding_delay"], parts["hiding_delay"], slow["hiding_delay"]) == (8, 2, None)
-    assert step_ms(parts)[0] == pytest.approx(step_ms(whole)[0], rel=0.01)
-    assert step_ms(parts)[1] == pytest.approx(20 + (156 - 4 * 20) / 16, rel=0.01)
-    assert step_ms(slow)[4] == step_ms(slow)[16] == pytest.approx(5 + (156 - 16 * 5) / 16, rel=0.01)
-
-
 def test_the_delay_that_was_asked_for_is_a_row_and_codes_travel_by_direct():
-    record = told(f"{LOCAL} --wire int4 --period 10 --delay 3")
+    record = told(f"{LOCAL} 100 --wire int4 --period 10 --delay 3")
     assert list(step_ms(record)) == [0, 1, 2, 3, 4, 8, 10]
     assert record["seconds"] == told(f"simulate step direct {SETTING} --compute-ms 100 --wire int4")["seconds"]
 
 
 def test_the_table_of_local_sgd_says_which_delay_hides_the_exchange():
-    shown = invoke(LOCAL, "--delay", 2).output
+    shown = invoke(f"{LOCAL} 100 --delay 2").output
     assert re.search(r"│ 2 +│ +100\.00 │ +0\.00 │ +100\.0% │", shown)
     assert "102.2 MB in 156.045 ms once per period" in shown
     assert "smallest delay that hides the exchange: 2" in shown
-    assert "none within the period" in invoke(f"simulate local {SETTING} --compute-ms 5").output
+    assert "none within the period" in invoke(f"{LOCAL} 5").output
 
 
 def test_where_much_of_the_best_step_is_exposed_the_plan_names_local_sgd_after_it():

@@ -17,19 +17,13 @@ import pytest
 from cases import for_each
 from commands import Runner, app, invoke
 
+import commrt
 from commrt.kernels.dispatch import TRITON_AT_LEAST
 from commrt.store.launcher import TRANSPORTS, VARIABLES, Launch, launched
 from commrt.testing.processes import run_workers
 from commrt.tools.commands.machine import examine
 from commrt.tools.measuring import doctor_environment, doctor_machine
-from commrt.tools.measuring.doctor_environment import (
-    AT_LEAST,
-    HARMS,
-    MISSING,
-    launcher,
-    packages,
-    variables,
-)
+from commrt.tools.measuring.doctor_environment import AT_LEAST, HARMS, MISSING, launcher, packages, variables
 from commrt.tools.measuring.doctor_machine import EXCHANGE_ADVICE, gpus
 
 ROOT = Path(__file__).parent.parent
@@ -200,16 +194,13 @@ def test_too_few_files_for_the_ranks_of_a_launch_are_a_problem(monkeypatch):
     assert only(doctor_machine.files(launch_of(8, 8))).verdict == "ok"
 
 
-def held():
-    return len([*Path("/proc/self/fd").iterdir()])
-
-
 @FORKS
 def test_a_rank_holds_as_many_files_as_was_counted():
-    def body():
-        from commrt.runtime.init import init  # noqa: PLC0415
+    def held():
+        return len([*Path("/proc/self/fd").iterdir()])
 
-        with init(20.0):
+    def body():
+        with commrt.init(20.0):
             return held() - inherited
 
     inherited = held()
@@ -293,9 +284,7 @@ def test_an_exchange_that_hangs_ends_with_its_deadline(monkeypatch):
         (23007, "2.30.7", 2, "warning", "loaded: /0/libnccl.so.2, /1/libnccl.so.2"),
     ],
 )
-def test_the_nccl_of_cupy_and_of_torch_are_told_and_must_be_one(
-    runtime, of_torch, copies, verdict, detail, monkeypatch
-):
+def test_the_nccl_of_cupy_and_of_torch_must_be_one(runtime, of_torch, copies, verdict, detail, monkeypatch):
     binding = SimpleNamespace(get_version=lambda: runtime, get_build_version=lambda: 22707)
     monkeypatch.setattr("commrt.transport.nccl_communicator.load", lambda: binding)
     monkeypatch.setattr(doctor_machine, "_nccl_of_torch", lambda: of_torch)

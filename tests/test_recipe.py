@@ -110,7 +110,7 @@ def test_a_checkpoint_after_the_last_step_of_an_epoch_begins_the_next_one():
 @for_each(("before", "after"), [(4, 8), (4, 2), (8, 1), (1, 3)])
 def test_with_another_number_of_ranks_training_goes_on_as_far_as_it_was(before, after):
     control, later = (control_of({0: 8, 2: 24}, ranks=ranks, length=960) for ranks in (before, after))
-    for done in (0.1, 1.0, 1.7, 2.0, 2.6, 3.9):
+    for done in (0.1, 1.0, 1.7, 2.6, 2.95, 3.9):
         (rate, value), (resumed, resumed_value) = (rate_of(each, 5, 1) for each in (control, later))
         for _ in range(control.updates_after(done)):
             rate.step()
