@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cases import for_each
-from commands import ended, invoke, told
+from commands import app, built, commands_of, ended, invoke, told
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
@@ -182,26 +182,12 @@ def test_an_incomplete_line_ends_with_code_2_and_says_what_is_wrong(line, words)
     assert words in err
 
 
-COUNTED = [
-    "verify ring",
-    "simulate exchange ring --nbytes 1",
-    "simulate step ring --model resnet50",
-    "simulate local --model resnet50",
-    "simulate backups",
-    "plan exchange --nbytes 1",
-    "plan step --model resnet50",
-    "plan backups --model resnet50",
-    "plan collective barrier",
-    "draw schedule ring --out a.svg",
-    "draw step ring --model resnet50 --out a.svg",
-    "draw scaling --model resnet50 --out a.svg",
-]
+COUNTED = [names for names, command in commands_of(built(app)) for param in command.params if "--ranks" in param.opts]
 
 
-@for_each(("line", "ranks"), product(COUNTED, [0, 65537]))
-def test_numbers_of_ranks_that_nobody_has_are_refused(line, ranks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = ended(line, "--ranks", ranks)
+@for_each(("names", "ranks"), product(COUNTED, [0, 65537]))
+def test_numbers_of_ranks_that_nobody_has_are_refused(names, ranks):
+    code, out, err = ended(*names, "--ranks", ranks)
     assert (code, out) == (2, "")
     assert "Invalid value for '--ranks'" in err
 

@@ -14,18 +14,22 @@ from commrt.pricing.cluster import Cluster, builtin_clusters
 from commrt.tools.planning.timeline import efficiency_at
 
 WHOLE = """
-about = "two machines under a desk"
+about = 'two "machines" under a desk'
 nodes = 2
 gpus_per_node = 4
 reduce_gbytes_per_s = 200
 code_gbytes_per_s = 1.5
+message_us = 9.5
+group_us = 0.7
 [within]
 latency_us = 5
 gbytes_per_s = 10.5
+bus_gbytes_per_s = 30
 [between]
 latency_us = 50
 gbytes_per_s = 1
 nics = 2
+nics_per_rank = 2
 [racks]
 nodes = 1
 oversubscription = 3.0
@@ -66,7 +70,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
         ("gbytes_per_s = 10.5", "gbytes_per_s = inf", "within: gbytes_per_s is inf"),
         ("gbytes_per_s = 10.5", "bandwidth = 10.5", "desk: within: 'bandwidth' is not known: there are latency_us"),
         ("per_s = 1.5", "per_s = 0", "desk: code_gbytes_per_s is 0: it must be a number of at least 1e-09"),
-        ("nics = 2", "nics_per_rank = 2", "a rank cannot use 2 cards of a node that has 1"),
+        ("nics = 2\n", "", "a rank cannot use 2 cards of a node that has 1"),
         ("oversubscription = 3.0", "oversubscription = 0.5", "racks: oversubscription is 0.5"),
         ("4 = 0.8", "4 = 0", "kernel_efficiency of 4 samples is 0: it must be a number above 0 and up to 1"),
         ("4 = 0.8", "4 = 1.01", "kernel_efficiency of 4 samples is 1.01"),

@@ -11,7 +11,7 @@ from math import isfinite
 
 import pytest
 from cases import for_each, taking_turns
-from commands import app, built
+from commands import app, built, commands_of
 from fuzzed_lines import ALGORITHM, COUNT, FILE, MANY, RANKS, SIZE, STOPPED, drawn_options, mostly, told_or_refused
 from fuzzing import FILES, NUMBERS, ODD_TEXTS, TEXTS, VALUES, cases, met
 from hypothesis import example, given
@@ -58,16 +58,8 @@ WORDS = {
 """Values of arguments and options; others take small numbers."""
 
 
-def commands_of(group, *names):
-    """Yield each command, with its names."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands_of(command, *names, name)
-        elif name != "doctor":  # it takes no words, and starts processes
-            yield (*names, name), command
-
-
 COMMANDS = dict(commands_of(built(app)))
+del COMMANDS["doctor",]  # it takes no words, and starts processes
 
 
 @st.composite

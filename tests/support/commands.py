@@ -38,6 +38,15 @@ class Runner(CliRunner):
             return super().invoke(program, words, **more)
 
 
+def commands_of(group, *names):
+    """Yield the names of each command of a group, and the command."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, *names, name)
+        else:
+            yield (*names, name), command
+
+
 def words(line, *more):
     """Return the words of a command."""
     return [*str(line).split(), *map(str, more)]
