@@ -174,9 +174,14 @@ def test_control_characters_are_not_printed_and_empty_words_are_refused(words, s
         ("plan backups --backups auto", "Missing option '--model'"),
         ("draw scaling --out scaling.svg", "Missing option '--model'"),
         ("draw ring --out ring.svg", "No such command 'ring'"),
+        ("simulate exchange ring --nbytes 1 --times run.json", "No such option: --times"),
+        ("simulate local --model resnet50 --grid 4x2", "No such option: --grid"),
+        ("simulate backups --cluster abci", "No such option: --cluster"),
+        ("plan step --model resnet50 --backups auto", "No such option: --backups"),
+        ("draw recorded trace.json --ranks 4 --out run.svg", "No such option: --ranks"),
     ],
 )
-def test_an_incomplete_line_ends_with_code_2_and_says_what_is_wrong(line, words):
+def test_an_incomplete_line_or_options_of_another_command_end_with_code_2_and_are_named(line, words):
     code, out, err = ended(line)
     assert (code, out) == (2, "")
     assert words in err
@@ -190,28 +195,6 @@ def test_numbers_of_ranks_that_nobody_has_are_refused(names, ranks):
     code, out, err = ended(*names, "--ranks", ranks)
     assert (code, out) == (2, "")
     assert "Invalid value for '--ranks'" in err
-
-
-OPTIONS_OF_OTHERS = {
-    "simulate exchange ring --nbytes 1": ["--model", "--batch", "--times"],
-    "simulate step ring --model resnet50": ["--delay"],
-    "simulate local --model resnet50": ["--nbytes", "--jitter", "--steps", "--grid"],
-    "simulate backups": ["--cluster", "--fragments"],
-    "plan": ["--nbytes"],
-    "plan exchange --nbytes 1": ["--law"],
-    "plan step --model resnet50": ["--backups"],
-    "plan collective all_reduce": ["--model"],
-    "draw schedule ring --out a.svg": ["--step"],
-    "draw recorded trace.json --out a.svg": ["--ranks"],
-}
-
-
-@for_each("line", OPTIONS_OF_OTHERS)
-def test_a_command_takes_only_the_options_that_it_uses(line):
-    for option in OPTIONS_OF_OTHERS[line]:
-        code, out, err = ended(line, option, 1)
-        assert (code, out) == (2, "")
-        assert f"No such option: {option}" in err
 
 
 @pytest.mark.slow
