@@ -127,6 +127,8 @@ REFUSED = [
     (f"plan backups --backups 20 --ranks 60 {BACKUPS}", "no count of updates is known for 40 gradients"),
     ("plan backups --ranks 8 --backups 1 --law slow --model resnet50 --wire int4", "such as int8"),
     (f"plan exchange --ranks 4097 --cluster ethernet-10g {INT4}", "no schedule carries codes between 4,097 ranks"),
+    ("plan collective broadcast", "say how much is exchanged: --nbytes"),
+    ("plan collective broadcast --nbytes 1 --ranks 4097", "a collective is planned up to 4,096 ranks"),
     ("draw schedule ring --out ring.txt", "--out ring.txt: give a file that ends in .svg, .png, .pdf"),
     ("draw schedule ring --out /nowhere/a.svg", "--out /nowhere/a.svg cannot be written: there is no folder /nowhere"),
     ("draw schedule ring --ranks 100 --out a.svg", "ring has 100 ranks: a picture can show 64 ranks and 130"),

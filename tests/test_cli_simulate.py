@@ -156,6 +156,24 @@ def test_the_table_shows_the_best_first_and_says_why():
     assert f"commrt.attach(model, optimizer, commrt.{best})" in output
 
 
+@for_each(
+    ("line", "words"),
+    [
+        ("all_gather --nbytes 1e6", "priced for pieces of 262,144 bytes, as all sizes down to half of that"),
+        ("all_gather --nbytes 1e9 --ranks 8", "priced for one of 239 slices, as pieces of 524,288 bytes"),
+        (
+            "all_gather --nbytes 1e9 --ranks 8",
+            "doubling against bruck: 0.030 ms less for latencies and 0.000 ms less for",
+        ),
+        ("all_gather --nbytes 1e9 --ranks 8", "force one: COMMRT_SCHEDULES=all_gather=ring"),
+        ("all_to_all --nbytes 1e6", "priced for empty pieces, as a rank does not know the sizes of all"),
+        ("barrier", "dissemination: the only schedule for so many ranks"),
+    ],
+)
+def test_the_plan_of_a_collective_says_what_was_priced_and_how_to_force_another_schedule(line, words):
+    assert words in invoke(f"plan collective {line}").stdout
+
+
 # Wires of codes.
 
 
