@@ -129,22 +129,27 @@ def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment(monkeypatch
         assert isinstance(world.recorder, Nvtx)
 
 
-def stepped(world):
+def attached(world):
     model = nn.Linear(64, 8)
     commrt.attach(model, algorithm=commrt.Ring(), world=world)
+    return model
+
+
+def step(model, world):
     model(torch.ones(2, 64)).sum().backward()
     world.agree("stepped", ended="both")
 
 
 def test_torch_s_profiler_shows_what_each_thread_does():
-    profiler = profile(
-        activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=True)
-    )
+    config = _ExperimentalConfig(profile_all_threads=True)
     first, second = local_worlds(2)  # rank 0 runs on this thread, as torch's profiler wants it
     with ThreadPoolExecutor(1) as pool, first, second:
-        other = pool.submit(stepped, second)
-        with profiler, record_function("here"):
-            stepped(first)
+        other = pool.submit(lambda: step(attached(second), second))
+        model = attached(first)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+            with record_function("here"):
+                pass
+            step(model, first)
         other.result()
     (training,) = {event.thread for event in profiler.events() if event.name == "here"}
     shown = [(event.name, event.thread == training) for event in profiler.events() if "commrt::" in event.name]
