@@ -123,6 +123,10 @@ def test_every_plan_verifies(ranks, per_node):
         prove(schedule, all_reduce(ranks, schedule.chunks))
 
 
+def test_more_ranks_than_exchange_codes_at_once_do_it_node_by_node():
+    assert [*coded_candidates(4096, 8)] == [commrt.Direct(8)]
+
+
 STEP = "--ranks 24 --model resnet50 --wire bf16"
 
 
@@ -242,6 +246,7 @@ def test_a_plan_of_a_buffer_takes_codes_too():
     record = told("plan exchange --ranks 8 --cluster ethernet-10g --nbytes 102.2e6 --wire int8")
     call = "commrt.attach(model, optimizer, commrt.Direct(), wire=commrt.quantization.Int8())"
     assert [plan["python"] for plan in record["plans"]] == [call]
+    assert record["reason"] == "Direct(): no other schedule carries int8 for ethernet-10g"
     assert record["best"]["exchange_seconds"] == pytest.approx(39.3e-3, rel=0.01)
 
 
