@@ -15,29 +15,39 @@ from commrt.tools.commands.options import BackupOptions
 from commrt.tools.commands.simulate_backups import estimate_backups
 from commrt.tools.planning.stragglers import step_time_s
 
-FAST = ("--steps", "500")
-BACKUP = ("simulate", "backups")
-STEP = ("--model", "resnet50", "--wire", "bf16")
+BACKUPS = "simulate backups --steps 500"
+RECORDED = [[1.0, 1.1, 1.2, 9.0], [2.0, 2.1, 20.0, 2.2], [1.0, 1.0, 1.0, 1.0]]
 
 
-def test_simulate_backup_says_which_split_is_best_and_what_each_costs():
-    record = told("simulate", "backups", "--ranks", "100", *FAST)
+@pytest.fixture(scope="module")
+def record():
+    return told(BACKUPS)
+
+
+def test_simulate_backups_says_which_split_is_best_and_what_each_costs(record):
     assert record["best_quorum"] in range(94, 98)
     assert record["backups"] == 100 - record["best_quorum"]
     assert len(record["kth_time_s"]) == len(record["hours"]) == 100
     assert record["hours"][:49] == [None] * 49  # nothing was published for so few
     assert min(record["hours"][49:]) == record["hours"][record["best_quorum"] - 1] == pytest.approx(37.2, rel=0.03)
-    assert record["law"]["name"] == "paper"
+    assert (record["law"]["name"], record["iterations"]) == ("paper", {"name": "published"})
     assert record["sources"].count("as recalled") == 2
 
 
-def test_the_same_seed_gives_the_same_answer_and_another_one_another():
-    first, again, other = (told("simulate", "backups", *FAST, "--seed", seed)["kth_time_s"] for seed in "112")
-    assert first == again != other
+def test_the_same_seed_gives_the_same_answer_and_another_one_another(record):
+    again, other = (told(BACKUPS, "--seed", seed)["kth_time_s"] for seed in (0, 1))
+    assert record["kth_time_s"] == again != other
+
+
+def test_ranks_that_finish_though_late_need_more_backups_than_the_published_rule_says(record):
+    assert 100 - record["best_quorum_if_late_finish"] > record["backups"]
+    best = next(row for row in record["table"] if row["quorum"] == record["best_quorum_if_late_finish"])
+    assert record["table"][-1]["late_finish_relative_time"] == 1
+    assert best["late_finish_relative_time"] == min(row["late_finish_relative_time"] or 1 for row in record["table"])
 
 
 def test_the_table_shows_all_small_numbers_of_backups_and_some_larger_ones():
-    output = invoke("simulate", "backups", *FAST).stdout
+    output = invoke(BACKUPS).stdout
     shown = [int(number) for number in re.findall(r"^│ +(\d+) +│", output, re.MULTILINE)]
     assert shown == [52, 62, 70, 76, 81, 85, *range(88, 101)]
     assert "hours" in output
@@ -46,31 +56,21 @@ def test_the_table_shows_all_small_numbers_of_backups_and_some_larger_ones():
 
 
 def test_parameters_of_a_law_are_set_and_hours_that_nobody_knows_are_left_out():
-    args = ("simulate", "backups", "--law", "exponential", "--ranks", "8", "--set", "constant_s=0", *FAST)
-    record = told(*args)
+    line = f"{BACKUPS} --law exponential --ranks 8 --set constant_s=0"
+    record = told(line)
     assert record["kth_time_s"][5:] == pytest.approx([1.2179, 1.7179, 2.7179], rel=0.1)
     assert record["hours"] is None
     assert record["law"] == {"name": "exponential", "constant_s": 0.0, "rate_per_s": 1.0}
-    assert "hours" not in invoke(*args).stdout
+    assert "hours" not in invoke(line).stdout
 
 
 def test_what_training_needs_is_assumed_as_the_options_say():
-    def best(*args):
-        return told("simulate", "backups", "--law", "slow", "--ranks", "8", *FAST, *args)["best_quorum"]
-
-    assert best() == best("--exponent", "1") > best("--exponent", "0")
-    assert told("simulate", "backups", *FAST)["iterations"] == {"name": "published"}
+    line = f"{BACKUPS} --law slow --ranks 8"
+    usual, one, none = (told(line, *more)["best_quorum"] for more in ([], ["--exponent", 1], ["--exponent", 0]))
+    assert usual == one > none
 
 
-def test_ranks_that_finish_though_late_need_more_backups_than_the_published_rule_says():
-    record = told("simulate", "backups", *FAST)
-    assert 100 - record["best_quorum_if_late_finish"] > record["backups"]
-    best = next(row for row in record["table"] if row["quorum"] == record["best_quorum_if_late_finish"])
-    assert record["table"][-1]["late_finish_relative_time"] == 1
-    assert best["late_finish_relative_time"] == min(row["late_finish_relative_time"] or 1 for row in record["table"])
-
-
-@pytest.mark.parametrize(("law", "ranks"), [("slow", 64), ("slow", 9), ("exponential", 40)])
+@for_each(("law", "ranks"), [("slow", 64), ("slow", 9), ("exponential", 40)])
 def test_the_chosen_number_of_backups_is_about_the_best_of_all_that_may_be(law, ranks):
     found = estimate_backups(BackupOptions(ranks, 500, 0, law, [], None, None))
     allowed = np.arange(ranks // 2 + 1, ranks + 1)
@@ -79,11 +79,13 @@ def test_the_chosen_number_of_backups_is_about_the_best_of_all_that_may_be(law, 
 
 
 def test_without_stragglers_no_backups_are_best():
-    output = invoke("simulate", "backups", "--law", "slow", "--set", "chance=0", "--ranks", "4", *FAST).stdout
-    assert "use 0 backups" in output
+    assert "use 0 backups" in invoke(f"{BACKUPS} --law slow --set chance=0 --ranks 4").stdout
 
 
-RECORDED = [[1.0, 1.1, 1.2, 9.0], [2.0, 2.1, 20.0, 2.2], [1.0, 1.0, 1.0, 1.0]]
+def test_one_rank_and_many_work_too():
+    one = told(f"{BACKUPS} --ranks 1 --exponent 1")
+    assert (one["backups"], len(one["table"])) == (0, 1)
+    assert told("simulate backups --ranks 300 --exponent 1 --steps 50")["backups"] < 60
 
 
 @for_each(
@@ -93,118 +95,66 @@ RECORDED = [[1.0, 1.1, 1.2, 9.0], [2.0, 2.1, 20.0, 2.2], [1.0, 1.0, 1.0, 1.0]]
         "\n".join(",".join(map(str, step)) for step in RECORDED),
         "\ufeffrank 0,rank 1,rank 2,rank 3\n\n" + "\r\n".join(", ".join(map(str, step)) for step in RECORDED),
     ],
+    ids=["JSON", "CSV", "CSV of a spreadsheet"],
 )
 def test_a_recorded_run_is_taken_as_it_is(text, tmp_path):
     file = tmp_path / "times"
     file.write_text(text)
-    record = told("simulate", "backups", "--times", str(file))
+    record = told("simulate backups --times", file)
     assert record["kth_time_s"] == pytest.approx(np.sort(RECORDED, axis=1).mean(axis=0).tolist())
     assert (record["ranks"], record["steps"], record["best_quorum"]) == (4, 3, 3)
     assert record["law"] == {"name": "recorded", "file": str(file)}
     assert record["best_quorum_if_late_finish"] == 3
-    assert f"recorded, {file}" in invoke("simulate", "backups", "--times", str(file)).stdout
-    plan = told("plan", "backups", "--backups", "auto", *STEP, "--times", str(file), "--ranks", "4")
+    assert f"recorded, {file}" in invoke("simulate backups --times", file).stdout
+    plan = told("plan backups --backups auto --model resnet50 --wire bf16 --ranks 4 --times", file)
     assert {each["backups"] for each in plan["plans"]} == {0, 1}
+    says = "holds times of 4 ranks, not of 3: leave --ranks out"
+    assert says in refused("simulate backups --ranks 3 --times", file)
 
 
 def test_a_timeline_gives_the_times_of_passes_without_what_was_waited(tmp_path):
-    def event(rank, name, begin_ms, end_ms):
-        return {
-            "ph": "X",
-            "pid": rank,
-            "name": name,
-            "ts": 1e3 * begin_ms,
-            "dur": 1e3 * (end_ms - begin_ms),
-            "args": {},
-        }
-
     events = []
     for rank in range(3):
-        for begin_ms in range(0, 500 + 100 * rank, 100):  # a forward pass of 10, and a backward pass that waits for 20
-            events += [event(rank, "forward", begin_ms, begin_ms + 10)]
-            events += [event(rank, "backward", begin_ms + 15, begin_ms + 50 + rank)]
-            events += [event(rank, "wait", begin_ms + 30, begin_ms + 50)]
+        spans = {"forward": (0, 10), "backward": (15, 35 + rank), "wait": (30, 20)}  # begin and duration in ms
+        for begin_ms in range(0, 500 + 100 * rank, 100):
+            for name, (at_ms, ms) in spans.items():
+                times = {"ts": 1e3 * (begin_ms + at_ms), "dur": 1e3 * ms}
+                events.append({"ph": "X", "pid": rank, "name": name, "args": {}, **times})
+    events.append({"ph": "X", "pid": 1, "name": "forward", "args": {}, "ts": 9e5, "dur": 1e4})
     file = tmp_path / "trace.json"
-    file.write_text(json.dumps({"traceEvents": [*events, event(1, "forward", 900, 910)]}))
-    record = told("simulate", "backups", "--times", str(file))
+    file.write_text(json.dumps({"traceEvents": events}))
+    record = told("simulate backups --times", file)
     assert (record["ranks"], record["steps"]) == (3, 2)
     assert record["kth_time_s"] == pytest.approx([0.030, 0.031, 0.032])
 
 
 @for_each(
-    ("text", "says"),
+    ("content", "says"),
     [
-        (
-            "",
-            "holds no step: give a timeline, such as examples/mnist/train.py --trace writes, or write one list",
-        ),
-        ("[]", "holds no step"),
-        ("[[]]", "step 0 has 0 times"),
-        ("[[1, 2], [1]]", "step 1 has 1 times, step 0 has 2: give each rank's"),
-        ("1,2\n1,2,3\n", "step 1 has 3 times, step 0 has 2"),
-        ("[[1, 2], [1, null]]", "step 1, rank 1: None is no number of seconds above 0"),
-        ("[[1, NaN]]", "step 0, rank 1: nan is no number of seconds"),
-        ("[[1, -2]]", "step 0, rank 1: -2 is no number of seconds"),
-        ("[[0, 1]]", "step 0, rank 0: 0 is no number of seconds"),
-        ("[[1e999, 1]]", "step 0, rank 0: inf is no number of seconds"),
-        (f"[[{10**400}, 1]]", "rank 0: 1000"),
-        ("1,2\n3,fast\n", "step 1, rank 1: 'fast' is no number of seconds"),
-        ("[[1, 2]", "is no JSON: .*; give a timeline, such as examples/mnist"),
-        ("[" * 100_000, "is no JSON"),
-        ('{"traceEvents": []}', "holds no step"),
-        ('{"traceEvents": [1]}', "is no timeline of chrome_trace"),
-        ('{"times": [[1]]}', "is no list of lists: give"),
-        ("[1, 2]", "is no list of lists"),
+        (b"", "holds no step: give a timeline, such as examples/mnist/train.py --trace writes, or write one list"),
+        (b"[[]]", "step 0 has 0 times"),
+        (b"[[1, 2], [1]]", "step 1 has 1 times, step 0 has 2: give each rank's"),
+        (b"1,2\n1,2,3\n", "step 1 has 3 times, step 0 has 2"),
+        (b"[[1, 2], [1, null]]", "step 1, rank 1: None is no number of seconds above 0"),
+        (b"[[1, NaN]]", "step 0, rank 1: nan is no number of seconds"),
+        (b"[[0, 1]]", "step 0, rank 0: 0 is no number of seconds"),
+        (b"[[1e999, 1]]", "step 0, rank 0: inf is no number of seconds"),
+        (b"1,2\n3,fast\n", "step 1, rank 1: 'fast' is no number of seconds"),
+        (b"[[1, 2]", "is no JSON: .*; give a timeline, such as examples/mnist"),
+        (b"[" * 100_000, "is no JSON"),
+        (b'{"traceEvents": []}', "holds no step"),
+        (b'{"traceEvents": [1]}', "is no timeline of chrome_trace"),
+        (b'{"times": [[1]]}', "is no list of lists: give"),
+        (b"[1, 2]", "is no list of lists"),
+        (b"\xff\xfe\x00", "cannot be read: "),
     ],
 )
-def test_a_bad_file_is_refused_with_the_place_of_what_is_wrong(text, says, tmp_path):
+def test_a_bad_file_is_refused_with_the_place_of_what_is_wrong(content, says, tmp_path):
     file = tmp_path / "times"
-    file.write_text(text)
-    assert re.match(f"{re.escape(str(file))}.*{says}", refused(*BACKUP, "--times", str(file)))
+    file.write_bytes(content)
+    assert re.match(f"{re.escape(str(file))}.*{says}", refused("simulate backups --times", file))
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    assert "cannot be read: " in refused("simulate", "backups", "--times", str(tmp_path / "none"))
-    assert "cannot be read: " in refused("simulate", "backups", "--times", str(tmp_path))
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read: " in refused("simulate", "backups", "--times", str(tmp_path / "binary"))
-
-
-@for_each(
-    ("args", "says"),
-    [
-        (("simulate", "backups", "--ranks", "8"), "say nothing of 8 ranks: give --exponent"),
-        (("simulate", "backups", "--ranks", "101"), "say nothing of 101 ranks: give --exponent"),
-        (("simulate", "backups", "--exponent", "2"), "an exponent of 2: give one between 0"),
-        (("simulate", "backups", "--set", "chance=0.5"), "--set chance=0.5: write NAME=NUMBER, .* common_sd, "),
-        (("simulate", "backups", "--law", "slow", "--set", "chance"), "one of base_s, chance, low, high"),
-        (("simulate", "backups", "--law", "slow", "--set", "chance=often"), "--set chance=often: write NAME=NUMBER"),
-        (("simulate", "backups", "--law", "slow", "--set", "chance=2"), "chance is 2: it must be between 0 and 1"),
-        (("simulate", "backups", "--steps", "1000000"), "give up to --steps "),
-        (("simulate", "backups", "--times", "run.json", "--law", "slow"), "leave out --law, --set and --steps"),
-        (("simulate", "backups", "--times", "run.json", "--steps", "9"), "leave out --law, --set and --steps"),
-        (("plan", "backups", "--backups", "many", *STEP, *FAST), "--backups many: give auto, or a number"),
-        (("plan", "backups", "--backups", "-1", *STEP, *FAST), "--backups -1: give auto, or a number"),
-        (("plan", "backups", "--backups", "100", *STEP, *FAST), "backups=100 of 100 ranks leave 0"),
-        (
-            ("plan", "backups", "--backups", "20", "--ranks", "60", *STEP, *FAST),
-            "no count of updates is known for 40 gradients",
-        ),
-    ],
-)
-def test_bad_input_is_one_sentence(args, says):
-    assert re.search(says, refused(*args))
-
-
-def test_a_recording_of_other_ranks_than_asked_for_is_refused(tmp_path):
-    file = tmp_path / "times"
-    file.write_text("[[1, 2]]")
-    assert "holds times of 2 ranks, not of 3: leave --ranks out" in refused(
-        "simulate", "backups", "--times", str(file), "--ranks", "3"
-    )
-
-
-def test_one_rank_and_many_work_too():
-    one = told(*BACKUP, "--ranks", "1", "--exponent", "1", *FAST)
-    assert (one["backups"], len(one["table"])) == (0, 1)
-    assert told(*BACKUP, "--ranks", "300", "--exponent", "1", "--steps", "50")["backups"] < 60
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    assert "cannot be read: " in refused("simulate backups --times", tmp_path / "none")
+    assert "cannot be read: " in refused("simulate backups --times", tmp_path)

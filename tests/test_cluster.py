@@ -14,18 +14,22 @@ from commrt.pricing.cluster import Cluster, builtin_clusters
 from commrt.tools.planning.timeline import efficiency_at
 
 WHOLE = """
-about = "two machines under a desk"
+about = 'two "machines" under a desk'
 nodes = 2
 gpus_per_node = 4
 reduce_gbytes_per_s = 200
 code_gbytes_per_s = 1.5
+message_us = 9.5
+group_us = 0.7
 [within]
 latency_us = 5
 gbytes_per_s = 10.5
+bus_gbytes_per_s = 30
 [between]
 latency_us = 50
 gbytes_per_s = 1
 nics = 2
+nics_per_rank = 2
 [racks]
 nodes = 1
 oversubscription = 3.0
@@ -66,7 +70,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
         ("gbytes_per_s = 10.5", "gbytes_per_s = inf", "within: gbytes_per_s is inf"),
         ("gbytes_per_s = 10.5", "bandwidth = 10.5", "desk: within: 'bandwidth' is not known: there are latency_us"),
         ("per_s = 1.5", "per_s = 0", "desk: code_gbytes_per_s is 0: it must be a number of at least 1e-09"),
-        ("nics = 2", "nics_per_rank = 2", "a rank cannot use 2 cards of a node that has 1"),
+        ("nics = 2\n", "", "a rank cannot use 2 cards of a node that has 1"),
         ("oversubscription = 3.0", "oversubscription = 0.5", "racks: oversubscription is 0.5"),
         ("4 = 0.8", "4 = 0", "kernel_efficiency of 4 samples is 0: it must be a number above 0 and up to 1"),
         ("4 = 0.8", "4 = 1.01", "kernel_efficiency of 4 samples is 1.01"),
@@ -77,6 +81,7 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
         ("4 = 0.8", "few = 0.8", "kernel_efficiency has the key 'few'"),
         ("[kernel_efficiency]\n64 = 1.0\n4 = 0.8", "kernel_efficiency = 1", "racks: 'kernel_efficiency' is not known"),
         ("[racks]\nnodes = 1\noversubscription = 3.0", "[racks]", "desk: racks: .*missing 1 required"),
+        ("[within]", "within = 5\n[w]", "desk: within must be a table of its own, not 5"),
     ],
 )
 def test_a_description_that_cannot_be_is_refused_in_words(old, new, says):
@@ -90,11 +95,8 @@ def test_kernel_efficiency_is_linear_in_the_logarithm_of_the_samples_and_constan
     assert efficiency_at(Cluster.parsed(WHOLE, "desk"), samples) == pytest.approx(share)
 
 
-def test_kernels_of_a_cluster_that_says_nothing_of_them_always_reach_full_speed():
+def test_kernels_always_reach_full_speed_if_nothing_is_said_of_them_but_not_without_samples():
     assert efficiency_at(Cluster.named("abci"), 1) == 1.0
-
-
-def test_kernel_efficiency_of_no_samples_is_refused():
     with pytest.raises(UsageError, match="0 samples per rank: give at least 1"):
         efficiency_at(Cluster.parsed(WHOLE, "desk"), 0)
 
@@ -103,6 +105,20 @@ def test_kernel_efficiency_is_written_and_read_again_in_order_of_the_samples():
     cluster = Cluster.parsed(WHOLE, "desk")
     assert [*cluster.kernel_efficiency.items()] == [(4, 0.8), (64, 1.0)]
     assert Cluster.parsed(cluster.text(), "desk") == cluster
+
+
+@for_each(
+    ("part", "value", "says"),
+    [
+        ("racks", 5, "racks is 5: it must be a Racks"),
+        ("compute", 3, "compute is 3: it must be a Mapping"),
+        ("compute", {"resnet50": "fast"}, "compute of resnet50 is 'fast': it must be a number"),
+        ("name", 7, "7: name is 7: it must be a str"),
+    ],
+)
+def test_a_part_of_another_kind_is_refused_in_words(part, value, says):
+    with pytest.raises(UsageError, match=says):
+        replace(Cluster.parsed(WHOLE, "desk"), **{part: value})
 
 
 def test_kernel_efficiency_takes_numbers_and_their_texts_but_each_only_once():
@@ -114,29 +130,24 @@ def test_kernel_efficiency_takes_numbers_and_their_texts_but_each_only_once():
 
 def test_a_step_of_few_samples_computes_at_the_speed_of_its_kernels(tmp_path):
     (tmp_path / "desk.toml").write_text(f"{WHOLE}[compute]\nresnet50 = 100\n")
-    common = ("simulate", "step", "ring", "--ranks", 8, "--cluster", tmp_path / "desk.toml", "--model", "resnet50")
-    times_s = {}
-    for batch in (4, 64):
-        record = told(*common, "--batch", batch)
-        after = record["exchanges"][0]
-        times_s[batch] = after["step_seconds"] * after["efficiency"]
-        rate = {4: 80, 64: 100}[batch]
-        assert record["images_per_second"] == pytest.approx(8 * rate * record["exchanges"][-1]["efficiency"])
-    assert times_s == {4: pytest.approx(4 / 80), 64: pytest.approx(64 / 100)}
+    for batch, rate in ((4, 80), (64, 100)):
+        record = told(
+            f"simulate step ring --ranks 8 --model resnet50 --batch {batch} --cluster", tmp_path / "desk.toml"
+        )
+        after, under = record["exchanges"]
+        assert after["step_seconds"] * after["efficiency"] == pytest.approx(batch / rate)
+        assert record["images_per_second"] == pytest.approx(8 * rate * under["efficiency"])
 
 
-def test_a_part_that_is_no_table_is_refused_in_words():
-    with pytest.raises(UsageError, match="desk: within must be a table of its own, not 5"):
-        Cluster.parsed("within = 5\n" + WHOLE.replace("[within]", "[w]"), "desk")
-
-
-@for_each(
-    ("name", "says"),
-    [
-        ("nowhere", "no cluster is called 'nowhere': there are abci, "),
-        ("/nowhere.toml", "/nowhere.toml cannot be read"),
-    ],
-)
-def test_a_cluster_that_is_not_there_is_refused_in_words(name, says):
-    with pytest.raises(UsageError, match=says):
+@for_each("name", ["", ".", "/", "\0", "nowhere", ".toml"])
+def test_a_name_of_no_cluster_and_of_no_toml_file_is_refused_in_words(name):
+    with pytest.raises(UsageError, match=r"no cluster is called .*: there are abci, "):
         Cluster.named(name)
+
+
+@for_each("name", ["none.toml", "folder.toml", "bytes.toml", "\0.toml", "a" * 5000 + ".toml"])
+def test_a_file_that_cannot_be_read_is_refused_in_words(name, tmp_path):
+    (tmp_path / "folder.toml").mkdir(exist_ok=True)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot be read: "):
+        Cluster.named(f"{tmp_path}/{name}")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commrt.errors import UsageError
-from commrt.pricing.cluster import Between, Cluster, Link, Racks
+from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.testing.ranks import run_ranks
 from commrt.tools.measuring import probing
@@ -67,12 +67,6 @@ def test_hosts_of_their_own_are_joined_by_a_network(monkeypatch):
     monkeypatch.setattr(probing, "_hosts", lambda world: [f"host {rank}" for rank in range(world.size)])
     cluster = run_ranks(3, probe)[0]
     assert (cluster.gpus_per_node, cluster.nodes, cluster.between.nics) == (1, None, 1)
-
-
-def test_a_cluster_with_all_it_can_have_is_read_as_it_was_written():
-    between, racks = Between(3.0, 4.0, nics=2, nics_per_rank=1), Racks(2, 3.0)
-    whole = Cluster("desk", 'of "cards"', 4, Link(1.5, 2.0, 3.0), between, 7, racks, 5.0, 6.0, {"m": 8.0}, 9.0, 0.7)
-    assert Cluster.parsed(whole.text(), "desk") == whole
 
 
 @pytest.mark.processes

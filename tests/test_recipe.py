@@ -29,6 +29,17 @@ def sampler(rank=0, ranks=1, length=96):
     return DistributedSampler(range(length), ranks, rank, shuffle=True, seed=3)
 
 
+def control_of(sizes, most=None, **options):
+    return BatchSizeControl(sampler(**options), sizes, most)
+
+
+def rate_of(control, epochs=6, warmup=2, **options):
+    """Return a rate, and what tells its value."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    rate = Rate(optimizer, control, epochs, warmup_epochs=warmup, **options)
+    return rate, lambda: optimizer.param_groups[0]["lr"]
+
+
 def epoch_of(control, epoch):
     """The batches that a loop gets, whole."""
     control.set_epoch(epoch)
@@ -49,7 +60,7 @@ def epoch_of(control, epoch):
     epoch=st.integers(0, 12),
 )
 def test_every_epoch_has_whole_batches_of_its_size_and_each_sample_once(length, sizes, first, epoch):
-    control = BatchSizeControl(sampler(length=length), {0: first, **sizes})
+    control = control_of({0: first, **sizes}, length=length)
     size = first if not [at for at in sizes if at <= epoch] else sizes[max(at for at in sizes if at <= epoch)]
     assume(size <= length)
     batches = epoch_of(control, epoch)
@@ -60,21 +71,21 @@ def test_every_epoch_has_whole_batches_of_its_size_and_each_sample_once(length, 
 
 
 def test_parts_of_a_batch_are_the_batch():
-    whole, parted = (BatchSizeControl(sampler(), {0: 8, 1: 24}, most) for most in (None, 8))
+    whole, parted = (control_of({0: 8, 1: 24}, most) for most in (None, 8))
     for epoch in (0, 1):
         assert epoch_of(whole, epoch) == epoch_of(parted, epoch)
     assert (whole.parts, parted.parts, len(parted), parted.steps) == (1, 3, 0, 4)
 
 
 def test_epochs_come_in_other_orders_and_ranks_have_other_samples():
-    control = BatchSizeControl(sampler(), {0: 8})
+    control = control_of({0: 8})
     assert epoch_of(control, 0) != epoch_of(control, 1)
-    halves = [{*chain(*epoch_of(BatchSizeControl(sampler(rank, 2), {0: 8}), 0))} for rank in range(2)]
+    halves = [{*chain(*epoch_of(control_of({0: 8}, rank=rank, ranks=2), 0))} for rank in range(2)]
     assert halves[0].isdisjoint(halves[1])
 
 
 def test_a_run_that_is_resumed_goes_on_in_the_middle_of_an_epoch():
-    control, again = (BatchSizeControl(sampler(), {0: 8, 2: 24}, most=12) for _ in range(2))
+    control, again = (control_of({0: 8, 2: 24}, most=12) for _ in range(2))
     expected = epoch_of(control, 2)
     control.set_epoch(1)
     control.set_epoch(2)
@@ -89,43 +100,35 @@ def test_a_run_that_is_resumed_goes_on_in_the_middle_of_an_epoch():
 
 
 def test_a_checkpoint_after_the_last_step_of_an_epoch_begins_the_next_one():
-    control, again = (BatchSizeControl(sampler(), {0: 8, 2: 24}) for _ in range(2))
+    control, again = (control_of({0: 8, 2: 24}) for _ in range(2))
     epoch_of(control, 1)
     again.load_state_dict(control.state_dict())
     assert again.epoch == 2
     assert epoch_of(again, 2) == epoch_of(control, 2)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 8), (4, 2), (8, 1), (1, 3)])
-@given(done=st.floats(0.1, 3.9))
-def test_with_another_number_of_ranks_training_goes_on_as_far_as_it_was(before, after, done):
-    def made(ranks):
-        control = BatchSizeControl(sampler(0, ranks, 960), {0: 8, 2: 24})
-        return control, Rate(torch.optim.SGD([torch.zeros(1)], lr=1.0), control, 5, warmup_epochs=1)
-
-    (control, rate), (later, resumed) = made(before), made(after)
-    for _ in range(control.updates_after(done)):
-        rate.step()
-    control.load_state_dict({"epochs": done})
-    resumed.load_state_dict(rate.state_dict())
-    later.load_state_dict(control.state_dict())
-    a_step = 1 / min(control.steps_in(2), later.steps_in(2))
-    found, wanted = (each._optimizer.param_groups[0]["lr"] for each in (resumed, rate))
-    assert found == pytest.approx(wanted, abs=2 * a_step)
-    assert later.epoch + later._done / later.steps == pytest.approx(
-        control.epoch + control._done / control.steps, abs=a_step
-    )
+@for_each(("before", "after"), [(4, 8), (4, 2), (8, 1), (1, 3)])
+def test_with_another_number_of_ranks_training_goes_on_as_far_as_it_was(before, after):
+    control, later = (control_of({0: 8, 2: 24}, ranks=ranks, length=960) for ranks in (before, after))
+    for done in (0.1, 1.0, 1.7, 2.6, 2.95, 3.9):
+        (rate, value), (resumed, resumed_value) = (rate_of(each, 5, 1) for each in (control, later))
+        for _ in range(control.updates_after(done)):
+            rate.step()
+        control.load_state_dict({"epochs": done})
+        resumed.load_state_dict(rate.state_dict())
+        later.load_state_dict(control.state_dict())
+        a_step = 1 / min(control.steps_in(2), later.steps_in(2))
+        assert resumed_value() == pytest.approx(value(), abs=4 * a_step)
+        assert later.state_dict()["epochs"] == pytest.approx(control.state_dict()["epochs"], abs=a_step)
 
 
 def test_an_epoch_in_which_no_step_can_be_made_is_an_error():
-    control = BatchSizeControl(sampler(), {0: 8, 1: 10_000})
-    epoch_of(control, 0)
     with pytest.raises(UsageError, match="a batch of 10000 samples in epoch 1, and this rank has"):
-        control.set_epoch(1)
+        control_of({0: 8, 1: 10_000}).set_epoch(1)
 
 
 def test_a_second_epoch_without_set_epoch_is_an_error():
-    control = BatchSizeControl(sampler(), {0: 8})
+    control = control_of({0: 8})
     epoch_of(control, 0)
     with pytest.raises(UsageError, match=r"epoch 0 is done: call set_epoch\(\)"):
         next(iter(control))
@@ -141,7 +144,7 @@ def test_a_batch_in_parts_gives_the_gradient_of_the_whole(ranks):
         mine = deepcopy(model)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         replica = commrt.attach(mine, optimizer, commrt.Ring(), world=world)
-        control = BatchSizeControl(sampler(world.rank, ranks), {0: 8, 1: 24}, most)
+        control = control_of({0: 8, 1: 24}, most, rank=world.rank, ranks=ranks)
         for epoch in (0, 1):
             control.set_epoch(epoch)
             for places in control:
@@ -168,17 +171,17 @@ def test_a_batch_in_parts_gives_the_gradient_of_the_whole(ranks):
 )
 def test_sizes_that_cannot_be_are_refused_in_words(sizes, most, says):
     with pytest.raises(UsageError, match=says):
-        BatchSizeControl(sampler(), sizes, most)
+        control_of(sizes, most)
 
 
-def rates(rule="keep", sizes=None, epochs=6, warmup=2):
-    control = BatchSizeControl(sampler(), sizes or {0: 8})
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    rate, found = Rate(optimizer, control, epochs, warmup_epochs=warmup, power=2, rule=rule), []
-    for epoch in range(epochs):
+def rates(rule="keep", sizes=None):
+    control = control_of(sizes or {0: 8})
+    rate, value = rate_of(control, power=2, rule=rule)
+    found = []
+    for epoch in range(6):
         control.set_epoch(epoch)
         for _ in range(control.steps):
-            found.append(optimizer.param_groups[0]["lr"])
+            found.append(value())
             rate.step()
     return found
 
@@ -197,23 +200,23 @@ def test_when_batches_grow_the_rate_does_what_its_rule_says(rule, factor):
 
 
 def test_a_rate_continues_from_a_loaded_state():
-    control = BatchSizeControl(sampler(), {0: 8})
-    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0) for _ in range(2)]
-    ahead, late = (Rate(optimizer, control, 6, warmup_epochs=2) for optimizer in optimizers)
+    (ahead, expected), (late, found) = (rate_of(control_of({0: 8})) for _ in range(2))
     for _ in range(30):
         ahead.step()
-    late.step()
     late.load_state_dict(ahead.state_dict())
-    assert optimizers[1].param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"] != 2.0
-    for rate in (ahead, late):
-        rate.step()
-    assert optimizers[1].param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
+    for _ in range(2):
+        assert found() == expected() != 2.0
+        ahead.step()
+        late.step()
 
 
-def test_a_rate_that_cannot_be_is_refused_in_words():
-    for changed, says in (({"rule": "cubic"}, "choose one of keep, sqrt, linear"), ({"warmup": 6}, "fewer than there")):
-        with pytest.raises(UsageError, match=says):
-            rates(**changed)
+@for_each(
+    ("changed", "says"),
+    [({"rule": "cubic"}, "choose one of keep, sqrt, linear"), ({"warmup": 6}, "fewer than there are")],
+)
+def test_a_rate_that_cannot_be_is_refused_in_words(changed, says):
+    with pytest.raises(UsageError, match=says):
+        rate_of(control_of({0: 8}), **changed)
 
 
 @for_each("smoothing", [0.0, 0.1, 0.3])

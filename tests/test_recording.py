@@ -5,25 +5,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import program
 from torch import nn
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 import commrt
-from commrt.errors import TransportError, UsageError
+from commrt.errors import TransportError
 from commrt.testing.faults import fail_at, with_faults
-from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads import recording
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.recording import NOTHING, Nvtx, Timeline, within_range
-from commrt.tools.pictures.files import chrome_trace, require_writable
+from commrt.tools.pictures.files import chrome_trace
 
 STEPS = 3
 
@@ -49,11 +46,8 @@ def named(events, name):
 
 
 def inside(inner, outer):
-    return (
-        inner["tid"] == outer["tid"]
-        and outer["ts"] <= inner["ts"]
-        and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.01
-    )
+    end, last = (each["ts"] + each["dur"] for each in (inner, outer))
+    return inner["tid"] == outer["tid"] and outer["ts"] <= inner["ts"] and end <= last + 0.01
 
 
 def test_each_bucket_is_packed_sent_in_hops_and_unpacked_in_this_order(recorded):
@@ -113,17 +107,6 @@ def test_what_is_too_much_is_counted(monkeypatch):
     assert (len(timeline.events), timeline.left_out) == (2, 3)
 
 
-@pytest.fixture
-def comm_thread():
-    thread = CommThread(lambda failure: None)
-    yield thread
-    thread.close()
-
-
-def test_without_a_recorder_nothing_is_made(comm_thread):
-    assert comm_thread.within_range("bucket", number=3) is NOTHING
-
-
 def test_nsight_gets_the_same_ranges_in_one_domain(monkeypatch):
     said = []
     domain = SimpleNamespace(
@@ -140,70 +123,47 @@ def test_nsight_gets_the_same_ranges_in_one_domain(monkeypatch):
     assert said == ["commrt", hop, {"message": "combine", "category": "combine", "payload": 0}, "end", "end"]
 
 
-@pytest.mark.processes
-def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment(tmp_path, monkeypatch):
-    tmp_path.joinpath("ranges.py").write_text(
-        "import commrt, torch\n"
-        "from commrt.threads.recording import Nvtx, within_range\n"
-        "with commrt.init() as world:\n"
-        "    assert isinstance(world.recorder, Nvtx)\n"
-        "    with within_range(world.recorder, 'hop', number=3, nbytes=512): pass\n"
-    )
+def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment(monkeypatch):
     monkeypatch.setenv("COMMRT_NVTX", "1")
-    (found,) = run_processes(1, program, tmp_path / "ranges.py", [])
-    assert (found.error, found.value) == (None, "")
+    with commrt.init() as world, within_range(world.recorder, "hop", number=3, nbytes=512):
+        assert isinstance(world.recorder, Nvtx)
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(UsageError, match='"": the name of the file is empty: give one, such as --trace'):
-        require_writable("--trace", "", "trace.json")
-    with pytest.raises(UsageError, match="there is no folder"):
-        require_writable("--trace", str(tmp_path / "missing" / "trace.json"), "trace.json")
-    with pytest.raises(UsageError, match="is a folder: give a file"):
-        require_writable("--trace", str(tmp_path), "trace.json")
-    require_writable("--trace", str(tmp_path / "trace.json"), "trace.json")
-
-
-def profiled_step(world, *, all_threads):
-    """Count what torch's profiler shows of one step: (name, whether it is on the thread that trains)."""
+def attached(world):
     model = nn.Linear(64, 8)
     commrt.attach(model, algorithm=commrt.Ring(), world=world)
-    config = _ExperimentalConfig(profile_all_threads=all_threads)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
-        with record_function("here"):
-            model(torch.ones(2, 64)).sum().backward()
-        world.agree("profiled", ended="both")
-    events = [event for event in profiler.events() if event.name.startswith(("commrt::", "here"))]
-    (here,) = {event.thread for event in events if event.name == "here"}
-    return Counter((event.name, event.thread == here) for event in events if event.name != "here")
+    return model
 
 
-def unprofiled_step(world):
-    model = nn.Linear(64, 8)
-    commrt.attach(model, algorithm=commrt.Ring(), world=world)
+def step(model, world):
     model(torch.ones(2, 64)).sum().backward()
-    world.agree("profiled", ended="both")
+    world.agree("stepped", ended="both")
 
 
-def shown(*, all_threads):
-    """Run rank 0 on this thread, as torch's profiler wants it, and rank 1 on another."""
-    first, second = local_worlds(2)
+def test_torch_s_profiler_shows_what_each_thread_does():
+    config = _ExperimentalConfig(profile_all_threads=True)
+    first, second = local_worlds(2)  # rank 0 runs on this thread, as torch's profiler wants it
     with ThreadPoolExecutor(1) as pool, first, second:
-        other = pool.submit(unprofiled_step, second)
-        found = profiled_step(first, all_threads=all_threads)
+        other = pool.submit(lambda: step(attached(second), second))
+        model = attached(first)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+            with record_function("here"):
+                pass
+            step(model, first)
         other.result()
-    return found
-
-
-def test_torch_s_profiler_shows_what_the_training_thread_does():
-    assert shown(all_threads=False) == {("commrt::submit: number 0", True): 1, ("commrt::wait", True): 1}
-
-
-def test_torch_s_profiler_shows_the_communication_thread_if_it_watches_all():
-    elsewhere = {name for name, is_training in shown(all_threads=True) if not is_training}
+    (training,) = {event.thread for event in profiler.events() if event.name == "here"}
+    shown = [(event.name, event.thread == training) for event in profiler.events() if "commrt::" in event.name]
+    assert sorted(name for name, is_training in shown if is_training) == ["commrt::submit: number 0", "commrt::wait"]
     hops = {f"commrt::hop: number {number}, to 1, from 1, nbytes 1216" for number in (0, 1)}  # rank 1's name rank 0
     within = {"commrt::bucket: number 0, algorithm ring", "commrt::pack", "commrt::combine", "commrt::unpack"}
-    assert elsewhere >= within | hops
+    assert {name for name, is_training in shown if not is_training} >= within | hops
+
+
+@pytest.fixture
+def comm_thread():
+    thread = CommThread(lambda failure: None)
+    yield thread
+    thread.close()
 
 
 def test_a_recorder_that_was_set_gets_the_ranges_also_while_a_profiler_of_torch_runs(comm_thread):

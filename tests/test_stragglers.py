@@ -33,7 +33,6 @@ from commrt.tools.planning.stragglers import (
 ESTIMATED_S = {1: 1.23, 50: 1.46, 80: 1.54, 90: 1.58, 94: 1.61, 95: 1.63, 96: 1.65, 97: 1.70, 98: 1.81, 99: 2.16}
 """k to mean time of the k-th of 100 gradients, by an earlier sampling of the same family of laws; the 100th: 4.99."""
 ESTIMATED_HOURS = {50: 55.6, 80: 43.0, 90: 38.8, 94: 37.5, 95: 37.2, 96: 37.2, 97: 37.6, 98: 39.4, 99: 46.4}
-LAWS = [HeavyTails(), Exponential(), SlowSteps()]
 
 
 def rng(seed=0):
@@ -48,19 +47,12 @@ PAPER = sampled(HeavyTails())
 TIMES = arrays(np.float64, st.tuples(st.integers(1, 12), st.integers(1, 9)), elements=st.floats(0.125, 64, width=16))
 
 
-@for_each("law", LAWS)
+@for_each("law", [HeavyTails(), Exponential(), SlowSteps()])
 def test_a_law_gives_a_time_for_each_rank_and_step_and_the_same_for_the_same_seed(law):
     times_s = sampled(law, 4, 7)
     assert times_s.shape == (7, 4)
     assert (times_s > 0).all()
     assert (times_s == sampled(law, 4, 7)).all()
-
-
-@given(TIMES)
-def test_gradients_come_one_after_the_other(times_s):
-    kth_s = kth_time_s(times_s)
-    assert (np.diff(kth_s) >= 0).all()
-    assert kth_s.sum() == pytest.approx(times_s.mean(axis=0).sum())
 
 
 def expected_kth_s(law, ranks):
@@ -74,35 +66,15 @@ def expected_kth_s(law, ranks):
     return law.base_s * (chances @ factor)
 
 
-TAILS = [(100, 100, 5.1874), (100, 96, 3.1040), (50, 50, 4.4992), (53, 50, 2.7236)]
-TAILS += [(8, 8, 2.7179), (8, 7, 1.7179), (8, 6, 1.2179)]
-
-
-@for_each(("ranks", "needed", "tails"), TAILS)
-def test_exponential_tails_have_a_closed_form(ranks, needed, tails):
-    law = Exponential(constant_s=3.0, rate_per_s=2.0)
-    assert expected_kth_s(law, ranks)[needed - 1] == pytest.approx(3 + tails / 2, abs=5e-5)
-
-
 SLOW = (SlowSteps(), SlowSteps(2.0, 0.5, 1.0, 3.0), SlowSteps(chance=0.2, low=4.0, high=4.0))
-CLOSED = (Exponential(), Exponential(0.0, 4.0), *SLOW)
 
 
-@for_each(("law", "ranks"), product(CLOSED, [1, 8, 33]))
-def test_closed_forms_are_what_samples_tend_to(law, ranks):
+@for_each(("law", "ranks"), product([Exponential(), Exponential(0.0, 4.0), *SLOW], [1, 8, 33]))
+def test_samples_tend_to_closed_forms(law, ranks):
     kth_s = np.sort(sampled(law, ranks, 10_000), axis=1)
     error_s = kth_s.std(axis=0) / np.sqrt(len(kth_s))
     rare_s = 1e-3  # what too few steps show at all, such as eight slow ranks of eight
     assert (np.abs(kth_s.mean(axis=0) - expected_kth_s(law, ranks)) <= 5 * error_s + rare_s).all()
-
-
-def test_how_slow_steps_compare_is_known_without_sampling():
-    eight = expected_kth_s(SlowSteps(chance=0.03, low=5.0, high=20.0), 8)
-    some_slow, several_slow = 1 - 0.97**8, 1 - 0.97**8 - 8 * 0.03 * 0.97**7
-    assert eight[-1] > 1 + some_slow * (12.5 - 1)
-    assert 1 + several_slow * (5 - 1) < eight[-2] < 1 + several_slow * (12.5 - 1)
-    assert expected_kth_s(SlowSteps(chance=0.0), 3).tolist() == [1, 1, 1]
-    assert expected_kth_s(SlowSteps(chance=1.0, low=2.0, high=6.0), 3).tolist() == [3, 4, 5]
 
 
 @for_each("seed", range(3))
@@ -122,7 +94,7 @@ def test_the_fit_meets_the_estimated_times_and_hours():
     assert hours[99] == pytest.approx(105.6, rel=0.12)
 
 
-@for_each("seed", range(4))
+@for_each("seed", range(3))
 def test_of_100_ranks_about_96_are_worth_waiting_for(seed):
     choice = choose(sampled(HeavyTails(), steps=4_000, seed=seed), Published(), rng())
     assert choice.best == 96
@@ -131,7 +103,6 @@ def test_of_100_ranks_about_96_are_worth_waiting_for(seed):
 
 
 def test_steps_have_something_in_common():
-    assert np.corrcoef(kth_time_s(PAPER[:, :50]), kth_time_s(PAPER[:, 50:]))[0, 1] > 0.9
     medians = np.median(PAPER[:, :50], axis=1), np.median(PAPER[:, 50:], axis=1)
     assert np.corrcoef(*medians)[0, 1] > 0.95
     apart = np.median(sampled(HeavyTails(common_sd=0.0)), axis=1)
@@ -139,8 +110,10 @@ def test_steps_have_something_in_common():
 
 
 @given(TIMES)
-def test_a_late_rank_that_is_not_interrupted_only_makes_steps_longer(times_s):
+def test_gradients_come_one_after_the_other_and_uninterrupted_late_ranks_only_make_steps_longer(times_s):
     kth_s = kth_time_s(times_s)
+    assert (np.diff(kth_s) >= 0).all()
+    assert kth_s.sum() == pytest.approx(times_s.mean(axis=0).sum())
     steps_s = step_time_s(times_s, np.arange(1, len(kth_s) + 1))
     assert (steps_s >= kth_s - 1e-9).all()
     assert steps_s[-1] == pytest.approx(kth_s[-1])
@@ -164,19 +137,14 @@ def test_published_counts_are_met_and_nothing_is_claimed_beyond_them():
     assert Published().iterations(needed) == pytest.approx([nan, 137.5e3, 106.85e3, 76.2e3, nan], nan_ok=True)
 
 
-GOALS = st.floats(0.125, 1).map(Scaling)
-FEWER = settings(max_examples=40)  # each draws its steps again a hundred times
-
-
-@FEWER
-@given(GOALS, st.integers(1, 40), st.floats(0.125, 64, width=16))
-def test_if_nobody_straggles_all_ranks_are_worth_waiting_for(goal, ranks, time_s):
-    choice = choose(np.full((5, ranks), time_s), goal, rng())
+@for_each("ranks", [1, 2, 40])
+def test_if_nobody_straggles_all_ranks_are_worth_waiting_for(ranks):
+    choice = choose(np.full((5, ranks), 3.0), Scaling(0.125), rng())
     assert (choice.best, choice.likely) == (ranks, (ranks, ranks))
 
 
-@FEWER
-@given(TIMES, GOALS)
+@settings(max_examples=40)  # each draws its steps again a hundred times
+@given(TIMES, st.floats(0.125, 1).map(Scaling))
 def test_the_best_split_is_the_cheapest(times_s, goal):
     choice = choose(times_s, goal, rng())
     assert choice.goal_s[choice.best - 1] == choice.goal_s.min()
@@ -184,13 +152,13 @@ def test_the_best_split_is_the_cheapest(times_s, goal):
 
 
 def test_if_more_gradients_do_not_help_the_first_is_enough_and_no_free_one_is_wasted():
-    assert choose(PAPER, Scaling(0.0), rng()).best == 1
+    assert choose(PAPER[:100], Scaling(0.0), rng()).best == 1
     assert choose(np.array([[1.0, 1.0, 1.0, 2.0]]), Scaling(0.0), rng()).best == 3
 
 
 def test_a_few_steps_do_not_decide_what_many_do():
-    few = choose(PAPER[:20], Published(), rng()).likely
-    assert few[1] - few[0] > np.subtract(*choose(PAPER, Published(), rng()).likely[::-1])
+    few, many = (choose(times_s, Published(), rng()).likely for times_s in (PAPER[:20], PAPER[:2000]))
+    assert few[1] - few[0] > many[1] - many[0]
 
 
 @for_each(

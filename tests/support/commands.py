@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the `commrt` command, one of a study or of the demo, or a program of a rank, in this process."""
+"""Run the `commrt` command, one of a study or of the demo, or a program of a rank, in this process.
+
+A command is given as one line, as words, or as a line and more words that may hold spaces.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,72 @@ import json
 import runpy
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from io import BytesIO, StringIO, TextIOWrapper
 from unittest.mock import patch
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from commrt.errors import UsageError
 from commrt.tools.commands.app import app, main
 
-
-def invoke(*args, program=app):
-    return CliRunner().invoke(program, [str(arg) for arg in args], env={"COLUMNS": "200"})
+WIDE = {"COLUMNS": "200"}
 
 
-def told(*args, program=app):
+@cache
+def built(program):
+    """Return `program` as typer runs it: to build it takes most of the time of a short command."""
+    return get_command(program)
+
+
+class Runner(CliRunner):
+    """Typer's, which builds each program once."""
+
+    def invoke(self, program, words, **more):
+        with patch("typer.testing._get_command", built):
+            return super().invoke(program, words, **more)
+
+
+def commands_of(group, *names):
+    """Yield the names of each command of a group, and the command."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands_of(command, *names, name)
+        else:
+            yield (*names, name), command
+
+
+def words(line, *more):
+    """Return the words of a command."""
+    return [*str(line).split(), *map(str, more)]
+
+
+def invoke(line, *more, program=app):
+    return Runner().invoke(program, words(line, *more), env=WIDE)
+
+
+def told(line, *more, program=app):
     """Return what the command prints as JSON."""
-    result = invoke(*args, "--json", program=program)
+    result = invoke(line, *more, "--json", program=program)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
-def refused(*args, program=app):
+def refused(line, *more, program=app):
     """Return the message with which the command refuses bad input."""
     with pytest.raises(UsageError) as refusal:
-        CliRunner().invoke(program, [str(arg) for arg in args], catch_exceptions=False)
+        Runner().invoke(program, words(line, *more), catch_exceptions=False)
     return str(refusal.value)
 
 
-def ended(*args, program=app):
+def ended(line, *more, program=app):
     """Return the exit code of `program` and what it writes on standard output and standard error."""
     out, err = (TextIOWrapper(BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    argv = patch.object(sys, "argv", ["commrt", *args])
+    argv = patch.object(sys, "argv", ["commrt", *words(line, *more)])
     with argv, redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
-        main(program)
+        main(built(program))
     return end.value.code, *(each.buffer.getvalue().decode() for each in (out, err))
 
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
 from commrt.testing import processes
@@ -19,15 +20,6 @@ __all__ = ["command", "started"]
 
 LIMIT_S = 110
 COMMRT = "commrt.tools.commands.app"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended, under the names of `subprocess.CompletedProcess`."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,8 @@ class Started:
     def ended(self):
         self.process.join(LIMIT_S)
         assert self.process.exitcode is not None, f"no end within {LIMIT_S} s"
-        return Ended(self.process.exitcode, *(self.folder.joinpath(name).read_text() for name in ("out", "err")))
+        out, err = (self.folder.joinpath(name).read_text() for name in ("out", "err"))
+        return CompletedProcess("commrt", self.process.exitcode, out, err)
 
 
 def _main(args, environment, folder, program):

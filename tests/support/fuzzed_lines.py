@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
+from commands import Runner
 from fuzzing import NUMBERS, ODD_TEXTS, TEXTS, in_time
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.tools.commands.app import in_one_line
-
-__all__ = [
-    "ALGORITHM", "BAD", "COUNT", "FILE", "LOCAL", "MANY", "RANKS", "SIZE", "STOPPED", "drawn_options", "mostly",
-    "told_or_refused",
-]  # fmt: skip
 
 STOPPED = "stopped here"
 """The error of what a test puts in the place of workers."""
@@ -45,7 +40,7 @@ def drawn_options(draw, options):
 def told_or_refused(program, words, *, may_be_silent=False):
     """As `main` does: bad input is one line and exit code 2."""
     with in_time():
-        result = CliRunner().invoke(program, words)
+        result = Runner().invoke(program, words)
     refusal = result.exception
     if isinstance(refusal, CommrtError):
         line = in_one_line(refusal)
