@@ -16,6 +16,8 @@ from torch.nn.functional import cross_entropy
 
 TOLERANCE = 1e-8
 """Between float64 weights of a run and of the same steps in one process."""
+CAME_LATE = "but all others have finished", "whose training has ended"
+"""What a process that takes the place of another is told if the others are through."""
 Event = dict[str, Any]
 Row = dict[str, Any]
 """The figures of one run, by name.
@@ -48,7 +50,7 @@ def row_of(found: Run, every: int | None) -> Row:
         "samples_never": BATCH * (job.steps * job.ranks - applied),
         "loss": _test_loss(job),
         "join_s": median(joins_s) if joins_s else None,
-        "errors": [event["text"][:300] for event in events if _is_unplanned(event)],
+        "errors": list(dict.fromkeys(event["text"][:300] for event in events if _is_unplanned(event))),
         "complaints": list(wrong(found)),
     }
 
@@ -121,7 +123,7 @@ def _is_unplanned(event: Event) -> bool:
 
 def _is_promised(event: Event) -> bool:
     """Return True for the errors by which others go on without a rank, or start all again, or have finished."""
-    return event["text"].startswith(("Evicted", "QuorumLost")) or "but all others have finished" in event["text"]
+    return event["text"].startswith(("Evicted", "QuorumLost")) or any(late in event["text"] for late in CAME_LATE)
 
 
 def _finals(job: Job) -> list[dict[str, torch.Tensor]]:

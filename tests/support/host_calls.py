@@ -23,9 +23,8 @@ from walks import ROOT, TRIES, write
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
 
-from host_times import RUN, Loop, Mirror, agreed, calls, in_turns, row_of
+from host_times import RUN, Loop, Mirror, NullTransport, agreed, calls, in_turns, row_of
 from interleaved import spread
-from null_transport import NullTransport
 
 import commrt
 from commrt.runtime.membership import ConsistencyCheck
