@@ -159,8 +159,19 @@ def interrupt(*_: object) -> None:
 
 
 def write(path: Path, about: dict[str, Any], outcomes: list[Outcome]) -> None:
-    """Write the record of what has run so far."""
-    path.write_text(json.dumps({**about, "stages": [asdict(outcome) for outcome in outcomes]}, indent=1) + "\n")
+    """Write the record of what has run so far: a line for the machine, for each stage, and for each of its figures."""
+    stages = ",\n".join(_lines_of_stage(asdict(outcome), about) for outcome in outcomes)
+    path.write_text(f'{json.dumps(about)[:-1]}, "stages": [\n{stages}]}}\n')
+
+
+def _lines_of_stage(stage: dict[str, Any], about: dict[str, Any]) -> str:
+    """Return the stage as JSON. A record says of the machine only what is not said for all of them."""
+    figures = [
+        {key: value for key, value in one.items() if key not in about} if isinstance(one, dict) else one
+        for one in stage.pop("figures")
+    ]
+    rows = ",".join(f"\n  {json.dumps(figure)}" for figure in figures)
+    return f' {json.dumps(stage)[:-1]}, "figures": [{rows}]}}'
 
 
 def _is_wanted(stage: Stage, only: Sequence[str] | None) -> bool:
