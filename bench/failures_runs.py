@@ -24,23 +24,9 @@ from threading import Event, Thread, Timer
 from time import monotonic
 from typing import Any
 
+import failures_worker as worker
 import torch
-from failures_worker import (
-    CHECKPOINT,
-    COMMAND,
-    DIE_SENDING,
-    DONE,
-    EXIT,
-    EXIT_CODES,
-    OVER,
-    PID,
-    RAISE,
-    SLOW_UNTIL,
-    STEP,
-    Job,
-    board,
-    run_rank,
-)
+from failures_worker import Job, board, run_rank
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from commrt.store.client import hold, listen
@@ -68,7 +54,7 @@ STOPPED_S = (0.5, 1.5)
 """How long a process is stopped; less than the timeout of all contenders."""
 SLOW_S = 2.0
 """How long a process computes at a third of its speed."""
-COMMANDS = {"exception": RAISE, "exit": EXIT, "sending": DIE_SENDING}
+COMMANDS = {"exception": worker.RAISE, "exit": worker.EXIT, "sending": worker.DIE_SENDING}
 
 
 @dataclass(frozen=True)
@@ -142,7 +128,7 @@ class Striker(Thread):
     def run(self) -> None:
         """Look at the progress of the run until it is over."""
         for failure in self._found.failures:
-            while self._board[:, STEP].max() < failure.step:
+            while self._board[:, worker.STEP].max() < failure.step:
                 if self._is_over(POLL_S):
                     return
             if self._is_over(failure.share * self._found.job.compute_s):
@@ -150,11 +136,11 @@ class Striker(Thread):
             self._strike(failure)
 
     def _is_over(self, wait_s: float) -> bool:
-        return self.over.wait(wait_s) or self._board[:, DONE].any()
+        return self.over.wait(wait_s) or self._board[:, worker.DONE].any()
 
     def _strike(self, failure: Failure) -> None:
         row = self._board[failure.victim]
-        pid = int(row[PID])
+        pid = int(row[worker.PID])
         is_hit = _is_alive(pid)
         self._found.struck.append({"kind": failure.kind, "hit": is_hit, "at_s": monotonic()})
         if not is_hit:
@@ -164,9 +150,9 @@ class Striker(Thread):
         elif failure.kind == "stop":
             self._pause(pid, failure.lasts_s)
         elif failure.kind == "slow":
-            row[SLOW_UNTIL] = monotonic() + failure.lasts_s
+            row[worker.SLOW_UNTIL] = monotonic() + failure.lasts_s
         else:
-            row[COMMAND] = COMMANDS[failure.kind]
+            row[worker.COMMAND] = COMMANDS[failure.kind]
 
     def _pause(self, pid: int, lasts_s: float) -> None:
         self._stopped.add(pid)
@@ -257,12 +243,12 @@ def _end_late_processes(found: Run, limit_s: float, over: Event) -> None:
     """Kill processes that run for too long; the agent then starts some that end at once."""
     rows, deadline_s = board(found.job.folder, found.job.ranks), monotonic() + limit_s
     while not over.wait(0.1):
-        if rows[:, DONE].any():
+        if rows[:, worker.DONE].any():
             deadline_s = min(deadline_s, monotonic() + LINGER_S)
         if monotonic() > deadline_s:
             found.trouble.append("the processes did not end in time")
-            (Path(found.job.folder) / OVER).touch()
-            for pid in rows[:, PID]:
+            (Path(found.job.folder) / worker.OVER).touch()
+            for pid in rows[:, worker.PID]:
                 _signal(int(pid), signal.SIGKILL)
             return
 
@@ -298,7 +284,7 @@ class Supervisor:
         try:
             while self._processes:
                 now_s = monotonic()
-                if done_s is None and self._board[:, DONE].any():
+                if done_s is None and self._board[:, worker.DONE].any():
                     done_s = now_s
                 if self._lighthouse and done_s is not None and now_s > done_s + TORCHFT_LINGER_S:
                     return
@@ -340,7 +326,7 @@ class Supervisor:
             del self._processes[rank]
         if is_done:
             return
-        if EXIT_CODES["QuorumLost"] in ended.values() or not (self._processes or self._replaces):
+        if worker.EXIT_CODES["QuorumLost"] in ended.values() or not (self._processes or self._replaces):
             self._restart()
         elif self._replaces:
             for rank in ended:
@@ -350,7 +336,7 @@ class Supervisor:
     def _restart(self) -> None:
         """Start all processes again, from the latest state that any of them saved."""
         self._kill()
-        saved = [self._folder / CHECKPOINT, *self._folder.glob(f"last-{self._attempt}-*.pt")]
+        saved = [self._folder / worker.CHECKPOINT, *self._folder.glob(f"last-{self._attempt}-*.pt")]
         saved += [self._folder / f"resume-{self._attempt}.pt"]
         steps = {path: torch.load(path)["step"] for path in saved if path.exists()}
         self._attempt += 1
