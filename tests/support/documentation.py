@@ -40,17 +40,9 @@ from commrt.testing import processes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(
-        ROOT / name
-        for name in (
-            "README.md",
-            "CONTRIBUTING.md",
-            "kernels/README.md",
-            "bench/README.md",
-            "bench/FINDINGS.md",
-            "dev/README.md",
-        )
-    ),
+    *(ROOT / folder / "README.md" for folder in (".", "kernels", "bench", "dev")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "bench" / "FINDINGS.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "examples" / "mnist" / "README.md",
     *sorted((ROOT / "studies").rglob("*.md")),
