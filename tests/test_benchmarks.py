@@ -25,6 +25,7 @@ CHECK = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--only", "
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [("test_on_gpu.py", "not codes or int4"), ("test_kernels.py", "GoogLeNet and mix or reduce")],
@@ -38,6 +39,7 @@ def test_a_benchmark_of_the_kernels_runs(name, chosen):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 def test_the_check_of_a_gpu_writes_one_record(tmp_path):
     subprocess.run([*CHECK, str(tmp_path)], check=True, capture_output=True)
     (path,) = tmp_path.iterdir()
@@ -48,6 +50,7 @@ def test_the_check_of_a_gpu_writes_one_record(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine
 def test_a_check_of_a_gpu_that_is_interrupted_leaves_its_record_and_no_process(tmp_path):
     with subprocess.Popen([*CHECK, str(tmp_path)], stdout=subprocess.PIPE, text=True) as check:
         assert check.stdout.readline().startswith("record: ")

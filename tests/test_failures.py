@@ -73,6 +73,7 @@ def test_the_pages_show_the_tables_of_the_records():
 
 
 @pytest.mark.slow  # real processes
+@pytest.mark.timeout(600)  # on a busy machine
 def test_training_under_failures_ends_and_loses_no_update(tmp_path):
     kept = tmp_path / "records.jsonl"
     options = ["--steps", "12", "--rates", "4", "--seeds", "1", "--ranks", "3", "--contenders", "backup1"]
