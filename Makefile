@@ -49,9 +49,9 @@ fast-tests: venv
 test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds, all pages
 	$(PYTEST) -m slow
 
-prove: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
+prove inspect: export PYTHONPATH = $(CURDIR):$(CURDIR)/dev
 prove: venv  # all schedules, for 1 to 64 ranks and some for more, in 1 to 2 minutes
-	$(BIN)/python bench/prove.py
+	$(BIN)/python dev/prove.py
 
 # torch's own tests of process groups, in 3 minutes; BACKEND=gloo shows what Gloo passes
 conformance: export PYTHONPATH = $(CURDIR):$(CURDIR)/tests/support
@@ -76,10 +76,9 @@ docs: venv  # the site, in build/site (python3 -m http.server -d build/site show
 pictures: venv  # of schedules; those of measurements are made by what measures
 	$(BIN)/python docs/site/pictures.py
 
-inspect: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench
 inspect: venv  # compiles every kernel that is offered: 4 to 15 minutes on two cores
-	$(BIN)/python bench/inspect_kernels.py --golden bench/golden
-	$(BIN)/python bench/inspect_quantize.py --golden bench/golden_quantize
+	$(BIN)/python dev/inspect_kernels.py --golden dev/golden
+	$(BIN)/python dev/inspect_quantize.py --golden dev/golden_quantize
 
 # All that needs no GPU, in 5 to 10 minutes; the page is in build/bench.
 bench netlab: export PYTHONPATH = $(CURDIR):$(CURDIR)/bench

@@ -17,7 +17,6 @@ run does not end, if processes end with different weights, or if backup workers 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -32,16 +31,22 @@ from typing import Any
 import torch
 
 os.environ.setdefault("RUST_LOG", "error")  # torchft's lighthouse, which prints several lines per step
-from failures_audit import Result, result_of
-from failures_plan import CONTENDERS, Job, checkpoint_interval, draw
-from failures_report import draw_picture, records_of, tables
-from failures_runs import run
-from failures_worker import fresh, prepare_images, save_state
-from records import append, read
-
-__all__ = ["measure", "one"]
+from failures_audit import Row, row_of
+from failures_runs import checkpoint_interval, draw, run
+from failures_worker import Job, fresh, prepare_images, save_state
+from records import Record, append, provenance, read
 
 HERE = Path(__file__).parent
+NAMES = {
+    "ddp": "DDP over Gloo, checkpoints",
+    "ddp-commrt": "DDP over commrt, checkpoints",
+    "backup1": "`BackupWorkers(1)`, replacement",
+    "backup2": "`BackupWorkers(2)`, replacement",
+    "gossip": "`Gossip()`, without the dead",
+    "local": "`LocalSGD(4, delay=1)`, without the dead",
+    "torchft": "torchft over Gloo, replacement",
+}
+COUNTS = ("updates_lost", "samples_twice", "samples_never", "restarted", "replaced", "hit", "failures")
 LIMIT_S = 60.0
 """A run may take so long, and ten times as long as its steps compute."""
 
@@ -56,11 +61,11 @@ def main() -> None:
         return
     begin_s = perf_counter()
     torch.set_num_threads(1)
-    rows = [found.as_dict() for found in measure(options)]
+    rows = list(measure(options))
     about = {"steps": options.steps, "ranks": options.ranks, "compute_s": options.compute_ms / 1e3}
     records = list(records_of(rows, **about))
     append(options.records, records)
-    print(json.dumps({"runs": rows, "records": records}) if options.json else tables(records))
+    print(tables(records))
     wrong = sum(len(row["complaints"]) for row in rows)
     print(f"{len(rows)} runs, {wrong} complaints, in {perf_counter() - begin_s:.0f} s", file=sys.stderr)
     sys.exit(bool(wrong))
@@ -71,18 +76,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="updates of a run")
     parser.add_argument("--rates", type=int, nargs="*", default=[100, 30, 10], help="mean steps between failures")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds: of the weights, images and failures")
-    parser.add_argument("--contenders", nargs="*", default=CONTENDERS, choices=CONTENDERS)
+    parser.add_argument("--contenders", nargs="*", default=[*NAMES], choices=NAMES)
     parser.add_argument("--ranks", type=int, default=5)
     parser.add_argument("--compute-ms", type=float, default=50.0, help="sleep of a step, as if a GPU were busy")
-    parser.add_argument("--json", action="store_true", help="print runs and records as JSON")
     parser.add_argument("--records", type=Path, help="append records to this file")
     parser.add_argument("--table", type=Path, help="only print the tables of these records, and draw their picture")
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace) -> Iterator[Result]:
+def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yield the figures of all runs. The contenders take turns within each seed and rate."""
-    contenders = [name for name in options.contenders if name != "torchft" or _has_torchft()]
+    contenders = [name for name in options.contenders if name != "torchft" or find_spec("torchft")]
+    if len(contenders) < len(options.contenders):
+        print("torchft is not installed: pip install 'commrt[test]' installs it on Linux, x86_64", file=sys.stderr)
     with tempfile.TemporaryDirectory() as root:
         prepare_images(Path(root))
         checkpoint_s, step_s = _checkpoint_s(Path(root)), options.compute_ms / 1e3
@@ -90,30 +96,23 @@ def measure(options: argparse.Namespace) -> Iterator[Result]:
             for every in (None, *options.rates):
                 interval = checkpoint_interval(checkpoint_s, step_s, every)
                 for contender in contenders:
-                    found = one(Path(root), contender, every, seed, options, interval)
+                    row = one(Path(root), contender, every, seed, options, interval)
                     if (contender, every) == ("ddp", None):
-                        step_s = found.seconds / options.steps
-                    _say(found, interval, checkpoint_s)
-                    yield found
+                        step_s = row["seconds"] / options.steps
+                    print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr, flush=True)
+                    yield row
 
 
-def _has_torchft() -> bool:
-    if find_spec("torchft") is not None:
-        return True
-    print("torchft is not installed: pip install 'commrt[test]' installs it on Linux, x86_64", file=sys.stderr)
-    return False
-
-
-def one(root: Path, contender: str, every: int | None, seed: int, options: argparse.Namespace, interval: int) -> Result:
+def one(root: Path, contender: str, every: int | None, seed: int, options: argparse.Namespace, interval: int) -> Row:
     """Run a contender once, and return its figures."""
     folder = root / f"{contender}-{every}-{seed}"
     folder.mkdir()
     (folder / "images.pt").symlink_to(root / "images.pt")
     job = Job(contender, str(folder), options.ranks, options.steps, options.compute_ms / 1e3, seed, interval)
     limit_s = LIMIT_S + 10 * job.steps * job.compute_s
-    found = result_of(run(job, draw(seed, every, job.steps, job.ranks), limit_s), every)
+    row = row_of(run(job, draw(seed, every, job.steps, job.ranks), limit_s), every)
     shutil.rmtree(folder)
-    return found
+    return row
 
 
 def _checkpoint_s(root: Path) -> float:
@@ -130,20 +129,111 @@ def _checkpoint_s(root: Path) -> float:
     return median(times_s)
 
 
-def _say(found: Result, interval: int, checkpoint_s: float) -> None:
-    """Print one run to the standard error output."""
-    gaps = ", ".join(f"{kind} {' '.join(f'{gap:.2f}' for gap in each)}" for kind, each in found.gaps_s.items())
-    words: Sequence[Any] = (
-        f"seed {found.seed}, every {found.every}: {found.contender:<10} {found.seconds:6.2f} s",
-        f"{found.hit}/{found.failures} failures, {found.restarted} restarts, {found.replaced} replaced",
-        f"{found.updates_lost} updates lost, samples {found.samples_twice} twice, {found.samples_never} never",
-        f"loss {found.loss:.3f}, a checkpoint of {1e3 * checkpoint_s:.1f} ms every {interval} steps" * bool(interval)
-        or f"loss {found.loss:.3f}",
-        f"longest gaps: {gaps}" * bool(gaps),
-        f"errors: {' / '.join(each[:160] for each in found.errors)}" * bool(found.errors),
-        "; ".join(found.complaints),
-    )
-    print(", ".join(word for word in words if word), file=sys.stderr, flush=True)
+def records_of(rows: Sequence[Row], **about: Any) -> Iterator[Record]:
+    """Yield a record for each contender and rate: medians over the seeds, with the lowest and the highest ratio."""
+    for every in sorted({row["every"] for row in rows}, key=lambda rate: -(rate or 1e9)):
+        for name in dict.fromkeys(row["contender"] for row in rows):
+            mine = [row for row in rows if (row["contender"], row["every"]) == (name, every)]
+            if mine:
+                yield {
+                    "suite": "failures",
+                    "case": f"a failure every {every} steps" if every else "without failures",
+                    "variant": name,
+                    "every": every,
+                    "seeds": len(mine),
+                    "median_s": median(row["seconds"] for row in mine),
+                    **_ratios(mine, rows, name, "ratio"),
+                    **_ratios(mine, rows, "ddp", "ratio_to_ddp"),
+                    **_middle(mine, "loss"),
+                    **{key: median(row[key] for row in mine) for key in COUNTS},
+                    "errors": sum(len(row["errors"]) for row in mine),
+                    "complaints": sum(len(row["complaints"]) for row in mine),
+                    "joins_s": median([row["join_s"] for row in mine if row["join_s"] is not None] or [0.0]),
+                    **about,
+                    **provenance(),
+                }
+
+
+def _ratios(mine: Sequence[Row], rows: Sequence[Row], peer: str, key: str) -> dict[str, float]:
+    """Return the times over the median of those of `peer` without failures."""
+    calm = [row["seconds"] for row in rows if row["contender"] == peer and row["every"] is None]
+    return _middle([{key: row["seconds"] / median(calm)} for row in mine], key) if calm else {}
+
+
+def _middle(rows: Sequence[Row], key: str) -> dict[str, float]:
+    found = [row[key] for row in rows]
+    return {key: median(found), f"{key}_low": min(found), f"{key}_high": max(found)}
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Return the table of times, and that of what the most frequent failures cost."""
+    found = {(one["variant"], one["every"]): one for one in records}
+    names = list(dict.fromkeys(one["variant"] for one in records))
+    rates = [rate for rate in dict.fromkeys(one["every"] for one in records) if rate]
+    lines = _row("", "s without failures", *(f"every {rate} steps" for rate in rates), is_head=True)
+    for name in names:
+        calm = found.get((name, None))
+        cells = [
+            f"{calm['median_s']:.1f}" if calm else "",
+            *(_spread(found.get((name, rate)), "ratio") for rate in rates),
+        ]
+        lines += _row(NAMES[name], *cells)
+    if rates:
+        worst = [found[name, min(rates)] for name in names if (name, min(rates)) in found]
+        lines += ["", *_costs(worst, {name: found.get((name, None)) for name in names})]
+    return "\n".join(lines)
+
+
+def _costs(worst: Sequence[Record], calm: dict[str, Record | None]) -> Iterator[str]:
+    """Yield the lines of a table of what is lost."""
+    heads = ["of DDP's time", "updates lost", "samples twice", "never", "loss", "without failures"]
+    yield from _row(worst[0]["case"], *heads, "restarts", "replaced", "hit", is_head=True)
+    for one in worst:
+        lost, twice, never, *ends = (f"{one[key]:g}" for key in COUNTS[:6])
+        of_ddp = f"{one['ratio_to_ddp']:.2f}" if "ratio_to_ddp" in one else ""
+        losses = _spread(one, "loss"), _spread(calm[one["variant"]], "loss")
+        yield from _row(NAMES[one["variant"]], of_ddp, lost, twice, never, *losses, *ends)
+
+
+def _row(*cells: str, is_head: bool = False) -> list[str]:
+    lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |")]
+    return [*lines, "|---" * len(cells) + "|"] if is_head else lines
+
+
+def _spread(one: Record | None, key: str) -> str:
+    if one is None or key not in one:
+        return ""
+    return f"{one[key]:.2f} ({one[f'{key}_low']:.2f} .. {one[f'{key}_high']:.2f})"
+
+
+def draw_picture(records: Sequence[Record], path: Path) -> None:
+    """Draw the ratios of all contenders, by rate."""
+    from matplotlib import rcParams  # noqa: PLC0415  # heavy
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    rcParams["svg.hashsalt"] = "failures"  # the same records make the same bytes
+    rates = [rate for rate in dict.fromkeys(one["every"] for one in records) if rate]
+    names = list(dict.fromkeys(one["variant"] for one in records))
+    figure = Figure(figsize=(9, 1.2 + 0.5 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for number, rate in enumerate(rates):
+        mine = [one for one in records if one["every"] == rate and "ratio" in one]
+        places = [names.index(one["variant"]) + 0.26 * (number - (len(rates) - 1) / 2) for one in mine]
+        widths = [one["ratio"] for one in mine]
+        spread = [
+            [one["ratio"] - one["ratio_low"] for one in mine],
+            [one["ratio_high"] - one["ratio"] for one in mine],
+        ]
+        colour = ("#c6dbef", "#6baed6", "#08519c")[number % 3]
+        label = f"a failure every {rate} steps"
+        axes.barh(places, widths, xerr=spread, height=0.24, color=colour, label=label, error_kw={"lw": 1})
+    axes.set_yticks(range(len(names)), [NAMES[name].replace("`", "") for name in names], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="0.3", lw=0.8)
+    axes.set_title("time to the last step over that without failures", fontsize=9, loc="left")
+    axes.legend(fontsize=8, frameon=False, loc="center right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

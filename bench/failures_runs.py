@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the processes of a run, let failures happen to them, and start again what they end.
+"""Draw failures, start the processes of a run, let failures happen to them, and start again what they end.
 
 DDP runs under torchrun's agent, which ends and starts all processes after a failure. For the others, `Supervisor`
 starts a process in the place of each that ended, or all of them if the job cannot go on without.
@@ -15,36 +15,22 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import sqrt
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from random import Random
 from threading import Event, Thread, Timer
 from time import monotonic
 from typing import Any
 
+import failures_worker as worker
 import torch
-from failures_plan import Failure, Job
-from failures_worker import (
-    CHECKPOINT,
-    COMMAND,
-    DIE_SENDING,
-    DONE,
-    EXIT,
-    EXIT_CODES,
-    OVER,
-    PID,
-    RAISE,
-    SLOW_UNTIL,
-    STEP,
-    board,
-    run_rank,
-)
+from failures_worker import Job, board, run_rank
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from commrt.store.client import hold, listen
 from commrt.store.launcher import LOOPBACK
-
-__all__ = ["Run", "run"]
 
 PRELOADED = [
     "torch._dynamo",
@@ -55,13 +41,65 @@ PRELOADED = [
     "failures_worker",
 ]
 POLL_S = 0.004
+HEARTBEAT_MS, JOIN_MS, TICK_MS = 1000, 1000, 10
+"""The lighthouse's limits for a replica to be heard of, and to join; how often it looks. Its defaults are longer."""
 LINGER_S = 20.0
 """How long processes may take to end after the first one has the final model."""
 TORCHFT_LINGER_S = 2.0
 """The same with torchft, where a process that is started last trains alone."""
 AGENT_PERIOD_S = 0.1
 """How often torchrun's agent looks at its processes: its default."""
-COMMANDS = {"exception": RAISE, "exit": EXIT, "sending": DIE_SENDING}
+KINDS = ("kill", "stop", "exception", "slow", "exit")
+STOPPED_S = (0.5, 1.5)
+"""How long a process is stopped; less than the timeout of all contenders."""
+SLOW_S = 2.0
+"""How long a process computes at a third of its speed."""
+COMMANDS = {"exception": worker.RAISE, "exit": worker.EXIT, "sending": worker.DIE_SENDING}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure of one rank, which happens when the run reaches a step for the first time."""
+
+    step: int
+    share: float
+    """So much of a step's compute time later."""
+    victim: int
+    kind: str
+    lasts_s: float
+    """Of ``stop`` and ``slow``; otherwise 0."""
+
+
+def draw(seed: int, every: int | None, steps: int, ranks: int) -> list[Failure]:
+    """Return the failures of a run: one for each `every` steps, at random places, of all kinds in turn.
+
+    Short runs at low rates would often have none if their number were random, too.
+
+    >>> len(draw(0, 10, 100, 4)), draw(0, None, 100, 4)
+    (10, [])
+    """
+    if every is None:
+        return []
+    rng = Random(f"{seed} {every}")
+    places = sorted(rng.uniform(0, steps) for _ in range(max(1, round(steps / every))))
+    kinds = [KINDS[(seed + number) % len(KINDS)] for number in range(len(places))]
+    rng.shuffle(kinds)
+    found = []
+    for place, kind in zip(places, kinds, strict=True):
+        lasts_s = {"stop": rng.uniform(*STOPPED_S), "slow": SLOW_S}.get(kind, 0.0)
+        found.append(Failure(int(place), place % 1, rng.randrange(ranks), kind, lasts_s))
+    return found
+
+
+def checkpoint_interval(checkpoint_s: float, step_s: float, every: int | None) -> int:
+    """Return after how many steps to write a checkpoint: sqrt(2 x its cost x the mean time between failures).
+
+    >>> checkpoint_interval(0.01, 0.1, 80)
+    4
+    """
+    if every is None:
+        return 0
+    return max(1, round(sqrt(2 * checkpoint_s * every * step_s) / step_s))
 
 
 @dataclass
@@ -74,8 +112,6 @@ class Run:
     """The failures that happened: kind, rank, time; and whether there was a process to hit."""
     starts: int = 0
     """Processes that were started in the place of others."""
-    job_starts: int = 0
-    """How often all processes were started again."""
     trouble: list[str] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -92,7 +128,7 @@ class Striker(Thread):
     def run(self) -> None:
         """Look at the progress of the run until it is over."""
         for failure in self._found.failures:
-            while self._board[:, STEP].max() < failure.step:
+            while self._board[:, worker.STEP].max() < failure.step:
                 if self._is_over(POLL_S):
                     return
             if self._is_over(failure.share * self._found.job.compute_s):
@@ -100,21 +136,13 @@ class Striker(Thread):
             self._strike(failure)
 
     def _is_over(self, wait_s: float) -> bool:
-        return self.over.wait(wait_s) or self._board[:, DONE].any()
+        return self.over.wait(wait_s) or self._board[:, worker.DONE].any()
 
     def _strike(self, failure: Failure) -> None:
         row = self._board[failure.victim]
-        pid = int(row[PID])
+        pid = int(row[worker.PID])
         is_hit = _is_alive(pid)
-        self._found.struck.append(
-            {
-                "kind": failure.kind,
-                "rank": failure.victim,
-                "step": failure.step,
-                "hit": is_hit,
-                "at_s": monotonic(),
-            }
-        )
+        self._found.struck.append({"kind": failure.kind, "hit": is_hit, "at_s": monotonic()})
         if not is_hit:
             return
         if failure.kind == "kill":
@@ -122,9 +150,9 @@ class Striker(Thread):
         elif failure.kind == "stop":
             self._pause(pid, failure.lasts_s)
         elif failure.kind == "slow":
-            row[SLOW_UNTIL] = monotonic() + failure.lasts_s
+            row[worker.SLOW_UNTIL] = monotonic() + failure.lasts_s
         else:
-            row[COMMAND] = COMMANDS[failure.kind]
+            row[worker.COMMAND] = COMMANDS[failure.kind]
 
     def _pause(self, pid: int, lasts_s: float) -> None:
         self._stopped.add(pid)
@@ -204,7 +232,7 @@ def _run_with_torchrun(found: Run, limit_s: float) -> None:
     watchdog = Thread(target=_end_late_processes, args=(found, limit_s, over), daemon=True)
     watchdog.start()
     try:
-        elastic_launch(config, run_rank)(job.as_dict())
+        elastic_launch(config, run_rank)(job)
     except Exception as error:
         found.trouble.append(f"torchrun: {type(error).__name__}: {error}")
     over.set()
@@ -215,14 +243,27 @@ def _end_late_processes(found: Run, limit_s: float, over: Event) -> None:
     """Kill processes that run for too long; the agent then starts some that end at once."""
     rows, deadline_s = board(found.job.folder, found.job.ranks), monotonic() + limit_s
     while not over.wait(0.1):
-        if rows[:, DONE].any():
+        if rows[:, worker.DONE].any():
             deadline_s = min(deadline_s, monotonic() + LINGER_S)
         if monotonic() > deadline_s:
             found.trouble.append("the processes did not end in time")
-            (Path(found.job.folder) / OVER).touch()
-            for pid in rows[:, PID]:
+            (Path(found.job.folder) / worker.OVER).touch()
+            for pid in rows[:, worker.PID]:
                 _signal(int(pid), signal.SIGKILL)
             return
+
+
+def lighthouse() -> Any:
+    """Return the server through which torchft's replicas find each other."""
+    from torchft.coordination import LighthouseServer  # noqa: PLC0415  # not on all platforms
+
+    return LighthouseServer(
+        bind=f"{LOOPBACK}:0",
+        min_replicas=1,
+        join_timeout_ms=JOIN_MS,
+        quorum_tick_ms=TICK_MS,
+        heartbeat_timeout_ms=HEARTBEAT_MS,
+    )
 
 
 class Supervisor:
@@ -234,12 +275,7 @@ class Supervisor:
         self._folder, self._attempt = Path(found.job.folder), 0
         self._replaces = found.job.contender.startswith(("backup", "torchft"))
         self._processes: dict[int, BaseProcess] = {}
-        self._extra: dict[str, str] = {}
-        if found.job.contender == "torchft":
-            import failures_torchft  # noqa: PLC0415  # not on all platforms
-
-            self._lighthouse = failures_torchft.lighthouse()
-            self._extra = {"TORCHFT_LIGHTHOUSE": self._lighthouse.address()}
+        self._lighthouse = lighthouse() if found.job.contender == "torchft" else None
 
     def run(self, limit_s: float) -> None:
         """Run the job to its end."""
@@ -248,9 +284,9 @@ class Supervisor:
         try:
             while self._processes:
                 now_s = monotonic()
-                if done_s is None and self._board[:, DONE].any():
+                if done_s is None and self._board[:, worker.DONE].any():
                     done_s = now_s
-                if self._extra and done_s is not None and now_s > done_s + TORCHFT_LINGER_S:
+                if self._lighthouse and done_s is not None and now_s > done_s + TORCHFT_LINGER_S:
                     return
                 if now_s > deadline_s or (done_s is not None and now_s > done_s + LINGER_S):
                     self._found.trouble.append(f"ranks {sorted(self._processes)} did not end in time")
@@ -259,7 +295,7 @@ class Supervisor:
                 Event().wait(POLL_S)
         finally:
             self._kill()
-            if self._extra:
+            if self._lighthouse:
                 self._lighthouse.shutdown()
 
     def _start_all(self) -> None:
@@ -272,16 +308,15 @@ class Supervisor:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            **self._extra,
         }
+        if self._lighthouse:
+            self._environment["TORCHFT_LIGHTHOUSE"] = self._lighthouse.address()
         for rank in range(self._job.ranks):
             self._start(rank)
 
     def _start(self, rank: int) -> None:
         environment = {**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = self._context.Process(
-            target=_child, args=(environment, self._job.as_dict(), self._attempt), daemon=True
-        )
+        process = self._context.Process(target=_child, args=(environment, self._job, self._attempt), daemon=True)
         process.start()
         self._processes[rank] = process
 
@@ -291,7 +326,7 @@ class Supervisor:
             del self._processes[rank]
         if is_done:
             return
-        if EXIT_CODES["QuorumLost"] in ended.values() or not (self._processes or self._replaces):
+        if worker.EXIT_CODES["QuorumLost"] in ended.values() or not (self._processes or self._replaces):
             self._restart()
         elif self._replaces:
             for rank in ended:
@@ -301,13 +336,12 @@ class Supervisor:
     def _restart(self) -> None:
         """Start all processes again, from the latest state that any of them saved."""
         self._kill()
-        saved = [self._folder / CHECKPOINT, *self._folder.glob(f"last-{self._attempt}-*.pt")]
+        saved = [self._folder / worker.CHECKPOINT, *self._folder.glob(f"last-{self._attempt}-*.pt")]
         saved += [self._folder / f"resume-{self._attempt}.pt"]
         steps = {path: torch.load(path)["step"] for path in saved if path.exists()}
         self._attempt += 1
         if steps:
             shutil.copy(max(steps, key=lambda path: steps[path]), self._folder / f"resume-{self._attempt}.pt")
-        self._found.job_starts += 1
         self._start_all()
 
     def _kill(self) -> None:
@@ -318,6 +352,6 @@ class Supervisor:
         self._processes.clear()
 
 
-def _child(environment: dict[str, str], given: dict[str, Any], attempt: int) -> None:
+def _child(environment: dict[str, str], job: Job, attempt: int) -> None:
     os.environ.update(environment)
-    run_rank(given, attempt)
+    run_rank(job, attempt)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -21,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from failures_plan import Job
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -29,26 +29,10 @@ from torch.optim import SGD
 
 import commrt
 import commrt.c10d
+from commrt.store.launcher import LOOPBACK
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "mnist"))
 from dataset import TRAIN_IMAGES, Images, lenet, load
-
-__all__ = [
-    "BATCH",
-    "CHECKPOINT",
-    "DIE_SENDING",
-    "OVER",
-    "PID",
-    "InjectedError",
-    "Reporter",
-    "batch_of",
-    "board",
-    "fresh",
-    "load_state",
-    "prepare_images",
-    "run_rank",
-    "save_state",
-]
 
 BATCH = 4
 """Images of each rank in a step."""
@@ -66,6 +50,23 @@ WAYS: dict[str, Callable[[], Any]] = {
     "gossip": commrt.Gossip,
     "local": lambda: commrt.local_sgd.LocalSGD(period=4, delay=1),
 }
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one contender."""
+
+    contender: str
+    folder: str
+    ranks: int
+    steps: int
+    compute_s: float
+    """A rank sleeps so long in each step, on average: a GPU that is busy."""
+    seed: int
+    checkpoint_every: int
+    timeout_s: float = 5.0
+    transport: str = ""
+    """Of commrt; by default the one that it chooses."""
 
 
 class InjectedError(RuntimeError):
@@ -273,6 +274,62 @@ def _train_apart(
     reporter.done()
 
 
+def train_torchft(reporter: Reporter) -> None:
+    """Train as one replica of torchft, which copies the weights of another to join, to the last step."""
+    from torchft import DistributedDataParallel as Averaged  # noqa: PLC0415  # not on all platforms
+    from torchft import Manager, Optimizer  # noqa: PLC0415
+    from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415
+
+    job, limit = reporter.job, timedelta(seconds=reporter.job.timeout_s)
+    model, optimizer = fresh(job.seed)
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+    def load_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(limit),
+        min_replica_size=1,
+        load_state_dict=load_state,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        replica_id=f"replica{reporter.rank}",
+        rank=0,
+        world_size=1,
+        store_addr=LOOPBACK,
+        store_port=store.port,
+        timeout=limit,
+        quorum_timeout=timedelta(seconds=30),
+        connect_timeout=limit,
+        hostname=LOOPBACK,
+        init_sync=False,
+    )
+    steps, replicated = Optimizer(manager, optimizer), Averaged(manager, model)
+    _await_all(reporter)
+    reporter.note("ready", step=manager.current_step())
+    while (step := manager.current_step()) < job.steps:
+        steps.zero_grad()
+        x, y = reporter.batch(step)
+        loss = cross_entropy(replicated(x), y)
+        reporter.compute(step)
+        loss.backward()
+        takes_part = manager.is_participating()
+        steps.step()
+        if manager.current_step() > step and takes_part:
+            reporter.counted(step, [reporter.rank])
+    reporter.done()
+    reporter.save_final(model)
+    manager.shutdown(wait=False)
+
+
+def _await_all(reporter: Reporter) -> None:
+    """Wait until all replicas of the start are there; otherwise the first ones begin without the others."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.add("replicas", 1)
+    while store.add("replicas", 0) < reporter.job.ranks:
+        sleep(0.01)
+
+
 def _step(reporter: Reporter, model: nn.Module, optimizer: SGD, step: int) -> None:
     x, y = reporter.batch(step)
     optimizer.zero_grad()
@@ -282,9 +339,8 @@ def _step(reporter: Reporter, model: nn.Module, optimizer: SGD, step: int) -> No
     optimizer.step()
 
 
-def run_rank(given: dict[str, Any], attempt: int = 0) -> None:
+def run_rank(job: Job, attempt: int = 0) -> None:
     """Be one process of a run; ends the process with an exit code that says why."""
-    job = Job(**given)
     torch.set_num_threads(1)
     if job.transport:
         os.environ["COMMRT_TRANSPORT"] = job.transport
@@ -307,9 +363,7 @@ def run_rank(given: dict[str, Any], attempt: int = 0) -> None:
 
 def _train(reporter: Reporter) -> None:
     if reporter.job.contender == "torchft":
-        import failures_torchft  # noqa: PLC0415  # not on all platforms
-
-        failures_torchft.train(reporter)
+        train_torchft(reporter)
     elif reporter.job.contender in WAYS:
         train_commrt(reporter)
     else:

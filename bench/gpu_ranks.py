@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from hot_path_checks import allocations, waiting_is_an_error
+from gpu_timer import allocations, waiting_is_an_error
 from interleaved import Times
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

@@ -2,17 +2,17 @@
 """Measure times on a GPU by its own clock, replayed from a graph or called, and how long the host is busy.
 
 Every call takes the number of a set of tensors, another one each time, so that no cache holds it. Without a GPU there
-is only the host's clock.
+is only the host's clock. Notice what must not happen in a step: allocations of device memory, and waits of the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
-
-__all__ = ["HAS_GPU", "MODES", "Run", "Stopwatch", "stopwatch"]
 
 HAS_GPU = torch.cuda.is_available()
 SPIN_CYCLES = 2_000_000
@@ -96,3 +96,23 @@ def _between_events(work: Callable[[], object], calls: int) -> Stopwatch:
 ON_GPU = {"graph, cold": _replayed, "graph, hot": _replayed, "eager, cold": _eager, "host": _queued}
 MODES: dict[str, Callable[[Run, list[int]], Stopwatch]] = ON_GPU if HAS_GPU else {"called": _called}
 """Ways to measure, by name. Cold uses another set at each call, hot always the same one."""
+
+
+def allocations() -> int:
+    """Return the number of allocations of device memory so far."""
+    return torch.cuda.memory_stats()["allocation.all.allocated"] if HAS_GPU else 0
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Let torch raise where it would wait for the device."""
+    if not HAS_GPU:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

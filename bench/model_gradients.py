@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-__all__ = ["SETS", "Shapes", "bert_large", "googlenet", "gpt2", "llama3_8b", "resnet50", "vgg"]
-
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 """Parameter name to shape, in order of registration."""
@@ -70,16 +68,13 @@ INCEPTIONS = {
 """Inputs; 1 x 1; 3 x 3 reduced and full; second 3 x 3 reduced and full; after the pool."""
 
 
-def googlenet(classes: int = 1000, *, auxiliary: bool = False) -> Shapes:
+def googlenet(classes: int = 1000) -> Shapes:
     """Return the parameters of torchvision's GoogLeNet."""
     shapes: Shapes = {}
     for name, inputs, outputs, kernel in (("conv1", 3, 64, 7), ("conv2", 64, 64, 1), ("conv3", 64, 192, 3)):
         shapes |= _conv(name, inputs, outputs, kernel) | _norm(f"{name}.bn", outputs)
     for name, widths in INCEPTIONS.items():
         shapes |= _inception(f"inception{name}", widths)
-    for name, inputs in (("aux1", 512), ("aux2", 528)) if auxiliary else ():
-        shapes |= _conv(name, inputs, 128, 1) | _norm(f"{name}.bn", 128)
-        shapes |= _linear(f"{name}.fc1", 2048, 1024) | _linear(f"{name}.fc2", 1024, classes)
     return shapes | _linear("fc", 1024, classes)
 
 
@@ -92,8 +87,8 @@ def _inception(name: str, widths: tuple[int, ...]) -> Shapes:
     return shapes
 
 
-def bert_large(*, pretraining: bool = True) -> Shapes:
-    """Return the parameters of BERT-large: encoder, pooler, and perhaps the heads of pre-training."""
+def bert_large() -> Shapes:
+    """Return the parameters of BERT-large: encoder, pooler, and the heads of pre-training."""
     width, vocabulary = 1024, 30522
     shapes: Shapes = {"word": (vocabulary, width), "position": (512, width), "segment": (2, width)}
     shapes |= _norm("embedding.norm", width)
@@ -102,10 +97,8 @@ def bert_large(*, pretraining: bool = True) -> Shapes:
             shapes |= _linear(f"{layer}.{name}", before * width, after * width)
         shapes |= _norm(f"{layer}.norm1", width) | _norm(f"{layer}.norm2", width)
     shapes |= _linear("pooler", width, width)
-    if pretraining:
-        shapes |= {"words.bias": (vocabulary,)} | _linear("transform", width, width) | _norm("transform.norm", width)
-        shapes |= _linear("next", width, 2)
-    return shapes
+    shapes |= {"words.bias": (vocabulary,)} | _linear("transform", width, width) | _norm("transform.norm", width)
+    return shapes | _linear("next", width, 2)
 
 
 def gpt2(layers: int, width: int) -> Shapes:
@@ -118,15 +111,12 @@ def gpt2(layers: int, width: int) -> Shapes:
     return shapes | _norm("norm", width)
 
 
-def llama3_8b(layers: int = 32, *, ends: bool = True) -> Shapes:
-    """Return the parameters of Llama-3-8B; without `ends` only its layers."""
-    width, keys, inner, vocabulary = 4096, 1024, 14336, 128_256
+def llama3_8b_layer() -> Shapes:
+    """Return the parameters of a layer of Llama-3-8B."""
+    width, keys, inner = 4096, 1024, 14336
     rows = {"q": width, "k": keys, "v": keys, "o": width, "gate": inner, "up": inner}
-    shapes: Shapes = {}
-    for layer in (f"layer{number}" for number in range(layers)):
-        shapes |= {f"{layer}.{name}": (count, width) for name, count in rows.items()}
-        shapes |= {f"{layer}.down": (width, inner), f"{layer}.norm1": (width,), f"{layer}.norm2": (width,)}
-    return shapes | ({"embed": (vocabulary, width), "norm": (width,), "head": (vocabulary, width)} if ends else {})
+    shapes: Shapes = {name: (count, width) for name, count in rows.items()}
+    return shapes | {"down": (width, inner), "norm1": (width,), "norm2": (width,)}
 
 
 def _linear(name: str, inputs: int, outputs: int, *kernel: int) -> Shapes:
@@ -136,15 +126,12 @@ def _linear(name: str, inputs: int, outputs: int, *kernel: int) -> Shapes:
 SETS: dict[str, Callable[[], Shapes]] = {
     "ResNet-50": resnet50,
     "GoogLeNet": googlenet,
-    "GoogLeNet with aux": partial(googlenet, auxiliary=True),
     "VGG-16": partial(vgg, 2, 2, 3, 3, 3),
     "VGG-19": partial(vgg, 2, 2, 4, 4, 4),
     "BERT-large": bert_large,
-    "BERT-large encoder": partial(bert_large, pretraining=False),
     "GPT-2 124M": partial(gpt2, 12, 768),
     "GPT-2 1.5B": partial(gpt2, 48, 1600),
-    "Llama-3-8B layer": partial(llama3_8b, 1, ends=False),
-    "Llama-3-8B": llama3_8b,
+    "Llama-3-8B layer": llama3_8b_layer,
     "10,000 tensors of 64": lambda: {str(number): (64,) for number in range(10_000)},
 }
 """Functions that return the shapes, by name."""

@@ -57,7 +57,20 @@ def append(path: Path | None, records: Iterator[Record] | Sequence[Record]) -> N
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(each) + "\n" for each in records)
+        file.writelines(json.dumps(rounded(each)) + "\n" for each in records)
+
+
+def rounded(value: Any) -> Any:
+    """Return `value` with six digits of each float in it: more say nothing.
+
+    >>> rounded({"ratio": 0.12345678, "rounds": 12})
+    {'ratio': 0.123457, 'rounds': 12}
+    """
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def read(paths: Sequence[Path]) -> list[Record]:

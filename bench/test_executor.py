@@ -12,9 +12,9 @@ import multiprocessing
 import pytest
 import torch
 from conftest import Keep
+from host_times import NullTransport
 from interleaved import Clock, Times, record, spread, table
 from issue_worker import PEERS, RANKS, work
-from null_transport import NullTransport
 from records import append, made, provenance
 from test_step import free_port
 from torch.multiprocessing import spawn

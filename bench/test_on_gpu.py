@@ -10,17 +10,17 @@ from itertools import product
 
 import pytest
 import torch
-from gpu_timer import HAS_GPU
-from hot_path_checks import allocations, waiting_is_an_error
+from gpu_timer import HAS_GPU, allocations, waiting_is_an_error
 from kernel_variants import DEVICE
 from torch import Tensor
 from torch.distributed import HashStore
 
-from commrt.kernels import dispatch
+from commrt.kernels import dispatch, quantize
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing
 from commrt.kernels.plain_torch import TorchPacking, views_of
+from commrt.quantizer import NEAREST, STOCHASTIC, Float8, Quantizer
 from commrt.threads.future import streams_of
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_communicator import load
@@ -31,6 +31,15 @@ F64 = torch.float64
 PAIRS = [*product(GPU_DTYPES, GPU_DTYPES), (F64, F64), (F64, torch.float32), (F64, torch.bfloat16)]
 """Plain torch packs those of fp64."""
 HEADER = 0xF000_0000_0000_0005
+
+CODED_NUMELS = (1, 255, 2048, 5000, 1_000_003)
+KEY = 0x9E37_79B9_7F4A_7C15
+KINDS = [*(Quantizer(bits) for bits in (2, 3, 4, 5, 6, 7, 8)), Float8(), Quantizer(8, 64), Quantizer(4, 1024)]
+ENCODED = [
+    *(Quantizer(bits, feedback=feedback) for bits, feedback in product((2, 4, 8), (False, True))),
+    *(Quantizer(bits, rounding=STOCHASTIC) for bits in (2, 4, 8)),
+    *(Float8(feedback=feedback) for feedback in (False, True)),
+]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
@@ -280,6 +289,50 @@ def test_a_tensor_of_more_than_two_to_the_31_elements_is_packed_to_its_end():
     place = layout.tensor(wire, 0)
     assert torch.equal(place[-5000:], tensor[-5000:] * 0.5)
     assert not place.isnan().any()
+
+
+def values(numel: int, seed: int) -> Tensor:
+    """Return values of many magnitudes; some blocks hold zeros, infinity or NaN."""
+    x = random(numel, torch.float32, seed)
+    x[300:812] = 0.0
+    x[1100:1101] = -float("inf")
+    x[1400:1401] = float("nan")
+    x[1792:2048] *= 1e-38
+    return x
+
+
+def quantized(quantizer: Quantizer, numel: int, count: int) -> Tensor:
+    """Return `count` rows of codes, [count, nbytes]."""
+    rows = torch.zeros(count, quantizer.nbytes(numel), dtype=torch.uint8)
+    for seed, row in enumerate(rows):
+        quantize.quantize(values(numel, 50 + seed), row, quantizer)
+    return rows
+
+
+@pytest.mark.parametrize("quantizer", ENCODED, ids=lambda c: f"{c}, {c.rounding}" if c.rounding != NEAREST else str(c))
+def test_codes_and_what_they_lose_are_their_definition(quantizer: Quantizer):
+    for numel in CODED_NUMELS:
+        here, left = values(numel, 0), values(numel, 1) * 0.01
+        want = torch.full((quantizer.nbytes(numel),), 0xEE, dtype=torch.uint8)
+        away, away_left, got = there(here), there(left), there(want)
+        quantize.quantize(here, want, quantizer, left if quantizer.feedback else None, KEY)
+        quantize.quantizing(away, got, quantizer, away_left if quantizer.feedback else None)(KEY)
+        assert torch.equal(got.cpu(), want)
+        assert same(away_left, left)
+
+
+@pytest.mark.parametrize("quantizer", KINDS, ids=str)
+def test_decoding_and_adding_codes_are_their_definitions(quantizer: Quantizer):
+    for numel, count in zip(CODED_NUMELS, (1, 2, 7, 3, 2), strict=True):
+        rows, total = quantized(quantizer, numel, count), values(numel, 9).nan_to_num(3.0, 3.0, 3.0)
+        away, dequantized, away_total = rows.to(DEVICE), torch.empty(numel, device=DEVICE), there(total)
+        want = torch.empty(numel)
+        quantize.dequantize(rows[0], want, quantizer)
+        quantize.dequantizing(away[0], dequantized, quantizer)()
+        quantize.add_quantized(total, list(rows), quantizer)
+        quantize.adding_quantized(away_total, list(away), quantizer)()
+        assert same(dequantized, want)
+        assert same(away_total, total)
 
 
 def finish() -> None:

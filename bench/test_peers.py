@@ -15,9 +15,9 @@ import peer_ranks
 import pytest
 from gpu_timer import HAS_GPU
 from interleaved import record
+from test_ranks import run_processes, values
 
-from commrt.testing.processes import Outcome, free_port
-from commrt.testing.processes import run_processes as started
+from commrt.testing.processes import free_port
 
 pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
@@ -27,13 +27,6 @@ MOST_CTAS = {2: "16", 4: "4", 8: "2"}
 """NCCL's blocks on the GPU that its ranks share: with more than fit at once they would wait for each other."""
 UNDER_MPS = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
 DEADLINE_S = 5.0
-run_processes = partial(started, start="spawn")  # each process initializes CUDA itself
-
-
-def values(outcomes: list[Outcome]) -> list:
-    assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
-    assert all(outcome.value is not None for outcome in outcomes), "a rank hung"
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import Keep
+from host_times import NullTransport
 from interleaved import spread
-from null_transport import NullTransport
 from records import provenance
 
 from commrt.algorithms.catalogue import ALGORITHMS, DIRECT

@@ -2,8 +2,7 @@
 """Find the best sizes on this GPU, and print the row for `kernels/device/variants.py`; nothing is tuned at run time.
 
 Every size packs and unpacks ResNet-50's gradients and one of their buckets, interleaved. ``--variants`` also tries
-other widths. Without a GPU it prints the compiler's figures for each size, for the architecture
-``--arch``: registers, programs that fit on a multiprocessor, bytes that they load at once. Those are not measurements.
+other widths.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from math import prod
 
 import torch
 from gpu_timer import HAS_GPU, stopwatch
-from inspect_kernels import disassembled
 from interleaved import Times, spread
 from kernel_variants import DEVICE, bucket_of, shapes_of
 
@@ -35,8 +33,6 @@ F32, BF16 = torch.float32, torch.bfloat16
 CANDIDATES = [Sizes(tile, warps) for tile, warps in product((1024, 2048, 4096, 8192), (2, 4, 8)) if tile >= 512 * warps]
 """Sizes to try."""
 ROUNDS, CALLS, SETS = 20, 20, 4
-THREADS, REGISTERS, PROGRAMS = 2048, 65536, 32
-"""Limits of one multiprocessor of compute capability 8.0, 9.0 and 10.0."""
 
 Trial = tuple[str, Sizes, Variant]
 
@@ -120,26 +116,12 @@ def tune(*, more: bool) -> None:
     print(f"\nfor kernels/device/variants.py: {arch_of(DEVICE)}: {best(all_times)},")
 
 
-def describe(arch: int) -> None:
-    """Print the compiler's figures, without a GPU."""
-    print(f"compute capability {arch / 10}: from compiled code, not measured")
-    print(f"{'kernel, tile, warps':38}{'registers':>10}{'programs':>10}{'KiB loaded at once':>20}")
-    for wire in (F32, BF16):
-        for label, sizes, variant in trials(wire, more=False):
-            _, usage = disassembled(variant, arch)
-            fit = min(PROGRAMS, THREADS // (32 * sizes.warps), REGISTERS // (usage["REG"] * 32 * sizes.warps))
-            loaded = fit * sizes.tile * (4 if label == "pack" else wire.itemsize) / 1024
-            name = f"{label} {str(wire)[6:]}, {sizes.tile}, {sizes.warps}"
-            print(f"{name:38}{usage['REG']:>10}{fit:>10}{loaded:>20.0f}")
-
-
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", action="store_true", help="also try cache hints and other widths")
-    parser.add_argument("--arch", type=int, default=90, choices=(80, 90, 100))
+    parser.add_argument("--variants", action="store_true", help="also try other widths")
     options = parser.parse_args()
-    tune(more=options.variants) if HAS_GPU else describe(options.arch)
+    tune(more=options.variants) if HAS_GPU else print("no GPU: nothing was measured")
 
 
 if __name__ == "__main__":

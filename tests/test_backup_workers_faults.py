@@ -23,7 +23,7 @@ from commrt.elastic.barrier import Barrier
 from commrt.runtime.executor import BoundProgram
 from commrt.testing.processes import run_processes
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+sys.path.insert(0, str(Path(__file__).parent / "audits"))
 from fault_cost import Fault, RunLength, reference_holds, run_with_faults
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
@@ -45,7 +45,7 @@ CASES = [
     ("kill", "reducing", "ring"),
     ("kill", "through", "torus"),
 ]
-"""All of them with both: ``python bench/fault_cost.py --pairs``."""
+"""All of them with both: ``python tests/audits/fault_cost.py --pairs``."""
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.store.launcher import LOOPBACK
 from commrt.testing.processes import free_port, run_processes
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+sys.path.insert(0, str(Path(__file__).parent / "audits"))
 from c10d_faults import COLLECTIVES, DISAGREEMENTS, LARGE, SMALL, STRIKES, applies, cells_of, complaints, run
 
 SOON_S = 20.0

@@ -21,14 +21,14 @@ from commrt.kernels.layout import WIDEST_NBYTES, layout_of
 from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
 from commrt.kernels.packing import Parts
 
-BENCH = Path(__file__).parent.parent / "bench"
-sys.path.insert(0, str(BENCH))
+DEV = Path(__file__).parent.parent / "dev"
+sys.path.insert(0, str(DEV))
 import inspect_quantize  # noqa: E402
 from inspect_kernels import ARCHS, PEERS, SHORT, cases, chosen  # noqa: E402
 
-GOLDEN = BENCH / "golden"
+GOLDEN = DEV / "golden"
 FINDINGS = {path.stem: json.loads(path.read_text())["findings"] for path in GOLDEN.iterdir()}
-GOLDEN_CODING = BENCH / "golden_quantize"
+GOLDEN_CODING = DEV / "golden_quantize"
 QUANTIZE_FINDINGS = [row for path in GOLDEN_CODING.iterdir() for row in json.loads(path.read_text())["findings"]]
 EVERY = 70
 """Every how many-th kernel is compiled here; `make inspect` compiles all, in a quarter of an hour."""
@@ -48,10 +48,10 @@ INSTRUCTIONS_PER_ELEMENT = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_kernels_compile_to_what_the_golden_file_says():
-    command = [sys.executable, str(BENCH / "inspect_kernels.py"), "--every", str(EVERY), "--golden", str(GOLDEN)]
+    command = [sys.executable, str(DEV / "inspect_kernels.py"), "--every", str(EVERY), "--golden", str(GOLDEN)]
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, f"{done.stderr}\nif this is meant: bench/inspect_kernels.py --write {GOLDEN}"
+    assert done.returncode == 0, f"{done.stderr}\nif this is meant: dev/inspect_kernels.py --write {GOLDEN}"
 
 
 def test_what_is_compiled_here_is_of_each_kernel_at_each_alignment_and_on_each_architecture():
@@ -147,10 +147,10 @@ def test_the_kernels_have_instructions_to_spare_beside_memory():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_kernels_of_coding_compile_to_what_the_golden_file_says():
-    command = [sys.executable, str(BENCH / "inspect_quantize.py"), "--every", "31", "--golden", str(GOLDEN_CODING)]
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(BENCH.parent), str(BENCH)])}
+    command = [sys.executable, str(DEV / "inspect_quantize.py"), "--every", "31", "--golden", str(GOLDEN_CODING)]
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(DEV.parent), str(DEV)])}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, f"{done.stderr}\nif this is meant: bench/inspect_quantize.py --write {GOLDEN_CODING}"
+    assert done.returncode == 0, f"{done.stderr}\nif this is meant: dev/inspect_quantize.py --write {GOLDEN_CODING}"
 
 
 def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch):

@@ -79,7 +79,6 @@ def test_the_others_go_on_without_ranks_that_are_lost_one_after_the_other(data):
         assert same(found[rank][0], found[stay[0]][0])
 
 
-@pytest.mark.cpu_limit(6, reason="real ranks are lost")
 @for_each(("algorithm", "number"), taking_turns([*ALGORITHMS[2:4], ALGORITHMS[5], ALGORITHMS[3]], [0, 1, 3]))
 def test_an_average_that_one_rank_has_not_got_is_made_again_by_all(algorithm, number):
     def body(world, fails):

@@ -77,7 +77,6 @@ def test_an_optimizer_need_not_have_a_learning_rate():
     assert same(first, second)
 
 
-@pytest.mark.cpu_limit(6, reason="all ways to merge")
 @for_each(("algorithm", "steps"), taking_turns(2 * ALGORITHMS, [8, 9, 10]))  # each is consolidated after two of them
 def test_consolidate_sets_the_weights_to_the_anchor(algorithm, steps):
     def body(world):

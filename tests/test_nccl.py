@@ -48,7 +48,6 @@ NOW = Tag(step=3, bucket=1)
 PATIENT_S = 20.0
 
 
-@pytest.mark.cpu_limit(6, reason="all schedules, over two transports")
 @settings(max_examples=25)
 @given(st.sampled_from(sorted(ALGORITHMS)), st.integers(1, 7), st.integers(0, 300))
 def test_an_all_reduce_gives_the_bits_that_threads_give(name, ranks, numel):

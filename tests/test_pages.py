@@ -25,7 +25,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 REFERENCE = re.compile(r"^::: (\S+)", re.MULTILINE)
-OURS = re.compile(r"(?<![\w./-])((?:algorithms|bench|commrt|docs|examples|kernels|studies|tests)/[\w./*-]+)")
+OURS = re.compile(r"(?<![\w./-])((?:algorithms|bench|commrt|dev|docs|examples|kernels|studies|tests)/[\w./*-]+)")
 BUILT = {"docs/launchers.md", "docs/integrations.md", "docs/limits.md"}
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 
@@ -135,12 +135,12 @@ def test_every_module_that_architecture_names_by_its_room_exists():
     assert_none(name for name in named if not any((ROOT / "commrt").glob(f"{name.rstrip('/')}*")))
 
 
-def test_each_program_of_bench_has_a_row_in_its_table():
-    """Add the question, the command and where the answer stands to bench/README.md."""
-    table = (ROOT / "bench/README.md").read_text()
-    modules = (ROOT / "bench").glob("*.py")
+def test_each_program_of_bench_dev_and_the_audits_has_a_row_in_a_table():
+    """Add the question, the command and where the answer stands to bench/README.md or dev/README.md."""
+    tables = "".join((ROOT / folder / "README.md").read_text() for folder in ("bench", "dev"))
+    modules = [*ROOT.glob("bench/*.py"), *ROOT.glob("dev/*.py"), *ROOT.glob("tests/audits/*.py")]
     programs = (path for path in modules if path.stem.startswith("test_") or "__main__" in path.read_text())
-    assert_none(path.name for path in programs if f"bench/{path.name}" not in table)
+    assert_none(path.name for path in programs if str(path.relative_to(ROOT)) not in tables)
 
 
 def test_each_study_has_a_page_tests_and_a_row_in_the_table():

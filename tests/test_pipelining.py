@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What arrived in one hop may be combined beside the next exchange: never while either touches the other's memory.
 
-`bench/combining_races.py` searches for such accesses; `test_prove` runs it over schedules. Here it must find two bugs.
+`dev/combining_races.py` searches for such accesses; `test_prove` runs it over schedules. Here it must find two bugs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "dev"))
 
 from combining_races import TwoStreams, races, run_noted
 

@@ -3,29 +3,22 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
 import closed_forms
 import prove
+import pytest
 
 from commrt.algorithms import tree
 from commrt.algorithms.catalogue import COLLECTIVES
-from commrt.errors import UsageError
 from commrt.schedule import empty
 
-FEW = {"combining beside exchanges": (3, 4, 5), "slices": (2, 3, 5, 8, 12)}
+FEW = [ranks for ranks in prove.FEW if ranks < 20]
+FEWER = {"combining beside exchanges": (3, 4, 5), "slices": (2, 3, 5, 8, 12), "within hosts": (1, 2, 3, 6, 8, 12, 13)}
 """Rank counts of sweeps that take longer than others."""
 
 
-@pytest.mark.cpu_limit(6, reason="proofs of one kind, together")
-@pytest.mark.parametrize("name", [name for name in prove.SWEEPS if {*prove.FEW} & {*prove.SWEEPS[name].ranks}])
+@pytest.mark.parametrize("name", [name for name in prove.SWEEPS if {*FEW} & {*prove.SWEEPS[name].ranks}])
 def test_a_sweep_finds_nothing_wrong_at_a_few_rank_counts(name):
-    count, wrong = prove.wrong(name, FEW.get(name, prove.FEW))
+    count, wrong = prove.wrong(name, FEWER.get(name, FEW))
     assert wrong == []
     assert count
 
@@ -59,16 +52,3 @@ def test_a_schedule_that_costs_more_is_named_with_its_cost(monkeypatch):
     monkeypatch.setattr(prove, "candidates", lambda *_: slow)
     _, found = prove.wrong("broadcast", [4])
     assert "takes 4 steps and 4 buffers instead of 2 and 2" in found[0]
-
-
-def test_a_name_that_no_sweep_has_is_refused_with_all_names(capsys):
-    with pytest.raises(SystemExit) as ended:
-        prove.main(["--only", "no such"])
-    assert ended.value.code == 2
-    assert "choose one of broadcast; reduce; gather" in capsys.readouterr().err
-
-
-def test_collectives_that_take_no_such_rank_count_are_left_out():
-    with pytest.raises(UsageError):
-        COLLECTIVES["all_gather"]["doubling"](6)
-    assert prove.wrong("all_gather", [6]) == (3, [])

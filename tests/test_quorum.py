@@ -401,7 +401,6 @@ def described(model):
     return f"{model.needed}+{model.backups} ranks, {model.steps} steps, {bounds}"
 
 
-@pytest.mark.cpu_limit(6, reason="all orders of events")
 @pytest.mark.parametrize("model", CASES, ids=described)
 def test_live_ranks_apply_the_same_gradients_and_go_on_in_every_order_of_events(model):
     assert model.explore() > 100

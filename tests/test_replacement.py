@@ -20,7 +20,7 @@ from commrt.store.agreement import WorldConfig
 from commrt.testing.processes import RESTART, run_processes
 from commrt.transport.protocol import NullTransport, P2PGroup, P2PMessage
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+sys.path.insert(0, str(Path(__file__).parent / "audits"))
 from fault_cost import Fault, reference_holds, run_with_faults
 from replacements import train_with_deaths
 

@@ -54,7 +54,7 @@ def sizes_for(arch: int, inputs: int = 1, align: int = 16) -> Sizes:
     """Return the sizes of a kernel that reads `inputs` values per element, of tensors aligned to `align` bytes.
 
     With many inputs or narrow accesses there are twice or four times the warps, or a thread would need more than 64
-    registers, or spill. `bench/inspect_kernels.py` found the bounds.
+    registers, or spill. `dev/inspect_kernels.py` found the bounds.
     """
     sizes = SIZES[max((older for older in SIZES if older <= arch), default=min(SIZES))]  # or of an older architecture
     accesses = inputs * (16 // align)  # for 16 bytes of each input

@@ -33,10 +33,9 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(
-        ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md", "bench/README.md", "bench/FINDINGS.md")
-    ),
+    *(ROOT / folder / "README.md" for folder in (".", "kernels", "bench", "dev")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "bench" / "FINDINGS.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "examples" / "mnist" / "README.md",
     *sorted((ROOT / "studies").rglob("*.md")),
@@ -341,7 +340,7 @@ def _require_extras(words):
 
 
 def _require_files(words):
-    ours = re.compile(r"(bench|tests|examples|studies|docs)/[\w./:]+")
+    ours = re.compile(r"(bench|dev|tests|examples|studies|docs)/[\w./:]+")
     files = [word.partition("::")[0] for word in words if ours.fullmatch(word)]
     files += [word for word in words if re.fullmatch(r"[\w]+\.py", word) and word not in YOURS]
     _require_all(files, {name for name in files if (ROOT / name).exists()}, "no file here")

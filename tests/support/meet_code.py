@@ -10,7 +10,7 @@ from pathlib import Path
 
 from commrt.kernels.device.variants import compiled, meet
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "dev"))
 from inspect_kernels import ARCHS, disassembled
 
 PEERS = (1, 7)

@@ -12,7 +12,7 @@ import torch
 
 import commrt
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "audits"))
 from fault_cost import backward, drained, network
 
 

@@ -42,7 +42,7 @@ EXCHANGE_ADVICE = {
 DRIVER = Path("/dev/nvidiactl")
 """Exists if NVIDIA's driver is loaded."""
 COMPILED_FROM = (8, 0)
-"""Oldest compute capability for which the Triton kernels have been compiled and inspected; see `bench/`."""
+"""Oldest compute capability for which the Triton kernels have been compiled and inspected; see `dev/`."""
 NCCL_AT_LEAST = 21800
 """The oldest NCCL that CuPy 14 works with, as NCCL encodes 2.18.0."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what faults cost backup workers: ``python bench/fault_cost.py`` kills or stops real processes in a step.
+"""Measure what faults cost backup workers: ``python tests/audits/fault_cost.py`` kills or stops processes in a step.
 
 Each run trains a small network up to a number of updates, with a fault at each place of a step. The result is checked
 against the same steps in one process, with the gradients that counted: none may be lost, or used twice. The time to
@@ -9,7 +9,6 @@ continue is the longest step, or collective, of a rank without a fault.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
 from multiprocessing.process import BaseProcess
@@ -35,19 +34,6 @@ from commrt.buckets.engine import Engine
 from commrt.schedule import Algorithm
 from commrt.testing.processes import RESTART, Outcome, run_processes
 from commrt.training.replica import Replica
-
-__all__ = [
-    "Fault",
-    "FaultInjector",
-    "RunLength",
-    "backward",
-    "drained",
-    "network",
-    "reference_holds",
-    "run_with_faults",
-    "same_steps",
-    "work",
-]
 
 STEPS, STOP_S, SLOW_S = 12, 1.5, 0.5
 MORE = 8
@@ -305,20 +291,6 @@ def same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
     return model
 
 
-@dataclass(frozen=True)
-class Row:
-    """The results of a fault, or of a pair of faults."""
-
-    faults: str
-    inner: str
-    runs: int
-    steps_lost: int
-    median_s: float
-    longest_s: float
-    attached_s: float | None = None
-    """Median time until another process was admitted."""
-
-
 UPDATES, EPOCHS = RunLength(), RunLength(epochs=2, most_s=0.02)
 
 
@@ -338,41 +310,47 @@ def cases(pairs: bool) -> Iterator[tuple[RunLength, list[Fault]]]:
             yield EPOCHS, [Fault(2, 4, where, kind), Fault(4, 4, "gathered", "kill")]
 
 
-def row(length: RunLength, faults: Sequence[Fault], inner: Algorithm, runs: int) -> Row:
-    """Run `runs` times; raise if a step was lost or done twice, or a rank ended wrongly."""
+def measure(length: RunLength, faults: Sequence[Fault], inner: Algorithm, runs: int) -> str:
+    """Run `runs` times and return the times; raise if a step was lost or done twice, or a rank ended wrongly."""
     ranks, backups = 2 + 2 * len(faults), len(faults)
     least = length.steps // 2 if length.epochs else length.steps
-    waits_s, attached_s = [], []
+    waited = "together_s" if any(fault.where == "gathered" for fault in faults) else "longest_s"
     hit = {fault.rank for fault in faults}
     dead = {fault.rank for fault in faults if fault.kind == "kill"}
+    stop_s = 4.0 if backups > 1 else STOP_S
+    waits_s, attached_s = [], []
     for _ in range(runs):
-        ends = run_with_faults(
-            ranks, commrt.BackupWorkers(backups, inner), faults, length, stop_s=4.0 if backups > 1 else STOP_S
-        )
+        ends = run_with_faults(ranks, commrt.BackupWorkers(backups, inner), faults, length, stop_s=stop_s)
         alive = [end for end in ends if end.exit_code == 0 or end.rank not in dead]
-        if broken := [f"rank {end.rank}: {end.error}" for end in alive if end.value is None or not end.value["equal"]]:
-            raise RuntimeError("; ".join(broken))
+        require_equal(alive)
         reference_holds(alive, ranks - backups, least)
-        waited = "together_s" if any(fault.where == "gathered" for fault in faults) else "longest_s"
         waits_s.append(max(end.value[waited] for end in alive if end.rank not in hit))
         attached_s += [end.value["attached_s"] for end in alive if end.value["attached_s"] is not None]
-    name, let_in_s = type(inner).__name__, median(attached_s) if attached_s else None
-    case = " + ".join(map(str, faults)) + ", in epochs" * bool(length.epochs)
-    return Row(case, name, runs, 0, median(waits_s), max(waits_s), let_in_s)
+    return seconds(waits_s) + (f", let in after {median(attached_s):.2f} s" if attached_s else "")
 
 
-def random_arrivals(steps: int) -> Row:
-    """Run without faults, but with random compute times; check which ranks counted in each step."""
-    ends = run_with_faults(6, commrt.BackupWorkers(2), [], RunLength(steps, most_s=0.01))
+def require_equal(ends: Sequence[Outcome]) -> None:
+    """Raise unless all ranks came to the end, with replicas that they found equal."""
     if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
         raise RuntimeError("; ".join(broken))
+
+
+def seconds(times_s: Sequence[float]) -> str:
+    """Return median and maximum in words."""
+    return f"{median(times_s):6.2f} s, at most {max(times_s):.2f} s"
+
+
+def random_arrivals(steps: int) -> str:
+    """Run without faults, but with random compute times; check which ranks counted in each step."""
+    ends = run_with_faults(6, commrt.BackupWorkers(2), [], RunLength(steps, most_s=0.01))
+    require_equal(ends)
     reference_holds(ends, needed=4)
-    quorums = len(set().union(*(end.value["used"].values() for end in ends)))
-    longest_s = [end.value["longest_s"] for end in ends]
-    return Row(f"{steps} steps, {quorums} different quorums", "Torus2D", 1, 0, median(longest_s), max(longest_s))
+    quorums = set().union(*(end.value["used"].values() for end in ends))
+    longest = seconds([end.value["longest_s"] for end in ends])
+    return f"{steps} steps, {len(quorums)} different quorums, the longest step of a rank: {longest}"
 
 
-def death_of_the_store(inner: Algorithm, runs: int) -> Row:
+def death_of_the_store(inner: Algorithm, runs: int) -> str:
     """Kill the store's process; return the time to the last survivor's error, which must name that process."""
     waits_s = []
     for _ in range(runs):
@@ -381,8 +359,7 @@ def death_of_the_store(inner: Algorithm, runs: int) -> Row:
             if end.error is None or "the process that holds the store" not in end.error:
                 raise RuntimeError(f"rank {end.rank}: {end.error}")
         waits_s.append(max(end.seconds for end in ends[1:]))
-    name = "kill rank 0, which holds the store: an error"
-    return Row(name, type(inner).__name__, runs, 0, median(waits_s), max(waits_s))
+    return seconds(waits_s)
 
 
 def main() -> None:
@@ -390,30 +367,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each case")
     parser.add_argument("--pairs", action="store_true", help="also run two faults at once, with two backups")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument(
-        "--steps", type=int, default=0, help="instead, run this many steps with gradients in random order"
-    )
+    parser.add_argument("--steps", type=int, help="instead, run this many steps with gradients in random order")
     options = parser.parse_args()
     if options.steps:
-        _print(random_arrivals(options.steps), options.json)
+        print(random_arrivals(options.steps))
         return
-    rows = []
     for inner in (commrt.Torus2D(), commrt.Ring()):
+        name = type(inner).__name__
         for length, faults in cases(options.pairs):
-            rows.append(row(length, faults, inner, options.runs))
-            _print(rows[-1], options.json)
-        rows.append(death_of_the_store(inner, options.runs))
-        _print(rows[-1], options.json)
-    if options.json:
-        print(json.dumps([asdict(found) for found in rows]))
-
-
-def _print(found: Row, as_json: bool) -> None:
-    if not as_json:
-        let_in = "" if found.attached_s is None else f", let in after {found.attached_s:.2f} s"
-        times = f"{found.median_s:6.2f} s, at most {found.longest_s:.2f} s{let_in}"
-        print(f"{found.inner:<8} {found.faults:<50} {times}", flush=True)
+            case = " + ".join(map(str, faults)) + ", in epochs" * bool(length.epochs)
+            print(f"{name:<8} {case:<50} {measure(length, faults, inner, options.runs)}", flush=True)
+        case = "kill rank 0, which holds the store: an error"
+        print(f"{name:<8} {case:<50} {death_of_the_store(inner, options.runs)}", flush=True)
 
 
 if __name__ == "__main__":

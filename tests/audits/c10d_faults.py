@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try each fault in each collective of the torch.distributed backend: ``python bench/c10d_faults.py``.
+"""Try each fault in each collective of the torch.distributed backend: ``python tests/audits/c10d_faults.py``.
 
 One rank of three dies, stops for longer than the timeout, or makes another call than the others, over shared memory
 (short and long messages) and over Gloo. The command prints a table for each, in 2 minutes. It exits with 1 unless every

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mutants of the product do the tests notice? ``python bench/mutants.py reach FOLDER``, then ``run FOLDER``.
+"""Which mutants of the product do the tests notice? ``python dev/mutants.py reach FOLDER``, then ``run FOLDER``.
 
 `sample` draws the mutants. `reach` runs the tests once on a copy that notes which test enters which mutated function,
 in its processes too, and how long each test takes. `run` changes one function at a time, in copies of the tree, and
@@ -186,7 +186,7 @@ def noticed(tree: Path, tests: list[str], limit_s: float, only: str) -> str:
 
 def pytest(tree: Path, words: list[str], extra: dict[str, str], limit_s: float | None = None) -> int:
     """Run pytest in `tree`, and return its exit code."""
-    paths = os.pathsep.join(map(str, (tree, tree / "tests/support", ROOT / "bench", ROOT / "tests/support")))
+    paths = os.pathsep.join(map(str, (tree, tree / "tests/support", ROOT / "dev", ROOT / "tests/support")))
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -8,8 +8,6 @@ from fractions import Fraction
 
 from commrt.proof.replay import Traffic
 
-__all__ = ["COSTS", "doublings", "is_power", "ring_bytes", "wrong_cost"]
-
 Steps = Callable[[int], int]
 Sent = Callable[[int], Fraction | int]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill or stop a rank at some instant of a sum over all ranks: ``python bench/sum_faults.py``.
+"""Kill or stop a rank at some instant of a sum over all ranks: ``python tests/audits/sum_faults.py``.
 
 With gossip and with backup workers, the ranks that are left repeat the sum. It must be the sum over all ranks, or over
 those that are left, and the same on each of them. A rank that was stopped gets an error, or the same sum.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inspect the compiled code of the kernels of quantization, as `inspect_kernels` does for the others. Needs no GPU.
 
-``python bench/inspect_quantize.py`` prints a table. ``--golden FOLDER`` compares the results with the file of this
+``python dev/inspect_quantize.py`` prints a table. ``--golden FOLDER`` compares the results with the file of this
 Triton version in the folder, and exits with 1 if anything differs. ``--write FOLDER`` writes that file. All kernels
 take 2 to 4 minutes. ``--every N`` inspects every Nth kernel, each on the next architecture.
 """

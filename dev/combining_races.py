@@ -22,8 +22,6 @@ from commrt.runtime.executor import BoundProgram, bind
 from commrt.schedule import Schedule
 from commrt.transport.protocol import Tag
 
-__all__ = ["TwoStreams", "races", "run_noted"]
-
 Access = tuple[int, int, int, int, int, bool]
 """Stream, ticks of both streams that are known to be over, first byte, byte after the last, whether it writes."""
 

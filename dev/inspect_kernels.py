@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inspect the compiled code of each kernel: widths, registers, spills, barriers, instructions. Needs no GPU.
 
-``python bench/inspect_kernels.py`` prints a table, and with ``--json`` a list. ``--golden FOLDER`` compares the results
+``python dev/inspect_kernels.py`` prints a table, and with ``--json`` a list. ``--golden FOLDER`` compares the results
 with the file of this Triton version in the folder, and exits with 1 if anything differs. ``--write FOLDER`` writes that
 file. All kernels take a quarter of an hour. ``--every N`` inspects every Nth kernel, each on the next architecture, and
 one of each kind at each alignment and on each architecture.

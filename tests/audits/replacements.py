@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill ranks at random places of steps and replace each of them: ``python bench/replacements.py``.
+"""Kill ranks at random places of steps and replace each of them: ``python tests/audits/replacements.py``.
 
 At any time at most as many ranks are missing as there are backups, counting replacements that still start. At the end
 few or none of the first processes are left. The weights must be those of the same steps in one process, with the
@@ -9,23 +9,19 @@ gradients that counted in each step. Rank 0 is not killed: it holds the store.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from multiprocessing.process import BaseProcess
 from random import Random
 from statistics import median
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from fault_cost import MOST_S, Fault, FaultInjector, backward, drained, network, reference_holds
+from fault_cost import MOST_S, Fault, FaultInjector, backward, drained, network, reference_holds, require_equal
 
 import commrt
 from commrt.testing.processes import RESTART, run_processes
-
-__all__ = ["Replacements", "train_with_deaths"]
 
 FIRST, EVERY = 3, (2, 12)
 """The first step with a death, and the least and most steps of a process between two chances to die."""
@@ -34,12 +30,9 @@ MORE = 8
 """Steps after the last death."""
 
 
-@dataclass(frozen=True)
-class Replacements:
+class Replacements(NamedTuple):
     """The results of a run."""
 
-    ranks: int
-    backups: int
     deaths: int
     steps: int
     quorums: int
@@ -131,8 +124,7 @@ def train_with_deaths(ranks: int, backups: int, deaths: int, timeout_s: float = 
         return None
 
     ends = run_processes(ranks, work, backups, deaths, timeout_s, limit_s=60.0 + 4.0 * deaths, on_message=on_message)
-    if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
-        raise RuntimeError("; ".join(broken))
+    require_equal(ends)
     for end in ends:
         end.value["used"] = dict(message for message in end.messages if message != "replace")
     reference_holds(ends, ranks - backups)
@@ -140,9 +132,7 @@ def train_with_deaths(ranks: int, backups: int, deaths: int, timeout_s: float = 
     attached_s = [end.value["attached_s"] for end in ends if end.value["attached_s"] is not None]
     dead = sum(end.messages.count("replace") for end in ends)
     longest_s = max(end.value["longest_s"] for end in ends)
-    return Replacements(
-        ranks, backups, dead, len(used), len({*used.values()}), median(attached_s), max(attached_s), longest_s
-    )
+    return Replacements(dead, len(used), len({*used.values()}), median(attached_s), max(attached_s), longest_s)
 
 
 def main() -> None:
@@ -151,10 +141,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=6, help="number of ranks")
     parser.add_argument("--backups", type=int, default=2, help="backups of the algorithm")
     parser.add_argument("--deaths", type=int, default=40, help="ranks to kill in all")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args()
-    found = train_with_deaths(options.ranks, options.backups, options.deaths)
-    print(json.dumps(asdict(found)) if options.json else found)
+    print(train_with_deaths(options.ranks, options.backups, options.deaths))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill and stop random ranks at random instants, and audit what the others did: ``python bench/faults.py --runs 300``.
+"""Kill and stop random ranks at random instants, and audit what the others did.
 
-Each run trains a small network with 2 to 5 processes, with backup workers or gossip, and calls collectives in between.
-Ranks get SIGKILL, or SIGSTOP for shorter or longer than the timeout, in steps and in collectives. The command exits
-with 1 unless, in every run,
+``python tests/audits/faults.py --runs 300``: each run trains a small network with 2 to 5 processes, with backup workers
+or gossip, and calls collectives in between. Ranks get SIGKILL, or SIGSTOP for shorter or longer than the timeout, in
+steps and in collectives. The command exits with 1 unless, in every run,
 
 * no process hangs,
 * every rank that was not killed, and not stopped for long, comes to the end,

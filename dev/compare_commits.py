@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare two commits in one run: ``python bench/compare_commits.py BEFORE [AFTER]``. Without AFTER: the working tree.
+"""Compare two commits in one run: ``python dev/compare_commits.py BEFORE [AFTER]``. Without AFTER: the working tree.
 
 Each commit is checked out beside this one, and both run interleaved. The table shows the ratio of times that follow
 each other, so a slow phase of the machine slows both. Above 1, AFTER is slower.
@@ -20,9 +20,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent.parent / "bench"))
 from interleaved import Times, table
-
-__all__ = ["measured"]
 
 ROOT = Path(__file__).parent.parent
 BEFORE, AFTER = "before", "after"

@@ -10,8 +10,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-__all__ = ["ROOMS", "Mutant", "applied", "first_line", "sample"]
-
 ROOMS = {
     "schedule": ("commrt/schedule.py",),
     "proof": ("commrt/proof/*.py",),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where does the time go after a failure? ``python bench/recovery.py --runs 20``, from whose job ``failures.py`` runs.
+"""Where does the time go after a failure? ``python tests/audits/recovery.py --runs 20``.
 
-Five processes train the CNN of ``examples/mnist`` over shared memory, or over Gloo. Rows, each the median over all
-failures of a run, with the 20th and 80th percentile:
+The job is that of ``bench/failures.py``: five processes train a CNN over shared memory, or over Gloo. Rows, each the
+median over all failures of a run, with the 20th and 80th percentile:
 
 * A rank whose gradient counts is killed before it sends it (`BackupWorkers(1)`). Since its death: until the last of
   the others has noticed it, is in the next generation, has connections again, and has made the update.
@@ -17,6 +17,7 @@ All processes are of one machine, and read one clock.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,14 +27,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
-from failures_plan import Failure, Job
-from failures_runs import Run, run
-from failures_worker import prepare_images
-from interleaved import spread
-from records import append, provenance
 
-__all__ = ["after_deaths", "joins", "until_next_updates"]
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+from failures_runs import Failure, Job, Run, run
+from failures_worker import prepare_images
 
 RANKS, STEP_S, EVERY = 5, 0.05, 30
 """Processes, seconds that a step computes, and steps between two failures."""
@@ -47,7 +46,6 @@ def main() -> None:
     """Run all cases, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20, help="failures of each kind")
-    parser.add_argument("--records", type=Path, help="append records to this file")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
@@ -57,16 +55,9 @@ def main() -> None:
             for transport in ("shared", "gloo")
             for name, row in _rows(Path(root), transport, given.runs)
         }
-    append(given.records, [_record(name, row) for name, row in rows.items()])
     for name, row in rows.items():
-        low, middle, high = spread(row)
+        low, middle, high = np.quantile(row, (0.2, 0.5, 0.8))
         print(f"{name:72} {middle:.3f} ({low:.3f}..{high:.3f}) s, {len(row)} times")
-
-
-def _record(name: str, row: list[float]) -> dict[str, Any]:
-    low, middle, high = spread(row)
-    times = {"median_s": middle, "quantile20_s": low, "quantile80_s": high}
-    return {"suite": "recovery", "case": name, "runs": len(row), **times, **provenance()}
 
 
 def _rows(root: Path, transport: str, runs: int) -> Iterator[tuple[str, list[float]]]:
