@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import for_each
 from torch.distributed import HashStore
 
 import commrt
@@ -28,7 +29,7 @@ def by_device(ranks, timeout_s):
     return [TransportByDevice(transport) for transport in over_threads(HashStore(), ranks, timeout_s)]
 
 
-@pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.name)
+@for_each("check", conformance.CHECKS)
 def test_it_conforms(check):
     check(by_device)
 
