@@ -90,32 +90,21 @@ class Queue:
 
 
 class Silent:
-    """A binding whose calls return at once, as on a GPU; an abort lets the queue run empty."""
+    """A binding whose calls return at once, as on a GPU, and its communicator; an abort lets the queue run empty."""
 
     NCCL_INT8, available = 0, True
 
     def __init__(self, queue):
         self.queue, self.calls, self.polls, self.trouble = queue, [], SimpleQueue(), None
-
-    def get_version(self):
-        return 22809
-
-    get_build_version, get_unique_id = get_version, lambda _: bytes(128)
-
-    def groupStart(self):  # noqa: N802  # as in CuPy
-        self.calls.append("start")
-
-    def groupEnd(self):  # noqa: N802
-        self.calls.append("end")
-
-    def NcclCommunicator(self, *_):  # noqa: N802
-        return self
-
-    def send(self, *arguments):
-        self.calls.append(("send", *arguments))
-
-    def recv(self, *arguments):
-        self.calls.append(("recv", *arguments))
+        self.get_version = self.get_build_version = lambda: 22809
+        self.get_unique_id = lambda: bytes(128)
+        self.NcclCommunicator = lambda *_: self
+        self.groupStart, self.groupEnd, self.destroy = (
+            partial(self.calls.append, name) for name in ("start", "end", "destroy")
+        )
+        self.send, self.recv = (
+            lambda *given, name=name: self.calls.append((name, *given)) for name in ("send", "recv")
+        )
 
     def check_async_error(self):
         self.polls.put(threading.current_thread().name)
@@ -125,9 +114,6 @@ class Silent:
     def abort(self):
         self.calls.append("abort")
         self.queue.reached.set()
-
-    def destroy(self):
-        self.calls.append("destroy")
 
 
 @pytest.fixture
@@ -376,7 +362,7 @@ def test_a_stream_that_something_else_holds_up_is_waited_for_until_the_deadline(
 
 
 def test_a_rank_0_without_an_id_is_named_by_the_others_at_once():
-    first, second = two(HashStore(), 2, rank0=but(get_unique_id=failing))
+    first, second = two(but(get_unique_id=failing), stand_in)
     assert isinstance(first, RuntimeError)
     assert isinstance(second, PeerLost)
     assert "rank 0 could not make a communicator" in str(second)
@@ -389,14 +375,14 @@ def test_at_the_end_of_the_interpreter_no_thread_is_started_to_abort(queued):
     assert threads == [threading.get_ident()]
 
 
-def two(store, ranks, **each):
-    """`NcclTransport` on threads; the results or errors."""
-
-    def connect(rank):
-        return NcclTransport(store, rank, range(ranks), 2.0, CPU, each.get(f"rank{rank}", stand_in))
-
-    with ThreadPoolExecutor(ranks) as pool:
-        futures = [pool.submit(connect, rank) for rank in range(ranks)]
+def two(*bindings):
+    """Connect two ranks with these bindings, on threads; the transports or errors."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(NcclTransport, store, rank, range(2), 2.0, CPU, binding)
+            for rank, binding in enumerate(bindings)
+        ]
         return [future.exception() or future.result() for future in futures]
 
 
@@ -411,14 +397,14 @@ def test_ranks_that_do_not_come_are_named():
 
 
 def test_ranks_with_different_versions_of_nccl_are_told_so():
-    for error in two(HashStore(), 2, rank1=but(get_version=lambda: 23007)):
+    for error in two(stand_in, but(get_version=lambda: 23007)):
         assert isinstance(error, DisagreementError)
         assert "rank 1 disagrees with rank 0 about the version of NCCL: '2.30.7' against '2.28.9'" in str(error)
 
 
 def test_two_ranks_on_one_gpu_are_told_so(monkeypatch):
     monkeypatch.setattr(nccl_communicator, "_gpu", lambda device: "GPU-1234")
-    for error in two(HashStore(), 2):
+    for error in two(stand_in, stand_in):
         assert isinstance(error, UsageError)
         assert "ranks 0 and 1 chose the same GPU, GPU-1234" in str(error)
 
@@ -427,7 +413,7 @@ def test_two_ranks_may_share_a_gpu_where_nccl_allows_it(monkeypatch):
     monkeypatch.setattr(nccl_communicator, "_gpu", lambda device: "GPU-1234")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     newer = but(get_version=lambda: 23003)
-    for transport in two(HashStore(), 2, rank0=newer, rank1=newer):
+    for transport in two(newer, newer):
         transport.abort()
 
 
@@ -449,7 +435,6 @@ def test_an_nccl_that_would_fail_later_is_refused(changes, said):
 
 
 def test_calls_that_return_before_they_are_done_are_refused(monkeypatch):
-    require_usable(stand_in)
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     with pytest.raises(UsageError, match="NCCL_COMM_BLOCKING=0"):
         require_usable(stand_in)
