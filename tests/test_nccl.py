@@ -204,12 +204,25 @@ def test_an_exchange_that_was_in_time_costs_nothing(queued, by):
     assert queued.failures.empty()
 
 
-@pytest.mark.parametrize("trouble", [RuntimeError("NCCL_ERROR_REMOTE_ERROR"), KeyError(8)], ids=str)
-def test_what_nccl_reports_later_ends_the_transport(queued, trouble):
+def failing():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+TROUBLES = {
+    "NCCL_ERROR_REMOTE_ERROR": {"trouble": RuntimeError("NCCL_ERROR_REMOTE_ERROR")},
+    "8": {"trouble": KeyError(8)},
+    "illegal memory access": {"query": failing},
+}
+
+
+@pytest.mark.parametrize(("said", "trouble"), TROUBLES.items(), ids=TROUBLES)
+def test_what_the_gpu_or_nccl_reports_later_is_the_next_exchanges_error(queued, said, trouble, monkeypatch):
+    if "query" in trouble:
+        monkeypatch.setattr(queued.queue, "record_event", lambda: SimpleNamespace(**trouble))
     swap(queued.transport)(NOW)
-    queued.binding.trouble = trouble
+    queued.binding.trouble = trouble.get("trouble")
     failure_of(queued)
-    with pytest.raises(TransportError, match="the GPU or NCCL failed"):
+    with pytest.raises(TransportError, match=rf"the GPU or NCCL failed \(.*{said}"):
         swap(queued.transport)
 
 
@@ -232,18 +245,6 @@ def test_a_store_that_does_not_answer_holds_no_deadline_up(queued, monkeypatch):
         assert isinstance(failure_of(queued), DeadlineExceeded)
     assert not answering.is_set()
     answering.set()
-
-
-def failing():
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-def test_a_gpu_that_failed_is_the_next_exchanges_error(queued, monkeypatch):
-    monkeypatch.setattr(queued.queue, "record_event", lambda: SimpleNamespace(query=failing, synchronize=failing))
-    swap(queued.transport)(NOW)
-    failure_of(queued)
-    with pytest.raises(TransportError, match="illegal memory access"):
-        swap(queued.transport)
 
 
 def test_closing_on_a_gpu_that_failed_says_so_and_frees_the_communicator(queued, monkeypatch):

@@ -274,15 +274,6 @@ def test_abort_from_another_thread_ends_a_meeting():
             bound.run(NOW)
 
 
-def test_a_transport_can_be_closed_twice_and_peers_memory_is_unmapped_once():
-    with connected("aa") as group:
-        group.buffers(ODD)
-        opened = [memory.mapped for memory in group.memories]
-        group.on_all(lambda rank: [group.transports[rank].close() for _ in range(2)])
-        assert opened == [2, 2]  # the page and the buffer of the other
-        assert [memory.mapped for memory in group.memories] == [0, 0]
-
-
 def test_a_forked_child_cannot_exchange_and_leaves_all_to_its_parent():
     with connected("aa") as group:
         buffers = group.buffers(ODD, torch.int32)

@@ -433,17 +433,6 @@ def carried(step_graphs, bucket, bound, step):
     return step_of(bucket, step_graphs, bound, step)
 
 
-def test_each_schedule_is_first_carried_call_by_call(bucket):
-    transport = Counted()
-    step_graphs, bound = StepGraphs([bucket], transport), [BoundStep([Program()]) for _ in range(3)]
-    for step in range(2 * len(bound)):
-        assert not carried(step_graphs, bucket, bound[step // 2], step)
-    assert step_graphs.reasons == {0: FIRST}
-    assert carried(step_graphs, bucket, bound[0], 100)
-    assert step_graphs.reasons == {}
-    assert transport.captures == len(bound)
-
-
 def test_a_schedule_that_never_comes_back_is_not_remembered(bucket):
     transport = Counted()
     step_graphs = StepGraphs([bucket], transport)
