@@ -76,6 +76,13 @@ def test_messages_without_a_schedule_are_in_the_same_group_at_both_ends(ranks, d
     assert {len(some.sends) for some in there} == {1}
 
 
+def test_no_group_of_a_long_batch_has_more_than_seven_messages():
+    sends = [P2PMessage(peer, LARGE) for peer in range(1, RANKS) for _ in range(3)]
+    counts = [len(some.sends) for some in uncut(P2PGroup(sends, []), 0, range(RANKS))]
+    assert sum(counts) == len(sends)
+    assert max(counts) == MOST_MESSAGES
+
+
 def exchanged_in_a_wide_hop(world):
     row = torch.full((RANKS, 1), float(world.rank)).flatten()
     world.run(direct.all_gather(RANKS), row)
