@@ -14,105 +14,102 @@ import pytest
 import triton
 
 HERE = Path(__file__).parent / "support"
-SCRIPT = HERE / "launch_report.py"
-pytestmark = pytest.mark.slow
 HEADERS = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+BUCKETS = 5
+"""Of ResNet-50."""
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def report():
-    """Made in a process in which Triton compiles instead of interpreting."""
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(SCRIPT.parent)}
-    done = subprocess.run([sys.executable, str(SCRIPT)], check=False, capture_output=True, text=True, env=env)
+def reported_by(program, **variables):
+    """What a program says in a process in which Triton compiles instead of interpreting."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(HERE), **variables}
+    done = subprocess.run([sys.executable, HERE / program], check=False, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_bucket_is_packed_by_one_launch_and_unpacked_by_one(report):
-    steps = report["resnet50"]
-    for step in (*steps["steady"], steps["moved"], steps["unaligned"]):
-        assert step["kernels"] == {"pack_kernel": steps["buckets"], "unpack_kernel": steps["buckets"]}
+@pytest.fixture(scope="module")
+def report():
+    return reported_by("launch_report.py")
 
 
-def test_a_steady_step_allocates_nothing_copies_nothing_and_waits_for_nothing(report):
-    for step in report["resnet50"]["steady"][1:]:
-        assert step["operations"] == []
-        assert step["uploads"] == [1] * report["resnet50"]["buckets"]
+@pytest.fixture(scope="module")
+def steps(report):
+    return report["resnet50"]["steps"]
 
 
-def test_the_first_step_sends_each_table_of_addresses_and_sets_each_scale(report):
-    operations = report["resnet50"]["steady"][0]["operations"]
-    assert operations.count("aten.copy_.default") == operations.count("aten.fill_.Scalar") == 5
+def column(step, number):
+    """Of all launches of a step: kernel, programs, warps, wire or header."""
+    return [launch[number] for launch in step["launches"]]
 
 
-def test_a_gradient_that_moves_costs_one_copy_for_its_bucket(report):
-    assert report["resnet50"]["moved"]["operations"].count("aten.copy_.default") == 1
-    assert report["resnet50"]["moved"]["uploads"] == [1, 1, 2, 1, 1]
+def test_a_bucket_is_packed_by_one_launch_and_unpacked_by_one(steps):
+    for step in steps.values():
+        assert column(step, 0) == ["pack_kernel", "unpack_kernel"] * BUCKETS
 
 
-def test_a_gradient_that_is_not_aligned_makes_its_bucket_take_another_kernel(report):
-    assert report["resnet50"]["aligned_warps"] == [4]
-    assert report["resnet50"]["unaligned_warps"] == [4, 4, 4, 4, 8, 8, 4, 4, 4, 4]
+def test_a_steady_step_allocates_nothing_copies_nothing_and_waits_for_nothing(steps):
+    assert steps["second"]["operations"] == steps["third"]["operations"] == []
 
 
-def test_a_program_is_launched_for_every_tile_of_the_bucket(report):
-    steps = report["resnet50"]
-    assert steps["programs"] == [tiles for tiles in steps["tiles"] for _ in ("pack", "unpack")]
-    assert sum(steps["tiles"]) == 6334  # of 4096 elements, in 161 tensors
+def test_the_first_step_sends_each_table_of_addresses_and_sets_each_scale(steps):
+    operations = steps["first"]["operations"]
+    assert operations.count("aten.copy_.default") == operations.count("aten.fill_.Scalar") == BUCKETS
 
 
-def test_launches_carry_the_address_of_the_wire_and_the_header_of_the_bucket(report):
-    steps = report["resnet50"]
-    assert steps["wire_arguments"] == [wire for wire in steps["wires"] for _ in ("pack", "unpack")]
-    assert steps["headers"][::2] == steps["headers"][1::2]
-    assert len(set(steps["headers"])) == steps["buckets"]
+def test_a_gradient_that_moves_costs_one_copy_for_its_bucket(steps):
+    assert steps["moved"]["operations"].count("aten.copy_.default") == 1
 
 
-def test_a_step_of_training_is_pack_reduce_and_unpack_of_each_bucket_on_each_rank(report):
-    training = report["training"]
-    assert training["buckets"] > 1
-    assert training["kernels"] == dict.fromkeys(
-        ("pack_kernel", "reduce_kernel", "unpack_kernel"), 2 * training["buckets"]
-    )
+def test_a_gradient_that_is_not_aligned_makes_its_bucket_take_another_kernel(steps):
+    assert column(steps["third"], 2) == [4] * 10
+    assert column(steps["unaligned"], 2) == [4, 4, 4, 4, 8, 8, 4, 4, 4, 4]
 
 
-def test_buckets_of_a_hundred_thousand_tensors_are_made_in_seconds(report):
-    assert report["many"]["tensors"] == 100_000
-    assert report["many"]["seconds"] < 20
+def test_a_program_is_launched_for_every_tile_of_the_bucket(steps):
+    programs = column(steps["third"], 1)
+    assert programs[::2] == programs[1::2]
+    assert sum(programs[::2]) == 6334  # of 4096 elements, in 161 tensors
+
+
+def test_launches_carry_the_address_of_the_wire_and_the_header_of_the_bucket(report, steps):
+    wires, headers = column(steps["third"], 3), column(steps["third"], 4)
+    assert wires[::2] == wires[1::2] == report["resnet50"]["wires"]
+    assert headers[::2] == headers[1::2]
+    assert len({*headers}) == BUCKETS
 
 
 def test_kernels_are_compiled_once_for_all_buckets_of_a_kind(report):
     assert report["resnet50"]["loads"] == 6  # three alignments, two ways
 
 
-def test_the_benchmarks_launch_one_kernel_per_task(report):
-    assert report["contenders"] == {
-        "pack: commrt": ["pack_kernel"],
-        "mix: commrt": ["mix_kernel"],
-    }
+def test_a_step_of_training_is_pack_reduce_and_unpack_of_each_bucket_on_each_rank(report):
+    training = report["training"]
+    assert training["buckets"] > 1
+    kernels = ("pack_kernel", "reduce_kernel", "unpack_kernel")
+    assert training["kernels"] == dict.fromkeys(kernels, 2 * training["buckets"])
 
 
-def test_the_tuner_launches_every_variant_it_tries(report):
-    tried = ["pack_kernel", "unpack_kernel", *["pack_kernel"] * 3, *["unpack_kernel"] * 3]
-    assert report["tuned"] == tried * 2
+def test_buckets_of_a_hundred_thousand_tensors_are_made_in_seconds(report):
+    assert report["seconds for many tensors"] < 20
+
+
+def test_benchmarks_and_the_tuner_launch_the_one_kernel_that_they_name(report):
+    launched = report["benchmarks"]
+    tuned = [name.split()[1] for name in launched if name.startswith("tuner: ")]
+    assert [*launched.values()] == [[f"{name}_kernel"] for name in ("pack", "mix", *tuned)]
+    assert tuned == ["pack", "unpack", *["pack"] * 3, *["unpack"] * 3]
 
 
 @pytest.mark.skipif(which("gcc") is None, reason="Triton's launcher needs a C compiler")
 def test_what_is_launched_arrives_at_the_driver_through_tritons_own_launcher(tmp_path):
-    library = tmp_path / "libcuda.so.1"
-    compiler = ["gcc", "-shared", "-fPIC", f"-I{HEADERS}", str(HERE / "stub_cuda.c"), "-o", str(library)]
-    subprocess.run(compiler, check=True)
-    env = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "PYTHONPATH": str(HERE),
-        "LD_LIBRARY_PATH": str(tmp_path),
-        "TRITON_LIBCUDA_PATH": str(tmp_path),
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),  # launchers linked with this library must not be kept
-    }
-    command = [sys.executable, str(HERE / "c_launch_report.py")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    library = ["-o", tmp_path / "libcuda.so.1", f"-I{HEADERS}", HERE / "stub_cuda.c"]
+    subprocess.run(["gcc", "-shared", "-fPIC", *library], check=True)
+    report = reported_by(
+        "c_launch_report.py",
+        LD_LIBRARY_PATH=str(tmp_path),
+        TRITON_LIBCUDA_PATH=str(tmp_path),
+        TRITON_CACHE_DIR=str(tmp_path / "cache"),  # launchers linked with this library must not be kept
+    )
     assert list(report) == ["pack", "unpack", "add"]
     assert [launch["arrived"] for launch in report.values()] == [launch["expected"] for launch in report.values()]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import for_each
 from torch.distributed import HashStore
 
 import commrt
@@ -28,7 +29,7 @@ def by_device(ranks, timeout_s):
     return [TransportByDevice(transport) for transport in over_threads(HashStore(), ranks, timeout_s)]
 
 
-@pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.name)
+@for_each("check", conformance.CHECKS)
 def test_it_conforms(check):
     check(by_device)
 
@@ -90,10 +91,6 @@ def test_a_gpu_that_is_not_connected_is_refused_with_the_call_that_connects_it()
         one.allocate(3, torch.float32, gpu)
 
 
-def test_one_rank_alone_reaches_every_device():
-    assert by_device(1, 5.0)[0].reaches(torch.device("cuda", 1))
-
-
 def test_a_deadline_is_one_for_all(both):
     one, elsewhere = both
     one.timeout_s = 2.5
@@ -123,9 +120,16 @@ def test_connecting_what_is_no_gpu_is_refused_and_the_world_goes_on():
     run_ranks(2, body)
 
 
-def test_a_world_of_one_needs_no_connection():
+@pytest.fixture
+def alone():
+    """A world of one rank."""
     with World(over_threads(HashStore(), 1, 5.0)[0], HashStore()) as world:
-        world.connect("cuda")
+        yield world
+
+
+def test_one_rank_alone_reaches_every_device_and_needs_no_connection(alone):
+    assert alone.transport.reaches(torch.device("cuda", 1))
+    alone.connect("cuda")
 
 
 class Recorded:
@@ -142,23 +146,24 @@ class Recorded:
         self.story.append("nothing" if mark is DONE else f"behind {mark.number}")
 
 
-def test_a_task_is_queued_behind_its_caller_and_the_reader_of_its_result_behind_the_task():
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_task_is_queued_behind_its_caller_and_the_reader_of_its_result_behind_the_task(fails):
+    """No stream waits for the work of a task that failed."""
     comm_thread = CommThread(lambda failure: None)
     comm_thread.streams = streams = Recorded()
-    answer = comm_thread.submit(lambda: streams.story.append("task"))
-    answer.result()
-    comm_thread.close()
-    assert streams.story == ["mark", "behind 1", "task", "mark", "behind 4"]
 
+    def task():
+        streams.story.append("task")
+        assert not fails
 
-def test_no_stream_waits_for_the_work_of_a_failed_task():
-    comm_thread = CommThread(lambda failure: None)
-    comm_thread.streams = streams = Recorded()
-    answer = comm_thread.submit([].pop)
-    with pytest.raises(IndexError):
+    answer = comm_thread.submit(task)
+    if fails:
+        with pytest.raises(AssertionError):
+            answer.result()
+    else:
         answer.result()
     comm_thread.close()
-    assert streams.story == ["mark", "behind 1"]
+    assert streams.story == ["mark", "behind 1", "task", *([] if fails else ["mark", "behind 4"])]
 
 
 def test_a_second_gpu_of_a_rank_is_refused(both):
@@ -171,44 +176,39 @@ def test_a_second_gpu_of_a_rank_is_refused(both):
 LATE = DeadlineExceeded("no transfer with ranks [1] within 5 s")
 
 
-def test_waiting_for_a_world_waits_for_what_its_gpu_has_queued(both):
+def test_waiting_for_a_world_waits_for_what_its_gpu_has_queued(both, alone):
     elsewhere = both[1]
-    with World(over_threads(HashStore(), 1, 5.0)[0], HashStore()) as world:
-        world.transport.add(META, elsewhere)
-        world.wait()
-        assert elsewhere.ends == ["wait"]
+    alone.transport.add(META, elsewhere)
+    alone.wait()
+    assert elsewhere.ends == ["wait"]
 
 
-def test_a_world_whose_gpu_failed_late_is_closed_and_reports_it():
-    store = HashStore()
-    world = World(over_threads(store, 1, 5.0)[0], store)
-    world._on_late_failure(LATE)
-    assert world.closed
-    assert world.unraised_failure is LATE
-    assert b"no transfer with ranks [1]" in store.get("report/0")
-    world.close()
-    assert world.unraised_failure is None
+def test_a_world_whose_gpu_failed_late_is_closed_and_reports_it(alone):
+    alone._on_late_failure(LATE)
+    assert alone.closed
+    assert alone.unraised_failure is LATE
+    assert b"no transfer with ranks [1]" in alone.store.get("report/0")
+    alone.close()
+    assert alone.unraised_failure is None
 
 
-def test_a_process_that_ends_without_being_told_of_a_failure_warns(monkeypatch):
-    world = World(over_threads(HashStore(), 1, 5.0)[0], HashStore())
-    world._on_late_failure(LATE)
-    monkeypatch.setattr(init, "_current", world)
+def test_a_process_that_ends_without_being_told_of_a_failure_warns(alone, monkeypatch):
+    alone._on_late_failure(LATE)
+    monkeypatch.setattr(init, "_current", alone)
     with pytest.warns(UserWarning, match="after a failure that no call has raised: no transfer with ranks"):
         init._at_exit()
 
 
-def test_no_optimizer_steps_after_a_gpu_failed_late():
-    with World(over_threads(HashStore(), 1, 5.0)[0], HashStore()) as world:
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        commrt.attach(model, optimizer, world=world)
-        model(torch.ones(1, 2)).sum().backward()
-        before = model.weight.tolist()
-        world._on_late_failure(LATE)
-        with pytest.raises(DeadlineExceeded, match="no transfer with ranks"):
-            optimizer.step()
-        assert model.weight.tolist() == before
+def test_no_optimizer_steps_after_a_gpu_failed_late(alone):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    commrt.attach(model, optimizer, world=alone)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.tolist()
+    alone._on_late_failure(LATE)
+    with pytest.raises(DeadlineExceeded, match="no transfer with ranks"):
+        optimizer.step()
+    assert model.weight.tolist() == before
 
 
 def test_connecting_a_gpu_adds_a_transport_and_streams_once(monkeypatch):

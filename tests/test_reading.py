@@ -7,7 +7,6 @@ All ranks run on one thread. A step is one look at a peer's word, one write to i
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
@@ -90,58 +89,8 @@ class SteppedMemory(HostPeerMemory):
         return lambda: self.plans.append(plan)
 
 
-@dataclass
-class Ranks:
-    """All ranks of a host, with a buffer for each name."""
-
-    size: int
-    numel: int
-    memories: list = field(init=False)
-    transports: list = field(init=False)
-    buffers: dict = field(default_factory=dict)
-    windows: dict = field(default_factory=dict)
-    kept: list = field(default_factory=list)
-
-    def __post_init__(self):
-        self.memories, store = [SteppedMemory() for _ in range(self.size)], HashStore()
-        self.pool = ThreadPoolExecutor(self.size)
-        members = range(self.size)
-        self.transports = list(
-            self.pool.map(lambda rank: connect_one(store, rank, members, 60.0, self.memories[rank]), members)
-        )
-        for transport in self.transports:
-            for peer, count in transport._begins.items():
-                count.fill_(NEAR_WRAP)
-                transport._neighbours.inbox(peer).fill_(NEAR_WRAP)
-
-    def share(self, name):
-        """Let all read a new buffer of each rank."""
-        self.buffers[name] = [transport.allocate_shared(self.numel, torch.int32) for transport in self.transports]
-        shared = self.pool.map(lambda rank: self.transports[rank].share([self.buffers[name][rank]]), range(self.size))
-        self.windows[name] = [windows[0] for windows in shared]
-
-    def bound(self, schedule, name, rank):
-        mine, transport = program(schedule, rank), self.transports[rank]
-        return bind_reading(mine, self.buffers[name][rank], self.windows[name][rank], transport)
-
-    def queued(self, run, rank):
-        """Yield what the host of a rank queues in a run."""
-        schedule, memory = run.schedule, self.memories[rank]
-        bound = self.bound(schedule, run.name, rank)
-        for hop in bound.hops:
-            hop.exchange(Tag(0, run.name))
-        self.kept.append(bound)
-        hops = [(memory.plans.pop(0), hop.combinations) for hop in bound.hops]
-        yield from (self.buffers[run.name][rank], run.values[rank], hops)
-
-    def close(self):
-        self.pool.shutdown()
-        for transport in self.transports:
-            transport.abort()
-
-
 class Run(NamedTuple):
-    """A program of all ranks, on buffers with these values."""
+    """A program of all ranks, on buffers of a name with these values."""
 
     name: str
     schedule: Schedule
@@ -151,15 +100,30 @@ class Run(NamedTuple):
 class Device:
     """What a rank's host has queued, all at once: so kernels go on after a meeting has failed."""
 
-    def __init__(self, ranks, rank, runs):
-        self.transport, self.found = ranks.transports[rank], []
-        queued = [list(ranks.queued(run, rank)) for run in runs]
-        self.steps = self.all_steps(queued)
+    def __init__(self, store, size, rank, runs):
+        """Collective."""
+        self.rank, self.runs, self.memory, self.found, self.kept = rank, runs, SteppedMemory(), [], []
+        self.transport = connect_one(store, rank, range(size), 60.0, self.memory)
+        for peer, count in self.transport._begins.items():
+            count.fill_(NEAR_WRAP)
+            self.transport._neighbours.inbox(peer).fill_(NEAR_WRAP)
+        self.buffers = {name: self.transport.allocate_shared(NUMEL, torch.int32) for name in "ab"}
+        self.windows = dict(zip("ab", self.transport.share([*self.buffers.values()]), strict=True))
+        self.steps = self.all_steps([self.queued(run) for run in runs])
+
+    def queued(self, run):
+        """Return the meeting and the kernels of each hop, which the host queues in a run."""
+        mine = program(run.schedule, self.rank)
+        bound = bind_reading(mine, self.buffers[run.name], self.windows[run.name], self.transport)
+        for hop in bound.hops:
+            hop.exchange(Tag(0, run.name))
+        self.kept.append(bound)
+        return [(self.memory.plans.pop(0), hop.combinations) for hop in bound.hops]
 
     def all_steps(self, queued):
         """Yield after each step, True while it waits for a peer."""
-        for buffer, values, hops in queued:
-            buffer.copy_(values)
+        for run, hops in zip(self.runs, queued, strict=True):
+            self.buffers[run.name].copy_(run.values[self.rank])
             yield False
             for plan, kernels in hops:
                 yield from meeting(plan)
@@ -167,7 +131,7 @@ class Device:
                     kernel()
                     yield False
             if not self.transport._state[0].item():
-                self.found.append(buffer.clone())
+                self.found.append(self.buffers[run.name].clone())
 
     def give_up(self):
         """As when another thread calls abort()."""
@@ -225,35 +189,30 @@ def cases_of_ranks(draw):
 
 
 def ran(case, troubles=()):
-    """What each rank found at the end of each run, up to its failure; and what it should have found."""
+    """(found, expected) of each rank: what it found at the end of each run, up to its failure."""
     size, runs, seed = case
-    ranks = Ranks(size, NUMEL)
+    store = HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        devices = list(pool.map(lambda rank: Device(store, size, rank, runs), range(size)))
     try:
-        for name in "ab":
-            ranks.share(name)
-        devices = [Device(ranks, rank, runs) for rank in range(size)]
         go(devices, Random(seed), troubles)
     finally:
-        ranks.close()
-    return devices, [result(run.schedule, [value.clone() for value in run.values]) for run in runs]
-
-
-def stacked(tensors):
-    return torch.stack(list(tensors)) if tensors else torch.empty(0)
+        for device in devices:
+            device.transport.abort()
+    expected = [result(run.schedule, [value.clone() for value in run.values]) for run in runs]
+    return [(device.found, [after[rank] for after in expected]) for rank, device in enumerate(devices)]
 
 
 @cases(60)
 @given(cases_of_ranks())
 def test_random_programs_in_random_orders_of_steps_do_what_their_schedules_mean(case):
-    devices, expected = ran(case)
-    for rank, device in enumerate(devices):
-        assert torch.equal(stacked(device.found), stacked([after[rank] for after in expected]))
+    for found, expected in ran(case):
+        assert all(map(torch.equal, found, expected))
+        assert len(found) == len(expected)
 
 
 @cases(60)
 @given(cases_of_ranks(), st.integers(0, 1), st.integers(0, 120), st.booleans())
 def test_if_a_rank_gives_up_or_dies_at_any_step_no_other_takes_a_wrong_result_for_right(case, who, after, dies):
-    devices, expected = ran(case, [Trouble(rank=who, after=after, dies=dies)])
-    for rank, device in enumerate(devices):
-        count = len(device.found)
-        assert torch.equal(stacked(device.found), stacked([after[rank] for after in expected[:count]]))
+    for found, expected in ran(case, [Trouble(rank=who, after=after, dies=dies)]):
+        assert all(map(torch.equal, found, expected))

@@ -19,9 +19,9 @@ import nccl_stand_in as nccl
 import pytest
 import torch
 from interpreter import interpreted_gpu
-from peer_group import over_peers
 from torch import nn
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
+from transports import over_nccl, over_peers
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
@@ -34,10 +34,9 @@ from commrt.kernels.layout import layout_of
 from commrt.kernels.plain_torch import bits
 from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
-from commrt.threads.future import DONE
+from commrt.threads.future import DONE, Streams
 from commrt.transport import nccl as transport_module
-from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 
 class Remembered(threading.local):
@@ -54,39 +53,22 @@ class Remembered(threading.local):
 remembered = Remembered()
 
 
-class Streams:
+class RecordingStreams(Streams):
     """Those of a device that can remember."""
-
-    def use(self):
-        pass
-
-    enter = use
-
-    def current(self):
-        return 0
 
     def record_event(self):
         assert nccl.recording() is None  # or nobody could ask whether it was reached
         return DONE
-
-    def wait_event(self, mark):
-        pass
 
     def capture(self, work):
         remembered.graphs.append(nccl.record(work))
         return remembered.graphs[-1]
 
 
-def over_nccl(store, ranks, timeout_s):
-    shelf = PrefixStore("nccl", store)
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: NcclTransport(shelf, rank, range(ranks), timeout_s, CPU, nccl), range(ranks)))
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """CPU tensors count as a GPU's, which remembers what it is told to."""
-    monkeypatch.setattr(transport_module, "streams_of", lambda device: Streams())
+    monkeypatch.setattr(transport_module, "streams_of", lambda device: RecordingStreams())
     monkeypatch.setattr(reading, "copying", lambda out, source: lambda: nccl.ask(lambda: out.copy_(source)))
     with interpreted_gpu() as launches:
         for module in (packing, device_launch):
@@ -99,10 +81,9 @@ def noted_launch(launches, variant, device):
     return lambda *arguments: nccl.ask(partial(launch, *arguments))
 
 
-UNTRAINED = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+UNTRAINED = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Tanh(), nn.Linear(3, 2, bias=False))
+"""Small, as the interpreter is slow; each layer is a bucket."""
 STEPS = 6
-
-
 RING = commrt.Ring()
 
 
@@ -138,44 +119,11 @@ def require_same(ranks, connect=over_nccl, **options):
     assert {replays for _, _, replays, _ in by_calls} == {0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "wire"), [(2, torch.bfloat16), (4, None)])
-def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, ranks, wire):
-    require_same(ranks, wire=wire)
-
-
-@pytest.mark.parametrize("connect", [over_nccl, over_peers])
-def test_gradients_that_live_on_the_wire_have_graphs_too(gpu, connect):
-    require_same(2, connect, gradients="views")
-
-
-def test_what_is_unpacked_from_peers_memory_is_what_nccl_brings(gpu):
-    require_same(2, over_peers, algorithm=commrt.Direct())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [make() for make in ALGORITHMS.values()], ids=ALGORITHMS)
-def test_what_three_ranks_unpack_from_peers_memory_is_what_nccl_brings(gpu, algorithm):
-    require_same(3, over_peers, algorithm=algorithm)
-
-
-def test_a_rank_that_lacks_gradients_does_by_calls_what_others_do_by_graphs(gpu):
-    over = {"connect": over_peers}
-    by_graphs = run_ranks(2, lambda world: trained(world, True, backward=without_some), **over)
-    by_calls = run_ranks(2, lambda world: trained(world, False, backward=without_some), connect=over_nccl)
-    assert [params for params, *_ in by_graphs] == [params for params, *_ in by_calls]
-    assert [NOT_WHOLE in reasons[3] for _, reasons, _, _ in by_graphs] == [True, False]
-
-
 def without_some(world, step, model, loss):
     """Gradients that some ranks, or all, do not have in this step."""
     lacking = {3: [0], 4: [0, 1], 5: [1]}.get(step, [])
-    first, last = list(model[0].parameters()), list(model[2].parameters())
-    loss.backward(inputs=last if world.rank in lacking else first + last)
-
-
-def test_gradients_that_some_ranks_lack_do_not_keep_anybody_from_graphs(gpu):
-    require_same(2, backward=without_some)
+    first, last = model[0].weight, model[2].weight
+    loss.backward(inputs=[last] if world.rank in lacking else [first, last])
 
 
 def off_the_grid(world, step, model, loss):
@@ -186,8 +134,38 @@ def off_the_grid(world, step, model, loss):
     loss.backward()
 
 
-def test_gradients_that_one_rank_has_at_odd_addresses_do_not_keep_anybody_from_graphs(gpu):
-    require_same(2, backward=off_the_grid)
+TRAININGS = {
+    "gradients that live on the wire": {"gradients": "views"},
+    "those in peers' memory": {"gradients": "views", "connect": over_peers},
+    "sums that are unpacked from peers' memory": {"algorithm": commrt.Direct(), "connect": over_peers},
+    "gradients that some ranks lack": {"backward": without_some},
+    "gradients that one rank has at odd addresses": {"backward": off_the_grid},
+}
+
+
+@pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
+def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, options):
+    require_same(2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "wire"), [(2, torch.bfloat16), (4, None)])
+def test_so_it_does_with_a_cast_and_on_more_ranks(gpu, ranks, wire):
+    require_same(ranks, wire=wire)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [make() for make in ALGORITHMS.values()], ids=ALGORITHMS)
+def test_what_three_ranks_unpack_from_peers_memory_is_what_nccl_brings(gpu, algorithm):
+    require_same(3, over_peers, algorithm=algorithm)
+
+
+def test_a_rank_that_lacks_gradients_does_by_calls_what_others_do_by_graphs(gpu):
+    body = partial(trained, backward=without_some)
+    by_graphs = run_ranks(2, lambda world: body(world, True), connect=over_peers)
+    by_calls = run_ranks(2, lambda world: body(world, False), connect=over_nccl)
+    assert [params for params, *_ in by_graphs] == [params for params, *_ in by_calls]
+    assert [NOT_WHOLE in reasons[3] for _, reasons, _, _ in by_graphs] == [True, False]
 
 
 def test_when_the_device_of_one_rank_refuses_no_rank_uses_graphs(gpu, monkeypatch):
@@ -200,7 +178,7 @@ def test_when_the_device_of_one_rank_refuses_no_rank_uses_graphs(gpu, monkeypatc
             raise RuntimeError("operation not permitted when stream is capturing")
         return asked[-1]
 
-    monkeypatch.setattr(Streams, "capture", refuse)
+    monkeypatch.setattr(RecordingStreams, "capture", refuse)
     outcomes = run_ranks(2, lambda world: (world.rank, trained(world, True)), connect=over_nccl)
     last = {rank: reasons[-1] for rank, (_, reasons, _, _) in outcomes}
     said = sorted(reason for reasons in last.values() for reason in reasons)
@@ -214,29 +192,25 @@ def test_when_the_device_of_one_rank_refuses_no_rank_uses_graphs(gpu, monkeypatc
 
 def test_graphs_are_made_when_backward_passes_have_ended(gpu, monkeypatch):
     """torch's random numbers of the device belong to the graph while one is made."""
-    busy, made = [False, False], []
+    missing, made = [0, 0], []
 
     def capture(streams, work):
-        made.append(list(busy))
+        made.append([*missing])
         return nccl.record(work)
 
     def backward(world, step, model, loss):
-        busy[world.rank] = True
-        hooks = [param.register_post_accumulate_grad_hook(partial(ready, world.rank)) for param in model.parameters()]
+        def ready(param):
+            missing[world.rank] -= 1
+
+        missing[world.rank] = len(list(model.parameters()))
+        hooks = [param.register_post_accumulate_grad_hook(ready) for param in model.parameters()]
         loss.backward()
         for hook in hooks:
             hook.remove()
 
-    missing = [len(list(UNTRAINED.parameters()))] * 2
-
-    def ready(rank, param):
-        missing[rank] -= 1
-        if not missing[rank]:
-            missing[rank], busy[rank] = len(list(UNTRAINED.parameters())), False
-
-    monkeypatch.setattr(Streams, "capture", capture)
+    monkeypatch.setattr(RecordingStreams, "capture", capture)
     run_ranks(2, lambda world: trained(world, True, backward=backward), connect=over_nccl)
-    assert made == [[False, False]] * len(made) != []
+    assert made == [[0, 0]] * len(made) != []
 
 
 def leaving_early(world, graphs):
@@ -267,13 +241,7 @@ def test_ranks_that_saw_different_steps_in_join_use_graphs_together_afterwards(g
     by_graphs = run_ranks(3, lambda world: leaving_early(world, True), connect=over_nccl)
     by_calls = run_ranks(3, lambda world: leaving_early(world, False), connect=over_nccl)
     assert [grads for grads, *_ in by_graphs] == [grads for grads, *_ in by_calls]
-    assert {inside for _, inside, _ in by_graphs} == {after for *_, after in by_graphs} == {(3 - BY_CALLS) * 4}
-
-
-def test_a_status_that_cupy_does_not_know_is_a_refusal_too(gpu, monkeypatch):
-    monkeypatch.setattr(Streams, "capture", lambda streams, work: {}[8])
-    for _, reasons, *_ in run_ranks(2, lambda world: trained(world, True), connect=over_nccl):
-        assert reasons[-1] == {"the device refused: 8"}
+    assert {inside for _, inside, _ in by_graphs} == {after for *_, after in by_graphs} == {(3 - BY_CALLS) * 2}
 
 
 class Alternating:
@@ -281,9 +249,6 @@ class Alternating:
 
     def __init__(self):
         self.schedules = {}
-
-    def __repr__(self):
-        return "Alternating()"
 
     def schedule(self, step, ranks):
         if (key := (step % 2, ranks)) not in self.schedules:
@@ -336,17 +301,27 @@ def test_a_graph_that_is_not_used_any_more_is_forgotten(gpu):
         assert [reference() for reference in known] == [None] * 4
 
 
-def test_what_a_graph_uses_lives_as_long_as_the_graph(gpu):
-    with two_transports() as (transports, _):
-        work = partial(int)  # stands for one with tensors
-        known = weakref.ref(work)
-        replay = transports[0].capture(work, P2PGroup([], []))
-        del work
-        gc.collect()
-        assert known() is not None
-        del replay
-        gc.collect()
-        assert known() is None
+@pytest.mark.parametrize("connect", [over_nccl, over_peers])
+def test_what_a_graph_uses_lives_as_long_as_the_graph(gpu, connect):
+    transport, _ = connect(HashStore(), 2, 10.0)
+    work = partial(int)  # stands for one with tensors
+    known = weakref.ref(work)
+    replay = transport.capture(work, P2PGroup([], [], reads=connect is over_peers))
+    del work
+    gc.collect()
+    assert known() is not None
+    del replay
+    gc.collect()
+    assert known() is None
+    transport.abort()
+
+
+def test_a_status_that_cupy_does_not_know_is_a_refusal_too(gpu, monkeypatch):
+    monkeypatch.setattr(RecordingStreams, "capture", lambda streams, work: {}[8])
+    (transport,) = over_nccl(HashStore(), 1, 10.0)
+    with pytest.raises(RuntimeError, match="8"):
+        transport.capture(int, P2PGroup([], []))
+    transport.abort()
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
@@ -458,17 +433,6 @@ def carried(step_graphs, bucket, bound, step):
     return step_of(bucket, step_graphs, bound, step)
 
 
-def test_each_schedule_is_first_carried_call_by_call(bucket):
-    transport = Counted()
-    step_graphs, bound = StepGraphs([bucket], transport), [BoundStep([Program()]) for _ in range(3)]
-    for step in range(2 * len(bound)):
-        assert not carried(step_graphs, bucket, bound[step // 2], step)
-    assert step_graphs.reasons == {0: FIRST}
-    assert carried(step_graphs, bucket, bound[0], 100)
-    assert step_graphs.reasons == {}
-    assert transport.captures == len(bound)
-
-
 def test_a_schedule_that_never_comes_back_is_not_remembered(bucket):
     transport = Counted()
     step_graphs = StepGraphs([bucket], transport)
@@ -476,17 +440,16 @@ def test_a_schedule_that_never_comes_back_is_not_remembered(bucket):
     assert transport.captures == 0
 
 
-def test_a_device_that_refuses_is_asked_once_and_its_reason_is_kept(bucket):
-    transport = Counted(RuntimeError("operation not permitted when stream is capturing"))
+REFUSALS = {
+    "the device refused: not while a stream is capturing": {"refusal": RuntimeError("not while a stream is capturing")},
+    NOTHING_QUEUED: {"queues": False},
+}
+
+
+@pytest.mark.parametrize(("reason", "answer"), REFUSALS.items(), ids=["a device", "a transport that queues nothing"])
+def test_who_refuses_is_asked_once_and_the_reason_is_kept(bucket, reason, answer):
+    transport = Counted(**answer)
     step_graphs, bound = StepGraphs([bucket], transport), BoundStep([Program()])
     assert not any(carried(step_graphs, bucket, bound, step) for step in range(5))
     assert transport.captures == 1
-    assert step_graphs.reasons == {0: "the device refused: operation not permitted when stream is capturing"}
-
-
-def test_a_transport_that_queues_nothing_is_asked_once(bucket):
-    transport = Counted(queues=False)
-    step_graphs, bound = StepGraphs([bucket], transport), BoundStep([Program()])
-    assert not any(carried(step_graphs, bucket, bound, step) for step in range(5))
-    assert transport.captures == 1
-    assert step_graphs.reasons == {0: NOTHING_QUEUED}
+    assert step_graphs.reasons == {0: reason}

@@ -42,19 +42,15 @@ class Driver:
     loads: int = 0
 
     def get_current_device(self) -> int:
-        """The only one."""
         return 0
 
     def get_current_stream(self, device: int | None) -> int:
-        """Any number."""
         return STREAM
 
     def get_device_capability(self, device: int | None) -> tuple[int, int]:
-        """Of an H200."""
-        return 9, 0
+        return 9, 0  # an H200
 
     def get_current_target(self) -> GPUTarget:
-        """The same."""
         return GPUTarget("cuda", 90, 32)
 
     @property

@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -46,73 +46,49 @@ def step(buckets: list[GradientBucket], fake: Driver) -> dict[str, Any]:
             bucket.unpack()
     for bucket in buckets:
         bucket.assign_missing()
-    return {
-        "kernels": Counter(call.kernel for call in fake.calls),
-        "operations": operations.names,
-        "uploads": [bucket._packing.tables.uploads for bucket in buckets],
-    }
+    launches = [
+        (call.kernel, call.programs, call.warps, call.arguments["wire"], call.arguments["header"])
+        for call in fake.calls
+    ]
+    return {"launches": launches, "operations": operations.names}
 
 
 def steps_of_resnet50(fake: Driver) -> dict[str, Any]:
     """Steps in which nothing changes, then one in which a gradient has moved, and one in which it is not aligned."""
     params = parameters(list(resnet50().values()))
     buckets = build_buckets(params, torch.bfloat16, 25 * MIB)
-    steady = [step(buckets, fake) for _ in range(3)]
-    programs = [call.programs for call in fake.calls]
-    arguments = [call.arguments for call in fake.calls]
-    tiles = [bucket._packing.tables.tiles for bucket in buckets]
-    aligned = {call.warps for call in fake.calls}
+    steps = {name: step(buckets, fake) for name in ("first", "second", "third")}
     param = buckets[2].params[0][1]
     param.grad = param.grad.clone()
-    moved = step(buckets, fake)
+    steps["moved"] = step(buckets, fake)
     param.grad = torch.zeros(param.numel() + 1)[1:].view(param.shape)
-    unaligned = step(buckets, fake)
-    warps = [call.warps for call in fake.calls]
-    return {
-        "buckets": len(buckets),
-        "steady": steady,
-        "moved": moved,
-        "unaligned": unaligned,
-        "programs": programs,
-        "tiles": tiles,
-        "aligned_warps": list(aligned),
-        "unaligned_warps": warps,
-        "wires": [bucket.wire.data_ptr() for bucket in buckets],
-        "wire_arguments": [call["wire"] for call in arguments],
-        "headers": [call["header"] for call in arguments],
-        "loads": fake.loads,
-    }
+    steps["unaligned"] = step(buckets, fake)
+    return {"steps": steps, "wires": [bucket.wire.data_ptr() for bucket in buckets], "loads": fake.loads}
 
 
-def many_tensors(count: int) -> dict[str, Any]:
-    """Making the buckets of `count` small tensors."""
-    params = parameters([(7,)] * count)
-    begin_s = perf_counter()
+def seconds_for_many_tensors() -> float:
+    """Of CPU, to make the buckets of 100,000 small tensors."""
+    params = parameters([(7,)] * 100_000)
+    begin_s = process_time()
     build_buckets(params, None, 25 * MIB)
-    return {"tensors": count, "seconds": perf_counter() - begin_s}
+    return process_time() - begin_s
 
 
-def contenders(fake: Driver) -> dict[str, list[str]]:
-    """What each of our contenders in the benchmarks launches."""
+def benchmarks(fake: Driver) -> dict[str, list[str]]:
+    """What our contenders in the benchmarks launch, and the tuner, for one size of tiles and all variants."""
+    runs = {
+        "pack": pack([(7,), (5000,)], torch.bfloat16).contenders[OURS],
+        "mix": mix([(7,)], torch.bfloat16).contenders[OURS],
+    }
+    for label, sizes, variant in trials(torch.bfloat16, more=True):
+        if sizes == SIZES[90]:
+            runs[f"tuner: {label}"] = Workload([(7,), (5000,)], torch.bfloat16).launches(variant, sizes)
     launched = {}
-    packing = pack([(7,), (5000,)], torch.bfloat16)
-    for name, task in (("pack", packing), ("mix", mix([(7,)], torch.bfloat16))):
-        for who, run in task.contenders.items():
-            if who.startswith(OURS):
-                fake.calls.clear()
-                run(0)
-                launched[f"{name}: {who}"] = [call.kernel for call in fake.calls]
+    for name, run in runs.items():
+        fake.calls.clear()
+        run(0)
+        launched[name] = [call.kernel for call in fake.calls]
     return launched
-
-
-def tuned(fake: Driver) -> list[str]:
-    """What the tuner launches, for one size of tiles and all variants."""
-    fake.calls.clear()
-    for wire in (torch.float32, torch.bfloat16):
-        for _, sizes, variant in trials(wire, more=True):
-            if sizes == SIZES[90]:
-                Workload([(7,), (5000,)], wire).launches(variant, sizes)(0)
-    return [call.kernel for call in fake.calls]
 
 
 def training(fake: Driver) -> dict[str, Any]:
@@ -141,10 +117,9 @@ def main() -> None:
     with fake_gpu() as fake:
         report = {
             "resnet50": steps_of_resnet50(fake),
-            "many": many_tensors(100_000),
+            "seconds for many tensors": seconds_for_many_tensors(),
             "training": training(fake),
-            "contenders": contenders(fake),
-            "tuned": tuned(fake),
+            "benchmarks": benchmarks(fake),
         }
     sys.stdout.write(json.dumps(report))
 

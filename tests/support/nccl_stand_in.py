@@ -26,7 +26,6 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -98,7 +97,7 @@ class _Thread(threading.local):
     """Status of the first call of them that was refused."""
 
     def __init__(self) -> None:
-        self.calls: list[Posted] = []
+        self.calls: list[_Posted] = []
 
 
 _thread = _Thread()
@@ -131,7 +130,7 @@ def record(work: Callable[[], None]) -> RecordedGraph:
 
 
 @dataclass(slots=True, eq=False)
-class Posted:
+class _Posted:
     """A send or a receive of a group."""
 
     communicator: NcclCommunicator
@@ -146,18 +145,9 @@ class Posted:
 class _Post:
     """All calls of one rank with one peer in one group, in order."""
 
-    calls: list[Posted]
+    calls: list[_Posted]
     number: int = 0
     """Counts the groups that were recorded with this peer, from 1 on; 0 for a group that was not recorded."""
-    done: bool = False
-    status: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class End:
-    """A call that has begun, apart from the rest of its group."""
-
-    call: Posted
     done: bool = False
     status: int = 0
 
@@ -170,8 +160,6 @@ class _Fabric:
     arrived: set[int] = field(default_factory=set)
     posted: dict[tuple[int, int], _Post] = field(default_factory=dict)
     """(rank, peer) -> the post with which rank waits for peer; at most one, since calls return when it is done."""
-    waiting: dict[tuple[int, int], deque[End]] = field(default_factory=dict)
-    """(sender, receiver) -> the ends that wait for theirs, sends or receives, where groups are cut into plans."""
 
 
 changed = threading.Condition()
@@ -238,12 +226,12 @@ class NcclCommunicator:
         self._rank, self._id, self._users = rank, commId, 0
         self._recorded, self._graphs = [0] * ndev, 0
         with changed:
-            self.fabric = _fabrics.setdefault(commId, _Fabric(ndev))
-            if self.fabric.ranks != ndev or rank in self.fabric.arrived:
+            self._fabric = _fabrics.setdefault(commId, _Fabric(ndev))
+            if self._fabric.ranks != ndev or rank in self._fabric.arrived:
                 raise _not_made(INVALID_USAGE)
-            self.fabric.arrived.add(rank)
+            self._fabric.arrived.add(rank)
             changed.notify_all()
-            changed.wait_for(lambda: len(self.fabric.arrived) == ndev)
+            changed.wait_for(lambda: len(self._fabric.arrived) == ndev)
 
     def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Send `count` values at `address` to `peer`."""
@@ -257,9 +245,9 @@ class NcclCommunicator:
         if not all(type(value) is int for value in (address, count, dtype, peer, stream)):
             raise TypeError("an integer is required")
         self._require_open()
-        if not 0 <= peer < self.fabric.ranks or dtype not in NBYTES or count < 0 or (count and not address):
+        if not 0 <= peer < self._fabric.ranks or dtype not in NBYTES or count < 0 or (count and not address):
             raise _refused(INVALID_ARGUMENT)
-        call = Posted(self, is_send, address, count, dtype, peer)
+        call = _Posted(self, is_send, address, count, dtype, peer)
         if _thread.depth:
             _thread.calls.append(call)
         else:
@@ -277,12 +265,8 @@ class NcclCommunicator:
         """End the calls that wait in this communicator, from any thread; it cannot be used again."""
         with changed:
             self.comm = 0
-            for peer in range(self.fabric.ranks):  # or it would read and write memory that is not ours any more
-                self.fabric.posted.pop((self._rank, peer), None)
-            for ends in self.fabric.waiting.values():
-                mine = [end for end in ends if end.call.communicator is self]
-                for end in mine:
-                    ends.remove(end)
+            for peer in range(self._fabric.ranks):  # or it would read and write memory that is not ours any more
+                self._fabric.posted.pop((self._rank, peer), None)
             changed.notify_all()
             changed.wait_for(lambda: not self._graphs)
 
@@ -293,14 +277,14 @@ class NcclCommunicator:
         return self._rank
 
 
-def _run(calls: list[Posted]) -> None:
+def _run(calls: list[_Posted]) -> None:
     """Run a whole group now, or in each replay if the thread records."""
     if (graph := _thread.graph) is None:
-        run_group(calls, {})
+        _run_group(calls, {})
     else:
-        with changed, exclusively({call.communicator for call in calls}):
+        with changed, _exclusively({call.communicator for call in calls}):
             numbers = {end: _recorded(graph, *end) for end in _posts(calls)}
-        graph.note(lambda: run_group(calls, numbers))
+        graph.note(lambda: _run_group(calls, numbers))
 
 
 def _recorded(graph: RecordedGraph, communicator: NcclCommunicator, peer: int) -> int:
@@ -317,14 +301,14 @@ def _recorded(graph: RecordedGraph, communicator: NcclCommunicator, peer: int) -
     return communicator._recorded[peer]
 
 
-def _run_now(calls: list[Posted], numbers: dict[tuple[NcclCommunicator, int], int]) -> None:
+def _run_group(calls: list[_Posted], numbers: dict[tuple[NcclCommunicator, int], int]) -> None:
     """Post a whole group and wait until it is done."""
-    with changed, exclusively({call.communicator for call in calls}):
+    with changed, _exclusively({call.communicator for call in calls}):
         posts = _posts(calls)
         for end, post in posts.items():
             post.number = numbers.get(end, 0)
         for (communicator, peer), post in posts.items():
-            _post(communicator.fabric, communicator.rank_id(), peer, post)  # of this module
+            _post(communicator._fabric, communicator.rank_id(), peer, post)  # of this module
         while not all(post.done or not communicator.comm for (communicator, _), post in posts.items()):
             changed.wait()
         statuses = [post.status if post.done else REMOTE_ERROR for post in posts.values()]
@@ -332,12 +316,8 @@ def _run_now(calls: list[Posted], numbers: dict[tuple[NcclCommunicator, int], in
         raise NcclError(status)
 
 
-run_group: Callable[[list[Posted], dict[tuple[NcclCommunicator, int], int]], None] = _run_now
-"""Runs a group, given the numbers of recorded ones; `nccl_cut` puts another in its place."""
-
-
 @contextmanager
-def exclusively(communicators: set[NcclCommunicator]) -> Iterator[None]:
+def _exclusively(communicators: set[NcclCommunicator]) -> Iterator[None]:
     """Raise `NcclError` if another thread is inside one of `communicators`."""
     if any(communicator._users for communicator in communicators):  # of this module
         raise NcclError(INVALID_USAGE)
@@ -351,7 +331,7 @@ def exclusively(communicators: set[NcclCommunicator]) -> Iterator[None]:
             communicator._users -= 1
 
 
-def _posts(calls: list[Posted]) -> dict[tuple[NcclCommunicator, int], _Post]:
+def _posts(calls: list[_Posted]) -> dict[tuple[NcclCommunicator, int], _Post]:
     """Return the calls of a group by communicator and peer."""
     posts: dict[tuple[NcclCommunicator, int], _Post] = {}
     for call in calls:
@@ -362,7 +342,7 @@ def _posts(calls: list[Posted]) -> dict[tuple[NcclCommunicator, int], _Post]:
 def _post(fabric: _Fabric, rank: int, peer: int, post: _Post) -> None:
     """Match `post` with the post of `peer` if that is there, otherwise leave it to be matched; a self send at once."""
     if peer == rank:
-        post.done, post.status = True, transfer(post.calls, post.calls) and INVALID_USAGE
+        post.done, post.status = True, _transfer(post.calls, post.calls) and INVALID_USAGE
         return
     other = fabric.posted.get((peer, rank))
     if other is None or not (_fits(post, other) or _fits(other, post)):
@@ -372,7 +352,7 @@ def _post(fabric: _Fabric, rank: int, peer: int, post: _Post) -> None:
     post.status = other.status = (
         INTERNAL_ERROR
         if post.number != other.number
-        else transfer(post.calls, other.calls) or transfer(other.calls, post.calls)
+        else _transfer(post.calls, other.calls) or _transfer(other.calls, post.calls)
     )
     post.done = other.done = True
     changed.notify_all()
@@ -383,7 +363,7 @@ def _fits(here: _Post, there: _Post) -> bool:
     return any(call.is_send for call in here.calls) and not all(call.is_send for call in there.calls)
 
 
-def transfer(here: list[Posted], there: list[Posted]) -> int:
+def _transfer(here: list[_Posted], there: list[_Posted]) -> int:
     """Copy the sends of `here` to the receives of `there`, in order; return a status, not 0 if they do not fit."""
     sends = [call for call in here if call.is_send]
     recvs = [call for call in there if not call.is_send]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
+from time import monotonic
 
 import nccl_stand_in as nccl
 import torch
@@ -108,3 +110,11 @@ def values_of(size, numel, dtype):
         -3, 3, generator=generator
     )
     return values.to(dtype)
+
+
+def wait_until(is_so):
+    """Wait for what other threads do."""
+    end_s = monotonic() + 60
+    while not is_so():
+        assert monotonic() < end_s
+        Event().wait(0.001)

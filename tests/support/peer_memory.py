@@ -54,18 +54,15 @@ class HostPeerMemory(PeerMemory):
         return memory[begin : begin + nbytes]
 
     def again(self, segment: Any) -> Any:
-        """See `PeerMemory.again`."""
         return segment[:]
 
     def handle(self, segment: Any) -> bytes:
-        """See `PeerMemory.handle`."""
         handle = b"%d" % next(self._numbers)
         self.segments[handle] = segment
         self._own.add(handle)
         return handle
 
     def open(self, handle: bytes, nbytes: int) -> Any:
-        """See `PeerMemory.open`."""
         if handle in self._own:
             raise RuntimeError("cudaErrorDeviceUninitialized: invalid device context")
         segment = self.segments.get(handle)
@@ -82,7 +79,6 @@ class HostPeerMemory(PeerMemory):
         del self._opened[id(segment)]
 
     def host_words(self, count: int) -> Tensor:
-        """See `PeerMemory.host_words`."""
         return torch.zeros(count, dtype=torch.int64, device="cpu")
 
     def meet(self, plan: MeetingPlan) -> Callable[[], None]:
