@@ -121,6 +121,7 @@ class LocalReplica(AfterStepReplica):
         What ranks have learned since their weights last left is averaged first. Where ranks gossip, weights and anchor
         become the mean of all ranks' weights. Buffers that are not averaged become those of rank 0.
         """
+        self._world.require_all_ranks("consolidate()")  # before anything changes
         self.drain()
         for fragment in self._fragments:
             if fragment.left != self._step:
@@ -179,6 +180,7 @@ class LocalReplica(AfterStepReplica):
         must be equal on all ranks. Raises `UsageError` if `state` does not fit, `DisagreementError` if ranks load
         different steps or anchors.
         """
+        self._world.require_all_ranks("load_state_dict()")  # before anything changes
         step = self._step_in(state)
         residuals = own_residuals(state, self._world.rank, self._exchange.engine.residuals())
         saved = state.get("fragments")
