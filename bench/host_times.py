@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median, quantiles
 from time import process_time, thread_time
 from unittest import mock
@@ -30,7 +31,10 @@ import commrt
 from commrt.program import program
 from commrt.runtime.executor import bind
 from commrt.runtime.membership import ConsistencyCheck
-from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
+from commrt.transport.protocol import Tag
+
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
+from host_calls import Mirror, Null, agreed
 
 TAG = Tag(0, 0)
 SIZES = {"256 B": 64, "256 KB": 1 << 16, "4 MB": 1 << 20}
@@ -43,52 +47,6 @@ GOSSIPS: dict[str, Callable[[], commrt.Algorithm]] = {
     "gossip, within=4": lambda: commrt.Gossip(within=4),
     "gossip of gradients": lambda: commrt.Gossip(payload="gradients"),
 }
-
-
-def nothing(tag: Tag) -> None:
-    """Do nothing: the transfers of this exchange are always done."""
-
-
-class NullTransport(Transport):
-    """Moves nothing."""
-
-    kind = "null"
-    timeout_s = 1.0
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank = rank
-        self.members = range(ranks)
-
-    def bind(self, group: P2PGroup) -> Exchange:
-        """Return an exchange that does nothing."""
-        return nothing
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-    abort = close
-
-
-class Mirror(NullTransport):
-    """A transport that receives what it sends, so that the headers of gossip agree."""
-
-    timeout_s = 60.0
-
-    def bind(self, group: P2PGroup) -> Exchange:
-        """Return an exchange that copies sends to receives of the same size."""
-        sides = zip(group.sends, group.recvs, strict=False)
-        pairs = [(mine.data, theirs.data) for mine, theirs in sides if mine.data.shape == theirs.data.shape]
-
-        def run(_: Tag) -> None:
-            for source, target in pairs:
-                target.copy_(source)
-
-        return run
-
-
-def agreed(_: object, claim: object, ranks: Iterable[int], *__: object, **___: object) -> dict[int, object]:
-    """Return that all of `ranks` claim what this rank does, in place of `ConsistencyCheck._gather`."""
-    return dict.fromkeys(ranks, claim)
 
 
 def calls(world: commrt.World, numel: int) -> dict[str, Callable[[], object]]:
@@ -144,7 +102,7 @@ class Loop:
         return self.world.comm_thread.submit(thread_time).result()
 
 
-def row_of(transport: NullTransport, make: Callable[[], commrt.Algorithm], tensors: int, buckets: int) -> list[str]:
+def row_of(transport: Null, make: Callable[[], commrt.Algorithm], tensors: int, buckets: int) -> list[str]:
     """Return what a step of an algorithm takes on both threads, and together, less that of the same loop without."""
     with commrt.World(transport, HashStore(), transport.rank) as world:
         plain, ours = Loop(world, None, tensors, buckets), Loop(world, make(), tensors, buckets)
@@ -169,7 +127,7 @@ def steps(counts: Sequence[int], *, with_synchronous: bool) -> Iterator[list[str
     """Yield the rows of `--step` and `--gossip`."""
     yield ["a step of", "ranks", "training thread, us", "communication thread, us", "both, us"]
     if with_synchronous:
-        yield ["ring, 161 gradients, 5 buckets", "2", *row_of(NullTransport(0, 2), commrt.Ring, 161, 5)]
+        yield ["ring, 161 gradients, 5 buckets", "2", *row_of(Null(0, 2), commrt.Ring, 161, 5)]
     for name, make in GOSSIPS.items():
         for ranks in counts:
             yield [name, str(ranks), *row_of(Mirror(3, ranks), make, 16, 2)]
@@ -187,7 +145,7 @@ def main() -> None:
     gc.disable()
     with mock.patch.object(ConsistencyCheck, "_gather", agreed):
         if options.run:
-            with commrt.World(NullTransport(0, 2), HashStore()) as world:
+            with commrt.World(Null(0, 2), HashStore()) as world:
                 for size, numel in SIZES.items():
                     times = in_turns(calls(world, numel), options.rounds, 0.01)
                     sys.stdout.write(

@@ -12,7 +12,7 @@ import multiprocessing
 import pytest
 import torch
 from conftest import Keep
-from host_times import NullTransport
+from host_times import Null
 from interleaved import Clock, Times, record, spread, table
 from issue_worker import PEERS, RANKS, work
 from records import append, made, provenance
@@ -60,7 +60,7 @@ def test_exchange_with_two_peers(benchmark, times: Times, variant: str):
 @pytest.mark.benchmark(group="run")
 def test_run_a_ring_of_8_ranks_whose_transfers_take_no_time(benchmark, keep: Keep):
     mine = program(ring.all_reduce(8), 0)
-    bound = bind(mine, torch.zeros(mine.chunks * GRANULE), NullTransport(0, 8))
+    bound = bind(mine, torch.zeros(mine.chunks * GRANULE), Null(0, 8))
     benchmark(bound.run, TAG)
     transfers = sum(len(hop.sends) + len(hop.recvs) for hop in mine.hops)
     if benchmark.stats:  # None under --benchmark-disable

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import Keep
-from host_times import NullTransport
+from host_times import Null
 from interleaved import spread
 from records import provenance
 
@@ -56,7 +56,7 @@ def find(schedule: Schedule) -> Callable[[], object]:
 def bound(schedule: Schedule) -> Callable[[], object]:
     """Return a task that binds one rank's program to the smallest buffer without an empty chunk."""
     mine = program(schedule, 0)
-    buffer, transport = torch.zeros(mine.chunks * GRANULE), NullTransport(0, schedule.ranks)
+    buffer, transport = torch.zeros(mine.chunks * GRANULE), Null(0, schedule.ranks)
     return lambda: bind(mine, buffer, transport)
 
 

@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 import commrt
 from commrt.runtime.membership import ConsistencyCheck
 from commrt.training import replica
-from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport
+from commrt.transport.protocol import Exchange, NullTransport, P2PGroup, Tag, Transport
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -35,24 +35,15 @@ TRIES = 8
 NUMEL = 64
 
 
-class Null(Transport):
+class Null(NullTransport):
     """A transport on which all transfers are always done."""
 
-    kind = "null"
-    timeout_s = 60.0
-
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank = rank
-        self.members = range(ranks)
+        super().__init__(rank, range(ranks), timeout_s=60.0)
 
     def bind(self, group: P2PGroup) -> Exchange:
         """Return an exchange that does nothing."""
         return lambda tag: None
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-    abort = close
 
 
 class Mirror(Null):
