@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import DistTestCases
+
 from torch_conformance.outcome import FAILED, PASSED, SKIPPED, Outcome, first_line, rank_errors
 
 BACKEND, GROUP = os.environ["BACKEND"], os.environ["CONFORMANCE_GROUP"]
@@ -141,7 +142,7 @@ def _process(more: dict[str, Any], **options: Any) -> Any:
 
 
 def chosen(pattern: str) -> list[str]:
-    """Return the tests with a match for `pattern` that this BACKEND is for; those of Gloo or MPI run too from now on."""
+    """Let the tests of Gloo and MPI run too. Return those with a match for `pattern` that this BACKEND is for."""
     for backend in RULES:
         for test in not_skipped(tests_for(backend)):
             if is_skipped(Conformance, test):
