@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of torch.distributed in several groups, its works, and what travels between two ranks."""
+"""The backend of torch.distributed in several groups, its works and their callbacks, and messages of two ranks."""
 
 from __future__ import annotations
 
+import c10d_callbacks
+import c10d_groups
 import c10d_ranks
 import pytest
-from c10d_groups import BODIES
 from rank_pool import Pool
 
 pytestmark = pytest.mark.processes
+
+BODIES = [*c10d_callbacks.BODIES, *c10d_groups.BODIES]
 
 
 @pytest.fixture(scope="module")

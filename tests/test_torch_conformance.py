@@ -21,7 +21,7 @@ TOGETHER = """
     scatter scatter_checks scatter_complex gather gather_checks
     all_gather all_gather_complex all_gather_coalesced_(simple|complex|with_empty)
     all_to_all all_to_all_complex all_to_all_single_(un)?equal_split all_to_all_single_(un)?equal_split_complex
-    all_gather_object_default_pg gather_object scatter_object_list
+    all_gather_object_default_pg gather_object scatter_object_list static_graph_api_cpu ddp_logging_data_cpu
     DistributedDataParallelCPU DistributedDataParallelCPU_grad_is_view DistributedDataParallel_requires_grad
     ddp_create_graph grads_same_across_ranks_with_no_sync get_future
     monitored_barrier_gloo_rank_0_timeout

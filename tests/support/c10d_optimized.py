@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch does with DistributedDataParallel besides training it: PowerSGD, a sharded optimizer, compilers."""
+"""What torch does with DistributedDataParallel besides training it: its own hooks, and a sharded optimizer."""
 
 from __future__ import annotations
-
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from c10d_trainers import loss_of, network, optimizer_of, samples
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+    _hook_then_optimizer,
+    _OptimizerHookState,
+)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +24,7 @@ def losses(wrapped, optimizer):
     found = []
     for step in range(STEPS):
         x, y = (part.chunk(8)[(step + dist.get_rank()) % 8] for part in samples().tensors)
-        optimizer.zero_grad()
+        wrapped.zero_grad()
         loss = cross_entropy(wrapped(x), y)
         loss.backward()
         optimizer.step()
@@ -30,24 +32,39 @@ def losses(wrapped, optimizer):
     return [*found, loss_of(wrapped)]
 
 
-def power_sgd(**choice):
-    """The losses in one bucket; over Gloo callbacks of several begin their collectives in any order."""
-    model = network()
-    wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2, **choice), powerSGD_hook)
-    return losses(wrapped, optimizer_of(model))
+def hooked(hook, state, optimizer=None):
+    """The losses of a model whose gradients travel by `hook`."""
+    wrapped = DistributedDataParallel(network(), bucket_cap_mb=SMALL_MB)
+    wrapped.register_comm_hook(state, hook)
+    return losses(wrapped, optimizer or optimizer_of(wrapped))
 
 
-def of_rank_1():
-    return power_sgd(matrix_approximation_rank=1, min_compression_rate=1)
+def power_sgd():
+    def hook(state, bucket):
+        future = powerSGD_hook.powerSGD_hook(state, bucket)
+        if dist.get_backend() == "gloo":  # where callbacks of two buckets disturb each other
+            future.wait()
+        return future
+
+    rates = {"matrix_approximation_rank": 1, "min_compression_rate": 1}
+    return hooked(hook, powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **rates))
 
 
-def of_rank_2():
-    return power_sgd(matrix_approximation_rank=2, min_compression_rate=0.5)
+def half_precision():
+    return hooked(default_hooks.fp16_compress_hook, None)
 
 
-def without_memory():
-    return power_sgd(matrix_approximation_rank=1, min_compression_rate=1, use_error_feedback=False, warm_start=False)
+def post_local_sgd():
+    state = post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2)
+    return hooked(post_localSGD_hook.post_localSGD_hook, state)
+
+
+def optimizer_in_the_hook():
+    from torch.distributed.optim.functional_sgd import _FunctionalSGD  # noqa: PLC0415  # it warns
+
+    state = _OptimizerHookState(_FunctionalSGD([], lr=0.1, _allow_empty_param_list=True))
+    idle = torch.optim.SGD([torch.zeros(1)])
+    return hooked(_hook_then_optimizer(default_hooks.allreduce_hook, state), None, idle)
 
 
 def zero_redundancy():
@@ -58,31 +75,4 @@ def zero_redundancy():
     return losses(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.Adam, lr=0.02))
 
 
-def uncompiled():
-    return trained_by_ddp(lambda wrapped: wrapped)
-
-
-def compiled_outside():
-    return trained_by_ddp(torch.compile, backend="aot_eager")
-
-
-def compiled_in_one_graph():
-    with torch._dynamo.config.patch(optimize_ddp=False):
-        return trained_by_ddp(torch.compile, backend="aot_eager")
-
-
-def compiled_by_inductor():
-    return trained_by_ddp(torch.compile, backend="inductor")
-
-
-def trained_by_ddp(change, **choice):
-    """The losses of DDP that `change` has changed. Dynamo cuts its graph where a bucket is full."""
-    torch._dynamo.reset()
-    model = network()
-    with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(SMALL_MB * 2**20)):
-        wrapped = change(DistributedDataParallel(model, bucket_cap_mb=SMALL_MB), **choice)
-        return losses(wrapped, optimizer_of(model))
-
-
-POWER_SGD = [of_rank_1, of_rank_2, without_memory]
-COMPILED = [compiled_outside, compiled_in_one_graph, compiled_by_inductor]
+WAYS = [power_sgd, post_local_sgd, optimizer_in_the_hook, zero_redundancy]
