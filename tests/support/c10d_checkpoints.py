@@ -9,13 +9,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 from functools import wraps
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from c10d_trainers import samples
-from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -26,13 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.fsdp.api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
 )
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 BEFORE, AFTER = 4, 3
 """Steps until the model is saved, and from there on."""
@@ -95,11 +90,6 @@ def sharded(model):
     return fully_shard(model, mesh=mesh)
 
 
-def hybrid(model):
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    return fully_shard(model, mesh=mesh)
-
-
 def fsdp1(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True)
@@ -132,11 +122,6 @@ def _saved(folder, shard):
 @in_a_folder
 def shards(folder):
     return _saved(folder, sharded)
-
-
-@in_a_folder
-def hybrid_shards(folder):
-    return _saved(folder, hybrid)
 
 
 @in_a_folder
@@ -173,39 +158,10 @@ def broadcast_from_rank_0(folder):
     return _resumed(sharded, hand_over)
 
 
-@in_a_folder
-def through_torch_save(folder):
-    """A checkpoint becomes a file of `torch.save`, which rank 0 reads for all; torch's reader takes plain tensors."""
-    file = Path(folder) / "whole.pt"
-
-    def hand_over(first, second):
-        dcp.save(first.state()["model"], checkpoint_id=folder)
-        if dist.get_rank() == 0:
-            format_utils.dcp_to_torch_save(folder, file)
-        dist.barrier()
-        state = second.state()
-        reader, planner = format_utils.BroadcastingTorchSaveReader(), format_utils.DynamicMetaLoadPlanner()
-        dcp.load(state["model"], checkpoint_id=file, storage_reader=reader, planner=planner)
-        second.take(state)
-
-    return _resumed(DistributedDataParallel, hand_over)
-
-
-def fsdp1_full():
-    return _by_fsdp1(fsdp1, StateDictType.FULL_STATE_DICT, FullStateDictConfig, FullOptimStateDictConfig)
-
-
-def fsdp1_sharded():
-    return _by_fsdp1(
-        fsdp1_without_a_mesh, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig, ShardedOptimStateDictConfig
-    )
-
-
-def _by_fsdp1(shard, kind, config, optimizer_config):
-    def of(model):
-        return FullyShardedDataParallel.state_dict_type(
-            model, kind, config(), optimizer_config()
-        )  # torch writes to them
+def shards_of_fsdp1_without_a_mesh():
+    def of(model):  # torch writes to the options
+        options = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+        return FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *options)
 
     def hand_over(first, second):
         with of(first.model):
@@ -216,16 +172,7 @@ def _by_fsdp1(shard, kind, config, optimizer_config):
             loaded = FullyShardedDataParallel.optim_state_dict_to_load(second.model, second.optimizer, moments)
             second.optimizer.load_state_dict(loaded)
 
-    return _resumed(shard, hand_over)
+    return _resumed(fsdp1_without_a_mesh, hand_over)
 
 
-WAYS = [
-    shards,
-    hybrid_shards,
-    shards_of_fsdp1,
-    meanwhile,
-    broadcast_from_rank_0,
-    through_torch_save,
-    fsdp1_full,
-    fsdp1_sharded,
-]
+WAYS = [shards, shards_of_fsdp1, shards_of_fsdp1_without_a_mesh, meanwhile, broadcast_from_rank_0]

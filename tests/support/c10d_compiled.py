@@ -47,11 +47,6 @@ def ddp():
         return losses(compiled(DistributedDataParallel(network(), bucket_cap_mb=SEVERAL)))
 
 
-def ddp_without_its_optimizer():
-    with patch.object(torch._dynamo.config, "optimize_ddp", new=False):
-        return losses(compiled(DistributedDataParallel(network(), bucket_cap_mb=SEVERAL)))
-
-
 def compiled_inside_ddp():
     return losses(DistributedDataParallel(compiled(network())))
 
@@ -121,7 +116,6 @@ def a_world():
 
 INTEGRATIONS = [
     ddp,
-    ddp_without_its_optimizer,
     compiled_inside_ddp,
     fsdp,
     all_reduce,
