@@ -103,10 +103,13 @@ def test_an_operation_gives_what_plain_torch_gives_in_every_dtype():
     assert wrong_calls(RANKS, cases) == []
 
 
+REFUSALS = {"AVG": r"mean of torch.bool has no place", "PREMUL_SUM": r"scaled sum of torch.\w+ has no place"}
+
+
 def test_an_operation_that_a_dtype_does_not_have_is_refused():
     for name, dtype in product(PLAIN, DTYPES):
         if not exists(name, dtype):
-            with pytest.raises(UsageError, match=r"not possible|has no place in its own dtype"):
+            with pytest.raises(UsageError, match=REFUSALS.get(name, rf"{dtype} is not possible")):
                 CheckedCalls(0, RANKS).whole("all_reduce", numbers(0, dtype), options(op=operation(name)))
 
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import c10d_checkpoints
-import c10d_optimized
+import c10d_losses
 import c10d_ranks
 import c10d_trainers
 import pytest
@@ -35,9 +34,9 @@ def test_a_trainer_has_the_losses_that_it_has_over_gloo(trainer):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_hooks_shards_and_checkpoints_of_torch_have_the_losses_that_they_have_over_gloo(ranks):
-    ways = [*c10d_optimized.WAYS, *c10d_checkpoints.WAYS]
+    ways = [*c10d_losses.TRAINED, *c10d_losses.SAVED]
     if ranks == 2:
-        ways.append(c10d_optimized.half_precision)  # whose sums of more ranks depend on their order
+        ways.append(c10d_losses.half_precision)  # whose sums of more ranks depend on their order
     with Pool(ranks) as pool:
         gloo, ours = (c10d_ranks.answers(pool, *ways, backend=backend) for backend in ("gloo", "commrt"))
     for way, by_rank in gloo.items():

@@ -42,9 +42,13 @@ def test_ranks_that_share_memory_send_directly_if_they_are_few():
     assert names(HOST, "all_gather", 64, 8)[0] != "direct"
 
 
-def test_a_choice_is_made_once_for_a_size_class():
+def test_a_choice_is_made_once_for_a_size_class(monkeypatch):
     selection = Selection(HOST, range(4))
-    assert selection.choose("all_reduce", 0, 1000) is selection.choose("all_reduce", 0, 1024)
+    first = selection.choose("all_reduce", 0, 1000)
+    monkeypatch.setattr(Pricing, "price", None)
+    assert selection.choose("all_reduce", 0, 1024) is first
+    with pytest.raises(TypeError):
+        selection.choose("all_reduce", 0, 1025)
 
 
 def test_a_forced_schedule_is_taken_whatever_it_costs():

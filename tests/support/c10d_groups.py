@@ -134,6 +134,31 @@ def torch_refuses_a_monitored_barrier_that_the_group_itself_makes():
     return raised(dist.monitored_barrier), "ValueError: monitored_barrier is only implemented for GLOO backend."
 
 
+def a_group_answers_what_torch_asks_of_it():
+    """In distributed_c10d, device_mesh, checkpoint, fsdp, _dynamo and _inductor; the rest is Gloo's answer."""
+    cpu, group = torch.device("cpu"), dist.new_group(range(4))
+    begun = group._get_sequence_number_for_group()
+    summed(group)
+    group._set_sequence_number_for_group()
+    names = {group.name(), group.getBackendName(), group._get_backend_name(), dist.get_backend(group)}
+    refused = raised(lambda: group.split_group([[0, 1], [2, 3]]))
+    answers = {
+        "rank and size": (group.rank(), group.size()) == (dist.get_rank(), 4),
+        "devices": cpu in group._device_types,
+        "backend": group._get_backend(cpu) is group,
+        "name": names == {"commrt"},
+        "config": dist.get_backend_config(group).startswith("cpu:commrt"),
+        "default device": dist.distributed_c10d._get_pg_default_device(group) == cpu,
+        "sequence number": group._get_sequence_number_for_group() == begun + 1,
+        "store": isinstance(group.get_group_store(), dist.Store),
+        "unboxed": dist.ProcessGroup.unbox(group.boxed()) is group,
+        "resolved": dist.distributed_c10d._resolve_process_group(group.group_name) is group,
+        "split": "cannot be split: call torch.distributed.new_group" in refused,
+        "of Gloo": (group.supports_coalescing, group.supports_splitting, group._has_hooks()) == (False, False, False),
+    }
+    return answers, dict.fromkeys(answers, True)
+
+
 def a_world_is_opened_again_after_its_end_on_the_same_store():
     dist.destroy_process_group()
     dist.init_process_group("commrt", timeout=timedelta(seconds=60))
@@ -154,5 +179,6 @@ BODIES = [
     all_ranks_send_and_receive_at_once,
     a_receive_from_any_rank_names_it,
     torch_refuses_a_monitored_barrier_that_the_group_itself_makes,
+    a_group_answers_what_torch_asks_of_it,
     a_world_is_opened_again_after_its_end_on_the_same_store,
 ]
