@@ -32,10 +32,6 @@ def twice_summed():
     return (total() * dist.get_world_size()).tolist()
 
 
-def a_callback_makes_a_collective():
-    return after_a_sum(summed), twice_summed()
-
-
 def a_callback_waits_for_a_work():
     def more(tensor):
         dist.all_reduce(tensor, async_op=True).wait()
@@ -93,7 +89,6 @@ def callbacks_begin_collectives_between_those_of_a_loop():
 
 
 BODIES = [
-    a_callback_makes_a_collective,
     a_callback_waits_for_a_work,
     a_callback_waits_for_a_future,
     a_callback_uses_another_group,
