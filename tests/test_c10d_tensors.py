@@ -85,12 +85,11 @@ def operation(name):
 def combining(name, dtype, collective, ask):
     """A call that combines, and pairs of a result and what plain torch makes of all ranks' tensors."""
     given, expected = numbers(ask.rank, dtype), PLAIN[name]([numbers(rank, dtype) for rank in range(ask.size)])
+    opts = options(op=operation(name), root=2)
     if collective == "reduce_scatter":
         out = torch.zeros(NUMEL, dtype=dtype)
-        return ask.pieces(collective, out, given, options(op=operation(name))), [
-            (out, expected.view(RANKS, -1)[ask.rank])
-        ]
-    call = ask.whole(collective, given, options(op=operation(name), root=2))
+        return ask.pieces(collective, out, given, opts), [(out, expected.view(RANKS, -1)[ask.rank])]
+    call = ask.whole(collective, given, opts)
     return call, [(given, expected)] if collective == "all_reduce" or ask.rank == 2 else []
 
 

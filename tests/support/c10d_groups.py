@@ -52,17 +52,11 @@ def interleaved_groups_add_up_whatever_is_waited_for_first():
     return [tensor.tolist() for tensor in tensors], [total(group) for group in groups]
 
 
-def groups_that_only_their_own_ranks_make_add_up():
-    ranks = [0, 2] if dist.get_rank() % 2 == 0 else [1, 3]
-    return sums(dist.new_group(ranks, use_local_synchronization=True))
-
-
-def a_group_whose_devices_have_a_backend_each_adds_up():
-    return sums(dist.new_group(backend="cpu:commrt,cuda:commrt"))
-
-
-def a_group_of_one_rank_adds_up():
-    return sums(dist.new_group([dist.get_rank()], use_local_synchronization=True))
+def groups_of_some_of_one_and_with_two_backends_add_up():
+    rank = dist.get_rank()
+    of_some = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    return sums(of_some, alone, dist.new_group(backend="cpu:commrt,cuda:commrt"))
 
 
 def a_group_keeps_the_order_in_which_its_ranks_were_named():
@@ -168,9 +162,7 @@ def a_world_is_opened_again_after_its_end_on_the_same_store():
 BODIES = [
     a_mesh_and_its_flattened_group_add_up,
     interleaved_groups_add_up_whatever_is_waited_for_first,
-    groups_that_only_their_own_ranks_make_add_up,
-    a_group_whose_devices_have_a_backend_each_adds_up,
-    a_group_of_one_rank_adds_up,
+    groups_of_some_of_one_and_with_two_backends_add_up,
     a_group_keeps_the_order_in_which_its_ranks_were_named,
     a_destroyed_group_is_refused_and_others_go_on,
     the_result_of_a_work_is_the_callers_tensor,

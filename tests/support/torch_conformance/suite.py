@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import DistTestCases
 
-from torch_conformance.outcome import FAILED, PASSED, SKIPPED, Outcome, first_line, rank_errors
+from torch_conformance.outcome import FAILED, PASSED, SKIPPED, Outcome
 
 BACKEND, GROUP = os.environ["BACKEND"], os.environ["CONFORMANCE_GROUP"]
 logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.WARNING)  # a line for each process
@@ -190,12 +190,11 @@ def run(name: str, log: Path) -> Outcome:
     case, result, start = Conformance(name), unittest.TestResult(), time.monotonic()
     case.log = str(log)
     unittest.TestSuite([case]).run(result)
-    state, message = PASSED, ""
+    state, reason = PASSED, ""
     if result.skipped:
-        state, message = SKIPPED, result.skipped[0][1]
+        state, reason = SKIPPED, result.skipped[0][1]
     elif bad := [*result.errors, *result.failures]:
-        state, message = FAILED, bad[0][1]
+        state, reason = FAILED, bad[0][1]
     elif len(set(case.exit_codes)) > 1 and name != "test_ddp_has_finalized":
-        state, message = FAILED, f"The ranks' exit codes differ: {case.exit_codes}"
-    reason = first_line(message) if state == FAILED else message
-    return Outcome(name, state, round(time.monotonic() - start, 2), reason, rank_errors(message))
+        state, reason = FAILED, f"The ranks' exit codes differ: {case.exit_codes}"
+    return Outcome(name, state, round(time.monotonic() - start, 2), reason)
