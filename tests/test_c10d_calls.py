@@ -12,6 +12,7 @@ import torch
 from c10d_calls import HOST, options, request, values, wrong_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import ReduceOp
 from transports import over_nccl
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
@@ -72,6 +73,15 @@ def test_a_receive_that_nothing_depends_on_lands_in_the_callers_memory(narrow, m
     monkeypatch.setattr(call_engine, "_carry", noted)
     assert wrong_calls(2, {"call": case("all_gather", 128)}, {"all_gather": "direct"}) == []
     assert sorted(copied) == [[(0, 512)], [(512, 1024)]]  # of two slots, each rank copies its own
+
+
+def test_a_mean_is_divided_where_it_lands_in_the_callers_memory(narrow):
+    def mean(ask):
+        own = torch.full((512,), float(ask.rank))
+        return ask.whole("all_reduce", own, options(op=ReduceOp.AVG)), [(own, torch.full((512,), 1.5))]
+
+    found = [wrong_calls(4, {name: mean}, {"all_reduce": name}) for name in COLLECTIVES["all_reduce"]]
+    assert found == [[]] * len(found)
 
 
 def test_after_a_call_the_wire_is_whole_again(narrow):
