@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import c10d_ranks
 import pytest
-from c10d_training import HOOKED, TENSORS, TRAINED
+from c10d_training import TENSORS, TRAINED, hooked
 from rank_pool import Pool
 
 pytestmark = pytest.mark.processes
@@ -16,11 +16,11 @@ RANKS = 4
 @pytest.fixture(scope="module")
 def found():
     with Pool(RANKS) as pool:
-        over_gloo = c10d_ranks.answers(pool, *HOOKED, backend="gloo")
+        over_gloo = c10d_ranks.answers(pool, hooked, backend="gloo")
         return over_gloo | c10d_ranks.answers(pool, *TENSORS, *TRAINED)
 
 
-@pytest.mark.parametrize("way", [*TRAINED, *HOOKED], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [*TRAINED, hooked], ids=lambda way: way.__name__)
 def test_a_model_ends_with_the_parameters_of_one_process_on_whole_batches(found, way):
     assert max(found[way.__name__]) < 1e-6
 
