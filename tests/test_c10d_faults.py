@@ -27,8 +27,19 @@ from c10d_faults import COLLECTIVES, DISAGREEMENTS, LARGE, SMALL, STRIKES, appli
 SOON_S = 20.0
 """What does not wait for the group's timeout of 60 s or more, on a busy machine."""
 SIZES = dict(zip(STRIKES, [SMALL, LARGE, LARGE, SMALL], strict=True))
-"""Of the messages when a rank is struck."""
+"""Of the messages when a rank is struck; the slow tests have the others."""
 OTHER = {SMALL: LARGE, LARGE: SMALL}
+SLOW = [
+    *(([fault], OTHER[SIZES[fault]], "shared") for fault in STRIKES),
+    *(([fault], SMALL, "gloo") for fault in STRIKES),
+    (["other shape", "wrong order"], SMALL, "gloo"),
+    ([*DISAGREEMENTS], SMALL, "shared"),
+    ([*DISAGREEMENTS], LARGE, "shared"),
+]
+MATRIX = [
+    *(([fault], SIZES[fault], "shared") for fault in STRIKES),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW),
+]
 
 pytestmark = pytest.mark.processes
 
@@ -45,40 +56,14 @@ def pool():
         yield pool
 
 
-def assert_all_ranks_learn_of(faults, numel, monkeypatch, transport="shared"):
+@pytest.mark.parametrize(
+    ("faults", "numel", "transport"), MATRIX, ids=lambda each: each[0] if isinstance(each, list) else None
+)
+def test_all_ranks_learn_of_a_fault_in_every_collective(faults, numel, transport, monkeypatch):
     monkeypatch.setenv("COMMRT_TRANSPORT", transport)
     cells = cells_of(run(faults, numel=numel))
     assert set(cells) == {(name, fault) for fault in faults for name in COLLECTIVES if applies(fault, name)}
     assert complaints(cells) == []
-
-
-@pytest.mark.parametrize("fault", STRIKES)
-def test_all_ranks_learn_in_every_collective_of_a_rank_that_is_struck(fault, monkeypatch):
-    assert_all_ranks_learn_of([fault], SIZES[fault], monkeypatch)
-
-
-@pytest.mark.slow
-def test_all_ranks_learn_in_every_collective_of_a_rank_that_makes_another_call(monkeypatch):
-    assert_all_ranks_learn_of(list(DISAGREEMENTS), SMALL, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "faults", [*([fault] for fault in STRIKES), ["other shape", "wrong order"]], ids=lambda each: each[0]
-)
-def test_all_ranks_learn_of_each_fault_over_gloo_too(faults, monkeypatch):
-    assert_all_ranks_learn_of(faults, SMALL, monkeypatch, "gloo")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", STRIKES)
-def test_all_ranks_learn_of_a_rank_that_is_struck_whatever_the_size(fault, monkeypatch):
-    assert_all_ranks_learn_of([fault], OTHER[SIZES[fault]], monkeypatch)
-
-
-@pytest.mark.slow
-def test_all_ranks_learn_of_a_rank_that_makes_another_long_call(monkeypatch):
-    assert_all_ranks_learn_of(list(DISAGREEMENTS), LARGE, monkeypatch)
 
 
 def found_by(pool, size, body, *args):
@@ -148,9 +133,11 @@ def test_destroying_a_group_waits_for_a_rank_that_never_comes_until_the_timeout_
 
 
 def test_a_wait_with_a_timeout_of_its_own_leaves_the_collective_under_way(pool):
-    (found, total), _ = found_by(pool, 2, c10d_failing_ranks.waiting_briefly)
-    assert_error(found, "DeadlineExceeded", "all_reduce (sum) of float32[8] is still in flight after 0.1 s")
-    assert total == [2.0] * 8
+    (found, before, after, total), _ = found_by(pool, 2, c10d_failing_ranks.waiting_briefly)
+    assert_error(
+        found, "DeadlineExceeded", "all_reduce (sum) of float32[8] is still in flight after 0.1 s: wait() again"
+    )
+    assert (before, after, total) == ([False, False], [True, True], [2.0] * 8)
 
 
 @pytest.mark.parametrize("sender", [0, 1])  # the one that connects, and the one that is connected to

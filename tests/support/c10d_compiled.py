@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +19,9 @@ SEVERAL = 0.0003
 """Megabytes of a bucket, so that a model has several."""
 
 
-def compiled(thing):
-    return torch.compile(thing, backend=os.environ["COMPILER"])
+def compiled(thing, **options):
+    torch._dynamo.reset()  # or what was compiled for another model serves this one
+    return torch.compile(thing, backend=os.environ["COMPILER"], **options)
 
 
 def network():
@@ -41,15 +43,7 @@ def losses(model, steps=3):
 
 
 def ddp():
-    return losses(compiled(DistributedDataParallel(network())))
-
-
-def ddp_in_buckets():
-    return losses(compiled(DistributedDataParallel(network(), bucket_cap_mb=SEVERAL)))
-
-
-def ddp_without_its_optimizer():
-    with patch.object(torch._dynamo.config, "optimize_ddp", new=False):
+    with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(SEVERAL * 2**20)):  # or torch's compiler refuses it
         return losses(compiled(DistributedDataParallel(network(), bucket_cap_mb=SEVERAL)))
 
 
@@ -86,6 +80,26 @@ def all_reduce():
     return [double(torch.arange(4.0) + n).tolist() for n in range(2)]
 
 
+def functions():
+    """In one graph; what each gives is different on each rank."""
+    group = dist.group.WORLD
+
+    def all_at_once(x):
+        results = (
+            functional.all_reduce(x * 2, "sum", group),
+            functional.all_gather_single(x * 2, 0, group),
+            functional.reduce_scatter_single(x * 2, "max", 0, group),
+            functional.all_to_all_single(x * 2, None, None, group),
+            functional.broadcast(x * 2, 1, group),
+        )
+        return torch.cat([result + 1 for result in results])
+
+    x = torch.arange(8.0) * (dist.get_rank() + 1)
+    found = compiled(all_at_once, fullgraph=True)(x)
+    assert torch.equal(found, all_at_once(x))
+    return found.tolist()
+
+
 def a_world():
     world = commrt.init()
 
@@ -102,11 +116,10 @@ def a_world():
 
 INTEGRATIONS = [
     ddp,
-    ddp_in_buckets,
-    ddp_without_its_optimizer,
     compiled_inside_ddp,
     fsdp,
     all_reduce,
+    functions,
     ddp_with_a_hook,
     a_world,
 ]

@@ -157,10 +157,11 @@ def waiting_briefly(tell):
         return None
     tensor = torch.ones(8)
     work = dist.all_reduce(tensor, async_op=True)
+    before = [work.is_completed(), work.is_success()]
     found = failed(lambda: work.wait(timedelta(seconds=0.1)))
     store.set("waited", "")
     work.wait()
-    return found, tensor.tolist()
+    return found, before, [work.is_completed(), work.is_success()], tensor.tolist()
 
 
 def forking(tell):

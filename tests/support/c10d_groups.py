@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks, works, messages and objects of torch.distributed, as each of 4 ranks uses them."""
+"""Groups of ranks, works and messages of torch.distributed, as each of 4 ranks uses them: what came, what should."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def ones():
     return torch.full((3,), float(dist.get_rank() + 1))
 
 
-def total(group):
+def total(group=None):
     """What the sum of `ones` over a group should be."""
     return [float(sum(rank + 1 for rank in dist.get_process_group_ranks(group)))] * 3
 
@@ -26,26 +26,24 @@ def summed(group=None):
 
 
 def sums(*groups):
-    """What each group adds up, and what it should."""
     return [summed(group) for group in groups], [total(group) for group in groups]
 
 
-def require(kind, call):
-    """Return the error of type `kind` that `call` must raise, as a text."""
+def raised(call):
+    """The error of `call`, as a text."""
     try:
         call()
-    except kind as error:
+    except Exception as error:  # of which the text is compared
         return f"{type(error).__name__}: {error}"
-    raise AssertionError(f"no {kind.__name__} was raised")
+    return "no error"
 
 
-def meshed():
+def a_mesh_and_its_flattened_group_add_up():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    return sums(*mesh.get_all_groups())
+    return sums(*mesh.get_all_groups(), mesh._flatten("all").get_group())
 
 
-def interleaved():
-    """Works of three groups, begun in turns, waited for in another order on each rank: what came, what should."""
+def interleaved_groups_add_up_whatever_is_waited_for_first():
     groups = [dist.group.WORLD, *init_device_mesh("cpu", (2, 2)).get_all_groups()] * 4
     tensors = [ones() for _ in groups]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)]
@@ -54,159 +52,125 @@ def interleaved():
     return [tensor.tolist() for tensor in tensors], [total(group) for group in groups]
 
 
-def unsorted():
-    """In a group of ranks 3, 1 and 0, in this order: the global rank of each, gathered in the group's order."""
+def groups_of_some_of_one_and_with_two_backends_add_up():
+    rank = dist.get_rank()
+    of_some = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    return sums(of_some, alone, dist.new_group(backend="cpu:commrt,cuda:commrt"))
+
+
+def a_group_keeps_the_order_in_which_its_ranks_were_named():
     group = dist.new_group([3, 1, 0], sort_ranks=False)
     if dist.get_rank() == 2:
-        return group is dist.GroupMember.NON_GROUP_MEMBER
+        return group, dist.GroupMember.NON_GROUP_MEMBER
     outputs = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
     dist.all_gather(outputs, torch.tensor([dist.get_rank()]), group=group)
     dist.destroy_process_group(group)  # torch names groups by how many a rank has
-    return torch.cat(outputs).tolist()
+    return torch.cat(outputs).tolist(), [3, 1, 0]
 
 
-def of_some():
-    """In two groups that only their own ranks make."""
-    ranks = [0, 2] if dist.get_rank() % 2 == 0 else [1, 3]
-    return sums(dist.new_group(ranks, use_local_synchronization=True))
-
-
-def of_two_devices():
-    """In a group whose devices each have a backend."""
-    return sums(dist.new_group(backend="cpu:commrt,cuda:commrt"))
-
-
-def alone():
-    return sums(dist.new_group([dist.get_rank()], use_local_synchronization=True))
-
-
-def after_a_group():
-    """After the end of a group: what it says then, and what another of the same ranks and the world add up."""
+def a_destroyed_group_is_refused_and_others_go_on():
     group = dist.new_group(range(4))
     summed(group)
     dist.destroy_process_group(group)
     dist.barrier()
-    return require(Exception, lambda: summed(group)), summed(dist.new_group(range(4))), summed()
+    is_refused = "is not initialized in the world group map" in raised(lambda: summed(group))
+    return (is_refused, *sums(dist.new_group(range(4)), None)), (True, [total()] * 2, [total()] * 2)
 
 
-def after_the_world():
-    """The end of the world, then another in the same process: what that adds up, and a new group in it."""
-    dist.destroy_process_group()
-    dist.init_process_group("commrt", timeout=timedelta(seconds=60))
-    return summed(), summed(dist.new_group([0, 1, 2, 3]))
-
-
-# Works ----------------------------------------------------------------------------------------------------------------
-
-
-def store():
-    return dist.distributed_c10d._get_default_store()
-
-
-def late():
-    """Begun when rank 0 has seen that the others are late: what it saw, and what came in the end."""
-    if dist.get_rank() > 0:
-        store().wait(["seen"])
-        return summed()
-    tensor = ones()
-    work = dist.all_reduce(tensor, async_op=True)
-    before = work.is_completed()
-    said = require(dist.DistBackendError, lambda: work.wait(timedelta(milliseconds=50)))
-    store().set("seen", "")
-    work.wait(timedelta(seconds=30))
-    return before, said, work.is_completed(), work.is_success(), tensor.tolist()
-
-
-def result():
-    """What a work says its result is, and whether that is the caller's tensor."""
+def the_result_of_a_work_is_the_callers_tensor():
     tensor = ones()
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
     (one,) = work.result()
-    return one.tolist(), one.data_ptr() == tensor.data_ptr()
+    return (one.tolist(), one.data_ptr()), (total(), tensor.data_ptr())
 
 
-def futures():
-    """What callbacks of three works make of their results, together."""
-    works = [dist.all_reduce(ones(), async_op=True) for _ in range(3)]
-    then = [work.get_future().then(lambda future: float(future.value()[0].sum())) for work in works]
-    return torch.futures.wait_all(then)
+def collectives_of_a_coalescing_manager_are_waited_for_as_one():
+    tensors = [ones() for _ in range(3)]
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    return [tensor.tolist() for tensor in tensors], [total()] * 3
 
 
-# Objects and messages -------------------------------------------------------------------------------------------------
-
-
-def thing(rank):
-    return {"rank": rank, "text": "x" * 100 * rank}
-
-
-def all_gather_object():
-    things = [None] * 4
-    dist.all_gather_object(things, thing(dist.get_rank()))
-    return things
-
-
-def gather_object():
-    things = [None] * 4 if dist.get_rank() == 2 else None
-    dist.gather_object(thing(dist.get_rank()), things, dst=2)
-    return things
-
-
-def broadcast_object_list():
-    things = [thing(1), thing(3)] if dist.get_rank() == 1 else [None, None]
-    dist.broadcast_object_list(things, src=1)
-    return things
-
-
-def scatter_object_list():
-    things, received = [thing(rank) for rank in range(4)], [None]
-    dist.scatter_object_list(received, things if dist.get_rank() == 3 else None, src=3)
-    return received[0]
-
-
-def send_object_list():
-    """From each even rank to the next one."""
-    rank, things = dist.get_rank(), [None]
-    if rank % 2 == 0:
-        dist.send_object_list([thing(rank)], rank + 1)
-        return thing(rank)
-    dist.recv_object_list(things, rank - 1)
-    return things[0]
-
-
-def tags():
-    """What arrives at rank 1, by tag, received in another order than rank 0 sent; nothing elsewhere."""
-    rank = dist.get_rank()
-    if rank == 0:
+def messages_are_received_by_tag_in_any_order():
+    if dist.get_rank() == 0:
         for work in [dist.isend(torch.tensor([tag]), 1, tag=tag) for tag in range(4)]:
             work.wait()
-    if rank != 1:
-        return {}
+    if dist.get_rank() != 1:
+        return None, None
     received = {tag: torch.zeros(1, dtype=torch.int64) for tag in (2, 0, 3, 1)}
     for tag, tensor in received.items():
         dist.recv(tensor, 0, tag=tag)
-    return {tag: int(tensor) for tag, tensor in received.items()}
+    return [int(tensor) for tensor in received.values()], [*received]
 
 
-def around():
-    """What each rank gets of the rank before, all at once."""
+def all_ranks_send_and_receive_at_once():
     rank, before = dist.get_rank(), torch.zeros(3)
     ops = [dist.P2POp(dist.isend, ones(), (rank + 1) % 4), dist.P2POp(dist.irecv, before, (rank - 1) % 4)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    return before.tolist()
+    return before.tolist(), [(rank - 1) % 4 + 1.0] * 3
 
 
-def from_any():
-    """At rank 0: the others, each with what it sent."""
+def a_receive_from_any_rank_names_it():
     if dist.get_rank() > 0:
         dist.send(ones(), 0)
-        return {}
+        return None, None
     received = torch.zeros(3)
-    return {dist.recv(received): received.tolist() for _ in range(3)}
+    return {dist.recv(received): received.tolist() for _ in range(3)}, {rank: [rank + 1.0] * 3 for rank in (1, 2, 3)}
 
 
-def monitored_barrier():
-    """What torch's function says, while the group's own method passes."""
+def torch_refuses_a_monitored_barrier_that_the_group_itself_makes():
     dist.group.WORLD.monitored_barrier(timedelta(seconds=30))
-    return require(ValueError, dist.monitored_barrier)
+    return raised(dist.monitored_barrier), "ValueError: monitored_barrier is only implemented for GLOO backend."
+
+
+def a_group_answers_what_torch_asks_of_it():
+    """In distributed_c10d, device_mesh, checkpoint, fsdp, _dynamo and _inductor; the rest is Gloo's answer."""
+    cpu, group = torch.device("cpu"), dist.new_group(range(4))
+    begun = group._get_sequence_number_for_group()
+    summed(group)
+    group._set_sequence_number_for_group()
+    names = {group.name(), group.getBackendName(), group._get_backend_name(), dist.get_backend(group)}
+    refused = raised(lambda: group.split_group([[0, 1], [2, 3]]))
+    answers = {
+        "rank and size": (group.rank(), group.size()) == (dist.get_rank(), 4),
+        "devices": cpu in group._device_types,
+        "backend": group._get_backend(cpu) is group,
+        "name": names == {"commrt"},
+        "config": dist.get_backend_config(group).startswith("cpu:commrt"),
+        "default device": dist.distributed_c10d._get_pg_default_device(group) == cpu,
+        "sequence number": group._get_sequence_number_for_group() == begun + 1,
+        "store": isinstance(group.get_group_store(), dist.Store),
+        "unboxed": dist.ProcessGroup.unbox(group.boxed()) is group,
+        "resolved": dist.distributed_c10d._resolve_process_group(group.group_name) is group,
+        "split": "cannot be split: call torch.distributed.new_group" in refused,
+        "of Gloo": (group.supports_coalescing, group.supports_splitting, group._has_hooks()) == (False, False, False),
+    }
+    return answers, dict.fromkeys(answers, True)
+
+
+def a_world_is_opened_again_after_its_end_on_the_same_store():
+    dist.destroy_process_group()
+    dist.init_process_group("commrt", timeout=timedelta(seconds=60))
+    return sums(None, dist.new_group([0, 1, 2, 3]))
+
+
+BODIES = [
+    a_mesh_and_its_flattened_group_add_up,
+    interleaved_groups_add_up_whatever_is_waited_for_first,
+    groups_of_some_of_one_and_with_two_backends_add_up,
+    a_group_keeps_the_order_in_which_its_ranks_were_named,
+    a_destroyed_group_is_refused_and_others_go_on,
+    the_result_of_a_work_is_the_callers_tensor,
+    collectives_of_a_coalescing_manager_are_waited_for_as_one,
+    messages_are_received_by_tag_in_any_order,
+    all_ranks_send_and_receive_at_once,
+    a_receive_from_any_rank_names_it,
+    torch_refuses_a_monitored_barrier_that_the_group_itself_makes,
+    a_group_answers_what_torch_asks_of_it,
+    a_world_is_opened_again_after_its_end_on_the_same_store,
+]

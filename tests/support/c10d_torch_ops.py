@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,14 +50,14 @@ def functional(name):
         "all_gather_into_tensor_out": lambda op: [op(row(), size, one, out=torch.zeros(8)) for one in named()],
         "all_reduce": lambda op: op(row(), "sum", group),
         "all_reduce_": lambda op: op(row(), "max", group),
-        "all_reduce_coalesced": lambda op: op([row(), row(2)], "sum", group),
-        "all_reduce_coalesced_": lambda op: op([row(), row(2)], "sum", group),
+        "all_reduce_coalesced": lambda op: op([row(), row(2)], "max", group),
+        "all_reduce_coalesced_": lambda op: op([row(), row(2)], "max", group),
         "all_to_all_single": lambda op: op(row(), [2, 2], [2, 2], group),
         "batch_p2p_ops": lambda op: op(["isend", "irecv"], [peer, peer], [0, 0], [row(), torch.zeros(4)], group),
         "broadcast": lambda op: op(row(), 1, group),
         "broadcast_": lambda op: op(row(), 1, group),
-        "reduce_scatter_tensor": lambda op: op(row(), "sum", size, group),
-        "reduce_scatter_tensor_coalesced": lambda op: op([row(), row(2)], "sum", size, group),
+        "reduce_scatter_tensor": lambda op: op(row(), "max", size, group),
+        "reduce_scatter_tensor_coalesced": lambda op: op([row(), row(2)], "max", size, group),
         "reduce_scatter_tensor_out": lambda op: op(row(), "sum", size, group, out=torch.zeros(2)),
         "wait_tensor": lambda op: op(row()),
         "_wrap_tensor_autograd": lambda op: op(row()),
@@ -151,6 +148,14 @@ def called():
     return found
 
 
+def greatest():
+    """What a reduce to rank 1, and a reduce_scatter, make of the greatest elements."""
+    reduced, part = row(), torch.zeros(4)
+    dist.reduce(reduced, 1, dist.ReduceOp.MAX)
+    dist.reduce_scatter(part, rows(), dist.ReduceOp.MAX)
+    return (reduced.tolist() if dist.get_rank() == 1 else None), part.tolist()
+
+
 # Observed calls -------------------------------------------------------------------------------------------------------
 
 
@@ -180,16 +185,6 @@ def collectives():
             torch.ops._c10d_functional.all_reduce(row(), "sum", group.group_name)
         ),
     }
-
-
-def counted():
-    """{collective: {op: how often}}, as CommDebugMode counts."""
-    found = {}
-    for name, call in collectives().items():
-        with CommDebugMode() as mode:
-            call()
-        found[name] = {str(op): count for op, count in mode.get_comm_counts().items()}
-    return found
 
 
 class Ops(TorchDispatchMode):
@@ -268,24 +263,6 @@ def profiled():
         events = [event for event in seen.events() if event.name.startswith(("c10d::", "gloo:", "commrt::"))]
         found[name] = sorted((event.name, str(event.input_shapes)) for event in events)
     return found
-
-
-def profiled_ddp():
-    """{collective: how often} in a profile of DDP with buffers, a sum, an all-gather, a broadcast and a barrier."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 4)]
-    model, tensor = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers)), torch.ones(5)
-    model(torch.ones(8, 64)).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-        model(torch.ones(8, 64)).sum().backward()
-        dist.all_reduce(tensor)
-        dist.all_gather_into_tensor(torch.empty(10), tensor)
-        dist.broadcast(tensor, 0, async_op=True).wait()
-        dist.barrier()
-    names = [
-        event.name for event in seen.events() if event.name.startswith(("gloo:", "commrt::")) and " " not in event.name
-    ]
-    return Counter(name.rpartition(":")[2] for name in names if name != "commrt::combine")
 
 
 def profiled_threads():

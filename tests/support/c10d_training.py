@@ -1,67 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer, trained by one process on whole batches, and by all ranks on their parts of them."""
+"""A model trained by one process on whole batches, and by all ranks on their parts; DTensors on a 2 x 2 mesh."""
 
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import commrt
 
-STEPS, BATCH, LENGTH, WORDS, WIDTH, HEADS, LAYERS = 8, 16, 8, 32, 32, 4, 2
+STEPS, BATCH, LENGTH, WORDS, WIDTH = 3, 16, 8, 31, 22
+EVERY = [*product([Shard(0), Shard(1), Replicate(), Partial()], repeat=2)]
+"""Placements on the two dimensions of the mesh."""
+WHOLE = [placements for placements in EVERY if Partial() not in placements]
+"""Those that a tensor can be changed to."""
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.heads, self.mixed = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        parts = self.heads(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.mixed(seen.transpose(1, 2).flatten(2))
-        return x + self.narrow(gelu(self.wide(self.norms[1](x))))
-
-
-class Transformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, words):
-        """How badly each word is predicted by those before it, on average."""
-        x = self.words(words[:, :-1]) + self.places(torch.arange(LENGTH))
-        for layer in self.layers:
-            x = layer(x)
-        return cross_entropy(self.out(self.norm(x)).flatten(0, 1), words[:, 1:].flatten())
-
-
-def batches():
-    """[STEPS] of [BATCH, LENGTH + 1] words."""
-    source = torch.Generator().manual_seed(1)
-    return torch.randint(0, WORDS, (STEPS, BATCH, LENGTH + 1), generator=source)
+def network():
+    """Predicts a word from the one before it; the ranks cannot share its widths evenly."""
+    torch.manual_seed(0)
+    hidden = nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *hidden, nn.Linear(WIDTH, WORDS))
 
 
 def trained(wrap, part=0, parts=1):
     """The parameters, by name, after `STEPS` steps on each batch's part of that number."""
-    model = wrap(Transformer())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for batch in batches():
+    model = wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in torch.randint(0, WORDS, (STEPS, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)):
+        words = batch.chunk(parts)[part]
         optimizer.zero_grad()
-        model(batch.chunk(parts)[part]).backward()
+        cross_entropy(model(words[:, :-1].flatten()), words[:, 1:].flatten()).backward()
         optimizer.step()
     return {name.removeprefix("module."): whole(param) for name, param in model.named_parameters()}
 
@@ -83,13 +61,17 @@ def distance(wrap):
 
 
 def sharded(model, mesh):
-    for layer in model.layers:
+    for layer in (model[0], model[1], model[3]):
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
+def square():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
 def ddp():
-    return distance(partial(DistributedDataParallel, bucket_cap_mb=0.02))
+    return distance(partial(DistributedDataParallel, bucket_cap_mb=0.005))
 
 
 def fsdp2():
@@ -97,35 +79,90 @@ def fsdp2():
 
 
 def hsdp():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return distance(lambda model: sharded(model, mesh))
+    return distance(lambda model: sharded(model, square()))
 
 
 # FSDP2 on another backend, with commrt between the replicas ---------------------------------------------------------
 
 
-def hooked(replicas, shards):
-    """As `distance`, on a mesh of that shape."""
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+def hooked():
+    mesh = square()
     with commrt.init(timeout_s=60) as world:
-        schedule = commrt.HalvingDoubling().schedule(step=0, ranks=replicas).over(mesh.mesh.T, world=world.size)
+        schedule = commrt.HalvingDoubling().schedule(step=0, ranks=2).over(mesh.mesh.T, world=world.size)
 
         def average(gradients):
             world.run(schedule, gradients)
-            gradients /= replicas
+            gradients /= 2
 
         def wrap(model):
             model = sharded(model, mesh["shard"])
-            for module in (model, *model.layers):
+            for module in (model, model[0], model[1], model[3]):
                 module.set_all_reduce_hook(average)
             return model
 
         return distance(wrap)
 
 
-def two_replicas():
-    return hooked(2, 2)
+# DTensors, of whole numbers, so exact -------------------------------------------------------------------------------
 
 
-def four_replicas():
-    return hooked(4, 1)
+def numbers(*shape, seed=0):
+    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def placed(tensor, mesh, placements):
+    """`tensor` in `placements`; the parts of a Partial are a quarter and three quarters."""
+    split = distribute_tensor(tensor, mesh, [Replicate() if one.is_partial() else one for one in placements])
+    local = split.to_local().clone()
+    for dim, one in enumerate(placements):
+        if one.is_partial():
+            local *= 0.75 if mesh.get_local_rank(dim) else 0.25
+    return DTensor.from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def changes():
+    """The pairs of placements between which a tensor is not changed as it should."""
+    mesh, a = square(), numbers(6, 5)
+    ways = product(enumerate(EVERY), enumerate(WHOLE))
+    pairs = [(before, after) for (one, before), (other, after) in ways if (one + 2 * other) % 6 == 0]
+    return [str(way) for way in pairs if not is_changed(a, mesh, *way)]
+
+
+def is_changed(a, mesh, before, after):
+    changed = placed(a, mesh, before).redistribute(mesh, after)
+    expected = distribute_tensor(a, mesh, after)
+    return changed.placements == after and torch.equal(changed.to_local(), expected.to_local())
+
+
+def after_functional():
+    """What an all-reduce, and a send around the ring, make of results for which nobody has waited."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reduced, sent = (functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD) for _ in range(2))
+    dist.all_reduce(reduced)
+    received = torch.zeros(3)
+    work = dist.isend(sent, (rank + 1) % size)
+    dist.recv(received, (rank - 1) % size)
+    work.wait()
+    return type(reduced).__name__, reduced.tolist(), received.tolist()
+
+
+def dtensor_refused():
+    """What an all-reduce says of a DTensor, which has no memory of its own."""
+    try:
+        dist.all_reduce(distribute_tensor(torch.ones(4), square(), [Replicate(), Replicate()]))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def counted_by_autograd():
+    """How many in-place changes autograd counts for an all-reduce of a whole tensor, and of one with gaps."""
+    whole, gaps = torch.ones(4), torch.ones(4, 2)[:, 0]
+    before = whole._version + gaps._version
+    dist.all_reduce(whole)
+    dist.all_reduce(gaps)
+    return whole._version + gaps._version - before, (whole + gaps).tolist()
+
+
+TRAINED = [ddp, fsdp2, hsdp]
+TENSORS = [changes, after_functional, dtensor_refused, counted_by_autograd]

@@ -4,29 +4,33 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
-import re
+import os
+import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from queue import Empty, Queue
+from tempfile import TemporaryDirectory
 
-from torch_conformance.client import Suite
 from torch_conformance.outcome import FAILED, Outcome, table
+
+GRACE_S = 30.0
+"""Seconds beyond a test's limit, at which torch ends its ranks, after which this process counts as hung."""
 
 
 def main() -> int:
     """Run the chosen tests. Return 1 if one failed."""
     options = arguments()
-    with suite(options) as first:
-        chosen = [test for test in first.tests if re.search(options.only, test)]
-        waiting: Queue[str] = Queue()
-        for test in chosen:
-            waiting.put(test)
-        outcomes = run_all(options, first, waiting)
-    outcomes.sort(key=lambda outcome: chosen.index(outcome.test))
+    with TemporaryDirectory() as folder:
+        outcomes = run(options, folder)
+        if options.under == options.backend != "gloo" and not options.together:
+            outcomes += run_under_gloo(options, Path(folder, "named.json"))
     if options.out:
-        save(options, outcomes)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        record = {"backend": options.backend, "ranks": options.ranks, "outcomes": [asdict(one) for one in outcomes]}
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
     sys.stdout.write(table(outcomes) + "\n")
     return int(any(outcome.state == FAILED and not outcome.refused for outcome in outcomes))
 
@@ -37,52 +41,49 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="commrt", help="gloo, or a package with a module c10d (commrt)")
     parser.add_argument("--ranks", type=int, default=4, help="processes per test (4)")
     parser.add_argument("--only", default="", metavar="PATTERN", help="run tests whose name has a match for this")
-    parser.add_argument("--jobs", type=int, default=1, help="tests that run at a time (1)")
+    parser.add_argument("--together", action="store_true", help="run them one after the other in one group")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a test is ended (120)")
-    parser.add_argument("--rules", default="gloo,mpi", help="also run what torch runs with these (gloo,mpi)")
     parser.add_argument("--out", type=Path, help="file for all outcomes, as JSON")
     parser.add_argument("--logs", type=Path, default=Path("build/conformance"), help="folder for what ranks print")
-    return parser.parse_args()
+    parser.add_argument("--under", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.under = options.under or options.backend
+    return options
 
 
-def suite(options: argparse.Namespace) -> Suite:
-    """Start a process for torch's tests."""
-    rules = tuple(filter(None, options.rules.split(",")))
-    return Suite(options.backend, options.ranks, options.logs, limit_s=options.limit, rules=rules)
+def run(options: argparse.Namespace, folder: str) -> list[Outcome]:
+    """Run tests in this process, which forks the ranks; torch's file is imported under the name `options.under`."""
+    os.environ |= {
+        "BACKEND": options.under,
+        "CONFORMANCE_GROUP": options.backend,
+        "WORLD_SIZE": str(options.ranks),
+        "INIT_METHOD": f"file://{folder}/again",
+        "TEMP_DIR": folder,
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(options.limit)),
+        "OMP_NUM_THREADS": "1",
+    }
+    from torch_conformance import suite  # noqa: PLC0415  # it reads the environment
 
-
-def run_all(options: argparse.Namespace, first: Suite, waiting: Queue[str]) -> list[Outcome]:
-    """Run all waiting tests, `jobs` at a time."""
-    with ThreadPoolExecutor(options.jobs) as threads:
-        futures = [threads.submit(run_some, first, waiting)]
-        futures += [threads.submit(run_more, options, waiting) for _ in range(1, options.jobs)]
-        return [outcome for future in futures for outcome in future.result()]
-
-
-def run_more(options: argparse.Namespace, waiting: Queue[str]) -> list[Outcome]:
-    """Run waiting tests in one more process."""
-    with suite(options) as more:
-        return run_some(more, waiting)
-
-
-def run_some(suite: Suite, waiting: Queue[str]) -> list[Outcome]:
-    """Run waiting tests until none is left."""
+    options.logs.mkdir(parents=True, exist_ok=True)
+    chosen: Sequence[str] = suite.chosen(options.only)
+    if options.together:
+        chosen = [suite.Conformance.put_together(chosen)]
     outcomes = []
-    while True:
-        try:
-            outcome = suite.run(waiting.get_nowait())
-        except Empty:
-            return outcomes
-        outcomes.append(outcome)
-        sys.stderr.write(f"{outcome.state:8}{outcome.seconds:6.1f} s  {outcome.test}\n")
+    for test in chosen:
+        faulthandler.dump_traceback_later(options.limit + GRACE_S, exit=True)
+        outcomes.append(suite.run(test, options.logs / f"{test}.log"))
+        faulthandler.cancel_dump_traceback_later()
+        sys.stderr.write(f"{outcomes[-1].state:8}{outcomes[-1].seconds:6.1f} s  {test}\n")
+    return outcomes
 
 
-def save(options: argparse.Namespace, outcomes: list[Outcome]) -> None:
-    """Write all outcomes to the file that the user names."""
-    record = {"backend": options.backend, "ranks": options.ranks, "rules": options.rules}
-    record["outcomes"] = [outcome.as_json() for outcome in outcomes]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+def run_under_gloo(options: argparse.Namespace, out: Path) -> list[Outcome]:
+    """Run tests that need BACKEND=gloo, in a process of its own."""
+    values = {name: getattr(options, name) for name in ("backend", "ranks", "only", "limit", "logs")}
+    given = [f"--{name}={value}" for name, value in values.items()]
+    command = [sys.executable, "-m", "torch_conformance", *given, "--under=gloo", f"--out={out}"]
+    subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+    return [Outcome(**outcome) for outcome in json.loads(out.read_text())["outcomes"]]
 
 
 if __name__ == "__main__":

@@ -1,82 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one of torch's tests ended in. This module and `client` need no torch."""
+"""What torch's tests ended in, as a table."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from torch_conformance.known import REFUSED
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-
-_RANK = re.compile(r"Process (\d+) exited with error code \d+ and exception:$", re.MULTILINE)
-_HEADER = "Traceback (most recent call last):\n"
-_MESSAGE = re.compile(r"^\S.*", re.MULTILINE)
-_MOST_CHARACTERS = 300
+REFUSED = {
+    f"test_monitored_barrier_{what}": "monitored_barrier is only implemented for GLOO backend"
+    for what in ("gloo", "gloo_subgroup", "failure_order", "wait_all_ranks")
+}
+"""Tests that only Gloo can pass, and a part of their error: `dist.monitored_barrier` compares the backend's name."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one test.
-
-    `reason` is torch's reason for a skip, or the first line of the error that the test itself ended in. `errors` has
-    the first line of the error of each rank that reported one. `rules` names the backend whose skip rules let the test
-    run.
-    """
+    """The end of one test, with torch's reason for a skip, or the errors of a failure and of its ranks."""
 
     test: str
     state: str
     seconds: float
     reason: str = ""
-    errors: dict[int, str] = field(default_factory=dict)
-    exit_codes: tuple[int | None, ...] = ()
-    rules: str = ""
-
-    @property
-    def text(self) -> str:
-        """The reason and the ranks' errors, one per line."""
-        ranks = [f"  rank {rank}: {error}" for rank, error in sorted(self.errors.items())]
-        return "\n".join([f"{self.test} {self.state} in {self.seconds:.1f} s: {self.reason}", *ranks])
 
     @property
     def refused(self) -> bool:
         """Whether the test failed because torch lets only Gloo pass it."""
         return self.state == FAILED and self.test in REFUSED and REFUSED[self.test] in self.reason
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON can hold them."""
-        return asdict(self)
 
-
-def first_line(trace: str) -> str:
-    """Return the first line of the message at the end of a Python traceback."""
-    found = _MESSAGE.search(trace.rpartition(_HEADER)[2])
-    return found[0][:_MOST_CHARACTERS] if found else ""
-
-
-def rank_errors(message: str) -> dict[int, str]:
-    """Return the first line of each rank's error from what torch's parent process reports."""
-    parts = _RANK.split(message)
-    return {int(rank): first_line(trace) for rank, trace in zip(parts[1::2], parts[2::2], strict=True)}
-
-
-def table(outcomes: Iterable[Outcome]) -> str:
+def table(outcomes: Sequence[Outcome]) -> str:
     """Return how many tests ran, passed, failed and were skipped, then the failures, then the reasons for skips."""
-    outcomes = list(outcomes)
     failed = [outcome for outcome in outcomes if outcome.state == FAILED and not outcome.refused]
-    refused = [outcome for outcome in outcomes if outcome.refused]
+    refused = [outcome.test for outcome in outcomes if outcome.refused]
     reasons = Counter(outcome.reason for outcome in outcomes if outcome.state == SKIPPED)
     rows = [
         (len(outcomes) - reasons.total(), "run"),
         (sum(outcome.state == PASSED for outcome in outcomes), "passed"),
         (len(failed), "failed"),
-        (len(refused), "failed because torch lets only Gloo pass"),
+        (len(refused), " ".join(["failed because torch lets only Gloo pass", *refused])),
         (reasons.total(), "skipped by torch's rules"),
     ]
     lines = [f"{count:4d} {what}" for count, what in rows]
-    lines += [outcome.text for outcome in [*failed, *refused]]
+    lines += [f"{outcome.test} failed in {outcome.seconds:.1f} s: {outcome.reason}" for outcome in failed]
     return "\n".join([*lines, *(f"{count:4d} skipped: {reason}" for reason, count in reasons.most_common())])

@@ -2,20 +2,28 @@
 """torch's `distributed_test` as one class of tests that runs on the backend under test.
 
 torch's module reads BACKEND, WORLD_SIZE and INIT_METHOD while it is imported, so set them before you import this one.
-Both the parent of the ranks and the ranks import this module.
+CONFORMANCE_GROUP names the backend of the process group: another one than BACKEND for the tests that are `NAMED`.
 
-CONFORMANCE_GROUP names another backend for the process group than BACKEND. Use it for tests whose body asks for
-BACKEND == "gloo" before it does anything.
+Each test runs that torch runs with Gloo or MPI, also where a decorator names these instead of a feature. torch's
+decorators mark a test as skipped; they do not change it. To learn what torch would run with another backend, this
+module loads torch's file once more under that backend's name and reads the marks. A test that is marked for us only
+gets a wrapper without the mark. Tests that torch skips for all backends, for an open issue or for lack of a GPU, stay
+skipped.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
-from collections.abc import Sequence
+import time
+import unittest
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,28 +32,28 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import DistTestCases
 
-BUILT_IN = ("gloo", "mpi", "nccl", "ucc")
-BACKEND = os.environ["BACKEND"]
-GROUP = os.environ.get("CONFORMANCE_GROUP", BACKEND)
+from torch_conformance.outcome import FAILED, PASSED, SKIPPED, Outcome
 
+BACKEND, GROUP = os.environ["BACKEND"], os.environ["CONFORMANCE_GROUP"]
+logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.WARNING)  # a line for each process
 START = os.environ.get("CONFORMANCE_START", "fork")
+RULES = ("gloo", "mpi")
+"""Backends whose tests run as well."""
+NAMED = frozenset(
+    f"test_accumulate_gradients_no_sync{suffix}"
+    for suffix in ("", "_grad_is_view", "_allreduce_hook", "_allreduce_with_then_hook")
+)
+"""Tests whose body makes no model unless BACKEND is "gloo", "mpi" or "nccl". With another name they fail in an
+UnboundLocalError, so they run with BACKEND=gloo on a group of the backend under test."""
+_MARKS = ("__unittest_skip__", "__unittest_skip_why__")
 
-
-def add_to_tables(backend: str) -> None:
-    """Add a backend to the tables of features that torch keeps for backends that are not its own.
-
-    Gloo is in each of these tables. The tests that need a GPU find out by themselves that there is none.
-    """
-    for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):
-        DistTestCases.backend_feature[feature].add(backend)
-
-
-if GROUP not in BUILT_IN:
+if GROUP != "gloo":
     import_module(f"{GROUP}.c10d")
-    add_to_tables(GROUP)
+    # Gloo is in each of these tables. The tests that need a GPU find out by themselves that there is none.
+    for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):
+        DistTestCases.backend_feature[feature].add(GROUP)
 
 distributed_test = import_module("torch.testing._internal.distributed.distributed_test")
-SOURCE = Path(distributed_test.__file__)
 TESTS = tuple(name for name in vars(distributed_test.DistributedTest._DistTestBase) if name.startswith("test"))
 """All of torch's tests, in the order in which the file has them."""
 
@@ -58,7 +66,7 @@ class Conformance(distributed_test.TestDistBackend, distributed_test.Distributed
     """
 
     test_together: Any = None
-    log: str | None = None
+    log = ""
     exit_codes: tuple[int | None, ...] = ()
     _expected: complex | None = None
 
@@ -106,7 +114,9 @@ class Conformance(distributed_test.TestDistBackend, distributed_test.Distributed
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **options: Any) -> None:
         os.environ.update(options.pop("environment"))
-        write_to(options.pop("log"))
+        with Path(options.pop("log")).open("a") as file:  # also for what C++ prints
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
         run = super()._run if GROUP == BACKEND else cls._run_on_other_group
         run(rank, test_name, file_name, pipe, **options)
 
@@ -125,16 +135,66 @@ class Conformance(distributed_test.TestDistBackend, distributed_test.Distributed
         sys.exit(0)
 
 
-def write_to(log: str | None) -> None:
-    """Append all that this process prints to the file `log`, also what C++ prints."""
-    if log is None:
-        return
-    with Path(log).open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-
 def _process(more: dict[str, Any], **options: Any) -> Any:
     options["kwargs"] = {**options["kwargs"], **more}
     context: Any = get_context(START)
     return context.Process(**options)
+
+
+def chosen(pattern: str) -> list[str]:
+    """Let the tests of Gloo and MPI run too. Return those with a match for `pattern` that this BACKEND is for."""
+    for backend in RULES:
+        for test in not_skipped(tests_for(backend)):
+            if is_skipped(Conformance, test):
+                setattr(Conformance, test, without_mark(getattr(Conformance, test)))
+    mine = NAMED if BACKEND != GROUP else set(TESTS) - (NAMED if GROUP != "gloo" else set())
+    return [test for test in TESTS if test in mine and re.search(pattern, test)]
+
+
+def is_skipped(tests: type, test: str) -> bool:
+    """Return True if a decorator skips the test for good."""
+    return getattr(getattr(tests, test), "__unittest_skip__", False)
+
+
+def not_skipped(tests: type) -> list[str]:
+    """Return the tests that no decorator skips for good."""
+    return [test for test in TESTS if not is_skipped(tests, test)]
+
+
+def tests_for(backend: str) -> type:
+    """Return torch's tests as they are when BACKEND is `backend`."""
+    spec: Any = spec_from_file_location(f"distributed_test_for_{backend}", distributed_test.__file__)
+    module: Any = module_from_spec(spec)
+    os.environ["BACKEND"] = backend
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        os.environ["BACKEND"] = BACKEND
+    return module.DistributedTest._DistTestBase
+
+
+def without_mark(test: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return the same test without the mark that skips it."""
+
+    @wraps(test)
+    def unmarked(self: Any) -> None:
+        test(self)
+
+    for mark in _MARKS:
+        vars(unmarked).pop(mark, None)
+    return unmarked
+
+
+def run(name: str, log: Path) -> Outcome:
+    """Run one test on its own ranks, of which torch looks at the exit code of rank 0, this at all."""
+    case, result, start = Conformance(name), unittest.TestResult(), time.monotonic()
+    case.log = str(log)
+    unittest.TestSuite([case]).run(result)
+    state, reason = PASSED, ""
+    if result.skipped:
+        state, reason = SKIPPED, result.skipped[0][1]
+    elif bad := [*result.errors, *result.failures]:
+        state, reason = FAILED, bad[0][1]
+    elif len(set(case.exit_codes)) > 1 and name != "test_ddp_has_finalized":
+        state, reason = FAILED, f"The ranks' exit codes differ: {case.exit_codes}"
+    return Outcome(name, state, round(time.monotonic() - start, 2), reason)
