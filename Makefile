@@ -54,7 +54,7 @@ prove: venv  # all schedules, for 1 to 64 ranks and some for more, in 1 to 2 min
 	$(BIN)/python dev/prove.py
 
 # torch's own tests of process groups, in 3 minutes; BACKEND=gloo shows what Gloo passes
-conformance: export PYTHONPATH = $(CURDIR):$(CURDIR)/tests/support
+conformance: export PYTHONPATH = $(CURDIR):$(CURDIR)/dev:$(CURDIR)/tests/support
 conformance: BACKEND = commrt
 conformance: RANKS = 4
 conformance: venv

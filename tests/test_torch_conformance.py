@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch_conformance.outcome import FAILED
 
+ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 TOGETHER = """
@@ -35,7 +38,8 @@ def conformance(folder, backend, ranks, names, *more):
     out = folder / "outcomes.json"
     given = [f"--backend={backend}", f"--ranks={ranks}", f"--only=^test_({'|'.join(names)})$", "--limit=60"]
     command = [sys.executable, "-m", "torch_conformance", *given, f"--out={out}", f"--logs={folder}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "dev", ROOT / "tests" / "support")))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths})
     assert out.exists(), done.stderr
     return json.loads(out.read_text())["outcomes"], done.stdout
 
