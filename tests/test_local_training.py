@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
@@ -83,8 +81,7 @@ def test_consolidate_sets_the_weights_to_the_anchor(algorithm, steps):
     def body(world):
         loop = Loop(world, algorithm).run(steps)
         loop.replica.consolidate()
-        anchors = [loop.agreed()["anchors", name] for name, _ in loop.model.named_parameters()]
-        return params(loop.model), anchors, loop.replica.replicas_equal()
+        return params(loop.model), loop.anchors(), loop.replica.replicas_equal()
 
     found = run_ranks(3, body)
     for weights, anchors, equal in found:
@@ -120,8 +117,7 @@ def test_gossiping_ranks_become_equal_at_their_mean_and_begin_anew_there():
     def body(world):
         loop = Loop(world, GOSSIPING).run(7)
         loop.replica.consolidate()
-        anchors = [loop.agreed()["anchors", name] for name, _ in loop.model.named_parameters()]
-        return params(loop.model), anchors
+        return params(loop.model), loop.anchors()
 
     found = run_ranks(4, body)
     for weights, anchors in found:
@@ -192,40 +188,6 @@ def test_weights_of_16_bits_have_anchors_of_32():
     found = run_ranks(3, body)
     assert same(found[0], found[1])
     assert found[0][0].dtype == torch.bfloat16
-
-
-def test_passes_that_only_accumulate_are_no_steps():
-    def body(world):
-        loop = Loop(world, LocalSGD(2))
-        for step in range(12):
-            with loop.replica.no_sync() if step % 3 < 2 else nullcontext():
-                loop.model(batch(step, world.rank)).square().sum().backward()
-            if step % 3 == 2:
-                loop.optimizer.step()
-                loop.optimizer.zero_grad()
-        return loop.replica.step, params(loop.model)
-
-    found = run_ranks(2, body)
-    assert [steps for steps, _ in found] == [4, 4]
-    assert same(found[0][1], found[1][1])
-
-
-def test_two_optimizers_that_step_in_turn():
-    def body(world):
-        model = model_of()
-        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
-        replica = commrt.attach(model, halves, LocalSGD(4, 1), world=world)
-        for step in range(6):
-            for half in halves:
-                model.zero_grad()
-                model(batch(step, world.rank)).square().sum().backward()
-                half.step()
-        replica.consolidate()
-        return replica.step, params(model)
-
-    found = run_ranks(2, body)
-    assert found[0][0] == 12
-    assert same(found[0][1], found[1][1])
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of local SGD on one rank, as tests of it train."""
+"""A loop of gossip or local SGD on one rank, as tests of them train."""
 
 from __future__ import annotations
 
-import copy
+import io
 
 import torch
 from gossip_models import local_step, model_of
@@ -47,13 +47,20 @@ class Loop:
         return self
 
     def state(self):
-        return copy.deepcopy([part.state_dict() for part in (self.model, self.optimizer, self.replica)])
+        """What a file holds after a save."""
+        file = io.BytesIO()
+        torch.save([part.state_dict() for part in (self.model, self.optimizer, self.replica)], file)
+        return torch.load(io.BytesIO(file.getvalue()))
 
     def load(self, states):
         for part, state in zip((self.model, self.optimizer, self.replica), states, strict=True):
             part.load_state_dict(state)
         self.step = self.replica.step
         return self
+
+    def anchors(self):
+        """The anchor, in the order of the parameters."""
+        return [self.agreed()["anchors", name] for name, _ in self.model.named_parameters()]
 
     def agreed(self):
         """Anchor and momentum, by name."""
