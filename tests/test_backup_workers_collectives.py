@@ -5,45 +5,44 @@ from __future__ import annotations
 
 import threading
 from copy import deepcopy
-from time import monotonic
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import for_each, on_ranks
 from late_ranks import (
+    AT,
     LATE,
     LIMIT_S,
     MODEL,
     NORMED,
     Loop,
     Progress,
+    Trainee,
     all_are_equal,
     at,
     backward,
-    batch,
     sgd,
-    to_the_late_step,
     trainee,
     weights,
 )
 
 import commrt
-from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, Place, QuorumLost, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 from commrt.training.model_state import gather_integers
 
 
-def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():
+def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace_in_the_next_one():
     def body(world):
         model = deepcopy(NORMED)
         optimizer = sgd(model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler])
         for _ in range(3):
-            for _ in range(9 if world.rank == LATE else 4):
-                optimizer.zero_grad()
-                model(batch(world.rank, replica.step).float()).square().mean().backward()
+            for _ in range(7 if world.rank == LATE else 3):
+                backward(model, world.rank, replica.step)
                 optimizer.step()
                 scheduler.step()
             assert replica.replicas_equal()
@@ -51,20 +50,6 @@ def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():
 
     for epochs, step in run_ranks(4, body):
         assert epochs == step
-
-
-def test_a_second_close_asks_nobody_whether_the_others_have_closed():
-    def body(world):
-        model = torch.nn.Linear(3, 2)
-        replica = commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
-        world.holds_store = world.rank == 0
-        world.close()
-        asked = []
-        world.membership.on_store.ranks_alive = lambda: asked.append(replica) or ()
-        world.close()
-        return asked
-
-    assert run_ranks(3, body) == [[], [], []]
 
 
 @on_ranks(2)
@@ -98,20 +83,6 @@ def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
     assert most >= ends[0][0] >= min(batches)  # each counts once in a step at most
     assert all(equal for _, equal, _ in ends)
     assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
-
-
-@on_ranks(4)
-def test_a_second_epoch_after_a_collective_needs_no_special_call(world):
-    model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
-    for epoch in range(3):
-        for _ in range(4 + (world.rank + epoch) % 3):
-            backward(model, world.rank, replica.step)
-            optimizer.step()
-        score = torch.ones(8)
-        world.run(commrt.Ring().schedule(0, world.size), score)
-        assert score[0] == world.size
-    replica.consolidate()
-    assert replica.replicas_equal()
 
 
 def test_a_late_rank_does_not_wait_for_a_silent_one_while_others_wait_in_a_collective():
@@ -244,23 +215,63 @@ def test_a_collective_that_live_ranks_do_not_join_ends_at_its_timeout():
 
 def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
     def body(loop, world):
-        model, optimizer, replica = trainee(world, loop.algorithm)
-        step = to_the_late_step(loop, world, replica, optimizer)
-        kept = deepcopy(model.state_dict())
-        for param in model.parameters():
+        rank = Trainee(loop, world)
+        rank.train_to_the_late_step()
+        kept = deepcopy(rank.model.state_dict())
+        for param in rank.model.parameters():
             param.data.zero_()
         world.run(commrt.Ring().schedule(0, world.size), torch.ones(8))
-        model.load_state_dict(kept)
-        was_behind = replica.step > replica._backup_step.version
-        while at(replica) < loop.steps:
-            step()
-        replica.consolidate()
-        return was_behind, weights(model)
+        rank.model.load_state_dict(kept)
+        was_behind = rank.replica.step > rank.replica._backup_step.version
+        rank.train()
+        rank.replica.consolidate()
+        return was_behind, weights(rank.model)
 
     ends = Loop().run(body)
     assert [was_behind for was_behind, _ in ends] == [rank == LATE for rank in range(4)]
     assert all_are_equal([found for _, found in ends])
     assert all(tensor.any() for tensor in ends[LATE][1])
+
+
+def test_a_collective_sends_weights_that_are_clamped_after_every_step():
+    def body(loop, world):
+        rank = Trainee(loop, world)
+
+        def clamp():
+            for param in rank.model.parameters():
+                param.data.clamp_(-0.1, 0.1)
+
+        rank.train(clamp, until=AT + 1)
+        return rank.replica.replicas_equal(), rank.replica.state_dict()["step"]
+
+    assert Loop().run(body) == [(True, AT + 1)] * 4
+
+
+def test_a_late_rank_is_not_stuck_if_the_others_skipped_their_last_update():
+    def body(loop, world):
+        rank = Trainee(loop, world)
+        rank.train(until=AT)
+        rank.backward()  # and no step: its norm is too large
+        rank.tell()
+        equal = rank.replica.replicas_equal()
+        rank.train()
+        rank.replica.consolidate()
+        assert (equal, rank.replica.lost) == (True, ())  # nobody waited until the deadline
+        return weights(rank.model)
+
+    assert all_are_equal(Loop().run(body))
+
+
+@on_ranks(2)
+def test_a_step_with_gradients_from_before_consolidate_is_refused(world):
+    model, optimizer, replica = trainee(world, commrt.BackupWorkers(0))
+    backward(model, world.rank, 0)
+    replica.consolidate()
+    with pytest.raises(UsageError, match="with gradients from before consolidate"):
+        optimizer.step()
+    backward(model, world.rank, 1)
+    optimizer.step()
+    assert replica.replicas_equal()
 
 
 def test_gathered_integers_are_of_the_members_at_the_time_of_the_call():
@@ -284,6 +295,55 @@ def test_gathered_integers_are_of_the_members_at_the_time_of_the_call():
     assert gather_integers(world, 12) == {0: 12, 1: 5, 2: 7}
 
 
+def told(call):
+    """What a call raises, in words with its kind."""
+    try:
+        call()
+    except CommrtError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_ranks_that_come_to_different_collectives_all_learn_it_at_once_and_the_world_goes_on():
+    other_has_come = threading.Event()
+
+    def body(world):
+        replica = trainee(world, commrt.BackupWorkers(1))[2]
+        if world.rank == 0:
+            before = world.hooks.before_collective
+            world.hooks = replace(world.hooks, before_collective=lambda: (before(), other_has_come.set()))
+        if world.rank == 1:
+            assert other_has_come.wait(LIMIT_S)
+            said = told(lambda: world.all_reduce(torch.ones(2)))
+        else:
+            said = told(replica.consolidate)
+        return said, replica.replicas_equal(), replica.lost
+
+    for said, is_equal, lost in run_ranks(4, body):
+        assert "make the same collective calls in the same order on all ranks" in said
+        assert (is_equal, lost) == (True, ())
+
+
+def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_goes_on():
+    def body(world):
+        trainee(world, commrt.BackupWorkers(1))
+        schedule, refusals = world._sums.schedule, [UsageError("no schedule of so many ranks")]
+
+        def refuse_once(*what):
+            if world.rank == 1 and refusals:
+                raise refusals.pop()
+            return schedule(*what)
+
+        world._sums.schedule = refuse_once
+        total = torch.ones(2)
+        return told(lambda: world.all_reduce(torch.ones(2))), world.all_reduce(total, "sum") or total.tolist()
+
+    ends = run_ranks(4, body)
+    for rank, (said, total) in enumerate(ends):
+        assert said.startswith("UsageError" if rank == 1 else "DisagreementError: rank 1 refused: no schedule of so")
+        assert total == [4.0, 4.0]
+
+
 @for_each("is_broken", [False, True])
 def test_a_refusal_after_a_collective_inside_another_is_passed_on(is_broken):
     def body(world):
@@ -303,15 +363,44 @@ def test_a_refusal_after_a_collective_inside_another_is_passed_on(is_broken):
                 raise UsageError("not this one")
             return membership.together(int)
 
-    def told(world):
-        begin_s = monotonic()
-        try:
-            body(world)
-        except CommrtError as error:
-            return type(error), str(error), monotonic() - begin_s
-        return None
+    said = run_ranks(3, lambda world: told(lambda: body(world)), timeout_s=LIMIT_S)
+    assert said[1] == "UsageError: not this one"
+    assert all(each.startswith("DisagreementError: rank 1 refused: not this one") for each in said[::2])
 
-    ends = run_ranks(3, told, timeout_s=LIMIT_S)
-    assert [kind for kind, _, _ in ends] == [DisagreementError, UsageError, DisagreementError]
-    assert all("rank 1 refused: not this one" in said for kind, said, _ in ends if kind is DisagreementError)
-    assert all(waited_s < LIMIT_S / 2 for *_, waited_s in ends)
+
+@for_each(("times", "says"), [(1, None), (9, "not all 3 ranks connected")])
+def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_come(times, says):
+    def body(world):
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+        failures, connect = (
+            [commrt.TransportError("not all 3 ranks connected")] * times,
+            world.reconnect_options.connect,
+        )
+
+        def unlucky(*where):
+            if failures:
+                raise failures.pop()
+            return connect(*where)
+
+        if world.rank == 1:
+            world.reconnect_options = world.reconnect_options._replace(connect=unlucky)
+        for step in range(3):
+            if (world.rank, step) == (3, 1):
+                raise OnPurposeError
+            backward(model, world.rank, step)
+            optimizer.step()
+        return replica.replicas_equal()
+
+    def one(world):
+        try:
+            return body(world)
+        except Exception as error:  # what it is, the test looks at
+            world.abort(error)
+            return error
+
+    ends = run_ranks(4, one, timeout_s=4.0)
+    assert isinstance(ends[3], OnPurposeError)
+    if says is None:
+        assert ends[:3] == [True] * 3
+    else:
+        assert says in f"{ends[1]} {ends[1].__cause__}"

@@ -131,7 +131,7 @@ def trained_with_a_late_rank(loop, zero, late=1, backups=1, ranks=3):
             if world.rank == late and replica.step >= LATE_FROM:
                 progress.wait_for(min(replica.step + 1, STEPS))
             step(parts, optimizers, loop, replica.step, zero)
-            progress.tell(replica._backup_step.version)
+            progress.tell_of(replica)
         return replica.replicas_equal(), replica.step, replica.lost, weights(parts)
 
     return run_ranks(ranks, body, timeout_s=5.0)
@@ -174,7 +174,7 @@ def test_a_loop_that_zeroes_only_what_it_steps_and_counts_for_itself_keeps_its_l
             optimizers[critic].zero_grad()
             (net[1](drawn(number, 4)) if critic else net[1](net[0](drawn(number, 3)))).square().mean().backward()
             optimizers[critic].step()
-            progress.tell(replica._backup_step.version)
+            progress.tell_of(replica)
         return replica.replicas_equal(), replica.step, replica.lost
 
     assert run_ranks(3, body, timeout_s=5.0) == [(True, STEPS, ())] * 3

@@ -8,13 +8,12 @@ import logging
 import os
 import signal
 import threading
-from time import monotonic
 
 import failing_ranks
 import pytest
 import torch
-from cases import for_each, on_ranks
-from gossip_models import batch, local_step, model_of, optimizer_of, params, same, trainee
+from cases import for_each
+from gossip_models import local_step, model_of, optimizer_of, params, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,41 +137,26 @@ def test_no_rank_waits_for_one_that_detached_its_model():
     assert not last
 
 
-def test_the_remaining_ranks_end_equal_if_one_is_lost_in_join():
+@for_each(("batches", "dies_at"), [((3, 6, 9, 12), 5), ((3, 9, 3), 7)], ids=["one of several", "the last with data"])
+def test_the_remaining_ranks_end_equal_if_rank_1_is_lost_in_join(batches, dies_at):
     def body(world):
         replica, optimizer = attached(world)
         with replica.join():
-            for step in range((3, 6, 9, 12)[world.rank]):
-                if (world.rank, step) == (1, 5):
+            for step in range(batches[world.rank]):
+                if (world.rank, step) == (1, dies_at):
                     raise OSError("the disk is full")
                 local_step(replica.model, optimizer, step, world.rank)
-        return params(replica.model), replica.step, world.members
+        seen.append((params(replica.model), replica.step, world.members, [loss.rank for loss in replica.lost]))
 
     seen = []
     with pytest.raises(OSError, match="the disk is full"):
-        run_ranks(4, lambda world: seen.append(body(world)), timeout_s=PATIENT_S)
-    assert len(seen) == 3
-    assert all(same(found, seen[0][0]) for found, *_ in seen)
-    assert {(step, tuple(members)) for _, step, members in seen} == {(12, (0, 2, 3))}
-
-
-def test_the_only_rank_that_still_had_data_may_be_lost():
-    def body(world):
-        replica, optimizer = attached(world)
-        with replica.join():
-            for step in range(9 if world.rank == 1 else 3):
-                if (world.rank, step) == (1, 7):
-                    raise OSError("the disk is full")
-                local_step(replica.model, optimizer, step, world.rank)
-        return params(replica.model), [loss.rank for loss in replica.lost]
-
-    seen, begin_s = [], monotonic()
-    with pytest.raises(OSError, match="the disk is full"):
-        run_ranks(3, lambda world: seen.append(body(world)), timeout_s=PATIENT_S)
-    assert monotonic() - begin_s < PATIENT_S / 2
-    assert len(seen) == 2
-    assert same(seen[0][0], seen[1][0])
-    assert [lost for _, lost in seen] == [[1], [1]]
+        run_ranks(len(batches), body, timeout_s=PATIENT_S)
+    stay = tuple(rank for rank in range(len(batches)) if rank != 1)
+    assert len(seen) == len(stay)
+    for found, step, members, lost in seen:
+        assert same(found, seen[0][0])
+        assert step == seen[0][1] >= max(batches[rank] for rank in stay)
+        assert (tuple(members), lost) == (stay, [1])
 
 
 @pytest.mark.slow
@@ -217,70 +201,49 @@ def test_the_remaining_ranks_load_a_checkpoint_after_a_loss():
     assert found == [(2, {2}), None, (2, {0})]
 
 
-def test_other_algorithms_end_with_a_lost_rank_as_before():
+def one_of_gradients(world):
+    return [attached(world, Gossip(payload="gradients"))]
+
+
+def two_models(world):
+    return [attached(world), attached(world, seed=1)]
+
+
+def two_models_of_which_one_was_detached(world):
+    first, (other, _) = two_models(world)
+    other.detach()
+    return [first]
+
+
+@for_each("attach_models", [one_of_gradients, two_models, two_models_of_which_one_was_detached])
+def test_what_has_no_weights_of_its_own_or_no_step_in_common_ends_with_a_lost_rank(attach_models):
     def body(world):
-        model, optimizer, _ = trainee(world, Gossip(payload="gradients"))
+        kept = attach_models(world)
         for step in range(1 if world.rank == 1 else 5):
-            local_step(model, optimizer, step, world.rank)
-
-    with pytest.raises(commrt.PeerLost):
-        run_ranks(3, body, timeout_s=PATIENT_S)
-
-
-def test_two_models_that_gossip_in_one_world_end_with_a_lost_rank():
-    def body(world):
-        models = [model_of(), model_of(1)]
-        optimizers = [optimizer_of(model) for model in models]
-        replicas = [commrt.attach(*pair, Gossip(), world=world) for pair in zip(models, optimizers, strict=True)]
-        for step in range(1 if world.rank == 1 else 5):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                local_step(model, optimizer, step, world.rank)
-        return replicas
-
-    with pytest.raises(commrt.PeerLost):
-        run_ranks(3, body, timeout_s=PATIENT_S)
-
-
-@pytest.mark.slow
-def test_dropped_models_do_not_count_as_attached():
-    def body(world):
-        for _ in range(3):
-            replica, optimizer = attached(world)
-            local_step(replica.model, optimizer, 0, world.rank)
+            for replica, optimizer in kept:
+                local_step(replica.model, optimizer, step, world.rank)
+        for replica, _ in kept:
             replica.drain()
+
+    with pytest.raises(commrt.PeerLost):
+        run_ranks(3, body, timeout_s=PATIENT_S)
+
+
+@for_each("how", ["detached", "dropped"])
+def test_a_model_that_gossips_after_another_was_detached_or_dropped_survives_a_lost_rank(how):
+    def body(world):
+        replica, optimizer = attached(world)
+        local_step(replica.model, optimizer, 0, world.rank)
+        replica.drain()
+        if how == "detached":
+            replica.detach()  # the variable keeps it alive
+        else:
             del replica, optimizer
-            if world.rank == 0:
-                gc.collect()
+            gc.collect()
         return finished(world, Gossip(), {1: 4})[0].lost
 
     first, _, last = run_ranks(3, body, timeout_s=PATIENT_S)
     assert [loss.rank for loss in first] == [loss.rank for loss in last] == [1]
-
-
-def test_two_models_are_too_many_also_when_one_was_detached():
-    def body(world):
-        (replica, optimizer), (other, _) = attached(world), attached(world, seed=1)
-        other.detach()
-        for step in range(1 if world.rank == 1 else 5):
-            local_step(replica.model, optimizer, step, world.rank)
-        replica.drain()
-
-    with pytest.raises(commrt.PeerLost):
-        run_ranks(3, body, timeout_s=PATIENT_S)
-
-
-def test_a_model_that_gossips_after_another_was_detached_survives_a_lost_rank():
-    def body(world):
-        replica, _ = attached(world)
-        replica.detach()  # the variable keeps it alive
-        another, optimizer = attached(world, seed=1)
-        for step in range(1 if world.rank == 1 else 5):
-            local_step(another.model, optimizer, step, world.rank)
-        another.drain()
-        return replica.step, another.step
-
-    outcomes = run_ranks(3, body, timeout_s=PATIENT_S)
-    assert outcomes == [(0, 5), (0, 1), (0, 5)]
 
 
 def test_a_ring_shuffle_works_on_the_last_remaining_rank():
@@ -325,44 +288,19 @@ def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
     assert run_ranks(3, body, timeout_s=PATIENT_S) == [(0, 2), None, (0, 2)]
 
 
-@on_ranks(2, timeout_s=PATIENT_S)
-def test_collectives_are_refused_inside_join(world):
-    replica, _ = attached(world)
-    with replica.join():
-        for refused in (replica.consolidate, replica.disagreement, replica.replicas_equal):
-            with pytest.raises(UsageError, match=r"inside join\(\)"):
-                refused()
-
-
-def test_a_step_that_no_optimizer_took_is_exchanged_before_replicas_become_equal():
-    def body(world):
-        replica, optimizer = attached(world)
-        for step in range(3):
-            optimizer.zero_grad()
-            replica.model(batch(step, world.rank)).square().sum().backward()
-            if (world.rank, step) != (1, 2):  # as a GradScaler does
-                optimizer.step()
-        replica.consolidate()
-        return replica.step, params(replica.model)
-
-    (first, ours), (second, theirs) = run_ranks(2, body, timeout_s=PATIENT_S)
-    assert (first, second) == (3, 3)
-    assert same(ours, theirs)
-
-
 def test_after_a_loss_only_gossip_of_weights_can_be_attached():
     def body(world):
         replica, *_ = finished(world, Gossip(), {1: 4})
-        if world.rank != 1:
-            replica.detach()
-            for algorithm in (commrt.Torus2D(), Gossip(payload="gradients")):
-                with pytest.raises(UsageError, match=r"rank 1 is lost, .* only gossip of weights goes on"):
-                    attached(world, algorithm)
-            again, optimizer = attached(world, Gossip("hypercube"))
-            local_step(again.model, optimizer, 0, world.rank)
-            again.consolidate()
-            return params(again.model)
-        return None
+        if world.rank == 1:
+            return None
+        replica.detach()
+        for algorithm in (commrt.Torus2D(), Gossip(payload="gradients")):
+            with pytest.raises(UsageError, match=r"rank 1 is lost, .* only gossip of weights goes on"):
+                attached(world, algorithm)
+        again, optimizer = attached(world, Gossip("hypercube"))
+        local_step(again.model, optimizer, 0, world.rank)
+        again.consolidate()
+        return params(again.model)
 
     first, _, *others = run_ranks(4, body, timeout_s=PATIENT_S)
     assert all(same(first, other) for other in others)

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import threading
-from copy import deepcopy
 
 import pytest
 import torch
@@ -40,7 +38,7 @@ from commrt.testing.ranks import run_ranks
 from commrt.training.gossip import GossipExchange
 
 
-@for_each(("ranks", "staleness"), [(2, 0), (2, 1), (3, 0), (4, 1), (5, 0), (7, 1)])
+@for_each(("ranks", "staleness"), [(2, 0), (2, 1), (3, 0), (4, 1), (5, 0), (5, 1)])
 def test_training_gives_the_bits_of_the_simulation(ranks, staleness):
     algorithm = Gossip(staleness=staleness)
     found = run_ranks(ranks, lambda world: trained(world, algorithm)[0])
@@ -149,33 +147,6 @@ def test_consolidating_makes_replicas_equal_at_their_mean():
         mean = torch.stack([before[i] for before, *_ in outcomes]).mean(0)
         assert all(torch.allclose(after[i], mean, atol=1e-7) for _, after, *_ in outcomes)
     assert all(equal and disagreement < 1e-6 for *_, equal, disagreement in outcomes)
-
-
-def test_a_checkpoint_taken_in_between_goes_on_with_the_bits_of_the_unbroken_run():
-    def broken(world):
-        _, replica = trained(world, Gossip(), steps=3)
-        file = io.BytesIO()
-        torch.save([replica.model.state_dict(), replica.state_dict()], file)
-        momentum = deepcopy(optimizer_state(replica))
-        replica.detach()
-        model = model_of(5)
-        optimizer = optimizer_of(model)
-        again = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-4)
-        saved, state = torch.load(io.BytesIO(file.getvalue()))
-        model.load_state_dict(saved)
-        optimizer.load_state_dict(momentum)
-        again.load_state_dict(state)
-        for step in range(3, STEPS):
-            local_step(model, optimizer, step, world.rank)
-        again.drain()
-        return params(model)
-
-    unbroken = run_ranks(4, lambda world: trained(world, Gossip())[0])
-    assert all(map(same, run_ranks(4, broken), unbroken))
-
-
-def optimizer_state(replica):
-    return replica._optimizers[0].state_dict()
 
 
 def test_buffers_are_averaged_and_counters_stay():
