@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from copy import deepcopy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from late_ranks import (
     all_are_equal,
     at,
     backward,
+    on_loop,
     sgd,
     trainee,
     weights,
@@ -31,7 +31,6 @@ from late_ranks import (
 import commrt
 from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
-from commrt.training.model_state import gather_integers
 
 
 def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace_in_the_next_one():
@@ -233,33 +232,26 @@ def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
     assert all(tensor.any() for tensor in ends[LATE][1])
 
 
-def test_a_collective_sends_weights_that_are_clamped_after_every_step():
-    def body(loop, world):
-        rank = Trainee(loop, world)
+@on_loop()
+def test_a_collective_sends_weights_that_are_clamped_after_every_step(rank):
+    def clamp():
+        for param in rank.model.parameters():
+            param.data.clamp_(-0.1, 0.1)
 
-        def clamp():
-            for param in rank.model.parameters():
-                param.data.clamp_(-0.1, 0.1)
-
-        rank.train(clamp, until=AT + 1)
-        return rank.replica.replicas_equal(), rank.replica.state_dict()["step"]
-
-    assert Loop().run(body) == [(True, AT + 1)] * 4
+    rank.train(clamp, until=AT + 1)
+    assert rank.replica.replicas_equal()
+    assert rank.replica.state_dict()["step"] == AT + 1
 
 
-def test_a_late_rank_is_not_stuck_if_the_others_skipped_their_last_update():
-    def body(loop, world):
-        rank = Trainee(loop, world)
-        rank.train(until=AT)
-        rank.backward()  # and no step: its norm is too large
-        rank.tell()
-        equal = rank.replica.replicas_equal()
-        rank.train()
-        rank.replica.consolidate()
-        assert (equal, rank.replica.lost) == (True, ())  # nobody waited until the deadline
-        return weights(rank.model)
-
-    assert all_are_equal(Loop().run(body))
+@on_loop()
+def test_a_late_rank_is_not_stuck_if_the_others_skipped_their_last_update(rank):
+    rank.train(until=AT)
+    rank.backward()  # and no step: its norm is too large
+    rank.tell()
+    assert rank.replica.replicas_equal()
+    assert rank.replica.lost == ()  # nobody waited until the deadline
+    rank.train()
+    assert rank.replica.replicas_equal()
 
 
 @on_ranks(2)
@@ -272,27 +264,6 @@ def test_a_step_with_gradients_from_before_consolidate_is_refused(world):
     backward(model, world.rank, 1)
     optimizer.step()
     assert replica.replicas_equal()
-
-
-def test_gathered_integers_are_of_the_members_at_the_time_of_the_call():
-    """A rank may come back before the answer is read."""
-    before, now = (0, 1, 2), [(0, 1, 2)]
-
-    def run_now(schedule, flat, tag, members):
-        assert members == before
-        for rank, number in ((1, 5.0), (2, 7.0)):
-            flat[rank] += number / 3
-            flat[4 + rank] += 1 / 3
-        now[0] = (0, 1, 2, 3)
-
-    elastic = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
-
-    class World:
-        members = property(lambda _: now[0])
-
-    world = World()
-    vars(world).update(size=4, rank=0, run_now=run_now, membership=elastic)
-    assert gather_integers(world, 12) == {0: 12, 1: 5, 2: 7}
 
 
 def told(call):
@@ -335,8 +306,9 @@ def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_g
             return schedule(*what)
 
         world._sums.schedule = refuse_once
-        total = torch.ones(2)
-        return told(lambda: world.all_reduce(torch.ones(2))), world.all_reduce(total, "sum") or total.tolist()
+        said = told(lambda: world.all_reduce(torch.ones(2)))
+        world.all_reduce(total := torch.ones(2), "sum")
+        return said, total.tolist()
 
     ends = run_ranks(4, body)
     for rank, (said, total) in enumerate(ends):

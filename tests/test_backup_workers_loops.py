@@ -11,8 +11,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each
-from late_ranks import AT, MODEL, Loop, Progress, Trainee, all_are_equal, at, backward, batch, trainee, weights
+from cases import for_each, on_ranks
+from late_ranks import AT, MODEL, Loop, Progress, Trainee, all_are_equal, at, backward, batch, on_loop, trainee, weights
 from torch import nn
 
 import commrt
@@ -44,45 +44,35 @@ def student_of(loop, world):
     return Trainee(loop, world, net, optimizer, also=[net.teacher])
 
 
-def test_a_frozen_teacher_that_the_loop_moves_goes_along_with_the_weights():
-    def body(loop, world):
-        rank = student_of(loop, world)
+@on_loop(student_of)
+def test_a_frozen_teacher_that_the_loop_moves_goes_along_with_the_weights(rank):
+    def follow():
+        pairs = zip(rank.model.teacher.parameters(), rank.model.student.parameters(), strict=True)
+        for theirs, ours in pairs:
+            theirs.data.lerp_(ours.data, 0.1)  # which autograd does not count
 
-        def follow():
-            pairs = zip(rank.model.teacher.parameters(), rank.model.student.parameters(), strict=True)
-            for theirs, ours in pairs:
-                theirs.data.lerp_(ours.data, 0.1)  # which autograd does not count
-
-        rank.train(follow)
-        return rank.replica.replicas_equal()
-
-    assert Loop().run(body) == [True] * 4
+    rank.train(follow)
+    assert rank.replica.replicas_equal()
 
 
-def test_a_buffer_that_the_loop_sets_after_a_step_stays_as_it_set_it():
-    def body(loop, world):
-        rank = student_of(loop, world)
+@on_loop(student_of)
+def test_a_buffer_that_the_loop_sets_after_a_step_stays_as_it_set_it(rank):
+    def freeze():
+        if rank.replica.step == AT + 1:
+            rank.model.observes.zero_()
 
-        def freeze():
-            if rank.replica.step == AT + 1:
-                rank.model.observes.zero_()
-
-        rank.train(freeze)
-        return rank.model.observes.item(), rank.replica.replicas_equal()
-
-    assert Loop().run(body) == [(0, True)] * 4
+    rank.train(freeze)
+    assert rank.model.observes.item() == 0
+    assert rank.replica.replicas_equal()
 
 
-def test_states_that_were_taken_in_inference_mode_can_be_stepped():
-    def body(loop, world):
-        rank = Trainee(loop, world)
-        rank.train_to_the_late_step()
-        with torch.inference_mode():
-            assert rank.replica.replicas_equal()
-        rank.train()
-        return rank.replica.replicas_equal()
-
-    assert Loop().run(body) == [True] * 4
+@on_loop()
+def test_states_that_were_taken_in_inference_mode_can_be_stepped(rank):
+    rank.train_to_the_late_step()
+    with torch.inference_mode():
+        assert rank.replica.replicas_equal()
+    rank.train()
+    assert rank.replica.replicas_equal()
 
 
 def test_samples_are_counted_also_where_the_model_is_called_with_names():
@@ -96,27 +86,26 @@ def test_samples_are_counted_also_where_the_model_is_called_with_names():
     assert 12 in found
 
 
-def test_a_batch_that_does_not_fit_into_memory_may_be_skipped():
-    def body(world):
-        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
-        failed = []
+@on_ranks(4)
+def test_a_batch_that_does_not_fit_into_memory_may_be_skipped(world):
+    model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+    failed = []
 
-        def fail(gradient):
-            if world.rank == 1 and replica.step >= AT and not failed:
-                failed.append(True)
-                raise MemoryError
-            return gradient
+    def fail(gradient):
+        if world.rank == 1 and replica.step >= AT and not failed:
+            failed.append(True)
+            raise MemoryError
+        return gradient
 
-        model[0].weight.register_hook(fail)
-        while at(replica) < AT + 3:
-            try:
-                backward(model, world.rank, replica.step)
-            except MemoryError:
-                continue
-            optimizer.step()
-        return replica.replicas_equal(), failed
-
-    assert run_ranks(4, body) == [(True, [True] if rank == 1 else []) for rank in range(4)]
+    model[0].weight.register_hook(fail)
+    while at(replica) < AT + 3:
+        try:
+            backward(model, world.rank, replica.step)
+        except MemoryError:
+            continue
+        optimizer.step()
+    assert replica.replicas_equal()
+    assert failed or world.rank != 1
 
 
 def test_changes_of_weights_after_a_dropped_batch_are_undone(caplog):
@@ -208,13 +197,11 @@ def test_late_ranks_copy_weights_from_a_program_that_ends_without_closing_its_wo
     assert len({out for out, _ in said}) == 1
 
 
-def test_a_ring_shuffle_is_refused_as_ranks_do_different_numbers_of_steps():
-    def body(world):
-        trainee(world, commrt.BackupWorkers(1))
-        with pytest.raises(UsageError, match="with BackupWorkers ranks make different numbers of steps"):
-            list(commrt.RingShuffle(torch.ones(4, 2), batch_size=2, world=world))
-
-    run_ranks(3, body)
+@on_ranks(3)
+def test_a_ring_shuffle_is_refused_as_ranks_do_different_numbers_of_steps(world):
+    trainee(world, commrt.BackupWorkers(1))
+    with pytest.raises(UsageError, match="with BackupWorkers ranks make different numbers of steps"):
+        list(commrt.RingShuffle(torch.ones(4, 2), batch_size=2, world=world))
 
 
 # loops that set the learning rate from a counter of their own, as nanoGPT's does
@@ -285,39 +272,38 @@ def test_a_loop_that_counts_for_itself_is_told_the_line_that_makes_it_right():
 # checkpoints
 
 
-def test_training_resumes_from_a_checkpoint_with_its_step_numbers():
-    def body(world):
-        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+def states(parts):
+    return deepcopy([part.state_dict() for part in parts])
 
-        def train(steps):
-            while at(replica) < steps:
-                backward(model, world.rank, replica.step)
-                optimizer.step()
 
-        train(3)
-        replica.consolidate()
-        saved = deepcopy([part.state_dict() for part in (model, optimizer, replica)])
-        train(6)
-        replica.consolidate()
-        for part, state in zip((model, optimizer, replica), saved, strict=True):
-            part.load_state_dict(state)
-        again, kept = replica.step, saved[2]["step"]
-        train(kept + 3)
-        return again - kept, replica.replicas_equal()
+def load_states(parts, saved):
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
 
-    assert run_ranks(3, body) == [(0, True)] * 3
+
+@on_loop(ranks=3, steps=6)
+def test_training_resumes_from_a_checkpoint_with_its_step_numbers(rank):
+    parts = rank.model, rank.optimizer, rank.replica
+    rank.train(until=3)
+    rank.replica.consolidate()
+    saved, step = states(parts), rank.replica.step
+    rank.train()
+    rank.replica.consolidate()
+    load_states(parts, saved)
+    assert rank.replica.step == step
+    rank.train()
+    assert rank.replica.replicas_equal()
 
 
 def test_a_loaded_checkpoint_makes_all_ranks_equal_whatever_each_had_before():
     def body(loop, world):
         rank = Trainee(loop, world)
         parts = rank.model, rank.optimizer, rank.replica
-        first = deepcopy([part.state_dict() for part in parts])
+        first = states(parts)
         rank.train_to_the_late_step()
         if world.rank == 0:  # a batch more than the others: nobody uses it
             rank.step()
-        for part, state in zip(parts, first, strict=True):
-            part.load_state_dict(state)
+        load_states(parts, first)
         assert rank.replica.replicas_equal()
         rank.train(until=AT)
         rank.replica.consolidate()

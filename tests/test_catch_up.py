@@ -23,12 +23,12 @@ from late_ranks import (
     at,
     backward,
     batch,
+    on_loop,
     sgd,
     trainee,
     weights,
 )
 from torch import nn
-from torch.distributed import HashStore
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -38,32 +38,34 @@ from commrt.backup_workers.catch_up import CatchUp
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
-from commrt.threads.deadline import Timeouts
 
 # schedulers and averages
 
 
+def averaged(loop, world):
+    """A rank with batch norm, AdamW, a scheduler and an average of its weights."""
+    model = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3).double())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler, average = ExponentialLR(optimizer, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    rank = Trainee(loop, world, model, optimizer, also=[scheduler, average])
+    rank.scheduler, rank.average = scheduler, average
+    return rank
+
+
 def test_a_rank_that_catches_up_copies_schedulers_weight_averages_and_buffers():
     def body(loop, world):
-        model = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3).double())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scheduler, average = ExponentialLR(optimizer, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        rank = Trainee(loop, world, model, optimizer, also=[scheduler, average])
+        rank = averaged(loop, world)
 
         def update():
-            average.update_parameters(model)
-            scheduler.step()
+            rank.average.update_parameters(rank.model)
+            rank.scheduler.step()
 
         rank.train(update)
-        rank.replica.drain()
-        kept = [tensor.clone() for tensor in (*average.state_dict().values(), *model.state_dict().values())]
-        return int(average.n_averaged), scheduler.last_epoch, scheduler.get_last_lr(), kept
+        assert int(rank.average.n_averaged) == rank.scheduler.last_epoch == 8
+        tensors = *rank.average.state_dict().values(), *rank.model.state_dict().values()
+        return [torch.tensor(rank.scheduler.get_last_lr()), *(tensor.clone() for tensor in tensors)]
 
-    ends = Loop(late_by=4).run(body)
-    for averaged, epoch, rates, _ in ends:
-        assert averaged == epoch == 8
-        assert rates == ends[0][2]
-    assert all_are_equal([kept for *_, kept in ends])
+    assert all_are_equal(Loop(late_by=4).run(body))
 
 
 def scheduled(loop, world, *, at_the_top=False, is_named=True):
@@ -119,23 +121,18 @@ def test_schedulers_and_averages_count_each_update_once_on_either_side_of_a_coll
     assert ends == [(ends[0][0],) * 3] * ranks
 
 
-def test_a_rank_reads_its_step_anywhere_and_its_own_averages_count_once():
-    def body(loop, world):
-        model = deepcopy(MODEL)
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        rank = Trainee(loop, world, model, also=[average])
-        replica = rank.replica
-        while replica.step < loop.steps:
-            rank.backward()
-            assert replica.step >= replica.last.step
-            rank.optimizer.step()
-            assert replica.step >= replica.last.step
-            average.update_parameters(model)
-            rank.tell()
-        replica.drain()
-        return int(average.n_averaged), replica.step
-
-    assert Loop(late_by=3).run(body) == [(8, 8)] * 4
+@on_loop(averaged, late_by=3)
+def test_a_rank_reads_its_step_anywhere_and_its_own_averages_count_once(rank):
+    replica = rank.replica
+    while replica.step < 8:
+        rank.backward()
+        assert replica.step >= replica.last.step
+        rank.optimizer.step()
+        assert replica.step >= replica.last.step
+        rank.average.update_parameters(rank.model)
+        rank.tell()
+    replica.drain()
+    assert (int(rank.average.n_averaged), replica.step) == (8, 8)
 
 
 class Parts(nn.ModuleList):
@@ -206,57 +203,47 @@ with torch.random.fork_rng():
     RENORMED = nn.Sequential(Renormed(5, 6), nn.Tanh(), Renormed(6, 2)).double()
 
 
-def test_buffers_that_are_not_broadcast_are_copied_from_the_source_rank():
-    def body(loop, world):
-        rank = Trainee(loop, world, deepcopy(NORMED), broadcast_buffers=False)
-        rank.train()
-        return int(rank.model[1].num_batches_tracked)
-
-    assert all(tracked >= 8 for tracked in Loop(late_by=4).run(body))
+def with_own_buffers(loop, world):
+    return Trainee(loop, world, deepcopy(NORMED), broadcast_buffers=False)
 
 
-def test_weights_swapped_in_for_evaluation_are_not_sent():
-    def body(loop, world):
-        rank = Trainee(loop, world)
-
-        @torch.no_grad()
-        def evaluate():
-            kept = deepcopy(rank.model.state_dict())
-            for param in rank.model.parameters():
-                param.zero_()
-            rank.model.eval()
-            rank.model(batch(0, 0))
-            rank.model.train()
-            rank.model.load_state_dict(kept)
-
-        rank.train(evaluate)
-        return rank.replica.replicas_equal()
-
-    assert all(Loop().run(body))
+@on_loop(with_own_buffers, late_by=4)
+def test_buffers_that_are_not_broadcast_are_copied_from_the_source_rank(rank):
+    rank.train()
+    assert int(rank.model[1].num_batches_tracked) >= 8
 
 
-def test_weights_that_a_forward_pass_changes_are_sent_and_consolidated():
-    def body(loop, world):
-        rank = Trainee(loop, world, deepcopy(RENORMED))
-        rank.train()
-        if world.rank == 1:
-            rank.model(batch(0, 0))
-        rank.replica.consolidate()
-        return weights(rank.model)
+@on_loop()
+def test_weights_swapped_in_for_evaluation_are_not_sent(rank):
+    @torch.no_grad()
+    def evaluate():
+        kept = deepcopy(rank.model.state_dict())
+        for param in rank.model.parameters():
+            param.zero_()
+        rank.model.eval()
+        rank.model(batch(0, 0))
+        rank.model.train()
+        rank.model.load_state_dict(kept)
 
-    assert all_are_equal(Loop().run(body))
+    rank.train(evaluate)
+    assert rank.replica.replicas_equal()
 
 
-def test_a_layer_that_is_frozen_during_training_is_copied_unchanged():
-    def body(loop, world):
-        rank = Trainee(loop, world)
-        rank.train(until=AT - 1)
-        rank.model[0].requires_grad_(requires_grad=False)
-        rank.train()
-        rank.replica.consolidate()
-        return weights(rank.model)
+@on_loop(lambda loop, world: Trainee(loop, world, deepcopy(RENORMED)))
+def test_weights_that_a_forward_pass_changes_are_sent_and_consolidated(rank):
+    rank.train()
+    if rank.rank == 1:
+        rank.model(batch(0, 0))
+    rank.replica.consolidate()
+    assert rank.replica.replicas_equal()
 
-    assert all_are_equal(Loop(late_by=3).run(body))
+
+@on_loop(late_by=3)
+def test_a_layer_that_is_frozen_during_training_is_copied_unchanged(rank):
+    rank.train(until=AT - 1)
+    rank.model[0].requires_grad_(requires_grad=False)
+    rank.train()
+    assert rank.replica.replicas_equal()
 
 
 def test_weights_changed_between_two_passes_of_a_step_are_not_sent():
@@ -320,76 +307,54 @@ class Floats(nn.Sequential):
         return super().forward(x.float())
 
 
-def test_optimizers_keep_the_dtype_of_what_they_remember():
-    def body(loop, world):
-        model = Floats(*deepcopy(MODEL).float())
-        rank = Trainee(loop, world, model, Master(model.parameters()))
-        rank.train()
-        return {state["master"].dtype for state in rank.optimizer.state.values()}
+def with_masters(loop, world):
+    model = Floats(*deepcopy(MODEL).float())
+    return Trainee(loop, world, model, Master(model.parameters()))
 
-    assert Loop().run(body) == [{torch.float64}] * 4
+
+@on_loop(with_masters)
+def test_optimizers_keep_the_dtype_of_what_they_remember(rank):
+    rank.train()
+    assert {state["master"].dtype for state in rank.optimizer.state.values()} == {torch.float64}
+
+
+class Unsendable:
+    def state_dict(self):
+        return {"state": torch.nn.Linear}
+
+    def load_state_dict(self, state):
+        raise AssertionError
 
 
 def test_state_that_others_could_not_load_is_refused_at_once():
-    class Random:
-        def state_dict(self):
-            return {"state": torch.nn.Linear}
-
-        def load_state_dict(self, state):
-            raise AssertionError
-
     with pytest.raises(UsageError, match="cannot be sent to other ranks"):
-        run_ranks(3, lambda world: trainee(world, commrt.BackupWorkers(1), also=[Random()]))
+        run_ranks(3, lambda world: trainee(world, commrt.BackupWorkers(1), also=[Unsendable()]))
 
 
 # whom a late rank asks
 
 
-def catching_up(elastic, rank=2, timeout_s=60.0, store=None, state=None):
-    world = SimpleNamespace(
-        rank=rank, timeout_s=timeout_s, config=None, reconnect_options=SimpleNamespace(towards="127.0.0.1")
-    )
-    return world, CatchUp(world, elastic, store, state)
+def gone():
+    raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
 
 
-def elastic_of(generation, current=int):
+@for_each(
+    ("current", "kind", "says"),
+    [
+        (int, QuorumLost, r"only ranks \[0, 1\] had the weights of step 3, and they are gone"),
+        (gone, Evicted, "it did not come to consolidate"),
+    ],
+    ids=["a member", "evicted"],
+)
+def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_meanwhile(current, kind, says):
     on_store = SimpleNamespace(is_gone=lambda rank: True, current=current)
-    return SimpleNamespace(require_open=int, generation=generation, on_store=on_store)
-
-
-def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources_are_gone():
-    def evicted():
-        raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
-
-    generation = Generation(0, dict.fromkeys(range(3), 0))
-    _, catch_up = catching_up(elastic_of(generation, evicted), store=HashStore())
+    elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=on_store)
+    options = SimpleNamespace(towards="127.0.0.1")
+    world = SimpleNamespace(rank=2, timeout_s=60.0, config=None, reconnect_options=options)
+    catch_up = CatchUp(world, elastic, None, None)
     catch_up.close()
-    with pytest.raises(Evicted):
+    with pytest.raises(kind, match=says):
         catch_up.fetch(3, [0, 1])
-
-
-def test_a_late_rank_whose_sources_are_no_members_is_told_that_they_are_gone():
-    _, catch_up = catching_up(elastic_of(Generation(1, {2: 0, 3: 0})))
-    catch_up.close()
-    with pytest.raises(QuorumLost, match=r"only ranks \[0, 1\] had the weights of step 3, and they are gone"):
-        catch_up.fetch(3, [0, 1])
-
-
-@for_each("timeout_s", [2.0, 60.0])
-def test_a_source_and_who_asks_it_wait_by_the_timeout_that_holds_now(timeout_s):
-    asked, waits_s = [], []
-    state = SimpleNamespace(give=lambda _, limit_s: waits_s.append(limit_s) or iter(()))
-    world, catch_up = catching_up(elastic_of(Generation(0, {0: 0, 1: 0})), 1, 8.0, HashStore(), state)
-    catch_up.open()
-    world.timeout_s = timeout_s
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("commrt.backup_workers.catch_up.request_state", lambda *what: asked.append(what[2:]) or b"")
-        patch.setattr("commrt.backup_workers.catch_up.unpack", lambda packed: packed)
-        assert catch_up.fetch(0, [1]) == b""
-    list(catch_up._server._give(0))
-    catch_up.close()
-    limits = Timeouts.of(timeout_s)
-    assert (asked, waits_s) == ([(limits.probe_s, limits.step_s)], [limits.probe_s / 3])
 
 
 @for_each(

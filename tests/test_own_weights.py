@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
 from gossip_models import batch, local_step, model_of, params, same
-from local_loops import ALGORITHMS, GOSSIPING, PATIENT_S, Loop
+from local_loops import ALGORITHMS, GOSSIPING, PATIENT_S, Loop, ends_equal
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import commrt
@@ -55,14 +55,12 @@ def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches,
         assert same(weights, found[0][4])
 
 
-def test_ranks_run_out_of_data_where_two_models_train_alone():
-    def body(world):
-        loop, _ = Loop(world, LocalSGD(2, 1)), Loop(world, LocalSGD(1000))
-        with loop.replica.join():
-            loop.run(2 + 3 * world.rank)
-        return params(loop.model)
-
-    assert same(*run_ranks(2, body, timeout_s=PATIENT_S))
+@ends_equal(2, timeout_s=PATIENT_S)
+def test_ranks_run_out_of_data_where_two_models_train_alone(world):
+    loop, _ = Loop(world, LocalSGD(2, 1)), Loop(world, LocalSGD(1000))
+    with loop.replica.join():
+        loop.run(2 + 3 * world.rank)
+    return params(loop.model)
 
 
 @on_ranks(1)
@@ -108,66 +106,57 @@ def scaled(loop, steps, skipped):
     ("algorithm", "skipped"),
     taking_turns([Gossip(), LocalSGD(2), LocalSGD(2, 1), LocalSGD(2), LocalSGD(2, 1)], [(1, 2, 5), (3, 7), (1, 2, 5)]),
 )
-def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts_with_the_settings_of_its_own_pass(algorithm, skipped):
-    def body(world):
-        loop = Loop(world, algorithm)
-        scaler = scaled(loop, 8, skipped)
-        loop.replica.consolidate()
-        return loop.replica.step, scaler.get_scale(), params(loop.model)
-
-    (steps, scale, ours), (other_steps, other_scale, theirs) = run_ranks(2, body)
-    assert (steps, other_steps) == (8, 8)
-    assert scale == 4.0
-    assert other_scale == 4.0 / 2 ** len(skipped)
-    assert same(ours, theirs)
+@ends_equal(2)
+def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts_with_the_settings_of_its_own_pass(
+    world, algorithm, skipped
+):
+    loop = Loop(world, algorithm)
+    scaler = scaled(loop, 8, skipped)
+    loop.replica.consolidate()
+    assert loop.replica.step == 8
+    assert scaler.get_scale() == (4.0 / 2 ** len(skipped) if world.rank == 1 else 4.0)
+    return params(loop.model)
 
 
 @for_each("delay", [0, 2])
-def test_a_checkpoint_after_a_step_that_one_rank_skipped_can_be_loaded(delay):
-    def body(world):
-        loop = Loop(world, LocalSGD(4, delay))
-        scaled(loop, 4, skipped=(3,))
-        saved = loop.state()
-        again = Loop(world, LocalSGD(4, delay)).load(saved).run(3)
-        again.replica.consolidate()
-        return again.replica.step, params(again.model)
-
-    (steps, first), (_, second) = run_ranks(2, body)
-    assert steps == 7
-    assert same(first, second)
+@ends_equal(2)
+def test_a_checkpoint_after_a_step_that_one_rank_skipped_can_be_loaded(world, delay):
+    loop = Loop(world, LocalSGD(4, delay))
+    scaled(loop, 4, skipped=(3,))
+    saved = loop.state()
+    again = Loop(world, LocalSGD(4, delay)).load(saved).run(3)
+    again.replica.consolidate()
+    assert again.replica.step == 7
+    return params(again.model)
 
 
 @for_each("algorithm", WAYS)
-def test_a_rank_without_a_batch_takes_part(algorithm):
-    def body(world):
-        loop = Loop(world, algorithm)
-        for step in range(6):
-            if world.rank == 0 and step in (1, 2):
-                loop.replica.average()
-            else:
-                local_step(loop.model, loop.optimizer, step, world.rank)
-        loop.replica.consolidate()
-        return loop.replica.step, params(loop.model)
-
-    (steps, ours), (other_steps, theirs) = run_ranks(2, body)
-    assert (steps, other_steps) == (6, 6)
-    assert same(ours, theirs)
+@ends_equal(2)
+def test_a_rank_without_a_batch_takes_part(world, algorithm):
+    loop = Loop(world, algorithm)
+    for step in range(6):
+        if world.rank == 0 and step in (1, 2):
+            loop.replica.average()
+        else:
+            local_step(loop.model, loop.optimizer, step, world.rank)
+    loop.replica.consolidate()
+    assert loop.replica.step == 6
+    return params(loop.model)
 
 
 @for_each("algorithm", [Gossip(), LocalSGD(2)])
-def test_passes_that_only_accumulate_are_no_steps(algorithm):
-    def body(world):
-        loop = Loop(world, algorithm)
-        for step in range(12):
-            with loop.replica.no_sync() if step % 3 < 2 else nullcontext():
-                loop.model(batch(step, world.rank)).square().sum().backward()
-            if step % 3 == 2:
-                loop.optimizer.step()
-                loop.optimizer.zero_grad()
-        loop.replica.drain()
-        return loop.replica.step, loop.replica.disagreement() < 1e-6
-
-    assert run_ranks(2, body) == [(4, True)] * 2
+@on_ranks(2)
+def test_passes_that_only_accumulate_are_no_steps(world, algorithm):
+    loop = Loop(world, algorithm)
+    for step in range(12):
+        with loop.replica.no_sync() if step % 3 < 2 else nullcontext():
+            loop.model(batch(step, world.rank)).square().sum().backward()
+        if step % 3 == 2:
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    loop.replica.drain()
+    assert loop.replica.step == 4
+    assert loop.replica.disagreement() < 1e-6
 
 
 SLOW_WAYS = [pytest.param(each, marks=pytest.mark.slow) for each in (ALGORITHMS[1], *ALGORITHMS[3:6], GOSSIPING)]
@@ -195,16 +184,13 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(al
 
 
 @for_each("algorithm", [Gossip(), LocalSGD(3, 2)])
-def test_a_detached_model_trains_alone_and_can_be_attached_again(algorithm):
-    def body(world):
-        loop = Loop(world, algorithm).run(4)
-        loop.replica.detach()
-        loop.run(3)
-        again = commrt.attach(loop.model, loop.optimizer, algorithm, world=world)
-        loop.run(4)
-        again.consolidate()
-        return loop.replica.step, again.step, params(loop.model)
-
-    (*steps, ours), (*other_steps, theirs) = run_ranks(2, body)
-    assert steps == other_steps == [4, 4]
-    assert same(ours, theirs)
+@ends_equal(2)
+def test_a_detached_model_trains_alone_and_can_be_attached_again(world, algorithm):
+    loop = Loop(world, algorithm).run(4)
+    loop.replica.detach()
+    loop.run(3)
+    again = commrt.attach(loop.model, loop.optimizer, algorithm, world=world)
+    loop.run(4)
+    again.consolidate()
+    assert (loop.replica.step, again.step) == (4, 4)
+    return params(loop.model)

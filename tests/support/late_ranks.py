@@ -140,6 +140,19 @@ class Trainee:
         self.step()
 
 
+def on_loop(make=Trainee, **options):
+    """Run a test as each rank of a `Loop` with `options`; ``make(loop, world)`` returns the trainee that it takes."""
+
+    def decorate(test):
+        def all_ranks():
+            Loop(**options).run(lambda loop, world: test(make(loop, world)))
+
+        all_ranks.__name__ = test.__name__
+        return all_ranks
+
+    return decorate
+
+
 def trained(world, algorithm, steps, progress, lateness, **options):
     """Trains until the weights have seen `steps` updates; late by ``lateness(rank, version)`` steps where not None."""
     model, optimizer, replica = trainee(world, algorithm, bucket_cap_mb=1e-4, **options)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of gossip or local SGD on one rank, as tests of them train."""
+"""A loop of gossip or local SGD on one rank, as tests of them train, and what ranks must have in common at its end."""
 
 from __future__ import annotations
 
 import io
+from functools import wraps
 
 import torch
-from gossip_models import local_step, model_of
+from cases import on_ranks
+from gossip_models import local_step, model_of, same
 
 import commrt
 from commrt import Direct, Gossip
@@ -28,6 +30,28 @@ ALGORITHMS = [
 
 
 GOSSIPING = commrt.local_sgd.noloco(3, inner=Gossip())
+
+
+def ends_equal(ranks, **options):
+    """As `on_ranks`; the tensors that the test returns must be equal on all ranks."""
+
+    def decorate(test):
+        found = {}
+
+        @wraps(test)
+        def keep(world, **fixtures):
+            found[world.rank] = test(world=world, **fixtures)
+
+        run = on_ranks(ranks, **options)(keep)
+
+        @wraps(run)
+        def all_ranks(**fixtures):
+            run(**fixtures)
+            assert all(same(found[rank], found[0]) for rank in range(ranks))
+
+        return all_ranks
+
+    return decorate
 
 
 class Loop:
