@@ -10,7 +10,7 @@ generation.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from random import Random
@@ -115,8 +115,7 @@ class Asked:
         self.begin = self.begin._replace(**now, **changes)
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     answers: tuple  # of each rank, to its operations in order
     begins: tuple  # of each rank: the step and the generation in which its process began
     store: frozenset = frozenset()
@@ -130,7 +129,7 @@ class State:
     def with_answer(self, rank, answer, **more):
         answers = list(self.answers)
         answers[rank] = (*answers[rank], answer)
-        return replace(self, answers=tuple(answers), **more)
+        return self._replace(answers=tuple(answers), **more)
 
 
 class Begin(NamedTuple):
@@ -223,7 +222,7 @@ class Model:
     def deaths_of(self, state, rank):
         """Also of one that has passed all steps: others may need its sum."""
         if rank not in state.dead and len(state.dead) + len(state.reborn) < self.deaths:
-            yield replace(state, dead=state.dead | {rank})
+            yield state._replace(dead=state.dead | {rank})
 
     def unseen(self, state, rank):
         """The state after `rank` has read what stands for ever, and is still in the same step; None if it does not."""
@@ -239,8 +238,7 @@ class Model:
         lives = [self.at(state, other) for other in self.ranks if other not in state.dead]
         called = 1 + max([state.called, *(life.generation for life in lives)])
         for step in sorted({life.step for life in lives}):
-            yield replace(
-                state,
+            yield state._replace(
                 answers=tuple(() if other == rank else said for other, said in enumerate(state.answers)),
                 begins=tuple((step, called) if other == rank else begin for other, begin in enumerate(state.begins)),
                 dead=state.dead - {rank},
@@ -271,16 +269,16 @@ class Model:
             yield state.with_answer(rank, store[operation.key])
         elif operation.members:
             if (state.dead | state.reborn) & set(operation.members):
-                yield replace(state, store=state.store | {(operation.key, FAILED)})
+                yield state._replace(store=state.store | {(operation.key, FAILED)})
         else:
             generation = self.at(state, rank).generation
             order = parse_announcements(store[quorum_key(operation.step, operation.attempt, "announced")], generation)
             if len(order) >= self.needed:  # who came last may have died before it said so
-                yield replace(state, store=state.store | {(operation.key, choose_members(order, self.needed))})
+                yield state._replace(store=state.store | {(operation.key, choose_members(order, self.needed))})
             elif state.called > generation:
-                yield replace(state, store=state.store | {(operation.key, NO_MEMBERS)})
+                yield state._replace(store=state.store | {(operation.key, NO_MEMBERS)})
             elif state.voids < self.voids:
-                yield replace(state, store=state.store | {(operation.key, NO_MEMBERS)}, voids=state.voids + 1)
+                yield state._replace(store=state.store | {(operation.key, NO_MEMBERS)}, voids=state.voids + 1)
 
     def reductions(self, state, rank, operation, store):
         """It goes well only if all have come to it, for the first member if all others are through.
@@ -378,7 +376,7 @@ CASES = [
     Model(2, 1, deaths=1),
     Model(2, 1, voids=1),
 ]
-WALKS = 50
+WALKS = 20
 DRAWN = [
     Model(2, 1, steps=2, deaths=1, births=1),
     Model(3, 2, steps=3, deaths=2, births=2, suspicions=2, voids=2),
