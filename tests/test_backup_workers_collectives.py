@@ -127,39 +127,47 @@ class OnPurposeError(Exception):
     """What ends a rank in these tests."""
 
 
-def left_to_die(world, algorithm, dying, gone, steps, saved):
-    """Trains; a rank dies at the first step of its own that is not before `dying[rank]`, and nobody is further then."""
-    model, optimizer, replica = trainee(world, algorithm)
-    replica.before_giving_up(lambda: saved.append((world.rank, replica.step)))
-    while at(replica) < steps:
-        if replica.step >= dying.get(world.rank, steps):
-            raise OnPurposeError
-        backward(model, world.rank, replica.step)  # its forward pass gives weights to those who are late
-        for rank in dying:
-            assert replica.step <= dying[rank] or gone[rank].wait(30), f"rank {rank} did not die"
-        optimizer.step()
-    return replica.replicas_equal(), [loss.rank for loss in replica.lost]
-
-
-def outcomes(ranks, algorithm, dying, saved):
-    """What each rank returned or raised in nine steps."""
-    gone = {rank: threading.Event() for rank in dying}
+def ended(ranks, body, **options):
+    """What each rank returned, or raised: then it gives its world up."""
 
     def one(world):
         try:
-            return left_to_die(world, algorithm, dying, gone, 9, saved)
+            return body(world)
         except Exception as error:  # what it is, the test looks at
             world.abort(error)
-            gone.get(world.rank, threading.Event()).set()
             return error
 
-    return run_ranks(ranks, one)
+    return run_ranks(ranks, one, **options)
+
+
+def dying_in_turn(backups, dying, saved):
+    """Five ranks train nine steps; a rank dies at the first step of its own that is not before `dying[rank]`.
+
+    Nobody is further then.
+    """
+    gone = {rank: threading.Event() for rank in dying}
+
+    def body(world):
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(backups))
+        replica.before_giving_up(lambda: saved.append((world.rank, replica.step)))
+        while at(replica) < 9:
+            if replica.step >= dying.get(world.rank, 9):
+                world.abort(error := OnPurposeError())
+                gone[world.rank].set()
+                raise error
+            backward(model, world.rank, replica.step)  # its forward pass gives weights to those who are late
+            for rank in dying:
+                assert replica.step <= dying[rank] or gone[rank].wait(LIMIT_S), f"rank {rank} did not die"
+            optimizer.step()
+        return replica.replicas_equal(), [loss.rank for loss in replica.lost]
+
+    return ended(5, body)
 
 
 @for_each("backups", [1, 2])
 def test_as_many_ranks_as_there_are_backups_may_die(backups):
     dying = {1: 3, 4: 5} if backups == 2 else {1: 3}
-    ends = outcomes(5, commrt.BackupWorkers(backups), dying, [])
+    ends = dying_in_turn(backups, dying, [])
     for rank, end in enumerate(ends):
         if rank in dying:
             assert isinstance(end, OnPurposeError)
@@ -169,7 +177,7 @@ def test_as_many_ranks_as_there_are_backups_may_die(backups):
 
 def test_one_death_more_than_backups_ends_all_ranks_with_a_checkpoint_and_an_error():
     saved = []
-    ends = outcomes(5, commrt.BackupWorkers(1), {1: 3, 4: 5}, saved)
+    ends = dying_in_turn(1, {1: 3, 4: 5}, saved)
     for rank in (0, 2, 3):
         assert isinstance(ends[rank], commrt.TransportError)
         assert isinstance(ends[rank], QuorumLost) or isinstance(ends[rank].__cause__, QuorumLost)
@@ -181,8 +189,7 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
     all_are_done, both_are_left = threading.Barrier(4), threading.Barrier(2)
 
     def body(world):
-        model = deepcopy(MODEL)
-        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world)
+        replica = trainee(world, commrt.BackupWorkers(1))[2]
         if world.rank > 1:
             replica.detach()
         all_are_done.wait()
@@ -199,8 +206,7 @@ def test_a_collective_that_live_ranks_do_not_join_ends_at_its_timeout():
     is_over = threading.Event()
 
     def body(world):
-        model = deepcopy(MODEL)
-        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world)
+        replica = trainee(world, commrt.BackupWorkers(1))[2]
         if world.rank:
             return is_over.wait(30)
         with pytest.raises(DeadlineExceeded):
@@ -363,14 +369,7 @@ def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_
             optimizer.step()
         return replica.replicas_equal()
 
-    def one(world):
-        try:
-            return body(world)
-        except Exception as error:  # what it is, the test looks at
-            world.abort(error)
-            return error
-
-    ends = run_ranks(4, one, timeout_s=4.0)
+    ends = ended(4, body, timeout_s=4.0)
     assert isinstance(ends[3], OnPurposeError)
     if says is None:
         assert ends[:3] == [True] * 3
