@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from copy import deepcopy
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -183,6 +184,26 @@ def test_one_death_more_than_backups_ends_all_ranks_with_a_checkpoint_and_an_err
         assert isinstance(ends[rank], QuorumLost) or isinstance(ends[rank].__cause__, QuorumLost)
     assert sorted(rank for rank, _ in saved) == [0, 2, 3]
     assert {step for _, step in saved} == {5}
+
+
+@for_each("dies_at", [5, 7])
+def test_a_death_at_the_end_of_an_epoch_does_not_stop_ranks_at_different_steps(dies_at):
+    def body(world):
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+        rng = Random(world.rank)
+        for epoch in range(2):
+            for number in range(8):
+                if (world.rank, epoch, number) == (2, 1, dies_at):
+                    raise OnPurposeError
+                threading.Event().wait(rng.uniform(0, 0.01))  # so that others are late each time
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+            assert replica.replicas_equal()
+        return tuple(world.members)
+
+    ends = ended(4, body, timeout_s=8.0)
+    assert isinstance(ends[2], OnPurposeError)
+    assert ends[:2] + ends[3:] == [(0, 1, 3)] * 3
 
 
 def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():

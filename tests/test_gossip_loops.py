@@ -8,7 +8,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from gossip_models import MODELS, STEPS, batch, local_step, model_of, optimizer_of, params, same, simulated, trainee
 from torch import nn
 
@@ -28,37 +28,31 @@ def test_saving_a_model_waits_for_what_is_under_way():
     assert all(map(same, run_ranks(2, body), simulated(Gossip(staleness=1), 2, steps=3)))
 
 
-def test_the_next_forward_pass_exchanges_a_step_that_no_optimizer_took():
+@on_ranks(2)
+def test_the_next_forward_pass_exchanges_a_step_that_no_optimizer_took(world):
     """As under a `GradScaler` that met an infinity."""
-
-    def body(world):
-        model, optimizer, replica = trainee(world, Gossip(), bucket_cap_mb=1e-4)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model(batch(step, world.rank)).square().sum().backward()
-            if (step, world.rank) not in {(2, 1), (STEPS - 1, 0)}:
-                optimizer.step()
-        model(batch(0, 0))
-        return replica.step, replica.disagreement()
-
-    outcomes = run_ranks(2, body)
-    assert [step for step, _ in outcomes] == [STEPS] * 2
-    assert max(apart for _, apart in outcomes) < 1e-6
+    model, optimizer, replica = trainee(world, Gossip(), bucket_cap_mb=1e-4)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(step, world.rank)).square().sum().backward()
+        if (step, world.rank) not in {(2, 1), (STEPS - 1, 0)}:
+            optimizer.step()
+    model(batch(0, 0))
+    assert replica.step == STEPS
+    assert replica.disagreement() < 1e-6
 
 
-def test_copies_and_pickles_of_a_model_do_not_gossip():
-    def body(world):
-        model, _, replica = trainee(world, Gossip())
-        copied = deepcopy(model)
-        file = io.BytesIO()
-        torch.save(model, file)
-        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-        model(batch(0, 0)).sum().backward()
-        for other in (copied, loaded):
-            other(batch(0, world.rank)).sum().backward()
-        return replica.step
-
-    assert run_ranks(2, body) == [0, 0]
+@on_ranks(2)
+def test_copies_and_pickles_of_a_model_do_not_gossip(world):
+    model, _, replica = trainee(world, Gossip())
+    copied = deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    model(batch(0, 0)).sum().backward()
+    for other in (copied, loaded):
+        other(batch(0, world.rank)).sum().backward()
+    assert replica.step == 0
 
 
 class Functional(nn.Module):
@@ -123,7 +117,7 @@ def test_parameters_are_mixed_in_time_however_the_model_is_called(make, prepare,
 
 def test_ranks_at_different_steps_are_told_so():
     def body(world):
-        _, _, replica = trainee(world, Gossip(rotate=False))
+        replica = trainee(world, Gossip(rotate=False))[2]
         replica._restart_at_step(world.rank)
         replica.average()
         replica.drain()
@@ -132,11 +126,9 @@ def test_ranks_at_different_steps_are_told_so():
         run_ranks(2, body)
 
 
-def test_a_parameter_that_came_later_is_refused():
-    def body(world):
-        model, _, replica = trainee(world, Gossip())
-        model.append(nn.Linear(3, 3))
-        replica.average()
-
+@on_ranks(2)
+def test_a_parameter_that_came_later_is_refused(world):
+    model, _, replica = trainee(world, Gossip())
+    model.append(nn.Linear(3, 3))
     with pytest.raises(UsageError, match="the model has changed since attach"):
-        run_ranks(2, body)
+        replica.average()

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Generation, Head, arrival_key, joining_key
-from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, Evicted, TransportClosed, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, Evicted, TransportClosed, UsageError
 from commrt.runtime.membership import Loss
 from commrt.threads.deadline import Deadline
 
@@ -62,13 +62,13 @@ def roll_call(found, steps):
     return at_once(roll_calls(found, steps))
 
 
-def arriving(member, what="save()"):
+def arriving(member):
     """As a rank does: after a change of the generation it goes on in the new one."""
-    return lambda: member.calls.arrive(what, 0, lambda: member.adopt(member.current())).ranks
+    return lambda: member.calls.arrive("save()", 0, lambda: member.adopt(member.current())).ranks
 
 
-def arrivals(found, what="save()"):
-    return [arriving(member, what) for member in found]
+def arrivals(found):
+    return [arriving(member) for member in found]
 
 
 def votes(found, said):
@@ -96,15 +96,6 @@ def test_a_head_reads_as_it_was_written(incarnations, step, why, finished, phase
     head = Head(Generation(step, ranks, step, losses, tuple(ranks)[1:], step), step, phase)
     assert Head.from_json(head.to_json().encode()) == head
     assert Head.from_json(head.to_json().encode()).to_json() == head.to_json()
-
-
-def test_the_first_proposal_for_a_generation_holds_for_all_ranks(members):
-    found = members(3)
-    head, founders = found[0].head(), found[0].generation
-    lost = [Loss(2, 4, "silent", by=0)], [Loss(0, 4, "silent", by=2)]
-    nexts = [founders.successor(each, 4) for each in lost]
-    assert [each.change(head, generation=after) for each, after in zip(found[::2], nexts, strict=True)] == [True, False]
-    assert {each.latest().generation.ranks for each in found} == {(0, 1)}
 
 
 # roll calls
@@ -305,14 +296,6 @@ def test_no_rank_is_evicted_if_too_few_come_and_the_error_names_the_missing_rank
     assert found[0].current().ranks == (0, 1, 2)
 
 
-def test_ranks_that_come_to_different_collectives_all_learn_it_and_meet_in_the_next_one(members):
-    found = members(3)
-    errors = at_once([*arrivals(found[:2]), arriving(found[2], "load()")])
-    assert {type(error) for error in errors} == {DisagreementError}
-    assert all("make the same collective calls in the same order on all ranks" in str(error) for error in errors)
-    assert at_once(arrivals(found, "next()")) == [(0, 1, 2)] * 3
-
-
 # votes
 
 
@@ -343,13 +326,6 @@ def test_the_vote_of_a_process_that_is_gone_is_not_waited_for(members, gone):
 def test_a_member_that_votes_against_a_part_does_not_wait_for_the_others(members):
     found = members(3)
     assert found[1].calls.vote(False, found[1].generation) is False
-
-
-def test_a_refusal_in_place_of_a_vote_tells_all_members_the_reason(members):
-    found = members(3)
-    refuse = [lambda: found[0].calls.refuse("the dtype is wrong", found[0].generation)]
-    _, *errors = at_once(refuse + votes(found[1:], [True, True]))
-    assert [str(error) for error in errors] == ["rank 0 refused: the dtype is wrong"] * 2
 
 
 # a new process in a lost rank's place

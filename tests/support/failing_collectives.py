@@ -18,8 +18,8 @@ from commrt.store import client
 from commrt.store.client import call_store, clone_connection
 
 
-def missing_a_call(tell, victim, timeout_s, what, is_stopped):
-    """Two sums, and between them another collective, to which `victim` comes when the others are through with it."""
+def missing_a_call(tell, victim, timeout_s, what):
+    """Two sums, and between them another collective, for which `victim` is stopped until the others have made it."""
     model = model_of()
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
     one_step(model, optimizer, world.rank, 0)
@@ -29,20 +29,15 @@ def missing_a_call(tell, victim, timeout_s, what, is_stopped):
         return total.tolist()
 
     def between():
-        calls = {"sum": lambda: summed(1), "consolidate": replica.consolidate, "equal": replica.replicas_equal}
-        return calls[what]()
+        return {"sum": lambda: summed(1), "equal": replica.replicas_equal}[what]()
 
     first = summed(0)
-    if world.rank == victim and is_stopped:
+    if world.rank == victim:
         world.store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif world.rank == victim:
-        clone_connection(world.store).get("over")  # the comm thread needs the world's own connection
     found = between()
     if world.rank == min({*range(world.size)} - {victim}):
-        world.store.set("over", "")
-        if is_stopped:
-            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+        os.kill(int(world.store.get("stopped")), signal.SIGCONT)
     last = summed(2)
     world.close()
     return first, found, last
