@@ -34,12 +34,27 @@ from commrt.local_sgd import LocalSGD
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
 
+ONE_BUCKET_MB = 25
+RUNS = [
+    (2, 0, 1e-4),
+    (2, 1, 1e-4),
+    (3, 0, 1e-4),
+    (4, 1, 1e-4),
+    (5, 0, 1e-4),
+    (5, 1, 1e-4),
+    (3, 1, ONE_BUCKET_MB),
+    (4, 0, ONE_BUCKET_MB),
+    (3, 0, 1e-6),
+    (4, 1, 1e-6),
+]
 
-@for_each(("ranks", "staleness"), [(2, 0), (2, 1), (3, 0), (4, 1), (5, 0), (5, 1)])
-def test_training_gives_the_bits_of_the_simulation(ranks, staleness):
+
+@for_each(("ranks", "staleness", "cap_mb"), RUNS)
+def test_training_gives_the_bits_of_the_simulation_in_however_many_buckets(ranks, staleness, cap_mb):
     algorithm = Gossip(staleness=staleness)
-    found = run_ranks(ranks, lambda world: trained(world, algorithm)[0])
-    assert all(map(same, found, simulated(algorithm, ranks)))
+    found = run_ranks(ranks, lambda world: trained(world, algorithm, cap_mb=cap_mb))
+    assert all(same(bits, expected) for (bits, _), expected in zip(found, simulated(algorithm, ranks), strict=True))
+    assert (len(found[0][1].buckets) == 1) == (cap_mb == ONE_BUCKET_MB)
 
 
 def test_one_rank_trains_as_if_alone():
@@ -50,20 +65,6 @@ def test_one_rank_trains_as_if_alone():
         local_step(model, optimizer, step, 0)
     assert same(found, params(model))
     assert replica.step == STEPS
-
-
-@for_each("staleness", [0, 1])
-def test_however_many_buckets_there_are_partners_and_bits_are_the_same(staleness):
-    def body(world, cap_mb):
-        found, replica = trained(world, Gossip(staleness=staleness), cap_mb=cap_mb)
-        return found, len(replica.buckets)
-
-    outcomes = [run_ranks(4, lambda world, cap_mb=cap_mb: body(world, cap_mb)) for cap_mb in (25, 2e-4, 1e-6)]
-    counts = [first[1] for first, *_ in outcomes]
-    assert counts == sorted(set(counts))
-    assert counts[0] == 1
-    for others in outcomes[1:]:
-        assert all(same(a, b) for (a, _), (b, _) in zip(outcomes[0], others, strict=True))
 
 
 def test_gossip_of_rows_makes_rows_equal_and_all_near_each_other():
@@ -102,19 +103,6 @@ def test_mixing_keeps_the_mean_also_where_the_wire_rounds(wire, staleness):
 def test_ranks_that_learn_nothing_agree_in_the_end(ranks, staleness, rounds, at_most):
     outcomes = run_ranks(ranks, lambda world: apart(world, Gossip(staleness=staleness), None, rounds=rounds))
     assert max(disagreement for _, (_, disagreement) in outcomes) < at_most
-
-
-def test_consolidating_makes_replicas_equal_at_their_mean():
-    def body(world):
-        found, replica = trained(world, Gossip())
-        replica.consolidate()
-        return found, params(replica.model), replica.replicas_equal(), replica.disagreement()
-
-    outcomes = run_ranks(3, body)
-    for i in range(len(outcomes[0][0])):
-        mean = torch.stack([before[i] for before, *_ in outcomes]).mean(0)
-        assert all(torch.allclose(after[i], mean, atol=1e-7) for _, after, *_ in outcomes)
-    assert all(equal and disagreement < 1e-6 for *_, equal, disagreement in outcomes)
 
 
 def test_buffers_are_averaged_and_counters_stay():

@@ -85,29 +85,6 @@ def test_consolidate_sets_the_weights_to_the_anchor(algorithm, steps):
         assert equal
 
 
-@for_each(
-    ("algorithm", "steps"),
-    [
-        (LocalSGD(100), 7),
-        (LocalSGD(4, 3), 8),  # an average has just left
-        (LocalSGD(4, 3), 10),  # and here steps ago
-        (LocalSGD(6, 5, fragments=2), 9),
-        (LocalSGD(4, 4), 8),
-    ],
-)
-def test_consolidate_loses_nothing_that_ranks_have_learned(algorithm, steps):
-    def body(world):
-        loop = Loop(world, algorithm, make=torch.optim.SGD).run(steps)
-        before = params(loop.model)
-        loop.replica.consolidate()
-        return before, params(loop.model)
-
-    found = run_ranks(3, body)
-    for place in range(len(found[0][0])):
-        mean = torch.stack([before[place] for before, _ in found]).mean(0)
-        torch.testing.assert_close(found[0][1][place], mean, rtol=0, atol=1e-6)
-
-
 @ends_equal(3)
 def test_the_averages_of_variances_stay_positive(world):
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, momentum=0.9))

@@ -159,6 +159,32 @@ def test_passes_that_only_accumulate_are_no_steps(world, algorithm):
     assert loop.replica.disagreement() < 1e-6
 
 
+@for_each(
+    ("algorithm", "steps"),
+    [
+        (Gossip(), 7),
+        (LocalSGD(100), 7),
+        (LocalSGD(4, 3), 8),  # an average has just left
+        (LocalSGD(4, 3), 10),  # and here steps ago
+        (LocalSGD(6, 5, fragments=2), 9),
+        (LocalSGD(4, 4), 8),
+    ],
+)
+def test_consolidate_makes_all_equal_at_their_mean_and_loses_nothing_that_ranks_have_learned(algorithm, steps):
+    def body(world):
+        loop = Loop(world, algorithm, make=torch.optim.SGD).run(steps)
+        before = params(loop.model)
+        loop.replica.consolidate()
+        assert loop.replica.replicas_equal()
+        assert loop.replica.disagreement() < 1e-6
+        return before, params(loop.model)
+
+    before, after = zip(*run_ranks(3, body), strict=True)
+    for place, weights in enumerate(after[0]):
+        mean = torch.stack([params[place] for params in before]).mean(0)
+        torch.testing.assert_close(weights, mean, rtol=0, atol=1e-6)
+
+
 SLOW_WAYS = [pytest.param(each, marks=pytest.mark.slow) for each in (ALGORITHMS[1], *ALGORITHMS[3:6], GOSSIPING)]
 
 

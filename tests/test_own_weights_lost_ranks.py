@@ -243,7 +243,7 @@ def test_what_has_no_weights_of_its_own_or_no_step_in_common_ends_with_a_lost_ra
             loop.replica.drain()
 
     with pytest.raises(commrt.PeerLost):
-        run_ranks(3, body)
+        run_ranks(2, body)
 
 
 @for_each("how", ["detached", "dropped"])

@@ -408,7 +408,7 @@ def test_live_ranks_apply_the_same_gradients_and_go_on_in_every_order_of_events(
 @pytest.mark.parametrize("model", DRAWN, ids=described)
 def test_live_ranks_apply_the_same_gradients_in_random_orders_with_replacements(model):
     draw = Random(1)
-    assert sum(model.walk(draw) for _ in range(WALKS)) > 50 * WALKS
+    assert sum(model.walk(draw) for _ in range(WALKS)) > 30 * WALKS
 
 
 class Shortcut:
