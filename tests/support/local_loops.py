@@ -47,7 +47,8 @@ def ends_equal(ranks, **options):
         @wraps(run)
         def all_ranks(**fixtures):
             run(**fixtures)
-            assert all(same(found[rank], found[0]) for rank in range(ranks))
+            unequal = [rank for rank in range(ranks) if not same(found[rank], found[0])]
+            assert not unequal, f"ranks {unequal} did not end as rank 0"
 
         return all_ranks
 
