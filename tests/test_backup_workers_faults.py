@@ -12,6 +12,7 @@ from failing_collectives import (
     dying_in_a_sum,
     late_beside_a_stopped_one,
     missing_a_call,
+    refused_as_one_dies,
 )
 
 import commrt
@@ -123,6 +124,11 @@ def test_a_rank_that_misses_the_deadline_of_a_collective_is_evicted_and_the_othe
 def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm):
     ends = survivors(run_processes(4, dying_in_a_sum, algorithm, 2), {2})
     assert [(end.error, end.value) for end in ends] == [(None, [3.0])] * 3
+
+
+def test_a_death_as_all_refuse_a_sum_leaves_the_others_refusing_it_and_the_world_going_on():
+    ends = survivors(run_processes(4, refused_as_one_dies, limit_s=60), {3})
+    assert [(end.error, end.value) for end in ends] == [(None, ("DisagreementError", True))] * 3
 
 
 def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights_until_their_deadline():

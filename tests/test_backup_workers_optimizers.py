@@ -125,7 +125,7 @@ def trained_with_a_late_rank(loop, zero, late=1, backups=1, ranks=3):
             progress.tell_of(replica)
         return replica.replicas_equal(), replica.step, replica.lost, weights(parts)
 
-    return run_ranks(ranks, body, timeout_s=5.0)
+    return run_ranks(ranks, body)
 
 
 def check(loop, zero, **options):
@@ -169,7 +169,7 @@ def test_a_loop_that_zeroes_only_what_it_steps_and_counts_for_itself_keeps_its_l
             progress.tell_of(replica)
         return replica.replicas_equal(), replica.step, replica.lost
 
-    assert run_ranks(3, body, timeout_s=5.0) == [(True, STEPS, ())] * 3
+    assert run_ranks(3, body) == [(True, STEPS, ())] * 3
 
 
 @for_each("zero", ["first", "never"])
@@ -191,7 +191,7 @@ def test_replicas_are_equal_in_a_collective_between_two_optimizers_steps(zero):
             step(parts, optimizers, all_of_them, number, zero, compare)
         return seen, replica.step, replica.lost
 
-    assert run_ranks(3, body, timeout_s=5.0) == [([True] * 12, 4, ())] * 3
+    assert run_ranks(3, body) == [([True] * 12, 4, ())] * 3
 
 
 @for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0)])

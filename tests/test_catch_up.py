@@ -29,6 +29,7 @@ from late_ranks import (
     weights,
 )
 from torch import nn
+from torch.distributed import HashStore
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -38,6 +39,7 @@ from commrt.backup_workers.catch_up import CatchUp
 from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
+from commrt.threads.deadline import Timeouts
 
 # schedulers and averages
 
@@ -334,6 +336,12 @@ def test_state_that_others_could_not_load_is_refused_at_once():
 # whom a late rank asks
 
 
+def catching_up(elastic, rank, store=None, state=None):
+    options = SimpleNamespace(towards="127.0.0.1")
+    world = SimpleNamespace(rank=rank, timeout_s=60.0, config=None, reconnect_options=options)
+    return world, CatchUp(world, elastic, store, state)
+
+
 def gone():
     raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
 
@@ -349,12 +357,28 @@ def gone():
 def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_meanwhile(current, kind, says):
     on_store = SimpleNamespace(is_gone=lambda rank: True, current=current)
     elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=on_store)
-    options = SimpleNamespace(towards="127.0.0.1")
-    world = SimpleNamespace(rank=2, timeout_s=60.0, config=None, reconnect_options=options)
-    catch_up = CatchUp(world, elastic, None, None)
+    _, catch_up = catching_up(elastic, 2)
     catch_up.close()
     with pytest.raises(kind, match=says):
         catch_up.fetch(3, [0, 1])
+
+
+@for_each("timeout_s", [2.0, 60.0])
+def test_a_source_and_who_asks_it_wait_by_the_timeout_that_holds_now(timeout_s):
+    asked, waits_s = [], []
+    state = SimpleNamespace(give=lambda _, limit_s: waits_s.append(limit_s) or iter(()))
+    elastic = SimpleNamespace(generation=Generation(0, {0: 0, 1: 0}))
+    world, catch_up = catching_up(elastic, 1, HashStore(), state)
+    catch_up.open()
+    world.timeout_s = timeout_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("commrt.backup_workers.catch_up.request_state", lambda *what: asked.append(what[2:]) or b"")
+        patch.setattr("commrt.backup_workers.catch_up.unpack", lambda packed: packed)
+        assert catch_up.fetch(0, [1]) == b""
+    list(catch_up._server._give(0))
+    catch_up.close()
+    limits = Timeouts.of(timeout_s)
+    assert (asked, waits_s) == ([(limits.probe_s, limits.step_s)], [limits.probe_s / 3])
 
 
 @for_each(
