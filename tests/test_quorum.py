@@ -115,8 +115,26 @@ class Asked:
         self.begin = self.begin._replace(**now, **changes)
 
 
+class Answers:
+    """What a rank was answered, in order. The same answers are the same object, which costs nothing to compare."""
+
+    def __init__(self, before=None, said=()):
+        self.before, self.said, self._following = before, said, {}
+
+    def __repr__(self):
+        return repr(self.said)
+
+    def then(self, answer):
+        if answer not in self._following:
+            self._following[answer] = Answers(self, (*self.said, answer))
+        return self._following[answer]
+
+
+NO_ANSWERS = Answers()
+
+
 class State(NamedTuple):
-    answers: tuple  # of each rank, to its operations in order
+    answers: tuple  # of each rank, to its operations
     begins: tuple  # of each rank: the step and the generation in which its process began
     store: frozenset = frozenset()
     dead: frozenset = frozenset()
@@ -128,7 +146,7 @@ class State(NamedTuple):
 
     def with_answer(self, rank, answer, **more):
         answers = list(self.answers)
-        answers[rank] = (*answers[rank], answer)
+        answers[rank] = answers[rank].then(answer)
         return self._replace(answers=tuple(answers), **more)
 
 
@@ -193,8 +211,8 @@ class Model:
 
     def live(self, rank, begin, answers):
         """Where it is after all of these answers."""
-        known = self.known_positions.get((rank, begin, answers[:-1])) if answers else None
-        ask = Asked(self.needed, known.begin if known else Begin(*begin), answers)
+        known = self.known_positions.get((rank, begin, answers.before)) if answers.before else None
+        ask = Asked(self.needed, known.begin if known else Begin(*begin), answers.said)
         try:
             operation, step = self.life(ask, rank), self.steps
         except Unanswered as unanswered:
@@ -239,7 +257,7 @@ class Model:
         called = 1 + max([state.called, *(life.generation for life in lives)])
         for step in sorted({life.step for life in lives}):
             yield state._replace(
-                answers=tuple(() if other == rank else said for other, said in enumerate(state.answers)),
+                answers=tuple(NO_ANSWERS if other == rank else said for other, said in enumerate(state.answers)),
                 begins=tuple((step, called) if other == rank else begin for other, begin in enumerate(state.begins)),
                 dead=state.dead - {rank},
                 reborn=state.reborn | {rank},
@@ -304,7 +322,7 @@ class Model:
             yield state.with_answer(rank, False, reduced=after, suspicions=state.suspicions + 1)
 
     def start(self):
-        return State(tuple(() for _ in self.ranks), tuple((0, 0) for _ in self.ranks))
+        return State(tuple(NO_ANSWERS for _ in self.ranks), tuple((0, 0) for _ in self.ranks))
 
     def explore(self):
         """How many states can be reached; raises AssertionError where a promise is broken."""
@@ -344,8 +362,10 @@ class Model:
 
     def check(self, state):
         """Check that all ranks applied the same gradients in a step, and that every rank can still get them."""
+        if not (outcomes := self.outcomes(state)):
+            return
         for step in range(self.steps):
-            ends = {rank: end for rank, end in self.outcomes(state).items() if step in end}
+            ends = {rank: end for rank, end in outcomes.items() if step in end}
             applied = {end[step].members for end in ends.values()}
             assert len(applied) <= 1, (step, applied)
             assert all(len(members) == self.needed for members in applied)
