@@ -139,7 +139,10 @@ def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights
 
 @pytest.mark.parametrize(
     ("algorithm", "when"),
-    [(commrt.BackupWorkers(1), (BoundProgram, "run")), (commrt.Gossip(), (Barrier, "vote"))],
+    [
+        (commrt.BackupWorkers(1), (BoundProgram, "run")),
+        pytest.param(commrt.Gossip(), (Barrier, "vote"), marks=pytest.mark.slow),
+    ],
     ids=["it knows that", "all know how"],
 )
 def test_a_death_as_ranks_disagree_leaves_the_others_disagreeing_and_the_world_going_on(algorithm, when):

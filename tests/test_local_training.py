@@ -26,7 +26,7 @@ def alike(one, other):
 def test_anchor_and_momentum_are_bitwise_equal_on_all_ranks(algorithm, ranks):
     def body(world):
         loop = Loop(world, algorithm)
-        return [loop.run(1).agreed() for _ in range(13)], params(loop.model)
+        return [loop.run(1).agreed() for _ in range(10)], params(loop.model)
 
     (first, weights), *others = run_ranks(ranks, body)
     assert not alike(first[0], first[-1])
@@ -78,7 +78,7 @@ def test_consolidate_sets_the_weights_to_the_anchor(algorithm, steps):
         loop.replica.consolidate()
         return params(loop.model), loop.anchors(), loop.replica.replicas_equal()
 
-    found = run_ranks(3, body)
+    found = run_ranks(2, body)
     for weights, anchors, equal in found:
         assert same(weights, anchors)
         assert same(weights, found[0][0])

@@ -336,7 +336,7 @@ def test_an_average_that_one_rank_has_not_got_is_made_again_by_all(algorithm, nu
             return span
 
         engine.reduce_now = lost_at_the_last_moment
-        return params(loop.run(14).model), tuple(world.members)
+        return params(loop.run(11).model), tuple(world.members)
 
     expected = run_ranks(3, lambda world: body(world, fails=False))
     found = run_ranks(3, lambda world: body(world, fails=True))
