@@ -5,45 +5,44 @@ from __future__ import annotations
 
 import threading
 from copy import deepcopy
-from time import monotonic
-from types import SimpleNamespace
+from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 from cases import for_each, on_ranks
 from late_ranks import (
+    AT,
     LATE,
     LIMIT_S,
     MODEL,
     NORMED,
     Loop,
     Progress,
+    Trainee,
     all_are_equal,
     at,
     backward,
-    batch,
+    on_loop,
     sgd,
-    to_the_late_step,
     trainee,
     weights,
 )
 
 import commrt
-from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, Place, QuorumLost, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
-from commrt.training.model_state import gather_integers
 
 
-def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():
+def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace_in_the_next_one():
     def body(world):
         model = deepcopy(NORMED)
         optimizer = sgd(model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler])
         for _ in range(3):
-            for _ in range(9 if world.rank == LATE else 4):
-                optimizer.zero_grad()
-                model(batch(world.rank, replica.step).float()).square().mean().backward()
+            for _ in range(7 if world.rank == LATE else 3):
+                backward(model, world.rank, replica.step)
                 optimizer.step()
                 scheduler.step()
             assert replica.replicas_equal()
@@ -51,20 +50,6 @@ def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace():
 
     for epochs, step in run_ranks(4, body):
         assert epochs == step
-
-
-def test_a_second_close_asks_nobody_whether_the_others_have_closed():
-    def body(world):
-        model = torch.nn.Linear(3, 2)
-        replica = commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
-        world.holds_store = world.rank == 0
-        world.close()
-        asked = []
-        world.membership.on_store.ranks_alive = lambda: asked.append(replica) or ()
-        world.close()
-        return asked
-
-    assert run_ranks(3, body) == [[], [], []]
 
 
 @on_ranks(2)
@@ -98,20 +83,6 @@ def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
     assert most >= ends[0][0] >= min(batches)  # each counts once in a step at most
     assert all(equal for _, equal, _ in ends)
     assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
-
-
-@on_ranks(4)
-def test_a_second_epoch_after_a_collective_needs_no_special_call(world):
-    model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
-    for epoch in range(3):
-        for _ in range(4 + (world.rank + epoch) % 3):
-            backward(model, world.rank, replica.step)
-            optimizer.step()
-        score = torch.ones(8)
-        world.run(commrt.Ring().schedule(0, world.size), score)
-        assert score[0] == world.size
-    replica.consolidate()
-    assert replica.replicas_equal()
 
 
 def test_a_late_rank_does_not_wait_for_a_silent_one_while_others_wait_in_a_collective():
@@ -157,39 +128,47 @@ class OnPurposeError(Exception):
     """What ends a rank in these tests."""
 
 
-def left_to_die(world, algorithm, dying, gone, steps, saved):
-    """Trains; a rank dies at the first step of its own that is not before `dying[rank]`, and nobody is further then."""
-    model, optimizer, replica = trainee(world, algorithm)
-    replica.before_giving_up(lambda: saved.append((world.rank, replica.step)))
-    while at(replica) < steps:
-        if replica.step >= dying.get(world.rank, steps):
-            raise OnPurposeError
-        backward(model, world.rank, replica.step)  # its forward pass gives weights to those who are late
-        for rank in dying:
-            assert replica.step <= dying[rank] or gone[rank].wait(30), f"rank {rank} did not die"
-        optimizer.step()
-    return replica.replicas_equal(), [loss.rank for loss in replica.lost]
-
-
-def outcomes(ranks, algorithm, dying, saved):
-    """What each rank returned or raised in nine steps."""
-    gone = {rank: threading.Event() for rank in dying}
+def ended(ranks, body, **options):
+    """What each rank returned, or raised: then it gives its world up."""
 
     def one(world):
         try:
-            return left_to_die(world, algorithm, dying, gone, 9, saved)
+            return body(world)
         except Exception as error:  # what it is, the test looks at
             world.abort(error)
-            gone.get(world.rank, threading.Event()).set()
             return error
 
-    return run_ranks(ranks, one)
+    return run_ranks(ranks, one, **options)
+
+
+def dying_in_turn(backups, dying, saved):
+    """Five ranks train nine steps; a rank dies at the first step of its own that is not before `dying[rank]`.
+
+    Nobody is further then.
+    """
+    gone = {rank: threading.Event() for rank in dying}
+
+    def body(world):
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(backups))
+        replica.before_giving_up(lambda: saved.append((world.rank, replica.step)))
+        while at(replica) < 9:
+            if replica.step >= dying.get(world.rank, 9):
+                world.abort(error := OnPurposeError())
+                gone[world.rank].set()
+                raise error
+            backward(model, world.rank, replica.step)  # its forward pass gives weights to those who are late
+            for rank in dying:
+                assert replica.step <= dying[rank] or gone[rank].wait(LIMIT_S), f"rank {rank} did not die"
+            optimizer.step()
+        return replica.replicas_equal(), [loss.rank for loss in replica.lost]
+
+    return ended(5, body)
 
 
 @for_each("backups", [1, 2])
 def test_as_many_ranks_as_there_are_backups_may_die(backups):
     dying = {1: 3, 4: 5} if backups == 2 else {1: 3}
-    ends = outcomes(5, commrt.BackupWorkers(backups), dying, [])
+    ends = dying_in_turn(backups, dying, [])
     for rank, end in enumerate(ends):
         if rank in dying:
             assert isinstance(end, OnPurposeError)
@@ -199,7 +178,7 @@ def test_as_many_ranks_as_there_are_backups_may_die(backups):
 
 def test_one_death_more_than_backups_ends_all_ranks_with_a_checkpoint_and_an_error():
     saved = []
-    ends = outcomes(5, commrt.BackupWorkers(1), {1: 3, 4: 5}, saved)
+    ends = dying_in_turn(1, {1: 3, 4: 5}, saved)
     for rank in (0, 2, 3):
         assert isinstance(ends[rank], commrt.TransportError)
         assert isinstance(ends[rank], QuorumLost) or isinstance(ends[rank].__cause__, QuorumLost)
@@ -207,12 +186,31 @@ def test_one_death_more_than_backups_ends_all_ranks_with_a_checkpoint_and_an_err
     assert {step for _, step in saved} == {5}
 
 
+@for_each("dies_at", [5, 7])
+def test_a_death_at_the_end_of_an_epoch_does_not_stop_ranks_at_different_steps(dies_at):
+    def body(world):
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+        rng = Random(world.rank)
+        for epoch in range(2):
+            for number in range(8):
+                if (world.rank, epoch, number) == (2, 1, dies_at):
+                    raise OnPurposeError
+                threading.Event().wait(rng.uniform(0, 0.01))  # so that others are late each time
+                backward(model, world.rank, replica.step)
+                optimizer.step()
+            assert replica.replicas_equal()
+        return tuple(world.members)
+
+    ends = ended(4, body, timeout_s=8.0)
+    assert isinstance(ends[2], OnPurposeError)
+    assert ends[:2] + ends[3:] == [(0, 1, 3)] * 3
+
+
 def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
     all_are_done, both_are_left = threading.Barrier(4), threading.Barrier(2)
 
     def body(world):
-        model = deepcopy(MODEL)
-        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world)
+        replica = trainee(world, commrt.BackupWorkers(1))[2]
         if world.rank > 1:
             replica.detach()
         all_are_done.wait()
@@ -229,8 +227,7 @@ def test_a_collective_that_live_ranks_do_not_join_ends_at_its_timeout():
     is_over = threading.Event()
 
     def body(world):
-        model = deepcopy(MODEL)
-        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world)
+        replica = trainee(world, commrt.BackupWorkers(1))[2]
         if world.rank:
             return is_over.wait(30)
         with pytest.raises(DeadlineExceeded):
@@ -244,18 +241,17 @@ def test_a_collective_that_live_ranks_do_not_join_ends_at_its_timeout():
 
 def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
     def body(loop, world):
-        model, optimizer, replica = trainee(world, loop.algorithm)
-        step = to_the_late_step(loop, world, replica, optimizer)
-        kept = deepcopy(model.state_dict())
-        for param in model.parameters():
+        rank = Trainee(loop, world)
+        rank.train_to_the_late_step()
+        kept = deepcopy(rank.model.state_dict())
+        for param in rank.model.parameters():
             param.data.zero_()
         world.run(commrt.Ring().schedule(0, world.size), torch.ones(8))
-        model.load_state_dict(kept)
-        was_behind = replica.step > replica._backup_step.version
-        while at(replica) < loop.steps:
-            step()
-        replica.consolidate()
-        return was_behind, weights(model)
+        rank.model.load_state_dict(kept)
+        was_behind = rank.replica.step > rank.replica._backup_step.version
+        rank.train()
+        rank.replica.consolidate()
+        return was_behind, weights(rank.model)
 
     ends = Loop().run(body)
     assert [was_behind for was_behind, _ in ends] == [rank == LATE for rank in range(4)]
@@ -263,25 +259,88 @@ def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
     assert all(tensor.any() for tensor in ends[LATE][1])
 
 
-def test_gathered_integers_are_of_the_members_at_the_time_of_the_call():
-    """A rank may come back before the answer is read."""
-    before, now = (0, 1, 2), [(0, 1, 2)]
+@on_loop()
+def test_a_collective_sends_weights_that_are_clamped_after_every_step(rank):
+    def clamp():
+        for param in rank.model.parameters():
+            param.data.clamp_(-0.1, 0.1)
 
-    def run_now(schedule, flat, tag, members):
-        assert members == before
-        for rank, number in ((1, 5.0), (2, 7.0)):
-            flat[rank] += number / 3
-            flat[4 + rank] += 1 / 3
-        now[0] = (0, 1, 2, 3)
+    rank.train(clamp, until=AT + 1)
+    assert rank.replica.replicas_equal()
+    assert rank.replica.state_dict()["step"] == AT + 1
 
-    elastic = SimpleNamespace(submit=lambda task: SimpleNamespace(result=task))
 
-    class World:
-        members = property(lambda _: now[0])
+@on_loop()
+def test_a_late_rank_is_not_stuck_if_the_others_skipped_their_last_update(rank):
+    rank.train(until=AT)
+    rank.backward()  # and no step: its norm is too large
+    rank.tell()
+    assert rank.replica.replicas_equal()
+    assert rank.replica.lost == ()  # nobody waited until the deadline
+    rank.train()
+    assert rank.replica.replicas_equal()
 
-    world = World()
-    vars(world).update(size=4, rank=0, run_now=run_now, membership=elastic)
-    assert gather_integers(world, 12) == {0: 12, 1: 5, 2: 7}
+
+@on_ranks(2)
+def test_a_step_with_gradients_from_before_consolidate_is_refused(world):
+    model, optimizer, replica = trainee(world, commrt.BackupWorkers(0))
+    backward(model, world.rank, 0)
+    replica.consolidate()
+    with pytest.raises(UsageError, match="with gradients from before consolidate"):
+        optimizer.step()
+    backward(model, world.rank, 1)
+    optimizer.step()
+    assert replica.replicas_equal()
+
+
+def told(call):
+    """What a call raises, in words with its kind."""
+    try:
+        call()
+    except CommrtError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_ranks_that_come_to_different_collectives_all_learn_it_at_once_and_the_world_goes_on():
+    other_has_come = threading.Event()
+
+    def body(world):
+        replica = trainee(world, commrt.BackupWorkers(1))[2]
+        if world.rank == 0:
+            before = world.hooks.before_collective
+            world.hooks = replace(world.hooks, before_collective=lambda: (before(), other_has_come.set()))
+        if world.rank == 1:
+            assert other_has_come.wait(LIMIT_S)
+            said = told(lambda: world.all_reduce(torch.ones(2)))
+        else:
+            said = told(replica.consolidate)
+        return said, replica.replicas_equal(), replica.lost
+
+    for said, is_equal, lost in run_ranks(4, body):
+        assert "make the same collective calls in the same order on all ranks" in said
+        assert (is_equal, lost) == (True, ())
+
+
+def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_goes_on():
+    def body(world):
+        trainee(world, commrt.BackupWorkers(1))
+        schedule, refusals = world._sums.schedule, [UsageError("no schedule of so many ranks")]
+
+        def refuse_once(*what):
+            if world.rank == 1 and refusals:
+                raise refusals.pop()
+            return schedule(*what)
+
+        world._sums.schedule = refuse_once
+        said = told(lambda: world.all_reduce(torch.ones(2)))
+        world.all_reduce(total := torch.ones(2), "sum")
+        return said, total.tolist()
+
+    ends = run_ranks(4, body)
+    for rank, (said, total) in enumerate(ends):
+        assert said.startswith("UsageError" if rank == 1 else "DisagreementError: rank 1 refused: no schedule of so")
+        assert total == [4.0, 4.0]
 
 
 @for_each("is_broken", [False, True])
@@ -303,15 +362,37 @@ def test_a_refusal_after_a_collective_inside_another_is_passed_on(is_broken):
                 raise UsageError("not this one")
             return membership.together(int)
 
-    def told(world):
-        begin_s = monotonic()
-        try:
-            body(world)
-        except CommrtError as error:
-            return type(error), str(error), monotonic() - begin_s
-        return None
+    said = run_ranks(3, lambda world: told(lambda: body(world)), timeout_s=LIMIT_S)
+    assert said[1] == "UsageError: not this one"
+    assert all(each.startswith("DisagreementError: rank 1 refused: not this one") for each in said[::2])
 
-    ends = run_ranks(3, told, timeout_s=LIMIT_S)
-    assert [kind for kind, _, _ in ends] == [DisagreementError, UsageError, DisagreementError]
-    assert all("rank 1 refused: not this one" in said for kind, said, _ in ends if kind is DisagreementError)
-    assert all(waited_s < LIMIT_S / 2 for *_, waited_s in ends)
+
+@for_each(("times", "says"), [(1, None), (9, "not all 3 ranks connected")])
+def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_come(times, says):
+    def body(world):
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+        failures, connect = (
+            [commrt.TransportError("not all 3 ranks connected")] * times,
+            world.reconnect_options.connect,
+        )
+
+        def unlucky(*where):
+            if failures:
+                raise failures.pop()
+            return connect(*where)
+
+        if world.rank == 1:
+            world.reconnect_options = world.reconnect_options._replace(connect=unlucky)
+        for step in range(3):
+            if (world.rank, step) == (3, 1):
+                raise OnPurposeError
+            backward(model, world.rank, step)
+            optimizer.step()
+        return replica.replicas_equal()
+
+    ends = ended(4, body, timeout_s=4.0)
+    assert isinstance(ends[3], OnPurposeError)
+    if says is None:
+        assert ends[:3] == [True] * 3
+    else:
+        assert says in f"{ends[1]} {ends[1].__cause__}"

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 from failing_collectives import (
-    another_call,
-    connecting_in_vain,
     dying_in_a_disagreement,
     dying_in_a_sum,
     late_beside_a_stopped_one,
     missing_a_call,
     refused_as_one_dies,
-    refused_by_one,
 )
 
 import commrt
@@ -86,7 +83,7 @@ def test_a_rank_that_is_stopped_in_a_reduction_is_not_waited_for():
 
 
 def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():
-    length = RunLength(2 * STEPS, most_s=0.3)  # longer than weights are fetched: or who is late once stays so
+    length = RunLength(STEPS, most_s=0.3)  # longer than weights are fetched: or who is late once stays so
     ends = run_with_faults(5, commrt.BackupWorkers(2), [], length)
     assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
     reference_holds(ends, needed=3)
@@ -111,11 +108,10 @@ def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "is_stopped"), [("sum", True), ("consolidate", False), ("equal", True)])
-def test_a_rank_that_misses_the_deadline_of_a_collective_is_evicted_and_the_others_complete_it(what, is_stopped):
-    ends = run_processes(4, missing_a_call, 2, 2.0, what, is_stopped)
+@pytest.mark.parametrize(("what", "found"), [("sum", [3.0, 3.0]), ("equal", True)])
+def test_a_rank_that_misses_the_deadline_of_a_collective_is_evicted_and_the_others_complete_it(what, found):
+    ends = run_processes(4, missing_a_call, 2, 2.0, what)
     assert [end.error for end in survivors(ends, {2})] == [None] * 3
-    found = {"sum": [3.0, 3.0], "consolidate": None, "equal": True}[what]
     assert [end.value for end in survivors(ends, {2})] == [([4.0, 0.0], found, [3.0, 6.0])] * 3
     assert ends[2].error.startswith("Evicted: this process was evicted, and generation 1 goes on without it")
 
@@ -130,25 +126,9 @@ def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm
     assert [(end.error, end.value) for end in ends] == [(None, [3.0])] * 3
 
 
-def test_ranks_that_come_to_different_collectives_all_learn_it_at_once_and_the_world_goes_on():
-    ends = run_processes(4, another_call, 4.0, limit_s=60)
-    assert [end.error for end in ends] == [None] * 4
-    for said, waited_s, is_equal in (end.value for end in ends):
-        assert "make the same collective calls in the same order on all ranks" in said
-        assert waited_s < 4
-        assert is_equal
-
-
 def test_a_death_as_all_refuse_a_sum_leaves_the_others_refusing_it_and_the_world_going_on():
     ends = survivors(run_processes(4, refused_as_one_dies, limit_s=60), {3})
     assert [(end.error, end.value) for end in ends] == [(None, ("DisagreementError", True))] * 3
-
-
-def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_goes_on():
-    ends = run_processes(4, refused_by_one, 10.0, limit_s=60)
-    assert [end.error for end in ends] == [None] * 4
-    firsts = ["UsageError" if end.rank == 1 else "DisagreementError" for end in ends]
-    assert [end.value for end in ends] == [[first, True] for first in firsts]
 
 
 def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights_until_their_deadline():
@@ -157,18 +137,12 @@ def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights
     assert ends[1].error.startswith("Evicted")
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(9, marks=pytest.mark.slow)], ids=["once", "again and again"])
-def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_come(times):
-    ends = survivors(run_processes(4, connecting_in_vain, 4.0, times, limit_s=60), {3})
-    if times == 1:
-        assert [(end.error, end.value) for end in ends] == [(None, True)] * 3
-    else:
-        assert "not all 3 ranks connected" in ends[1].error
-
-
 @pytest.mark.parametrize(
     ("algorithm", "when"),
-    [(commrt.BackupWorkers(1), (BoundProgram, "run")), (commrt.Gossip(), (Barrier, "vote"))],
+    [
+        (commrt.BackupWorkers(1), (BoundProgram, "run")),
+        pytest.param(commrt.Gossip(), (Barrier, "vote"), marks=pytest.mark.slow),
+    ],
     ids=["it knows that", "all know how"],
 )
 def test_a_death_as_ranks_disagree_leaves_the_others_disagreeing_and_the_world_going_on(algorithm, when):

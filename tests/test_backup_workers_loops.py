@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backup workers under loops that do more than step: teachers, buffers of their own, skipped batches, other weights."""
+"""Backup workers under loops that do more than step: teachers, buffers of their own, skipped batches, own counters."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
+from late_ranks import AT, MODEL, Loop, Progress, Trainee, all_are_equal, at, backward, batch, on_loop, trainee, weights
 from torch import nn
 
 import commrt
 from commrt.backup_workers.catch_up import FinalCalls
-from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.processes import free_port
 from commrt.testing.ranks import run_ranks
 from commrt.training.model_state import dump, load
 
-LATE, LATE_AT, STEPS, LIMIT_S = 2, 3, 6, 30.0
 PLACE = Place(0)
 
 
@@ -30,162 +30,118 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.student = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+        self.student = deepcopy(MODEL)
         self.teacher = deepcopy(self.student).requires_grad_(False)
         self.register_buffer("observes", torch.ones(1, dtype=torch.uint8))
 
     def forward(self, x):
-        return (self.student(x) - self.teacher(x)).square().mean() + self.student(x).square().mean()
+        return torch.cat([self.student(x) - self.teacher(x), self.student(x)])
 
 
-with torch.random.fork_rng():
-    torch.manual_seed(0)
-    MODEL = Net()
+def student_of(loop, world):
+    net = Net()
+    optimizer = torch.optim.SGD(net.student.parameters(), lr=0.05, momentum=0.9)
+    return Trainee(loop, world, net, optimizer, also=[net.teacher])
 
 
-class Trainee:
-    """One of four ranks in a step that one rank is late for; uses no sleep."""
+@on_loop(student_of)
+def test_a_frozen_teacher_that_the_loop_moves_goes_along_with_the_weights(rank):
+    def follow():
+        pairs = zip(rank.model.teacher.parameters(), rank.model.student.parameters(), strict=True)
+        for theirs, ours in pairs:
+            theirs.data.lerp_(ours.data, 0.1)  # which autograd does not count
 
-    def __init__(self, world, passed):
-        self.model = deepcopy(MODEL)
-        self.optimizer = torch.optim.SGD(self.model.student.parameters(), lr=0.05, momentum=0.9)
-        self.replica = commrt.attach(
-            self.model, self.optimizer, commrt.BackupWorkers(1), world=world, also=[self.model.teacher]
-        )
-        self.rank, self.passed, self.steps = world.rank, passed, 0
-        self.is_late_at = LATE_AT if world.rank == LATE else None
-        self.before_step = lambda: None
-
-    def step(self, loss_of=lambda model, x: model(x)):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * self.rank + self.steps))
-        self.steps += 1
-        self.optimizer.zero_grad()
-        loss = loss_of(self.model, x)
-        if self.replica.step == self.is_late_at:
-            assert self.passed.wait(LIMIT_S)
-        loss.backward()
-        self.before_step()
-        self.optimizer.step()
-        if self.replica.step > LATE_AT:
-            self.passed.set()
-
-    def until(self, steps, after_each=lambda: None, **options):
-        while self.replica.step < steps:
-            self.step(**options)
-            after_each()
+    rank.train(follow)
+    assert rank.replica.replicas_equal()
 
 
-def of_four(body):
-    """What `body` of each rank's trainee returns."""
-    passed = threading.Event()
-    return run_ranks(4, lambda world: body(Trainee(world, passed)))
+@on_loop(student_of)
+def test_a_buffer_that_the_loop_sets_after_a_step_stays_as_it_set_it(rank):
+    def freeze():
+        if rank.replica.step == AT + 1:
+            rank.model.observes.zero_()
+
+    rank.train(freeze)
+    assert rank.model.observes.item() == 0
+    assert rank.replica.replicas_equal()
 
 
-def test_a_frozen_teacher_that_the_loop_moves_goes_along_with_the_weights():
-    def body(trainee):
-        def follow():
-            pairs = zip(trainee.model.teacher.parameters(), trainee.model.student.parameters(), strict=True)
-            for theirs, ours in pairs:
-                theirs.data.lerp_(ours.data, 0.1)  # which autograd does not count
-
-        trainee.until(STEPS, follow)
-        trainee.replica.drain()
-        return trainee.replica.replicas_equal()
-
-    assert of_four(body) == [True] * 4
-
-
-def test_a_buffer_that_the_loop_sets_after_a_step_stays_as_it_set_it():
-    def body(trainee):
-        def freeze():
-            if trainee.replica.step == LATE_AT + 1:
-                trainee.model.observes.zero_()
-
-        trainee.until(STEPS, freeze)
-        trainee.replica.drain()
-        return trainee.model.observes.item(), trainee.replica.replicas_equal()
-
-    assert of_four(body) == [(0, True)] * 4
-
-
-def test_states_that_were_taken_in_inference_mode_can_be_stepped():
-    def body(trainee):
-        trainee.until(LATE_AT + 1)
-        with torch.inference_mode():
-            assert trainee.replica.replicas_equal()
-        trainee.until(STEPS)
-        return trainee.replica.replicas_equal()
-
-    assert of_four(body) == [True] * 4
+@on_loop()
+def test_states_that_were_taken_in_inference_mode_can_be_stepped(rank):
+    rank.train_to_the_late_step()
+    with torch.inference_mode():
+        assert rank.replica.replicas_equal()
+    rank.train()
+    assert rank.replica.replicas_equal()
 
 
 def test_samples_are_counted_also_where_the_model_is_called_with_names():
-    def body(trainee):
-        trainee.until(2, loss_of=lambda model, x: model(x=x))
-        return trainee.replica.last.samples
+    def body(world):
+        model, _, replica = trainee(world, commrt.BackupWorkers(1))
+        model(input=batch(world.rank, 0)).sum().backward()
+        return replica.last.samples
 
-    assert set(of_four(body)) <= {12, None}  # None: it was not among them
-    assert 12 in of_four(body)
+    found = run_ranks(4, body)
+    assert set(found) <= {12, None}  # None: it was not among them
+    assert 12 in found
 
 
-def test_a_batch_that_does_not_fit_into_memory_may_be_skipped():
-    def body(trainee):
-        failed = []
+@on_ranks(4)
+def test_a_batch_that_does_not_fit_into_memory_may_be_skipped(world):
+    model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+    failed = []
 
-        def fail(gradient):
-            if trainee.rank == 1 and trainee.replica.step >= LATE_AT and not failed:
-                failed.append(True)
-                raise MemoryError
-            return gradient
+    def fail(gradient):
+        if world.rank == 1 and replica.step >= AT and not failed:
+            failed.append(True)
+            raise MemoryError
+        return gradient
 
-        trainee.is_late_at = None
-        trainee.model.student[0].weight.register_hook(fail)
-        while trainee.replica.step < STEPS:
-            try:
-                trainee.step()
-            except MemoryError:
-                continue
-        trainee.replica.drain()
-        return trainee.replica.replicas_equal(), failed
-
-    assert of_four(body) == [(True, [True] if rank == 1 else []) for rank in range(4)]
+    model[0].weight.register_hook(fail)
+    while at(replica) < AT + 3:
+        try:
+            backward(model, world.rank, replica.step)
+        except MemoryError:
+            continue
+        optimizer.step()
+    assert replica.replicas_equal()
+    assert failed or world.rank != 1
 
 
 def test_changes_of_weights_after_a_dropped_batch_are_undone(caplog):
-    def body(trainee):
-        def decay():
+    def body(world):
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+        for _ in range(4 if world.rank < 2 else 7):  # the last three have too few ranks for a step
+            backward(model, world.rank, replica.step)
+            optimizer.step()
             with torch.no_grad():
-                for param in trainee.model.student.parameters():
+                for param in model.parameters():
                     param.mul_(0.99)
+        replica.consolidate()  # a rank that ended before the others did takes what they have
+        return replica.replicas_equal()
 
-        trainee.is_late_at = None
-        for _ in range(4 if trainee.rank < 2 else 7):  # the last three have too few ranks for a step
-            trainee.step()
-            decay()
-        trainee.replica.consolidate()  # a rank that ended before the others did takes what they have
-        return trainee.replica.replicas_equal()
-
-    assert of_four(body) == [True] * 4
+    assert run_ranks(4, body) == [True] * 4
     assert "differed between ranks" not in caplog.text
 
 
 def test_weights_that_differ_at_one_version_are_made_equal_with_a_warning(caplog):
-    def body(trainee):
-        trainee.until(2)
+    def body(loop, world):
+        rank = Trainee(loop, world)
+        rank.train(until=2)
         with torch.no_grad():
-            trainee.model.student[0].weight.add_(trainee.rank)
-        trainee.replica.consolidate()
-        return trainee.replica.replicas_equal()
+            rank.model[0].weight.add_(world.rank)
+        rank.replica.consolidate()
+        return rank.replica.replicas_equal()
 
-    assert of_four(body) == [True] * 4
+    assert Loop().run(body) == [True] * 4
     assert "weights or buffers differed between ranks" in caplog.text
 
 
 def test_an_optimizer_with_other_groups_is_an_error_in_words():
     model = deepcopy(MODEL)
-    one = torch.optim.SGD(model.student[0].parameters(), lr=0.1)
-    two = torch.optim.SGD(model.student[0].parameters(), lr=0.1)
-    one.add_param_group({"params": model.student[2].parameters()})
+    one = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    two = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    one.add_param_group({"params": model[2].parameters()})
     with pytest.raises(UsageError, match=r"SGD has 1 param_groups here and 2 on the rank .* add_param_group\(\)"):
         load(dump([one]), [two])
 
@@ -225,8 +181,7 @@ print(replica.step, model.weight.sum().item())
 
 @pytest.mark.slow
 def test_late_ranks_copy_weights_from_a_program_that_ends_without_closing_its_world():
-    port = str(free_port())
-    variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", UNCLOSED],
@@ -242,11 +197,117 @@ def test_late_ranks_copy_weights_from_a_program_that_ends_without_closing_its_wo
     assert len({out for out, _ in said}) == 1
 
 
-def test_a_ring_shuffle_is_refused_as_ranks_do_different_numbers_of_steps():
+@on_ranks(3)
+def test_a_ring_shuffle_is_refused_as_ranks_do_different_numbers_of_steps(world):
+    trainee(world, commrt.BackupWorkers(1))
+    with pytest.raises(UsageError, match="with BackupWorkers ranks make different numbers of steps"):
+        list(commrt.RingShuffle(torch.ones(4, 2), batch_size=2, world=world))
+
+
+# loops that set the learning rate from a counter of their own, as nanoGPT's does
+
+STEPS, ACCUMULATED = 7, 3
+
+
+def rate(iter_num):
+    return 0.01 * (iter_num + 1)
+
+
+def iterate(model, optimizer, replica, iter_num):
+    """Sets the rate, accumulates gradients, and steps: one iteration of nanoGPT's loop."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate(iter_num)
+    for micro_step in range(ACCUMULATED):
+        with nullcontext() if micro_step == ACCUMULATED - 1 else replica.no_sync():
+            loss = model(batch(micro_step, iter_num)).square().mean() / ACCUMULATED
+            loss.backward()
+    used = replica.last.step, optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {used} if replica.last.counted else set()
+
+
+def counting(world, progress, *, counts_for_itself):
+    """Rank 1 is late in its first iteration; rank 2 leaves at step 3, so that the gradients of rank 1 count then."""
+    model = deepcopy(MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+    iter_num, used = 0, set()
+    while iter_num < STEPS:
+        if world.rank == 1 and not iter_num:
+            progress.wait_for(3)
+        if world.rank == 2 and iter_num == 3:
+            progress.wait_for(STEPS)
+            if counts_for_itself:
+                return None
+        used |= iterate(model, optimizer, replica, iter_num)
+        iter_num = iter_num + 1 if counts_for_itself else replica.step
+        progress.tell_of(replica)
+    return used, replica.replicas_equal(), replica.step, replica.lost
+
+
+def test_the_rate_of_each_step_is_right_on_a_rank_that_was_late_if_the_loop_asks_for_its_step():
+    progress = Progress()
+    ends = run_ranks(3, lambda world: counting(world, progress, counts_for_itself=False))
+    assert [end[1:] for end in ends] == [(True, STEPS, ())] * 3
+    rates = [(number, rate(number)) for number in range(STEPS)]
+    assert [used for used, *_ in ends] == [{*rates}, {*rates[3:]}, {*rates[:3]}]
+
+
+def test_a_loop_that_counts_for_itself_is_told_the_line_that_makes_it_right():
+    progress = Progress()
+
     def body(world):
-        model = torch.nn.Linear(2, 1)
-        commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), commrt.BackupWorkers(1), world=world)
-        with pytest.raises(UsageError, match="with BackupWorkers ranks make different numbers of steps"):
-            list(commrt.RingShuffle(torch.ones(4, 2), batch_size=2, world=world))
+        if world.rank == 2:
+            return counting(world, progress, counts_for_itself=True)
+        try:
+            with pytest.raises(DisagreementError, match=r"put `iter_num = replica\.step` at its top"):
+                counting(world, progress, counts_for_itself=True)
+        finally:
+            progress.tell(STEPS)
 
     run_ranks(3, body)
+
+
+# checkpoints
+
+
+def states(parts):
+    return deepcopy([part.state_dict() for part in parts])
+
+
+def load_states(parts, saved):
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+
+
+@on_loop(ranks=3, steps=6)
+def test_training_resumes_from_a_checkpoint_with_its_step_numbers(rank):
+    parts = rank.model, rank.optimizer, rank.replica
+    rank.train(until=3)
+    rank.replica.consolidate()
+    saved, step = states(parts), rank.replica.step
+    rank.train()
+    rank.replica.consolidate()
+    load_states(parts, saved)
+    assert rank.replica.step == step
+    rank.train()
+    assert rank.replica.replicas_equal()
+
+
+def test_a_loaded_checkpoint_makes_all_ranks_equal_whatever_each_had_before():
+    def body(loop, world):
+        rank = Trainee(loop, world)
+        parts = rank.model, rank.optimizer, rank.replica
+        first = states(parts)
+        rank.train_to_the_late_step()
+        if world.rank == 0:  # a batch more than the others: nobody uses it
+            rank.step()
+        load_states(parts, first)
+        assert rank.replica.replicas_equal()
+        rank.train(until=AT)
+        rank.replica.consolidate()
+        momenta = [rank.optimizer.state[param]["momentum_buffer"].clone() for param in rank.model.parameters()]
+        return [*weights(rank.model), *momenta]
+
+    assert all_are_equal(Loop().run(body))

@@ -18,17 +18,19 @@ from late_ranks import (
     MODEL,
     NORMED,
     Loop,
+    Trainee,
     all_are_equal,
     at,
     backward,
     batch,
+    on_loop,
     sgd,
-    to_the_late_step,
     trainee,
     weights,
 )
 from torch import nn
 from torch.distributed import HashStore
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
@@ -39,54 +41,62 @@ from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageEr
 from commrt.testing.ranks import run_ranks
 from commrt.threads.deadline import Timeouts
 
+# schedulers and averages
+
+
+def averaged(loop, world):
+    """A rank with batch norm, AdamW, a scheduler and an average of its weights."""
+    model = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3).double())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler, average = ExponentialLR(optimizer, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    rank = Trainee(loop, world, model, optimizer, also=[scheduler, average])
+    rank.scheduler, rank.average = scheduler, average
+    return rank
+
 
 def test_a_rank_that_catches_up_copies_schedulers_weight_averages_and_buffers():
     def body(loop, world):
-        model = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3).double())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler, average])
-        while at(replica) < loop.steps:
-            loop.wait(world, replica)
-            backward(model, world.rank, replica.step)
-            optimizer.step()
-            average.update_parameters(model)
-            scheduler.step()
-            loop.progress.tell(replica._backup_step.version)
-        replica.drain()
-        kept = [tensor.clone() for tensor in (*average.state_dict().values(), *model.state_dict().values())]
-        return scheduler.last_epoch, scheduler.get_last_lr(), kept, replica.last.step
+        rank = averaged(loop, world)
 
-    ends = Loop(late_by=4).run(body)
-    for epoch, rates, kept, _ in ends:
-        assert epoch == 8
-        assert rates == ends[0][1]
-        assert all(torch.equal(a, b) for a, b in zip(kept, ends[0][2], strict=True))
+        def update():
+            rank.average.update_parameters(rank.model)
+            rank.scheduler.step()
+
+        rank.train(update)
+        assert int(rank.average.n_averaged) == rank.scheduler.last_epoch == 8
+        tensors = *rank.average.state_dict().values(), *rank.model.state_dict().values()
+        return [torch.tensor(rank.scheduler.get_last_lr()), *(tensor.clone() for tensor in tensors)]
+
+    assert all_are_equal(Loop(late_by=4).run(body))
+
+
+def scheduled(loop, world, *, at_the_top=False, is_named=True):
+    """Train with a scheduler, until one rank has left and both others must count; its updates."""
+    model = deepcopy(MODEL)
+    optimizer = sgd(model)
+    scheduler = CosineAnnealingLR(optimizer, 30)
+    rank = Trainee(loop, world, model, optimizer, also=[scheduler] if is_named else [])
+    try:
+        while at(rank.replica) < 20 and (world.rank or rank.replica.step < AT + 4):
+            if at_the_top and rank.replica.step:
+                scheduler.step()
+            rank.step()
+            if not at_the_top:
+                scheduler.step()
+    finally:
+        loop.progress.tell(20)  # nobody need wait for who has failed
+    return scheduler.last_epoch + at_the_top
 
 
 @for_each("at_the_top", [False, True])
 def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
-    def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler])
-        try:
-            while at(replica) < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
-                if at_the_top and replica.step:
-                    scheduler.step()
-                loop.wait(world, replica)
-                backward(model, world.rank, replica.step)
-                optimizer.step()
-                if not at_the_top:
-                    scheduler.step()
-                loop.progress.tell(replica._backup_step.version)
-        finally:
-            loop.progress.tell(20)
-        return scheduler.last_epoch + at_the_top
+    ends = Loop(3, late_by=3).run(lambda loop, world: scheduled(loop, world, at_the_top=at_the_top))
+    assert ends[1:] == [20, 20]
 
-    assert Loop(3, late_by=3).run(body)[1:] == [20, 20]
+
+def test_a_scheduler_that_was_not_named_in_also_is_an_error():
+    with pytest.raises(DisagreementError, match="settings"):
+        Loop(3, late_by=3).run(lambda loop, world: scheduled(loop, world, is_named=False))
 
 
 @for_each(("ranks", "collective_first"), [(3, False), (4, True)])
@@ -94,9 +104,9 @@ def test_schedulers_and_averages_count_each_update_once_on_either_side_of_a_coll
     def body(world):
         model, rng = deepcopy(MODEL), Random(world.rank)
         optimizer = sgd(model)
-        scheduler, average = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), AveragedModel(model)
+        scheduler, average = ExponentialLR(optimizer, 0.9), AveragedModel(model)
         replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler, average])
-        for _ in range(15):
+        for _ in range(12):
             threading.Event().wait(rng.choice([0.002, 0.02]))  # computes for so long, so that others are late each time
             backward(model, world.rank, replica.step)
             optimizer.step()
@@ -111,6 +121,157 @@ def test_schedulers_and_averages_count_each_update_once_on_either_side_of_a_coll
 
     ends = run_ranks(ranks, body)
     assert ends == [(ends[0][0],) * 3] * ranks
+
+
+@on_loop(averaged, late_by=3)
+def test_a_rank_reads_its_step_anywhere_and_its_own_averages_count_once(rank):
+    replica = rank.replica
+    while replica.step < 8:
+        rank.backward()
+        assert replica.step >= replica.last.step
+        rank.optimizer.step()
+        assert replica.step >= replica.last.step
+        rank.average.update_parameters(rank.model)
+        rank.tell()
+    replica.drain()
+    assert (int(rank.average.n_averaged), replica.step) == (8, 8)
+
+
+class Parts(nn.ModuleList):
+    """What is called is not the module that was attached."""
+
+    def __init__(self):
+        super().__init__(deepcopy(MODEL))
+        self.call = [nn.Sequential(*self)]
+
+
+def without_hooks(loop, rank):
+    """Train a model of `Parts`, where one rank is late in the first step; yield after each step."""
+    replica = rank.replica
+    while replica.step < loop.steps:
+        if rank.rank == LATE and replica.step == 0:  # later another may be late too, and wait for these to train
+            loop.late_is_there.set()
+            loop.progress.wait_for(loop.late_by)
+        elif replica.step == 0:
+            assert loop.late_is_there.wait(LIMIT_S)
+        rank.optimizer.zero_grad()
+        rank.model.call[0](batch(rank.rank, replica.step)).square().mean().backward()
+        rank.optimizer.step()
+        yield
+        rank.tell()
+
+
+def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_once():
+    def body(loop, world):
+        model = Parts()
+        optimizer = sgd(model)
+        scheduler = ExponentialLR(optimizer, 0.9)
+        rank = Trainee(loop, world, model, optimizer, also=[scheduler])
+        for _ in without_hooks(loop, rank):
+            scheduler.step()
+        rank.replica.consolidate()
+        return (scheduler.last_epoch, optimizer.param_groups[0]["lr"]), weights(model)
+
+    ends = Loop(3, late_by=2).run(body)
+    assert len({scheduled for scheduled, _ in ends}) == 1
+    assert all_are_equal([found for _, found in ends])
+
+
+def test_a_gradient_of_weights_that_others_have_replaced_is_dropped_at_no_cost():
+    def body(loop, world):
+        rank = Trainee(loop, world, Parts())
+        return [rank.replica.last for _ in without_hooks(loop, rank)], rank.replica.stats()
+
+    reports, stats = Loop(3, late_by=2).run(body)[LATE]
+    late, older = reports[:2]
+    assert (late.counted, late.step, late.members) == (False, 0, (0, 1))
+    assert older == commrt.training.StepReport(older.step, (), 0.0, (), counted=False)
+    assert stats.exposed_s == pytest.approx(sum(report.exposed_s for report in reports))
+
+
+# weights and buffers
+
+
+class Renormed(nn.Linear):
+    """Writes to its weights in every forward pass."""
+
+    def forward(self, x):
+        self.weight.data.renorm_(2, 0, 0.3)
+        return super().forward(x)
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    RENORMED = nn.Sequential(Renormed(5, 6), nn.Tanh(), Renormed(6, 2)).double()
+
+
+def with_own_buffers(loop, world):
+    return Trainee(loop, world, deepcopy(NORMED), broadcast_buffers=False)
+
+
+@on_loop(with_own_buffers, late_by=4)
+def test_buffers_that_are_not_broadcast_are_copied_from_the_source_rank(rank):
+    rank.train()
+    assert int(rank.model[1].num_batches_tracked) >= 8
+
+
+@on_loop()
+def test_weights_swapped_in_for_evaluation_are_not_sent(rank):
+    @torch.no_grad()
+    def evaluate():
+        kept = deepcopy(rank.model.state_dict())
+        for param in rank.model.parameters():
+            param.zero_()
+        rank.model.eval()
+        rank.model(batch(0, 0))
+        rank.model.train()
+        rank.model.load_state_dict(kept)
+
+    rank.train(evaluate)
+    assert rank.replica.replicas_equal()
+
+
+@on_loop(lambda loop, world: Trainee(loop, world, deepcopy(RENORMED)))
+def test_weights_that_a_forward_pass_changes_are_sent_and_consolidated(rank):
+    rank.train()
+    if rank.rank == 1:
+        rank.model(batch(0, 0))
+    rank.replica.consolidate()
+    assert rank.replica.replicas_equal()
+
+
+@on_loop(late_by=3)
+def test_a_layer_that_is_frozen_during_training_is_copied_unchanged(rank):
+    rank.train(until=AT - 1)
+    rank.model[0].requires_grad_(requires_grad=False)
+    rank.train()
+    assert rank.replica.replicas_equal()
+
+
+def test_weights_changed_between_two_passes_of_a_step_are_not_sent():
+    def body(loop, world):
+        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
+        while at(replica) < loop.steps:
+            if world.rank == LATE and replica.step == 0:  # later another may be late too, and find no whole weights
+                loop.progress.wait_for(1)
+            with replica.no_sync():
+                backward(model, world.rank, replica.step)
+            where = weights(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(param.grad, alpha=0.1)
+            backward(model, world.rank, replica.step)
+            with torch.no_grad():
+                for param, value in zip(model.parameters(), where, strict=True):
+                    param.copy_(value)
+            optimizer.step()
+            loop.progress.tell_of(replica)
+        replica.consolidate()
+        return replica.stats().counted, weights(model)
+
+    ends = Loop().run(body)
+    assert ends[LATE][0] < 8
+    assert all_are_equal([found for _, found in ends])
 
 
 def test_a_forward_pass_between_backward_and_step_sends_no_weights_of_another_version():
@@ -129,248 +290,85 @@ def test_a_forward_pass_between_backward_and_step_sends_no_weights_of_another_ve
         assert not (counted and early)
 
 
-def test_a_scheduler_that_was_not_named_in_also_is_an_error():
-    def body(loop, world):
-        model = deepcopy(MODEL)
-        optimizer = sgd(model)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
-        try:
-            while at(replica) < 20 and (world.rank or replica.step < AT + 4):  # then the other two must count
-                loop.wait(world, replica)
-                backward(model, world.rank, replica.step)
-                optimizer.step()
-                scheduler.step()
-                loop.progress.tell(replica._backup_step.version)
-        finally:
-            loop.progress.tell(20)  # nobody need wait for who has failed
+class Master(torch.optim.SGD):
+    """With weights in double precision beside."""
 
-    with pytest.raises(DisagreementError, match="settings"):
-        Loop(3, late_by=3).run(body)
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            master = self.state[param].setdefault("master", param.detach().double())
+            if param.grad is not None:
+                master -= 0.01 * param.grad.double()
+                param.copy_(master)
 
 
-def test_buffers_that_are_not_broadcast_are_copied_from_the_source_rank():
-    def body(loop, world):
-        model, optimizer, replica = trainee(world, loop.algorithm, of=NORMED, broadcast_buffers=False)
-        loop.train(world, replica, optimizer)
-        return int(model[1].num_batches_tracked)
+class Floats(nn.Sequential):
+    """A model in single precision that takes batches in double."""
 
-    assert all(tracked >= 8 for tracked in Loop(late_by=4).run(body))
+    def forward(self, x):
+        return super().forward(x.float())
 
 
-def test_weights_swapped_in_for_evaluation_are_not_sent():
-    def body(loop, world):
-        model, optimizer, replica = trainee(world, loop.algorithm)
-        while at(replica) < loop.steps:
-            loop.step(world, replica, optimizer)
-            kept = deepcopy(model.state_dict())
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.zero_()
-                model.eval()
-                model(batch(0, 0))
-                model.train()
-            model.load_state_dict(kept)
-        return replica.replicas_equal()
-
-    assert all(Loop().run(body))
+def with_masters(loop, world):
+    model = Floats(*deepcopy(MODEL).float())
+    return Trainee(loop, world, model, Master(model.parameters()))
 
 
-def test_optimizers_keep_the_dtype_of_what_they_remember():
-    class Master(torch.optim.SGD):
-        """With weights in double precision beside."""
+@on_loop(with_masters)
+def test_optimizers_keep_the_dtype_of_what_they_remember(rank):
+    rank.train()
+    assert {state["master"].dtype for state in rank.optimizer.state.values()} == {torch.float64}
 
-        @torch.no_grad()
-        def step(self, closure=None):
-            for param in self.param_groups[0]["params"]:
-                master = self.state[param].setdefault("master", param.detach().double())
-                if param.grad is not None:
-                    master -= 0.01 * param.grad.double()
-                    param.copy_(master)
 
-    def body(loop, world):
-        model = deepcopy(MODEL).float()
-        optimizer = Master(model.parameters())
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
-        loop.train(world, replica, optimizer)
-        return {state["master"].dtype for state in optimizer.state.values()}
+class Unsendable:
+    def state_dict(self):
+        return {"state": torch.nn.Linear}
 
-    assert all(dtypes == {torch.float64} for dtypes in Loop().run(body))
+    def load_state_dict(self, state):
+        raise AssertionError
 
 
 def test_state_that_others_could_not_load_is_refused_at_once():
-    class Random:
-        def state_dict(self):
-            return {"state": torch.nn.Linear}
-
-        def load_state_dict(self, state):
-            raise AssertionError
-
-    def body(world):
-        model = deepcopy(MODEL)
-        commrt.attach(model, sgd(model), commrt.BackupWorkers(1), world=world, also=[Random()])
-
     with pytest.raises(UsageError, match="cannot be sent to other ranks"):
-        run_ranks(3, body)
+        run_ranks(3, lambda world: trainee(world, commrt.BackupWorkers(1), also=[Unsendable()]))
 
 
-class Renormed(nn.Linear):
-    """Writes to its weights in every forward pass."""
-
-    def forward(self, x):
-        self.weight.data.renorm_(2, 0, 0.3)
-        return super().forward(x)
+# whom a late rank asks
 
 
-def test_weights_that_a_forward_pass_changes_are_sent_and_consolidated():
-    def body(loop, world):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = nn.Sequential(Renormed(5, 6), nn.Tanh(), Renormed(6, 2)).double()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
-        step = to_the_late_step(loop, world, replica, optimizer)
-        while at(replica) < loop.steps:
-            step()
-        if world.rank == 1:
-            model(batch(0, 0))
-        replica.consolidate()
-        return weights(model)
-
-    assert all_are_equal(Loop().run(body))
-
-
-def test_weights_changed_between_two_passes_of_a_step_are_not_sent():
-    def body(loop, world):
-        model, optimizer, replica = trainee(world, loop.algorithm)
-        while at(replica) < loop.steps:
-            if world.rank == LATE and replica.step == 0:  # later another may be late too, and find no whole weights
-                loop.progress.wait_for(1)
-            with replica.no_sync():
-                backward(model, world.rank, replica.step)
-            where = weights(model)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.add_(param.grad, alpha=0.1)
-            backward(model, world.rank, replica.step)
-            with torch.no_grad():
-                for param, value in zip(model.parameters(), where, strict=True):
-                    param.copy_(value)
-            optimizer.step()
-            loop.progress.tell(replica._backup_step.version)
-        replica.consolidate()
-        return replica.stats().counted, weights(model)
-
-    ends = Loop().run(body)
-    assert ends[LATE][0] < 8
-    assert all_are_equal([found for _, found in ends])
-
-
-class Parts(nn.ModuleList):
-    """What is called is not the module that was attached."""
-
-    def __init__(self):
-        super().__init__(deepcopy(MODEL))
-        self.call = [nn.Sequential(*self)]
-
-
-def without_hooks(loop, world, replica, optimizer):
-    """Train a model of `Parts`, where one rank is late in the first step; yield after each step."""
-    while replica.step < loop.steps:
-        if world.rank == LATE and replica.step == 0:  # later another may be late too, and wait for these to train
-            loop.late_is_there.set()
-            loop.progress.wait_for(loop.late_by)
-        elif replica.step == 0:
-            assert loop.late_is_there.wait(LIMIT_S)
-        optimizer.zero_grad()
-        replica.model.call[0](batch(world.rank, replica.step)).square().mean().backward()
-        optimizer.step()
-        yield
-
-
-def test_a_model_whose_hooks_are_not_called_takes_its_schedulers_from_others_once():
-    def body(loop, world):
-        model = Parts()
-        optimizer = sgd(model)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world, also=[scheduler])
-        for _ in without_hooks(loop, world, replica, optimizer):
-            scheduler.step()
-            loop.progress.tell(replica._backup_step.version)
-        replica.consolidate()
-        return scheduler.last_epoch, optimizer.param_groups[0]["lr"], weights(model)
-
-    ends = Loop(3, late_by=2).run(body)
-    assert {epoch for epoch, _, _ in ends} == {ends[0][0]}
-    assert {rate for _, rate, _ in ends} == {ends[0][1]}
-    assert all_are_equal([found for _, _, found in ends])
-
-
-def test_a_gradient_of_weights_that_others_have_replaced_is_dropped_at_no_cost():
-    def body(loop, world):
-        model = Parts()
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, loop.algorithm, world=world)
-        reports = []
-        for _ in without_hooks(loop, world, replica, optimizer):
-            reports.append(replica.last)
-            loop.progress.tell(replica._backup_step.version)
-        return reports, replica.stats()
-
-    reports, stats = Loop(3, late_by=2).run(body)[LATE]
-    late, older = reports[:2]
-    assert (late.counted, late.step, late.members) == (False, 0, (0, 1))
-    assert older == commrt.training.StepReport(older.step, (), 0.0, (), counted=False)
-    assert stats.exposed_s == pytest.approx(sum(report.exposed_s for report in reports))
-
-
-def test_a_layer_that_is_frozen_during_training_is_copied_unchanged():
-    def body(loop, world):
-        model, optimizer, replica = trainee(world, loop.algorithm)
-        while at(replica) < loop.steps:
-            if replica.step >= AT - 1:
-                model[0].requires_grad_(requires_grad=False)
-            loop.step(world, replica, optimizer)
-        replica.consolidate()
-        return weights(model)
-
-    assert all_are_equal(Loop(late_by=3).run(body))
-
-
-def world_of(rank, timeout_s):
+def catching_up(elastic, rank, store=None, state=None):
     options = SimpleNamespace(towards="127.0.0.1")
-    return SimpleNamespace(rank=rank, timeout_s=timeout_s, config=None, reconnect_options=options)
+    world = SimpleNamespace(rank=rank, timeout_s=60.0, config=None, reconnect_options=options)
+    return world, CatchUp(world, elastic, store, state)
 
 
-def test_a_late_rank_that_was_evicted_meanwhile_says_so_and_not_that_its_sources_are_gone():
-    def evicted():
-        raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
+def gone():
+    raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
 
-    membership = SimpleNamespace(is_gone=lambda rank: True, current=evicted)
-    generation = Generation(0, dict.fromkeys(range(3), 0))
-    elastic = SimpleNamespace(require_open=int, generation=generation, on_store=membership)
-    catch_up = CatchUp(world_of(2, 60.0), elastic, None, None)
+
+@for_each(
+    ("current", "kind", "says"),
+    [
+        (int, QuorumLost, r"only ranks \[0, 1\] had the weights of step 3, and they are gone"),
+        (gone, Evicted, "it did not come to consolidate"),
+    ],
+    ids=["a member", "evicted"],
+)
+def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_meanwhile(current, kind, says):
+    on_store = SimpleNamespace(is_gone=lambda rank: True, current=current)
+    elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=on_store)
+    _, catch_up = catching_up(elastic, 2)
     catch_up.close()
-    with pytest.raises(Evicted):
-        catch_up._require_sources(3, [0, 1], is_late=False)
-
-
-def test_a_late_rank_whose_sources_are_no_members_is_told_that_they_are_gone():
-    membership = SimpleNamespace(is_gone=lambda rank: True, current=int)
-    elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=membership)
-    catch_up = CatchUp(world_of(2, 60.0), elastic, None, None)
-    catch_up.close()
-    with pytest.raises(QuorumLost, match=r"only ranks \[0, 1\] had the weights of step 3, and they are gone"):
+    with pytest.raises(kind, match=says):
         catch_up.fetch(3, [0, 1])
 
 
 @for_each("timeout_s", [2.0, 60.0])
 def test_a_source_and_who_asks_it_wait_by_the_timeout_that_holds_now(timeout_s):
-    world = world_of(1, 8.0)
     asked, waits_s = [], []
     state = SimpleNamespace(give=lambda _, limit_s: waits_s.append(limit_s) or iter(()))
     elastic = SimpleNamespace(generation=Generation(0, {0: 0, 1: 0}))
-    catch_up = CatchUp(world, elastic, HashStore(), state)
+    world, catch_up = catching_up(elastic, 1, HashStore(), state)
     catch_up.open()
     world.timeout_s = timeout_s
     with pytest.MonkeyPatch.context() as patch:

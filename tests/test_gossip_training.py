@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import threading
-from copy import deepcopy
 
 import pytest
 import torch
@@ -31,20 +29,29 @@ from torch import nn
 
 import commrt
 from commrt.algorithms.gossip import Gossip
-from commrt.buckets.weight_bucket import Message
 from commrt.errors import DisagreementError, UsageError
-from commrt.kernels.layout import HEADER_NUMEL
 from commrt.local_sgd import LocalSGD
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
-from commrt.training.gossip import GossipExchange
+
+ONE_BUCKET_MB = 25
+RUNS = [
+    (2, 0, 1e-4),
+    (2, 1, 1e-6),
+    (3, 0, ONE_BUCKET_MB),
+    (4, 0, 1e-6),
+    (4, 1, 1e-4),
+    (5, 0, 1e-4),
+    (5, 1, ONE_BUCKET_MB),
+]
 
 
-@for_each(("ranks", "staleness"), [(2, 0), (2, 1), (3, 0), (4, 1), (5, 0), (7, 1)])
-def test_training_gives_the_bits_of_the_simulation(ranks, staleness):
+@for_each(("ranks", "staleness", "cap_mb"), RUNS)
+def test_training_gives_the_bits_of_the_simulation_in_however_many_buckets(ranks, staleness, cap_mb):
     algorithm = Gossip(staleness=staleness)
-    found = run_ranks(ranks, lambda world: trained(world, algorithm)[0])
-    assert all(map(same, found, simulated(algorithm, ranks)))
+    found = run_ranks(ranks, lambda world: trained(world, algorithm, cap_mb=cap_mb))
+    assert all(same(bits, expected) for (bits, _), expected in zip(found, simulated(algorithm, ranks), strict=True))
+    assert (len(found[0][1].buckets) == 1) == (cap_mb == ONE_BUCKET_MB)
 
 
 def test_one_rank_trains_as_if_alone():
@@ -55,45 +62,6 @@ def test_one_rank_trains_as_if_alone():
         local_step(model, optimizer, step, 0)
     assert same(found, params(model))
     assert replica.step == STEPS
-
-
-def test_a_message_is_bound_once_for_what_a_rank_exchanges_however_many_buckets_there_are(monkeypatch):
-    bound = []
-
-    def bind(exchange, program, message):
-        bound.append((exchange, program, message))
-        return nothing, 0, 0.5
-
-    monkeypatch.setattr(GossipExchange, "_bind", bind)
-
-    def body(world):
-        exchange, row = GossipExchange(world, Gossip(), 0), torch.zeros(HEADER_NUMEL)
-        exchange.prove()
-        messages = [Message(row, row, None) for _ in range(600)]
-        for step in range(6):
-            for number, message in enumerate(messages):
-                exchange._carry(message, number, step)
-
-    run_ranks(3, body)
-    assert len(bound) == len(set(bound)) == 3 * 2 * 600  # each rank exchanges in two ways
-
-
-def nothing(_):
-    pass
-
-
-@for_each("staleness", [0, 1])
-def test_however_many_buckets_there_are_partners_and_bits_are_the_same(staleness):
-    def body(world, cap_mb):
-        found, replica = trained(world, Gossip(staleness=staleness), cap_mb=cap_mb)
-        return found, len(replica.buckets)
-
-    outcomes = [run_ranks(4, lambda world, cap_mb=cap_mb: body(world, cap_mb)) for cap_mb in (25, 2e-4, 1e-6)]
-    counts = [first[1] for first, *_ in outcomes]
-    assert counts == sorted(set(counts))
-    assert counts[0] == 1
-    for others in outcomes[1:]:
-        assert all(same(a, b) for (a, _), (b, _) in zip(outcomes[0], others, strict=True))
 
 
 def test_gossip_of_rows_makes_rows_equal_and_all_near_each_other():
@@ -128,54 +96,10 @@ def test_mixing_keeps_the_mean_also_where_the_wire_rounds(wire, staleness):
         assert apart_after < apart_before / 3
 
 
-def test_two_ranks_with_late_messages_settle():
-    outcomes = run_ranks(2, lambda world: apart(world, Gossip(staleness=1), None, rounds=30))
-    assert max(disagreement for _, (_, disagreement) in outcomes) < 1e-4
-
-
-def test_after_a_period_without_learning_four_ranks_agree():
-    outcomes = run_ranks(4, lambda world: apart(world, Gossip(), None, rounds=2))
-    assert max(disagreement for _, (_, disagreement) in outcomes) < 1e-6
-
-
-def test_consolidating_makes_replicas_equal_at_their_mean():
-    def body(world):
-        found, replica = trained(world, Gossip())
-        replica.consolidate()
-        return found, params(replica.model), replica.replicas_equal(), replica.disagreement()
-
-    outcomes = run_ranks(3, body)
-    for i in range(len(outcomes[0][0])):
-        mean = torch.stack([before[i] for before, *_ in outcomes]).mean(0)
-        assert all(torch.allclose(after[i], mean, atol=1e-7) for _, after, *_ in outcomes)
-    assert all(equal and disagreement < 1e-6 for *_, equal, disagreement in outcomes)
-
-
-def test_a_checkpoint_taken_in_between_goes_on_with_the_bits_of_the_unbroken_run():
-    def broken(world):
-        _, replica = trained(world, Gossip(), steps=3)
-        file = io.BytesIO()
-        torch.save([replica.model.state_dict(), replica.state_dict()], file)
-        momentum = deepcopy(optimizer_state(replica))
-        replica.detach()
-        model = model_of(5)
-        optimizer = optimizer_of(model)
-        again = commrt.attach(model, optimizer, Gossip(), world=world, bucket_cap_mb=1e-4)
-        saved, state = torch.load(io.BytesIO(file.getvalue()))
-        model.load_state_dict(saved)
-        optimizer.load_state_dict(momentum)
-        again.load_state_dict(state)
-        for step in range(3, STEPS):
-            local_step(model, optimizer, step, world.rank)
-        again.drain()
-        return params(model)
-
-    unbroken = run_ranks(4, lambda world: trained(world, Gossip())[0])
-    assert all(map(same, run_ranks(4, broken), unbroken))
-
-
-def optimizer_state(replica):
-    return replica._optimizers[0].state_dict()
+@for_each(("ranks", "staleness", "rounds", "at_most"), [(2, 1, 30, 1e-4), (4, 0, 2, 1e-6)])
+def test_ranks_that_learn_nothing_agree_in_the_end(ranks, staleness, rounds, at_most):
+    outcomes = run_ranks(ranks, lambda world: apart(world, Gossip(staleness=staleness), None, rounds=rounds))
+    assert max(disagreement for _, (_, disagreement) in outcomes) < at_most
 
 
 def test_buffers_are_averaged_and_counters_stay():
@@ -186,13 +110,11 @@ def test_buffers_are_averaged_and_counters_stay():
         for step in range(4):
             local_step(model, optimizer, step, world.rank)
         replica.drain()
-        norm = model[1]
-        return norm.running_mean.clone(), norm.running_var.clone(), norm.num_batches_tracked.item()
+        return [buffer.clone() for buffer in model[1].buffers()]
 
-    (mean, var, count), (other_mean, other_var, other_count) = run_ranks(2, body)
-    assert torch.allclose(mean, other_mean, atol=1e-6)
-    assert torch.allclose(var, other_var, atol=1e-6)
-    assert (count, other_count) == (4, 4)
+    ours, theirs = run_ranks(2, body)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert ours[2] == 4
 
 
 def test_a_late_partner_is_not_waited_for_with_staleness_1():

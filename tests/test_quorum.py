@@ -10,7 +10,7 @@ generation.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from random import Random
@@ -115,9 +115,26 @@ class Asked:
         self.begin = self.begin._replace(**now, **changes)
 
 
-@dataclass(frozen=True)
-class State:
-    answers: tuple  # of each rank, to its operations in order
+class Answers:
+    """What a rank was answered, in order. The same answers are the same object, which costs nothing to compare."""
+
+    def __init__(self, before=None, said=()):
+        self.before, self.said, self._following = before, said, {}
+
+    def __repr__(self):
+        return repr(self.said)
+
+    def then(self, answer):
+        if answer not in self._following:
+            self._following[answer] = Answers(self, (*self.said, answer))
+        return self._following[answer]
+
+
+NO_ANSWERS = Answers()
+
+
+class State(NamedTuple):
+    answers: tuple  # of each rank, to its operations
     begins: tuple  # of each rank: the step and the generation in which its process began
     store: frozenset = frozenset()
     dead: frozenset = frozenset()
@@ -129,8 +146,8 @@ class State:
 
     def with_answer(self, rank, answer, **more):
         answers = list(self.answers)
-        answers[rank] = (*answers[rank], answer)
-        return replace(self, answers=tuple(answers), **more)
+        answers[rank] = answers[rank].then(answer)
+        return self._replace(answers=tuple(answers), **more)
 
 
 class Begin(NamedTuple):
@@ -194,8 +211,8 @@ class Model:
 
     def live(self, rank, begin, answers):
         """Where it is after all of these answers."""
-        known = self.known_positions.get((rank, begin, answers[:-1])) if answers else None
-        ask = Asked(self.needed, known.begin if known else Begin(*begin), answers)
+        known = self.known_positions.get((rank, begin, answers.before)) if answers.before else None
+        ask = Asked(self.needed, known.begin if known else Begin(*begin), answers.said)
         try:
             operation, step = self.life(ask, rank), self.steps
         except Unanswered as unanswered:
@@ -223,7 +240,7 @@ class Model:
     def deaths_of(self, state, rank):
         """Also of one that has passed all steps: others may need its sum."""
         if rank not in state.dead and len(state.dead) + len(state.reborn) < self.deaths:
-            yield replace(state, dead=state.dead | {rank})
+            yield state._replace(dead=state.dead | {rank})
 
     def unseen(self, state, rank):
         """The state after `rank` has read what stands for ever, and is still in the same step; None if it does not."""
@@ -239,9 +256,8 @@ class Model:
         lives = [self.at(state, other) for other in self.ranks if other not in state.dead]
         called = 1 + max([state.called, *(life.generation for life in lives)])
         for step in sorted({life.step for life in lives}):
-            yield replace(
-                state,
-                answers=tuple(() if other == rank else said for other, said in enumerate(state.answers)),
+            yield state._replace(
+                answers=tuple(NO_ANSWERS if other == rank else said for other, said in enumerate(state.answers)),
                 begins=tuple((step, called) if other == rank else begin for other, begin in enumerate(state.begins)),
                 dead=state.dead - {rank},
                 reborn=state.reborn | {rank},
@@ -271,16 +287,16 @@ class Model:
             yield state.with_answer(rank, store[operation.key])
         elif operation.members:
             if (state.dead | state.reborn) & set(operation.members):
-                yield replace(state, store=state.store | {(operation.key, FAILED)})
+                yield state._replace(store=state.store | {(operation.key, FAILED)})
         else:
             generation = self.at(state, rank).generation
             order = parse_announcements(store[quorum_key(operation.step, operation.attempt, "announced")], generation)
             if len(order) >= self.needed:  # who came last may have died before it said so
-                yield replace(state, store=state.store | {(operation.key, choose_members(order, self.needed))})
+                yield state._replace(store=state.store | {(operation.key, choose_members(order, self.needed))})
             elif state.called > generation:
-                yield replace(state, store=state.store | {(operation.key, NO_MEMBERS)})
+                yield state._replace(store=state.store | {(operation.key, NO_MEMBERS)})
             elif state.voids < self.voids:
-                yield replace(state, store=state.store | {(operation.key, NO_MEMBERS)}, voids=state.voids + 1)
+                yield state._replace(store=state.store | {(operation.key, NO_MEMBERS)}, voids=state.voids + 1)
 
     def reductions(self, state, rank, operation, store):
         """It goes well only if all have come to it, for the first member if all others are through.
@@ -306,7 +322,7 @@ class Model:
             yield state.with_answer(rank, False, reduced=after, suspicions=state.suspicions + 1)
 
     def start(self):
-        return State(tuple(() for _ in self.ranks), tuple((0, 0) for _ in self.ranks))
+        return State(tuple(NO_ANSWERS for _ in self.ranks), tuple((0, 0) for _ in self.ranks))
 
     def explore(self):
         """How many states can be reached; raises AssertionError where a promise is broken."""
@@ -346,8 +362,10 @@ class Model:
 
     def check(self, state):
         """Check that all ranks applied the same gradients in a step, and that every rank can still get them."""
+        if not (outcomes := self.outcomes(state)):
+            return
         for step in range(self.steps):
-            ends = {rank: end for rank, end in self.outcomes(state).items() if step in end}
+            ends = {rank: end for rank, end in outcomes.items() if step in end}
             applied = {end[step].members for end in ends.values()}
             assert len(applied) <= 1, (step, applied)
             assert all(len(members) == self.needed for members in applied)
@@ -378,7 +396,7 @@ CASES = [
     Model(2, 1, deaths=1),
     Model(2, 1, voids=1),
 ]
-WALKS = 50
+WALKS = 20
 DRAWN = [
     Model(2, 1, steps=2, deaths=1, births=1),
     Model(3, 2, steps=3, deaths=2, births=2, suspicions=2, voids=2),
@@ -409,7 +427,7 @@ def test_live_ranks_apply_the_same_gradients_and_go_on_in_every_order_of_events(
 @pytest.mark.parametrize("model", DRAWN, ids=described)
 def test_live_ranks_apply_the_same_gradients_in_random_orders_with_replacements(model):
     draw = Random(1)
-    assert sum(model.walk(draw) for _ in range(WALKS)) > 50 * WALKS
+    assert sum(model.walk(draw) for _ in range(WALKS)) > 30 * WALKS
 
 
 class Shortcut:

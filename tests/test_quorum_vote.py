@@ -3,33 +3,32 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from threading import Event
 from types import SimpleNamespace
 
 import pytest
 from moved_clock import moved_clock
-from torch.distributed import FileStore, HashStore
+from store_members import LONG_S, members_of
+from torch.distributed import FileStore
 
 from commrt.backup_workers import quorum
 from commrt.backup_workers.quorum import DONE, FAILED, Announcement, QuorumVote, StepOutcome, quorum_key, set_once
-from commrt.elastic.generations import Generation, arrival_key
-from commrt.elastic.store_membership import StoreMembership
+from commrt.elastic.generations import arrival_key
 from commrt.runtime.membership import Loss
 from commrt.threads.deadline import Timeouts
 from commrt.threads.future import start_call
 
-LONG_S, PATIENT_S = 20.0, 10.0
+PATIENT_S = 10.0
 OUTCOME = quorum_key(0, 0, "outcome")
 WRITTEN = ["announced", "outcome"]
 
 
-def members(ranks, store):
-    founders = Generation(0, dict.fromkeys(range(ranks), 0))
-    found = [StoreMembership(store, rank, founders, lambda: LONG_S, host="127.0.0.1") for rank in range(ranks)]
-    for member in found:
-        member.join_first_generation()
-    return found
+@pytest.fixture
+def members():
+    """Forms a generation of so many members, who leave when the test ends."""
+    with ExitStack() as stack:
+        yield lambda ranks: stack.enter_context(members_of(ranks))
 
 
 class NoOtherAttempt(Exception):
@@ -40,15 +39,9 @@ def never(generation):
     raise NoOtherAttempt
 
 
-def vote_of(member, needed, store=None, *, is_called=False, reduce=lambda *_: True, next_attempt=never):
+def vote_of(member, needed, store=None, *, is_called=False, next_attempt=never):
     elastic = SimpleNamespace(on_store=member, require_open=int, is_called=is_called, ensure_generation=next_attempt)
-    return QuorumVote(store or member.store.connection, needed, elastic, reduce)
-
-
-def end(found):
-    for member in found:
-        member.depart("the test is over")
-        member.close()
+    return QuorumVote(store or member.store.connection, needed, elastic, lambda *_: True)
 
 
 # a member that has the sum waits for the first member, who says when all have it
@@ -72,17 +65,17 @@ class Watched:
         return self._store.get(key)
 
 
-def waiting_for_the_first(member, store, **options):
-    """Return the vote of rank 1, and the future of what a step comes to in which rank 0 counts, and does not say it.
+def waiting_for_the_first(member, **options):
+    """Return the future of what a step of rank 1 comes to in which rank 0 counts, and does not say it.
 
     The step waits for rank 0 by then: a clock that moves earlier would blame the store.
     """
-    watched = Watched(store)
+    watched = Watched(store := member.store.connection)
     vote = vote_of(member, 2, watched, **options)
     store.append(quorum_key(0, 0, "announced"), f"{Announcement(0, 0)} ")
     ended = start_call(lambda: vote.run(Announcement(1, 0), 0))
     assert watched.waits.wait(PATIENT_S), "the step does not wait for rank 0"
-    return vote, ended
+    return ended
 
 
 def goes_on_without(found):
@@ -98,36 +91,34 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(loss):
-    found = members(2, store := HashStore())
+def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(members, loss):
+    found = members(2)
     if (lose := LOSSES[loss]) is not None:
         lose(found)
     is_called = loss == "the others form a new generation"
     with moved_clock() if loss == "it is silent up to the deadline" else nullcontext() as clock:
-        _, ended = waiting_for_the_first(found[1], store, is_called=is_called)
+        ended = waiting_for_the_first(found[1], is_called=is_called)
         if clock is not None:
             clock.advance_until(ended.done)
         with pytest.raises(NoOtherAttempt):
             ended.result(PATIENT_S)
-    assert store.get(OUTCOME).decode() == FAILED
-    end(found)
+    assert found[0].store.connection.get(OUTCOME).decode() == FAILED
 
 
-def test_a_member_waits_for_one_that_lives_up_to_the_deadline():
-    found = members(2, store := HashStore())
+def test_a_member_waits_for_one_that_lives_up_to_the_deadline(members):
+    found = members(2)
     with moved_clock() as clock:
         end_s = clock.now_s() + 0.8 * LONG_S
-        _, ended = waiting_for_the_first(found[1], store)
+        ended = waiting_for_the_first(found[1])
         clock.advance_until(lambda: clock.now_s() >= end_s)
         assert not ended.done()
-        set_once(store, OUTCOME, DONE)
+        set_once(found[0].store.connection, OUTCOME, DONE)
         assert ended.result(PATIENT_S).counts
-    end(found)
 
 
-def test_a_step_that_keeps_others_in_a_collective_waiting_ends_at_its_limit(monkeypatch):
+def test_a_step_that_keeps_others_in_a_collective_waiting_ends_at_its_limit(members, monkeypatch):
     monkeypatch.setattr(quorum, "PROBE_MOST_S", 4.0)  # the limit is no multiple of a pause
-    found = members(3, HashStore())
+    found = members(3)
     found[1].arrive(arrival_key(found[1].generation, 1), 0, "barrier")  # rank 2 lives, and announces nothing
     vote = vote_of(found[0], 2, next_attempt=lambda _: found[0].generation)
     with moved_clock() as clock:
@@ -137,21 +128,18 @@ def test_a_step_that_keeps_others_in_a_collective_waiting_ends_at_its_limit(monk
         waited_s = clock.now_s() - begin_s
     assert ended.result() == StepOutcome(1, is_over=False)
     assert Timeouts.of(LONG_S).step_s < waited_s < Timeouts.of(LONG_S).step_s + 1.0
-    end(found)
 
 
 # keys of old steps
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def alone(members, monkeypatch):
     """The vote of one rank that is enough for a step, on a store that keeps few steps."""
     monkeypatch.setattr(quorum, "KEPT_STEPS", 4)
     monkeypatch.setattr(quorum, "DELETED_STEPS", 2)
-    found = members(1, HashStore())
-    vote = vote_of(found[0], 1, next_attempt=lambda _: found[0].generation)
-    yield vote
-    end(found)
+    (member,) = members(1)
+    return vote_of(member, 1, next_attempt=lambda _: member.generation)
 
 
 def step(vote, number, failing=0):

@@ -148,13 +148,6 @@ def killed(_, message, process):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("dies_at", [9, pytest.param(11, marks=pytest.mark.slow)])
-def test_a_death_at_the_end_of_an_epoch_does_not_stop_ranks_at_different_steps(dies_at):
-    ends = run_processes(4, replacement_ranks.epochs, dies_at, on_message=killed)
-    assert [end.value for end in ends if end.rank != 2] == [(0, 1, 3)] * 3, [end.error for end in ends]
-
-
-@pytest.mark.processes
 def test_a_replacement_makes_the_collectives_after_its_first_step():
     ends = run_processes(4, replacement_ranks.collectives_at, (10, 12, 40), on_message=killed)
     assert [end.error for end in ends] == [None] * 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from math import inf
 from threading import Event
 from time import monotonic
@@ -14,16 +13,15 @@ import torch
 from failing_ranks import joined, model_of, one_step
 
 import commrt
-from commrt.errors import PeerLost, Place, TransportError
-from commrt.runtime.collectives import Sums
+from commrt.errors import PeerLost, Place
 from commrt.runtime.executor import BoundProgram
 from commrt.runtime.membership import ConsistencyCheck
 from commrt.store import client
 from commrt.store.client import call_store, clone_connection
 
 
-def missing_a_call(tell, victim, timeout_s, what, is_stopped):
-    """Two sums, and between them another collective, to which `victim` comes when the others are through with it."""
+def missing_a_call(tell, victim, timeout_s, what):
+    """Two sums, and between them another collective, for which `victim` is stopped until the others have made it."""
     model = model_of()
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
     one_step(model, optimizer, world.rank, 0)
@@ -33,20 +31,15 @@ def missing_a_call(tell, victim, timeout_s, what, is_stopped):
         return total.tolist()
 
     def between():
-        calls = {"sum": lambda: summed(1), "consolidate": replica.consolidate, "equal": replica.replicas_equal}
-        return calls[what]()
+        return {"sum": lambda: summed(1), "equal": replica.replicas_equal}[what]()
 
     first = summed(0)
-    if world.rank == victim and is_stopped:
+    if world.rank == victim:
         world.store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif world.rank == victim:
-        clone_connection(world.store).get("over")  # the comm thread needs the world's own connection
     found = between()
     if world.rank == min({*range(world.size)} - {victim}):
-        world.store.set("over", "")
-        if is_stopped:
-            os.kill(int(world.store.get("stopped")), signal.SIGCONT)
+        os.kill(int(world.store.get("stopped")), signal.SIGCONT)
     last = summed(2)
     world.close()
     return first, found, last
@@ -139,52 +132,6 @@ def stopped_in_a_question(tell, victim, timeout_s):
     return equal
 
 
-def another_call(tell, timeout_s):
-    """Let rank 1 call another collective than the others; return each rank's error and when it was raised."""
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    store, around = clone_connection(world.store), world.hooks
-
-    def come():
-        around.before_collective()
-        store.set("come", "")
-
-    if world.rank == 0:
-        world.hooks = replace(around, before_collective=come)
-    begin_s = monotonic()
-    with world:
-        try:
-            if world.rank == 1:
-                store.get("come")
-                world.all_reduce(torch.ones(2))
-            replica.consolidate()
-        except commrt.DisagreementError as error:
-            return str(error), monotonic() - begin_s, replica.replicas_equal()
-    return None
-
-
-def connecting_in_vain(tell, timeout_s, times):
-    """Kill rank 3 and let rank 1 fail to connect `times` times; return if replicas are equal after two more steps."""
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    left, connect = iter(range(times)), world.reconnect_options.connect
-
-    def unlucky(*where):
-        if next(left, None) is not None:
-            raise TransportError("not all 3 ranks connected")
-        return connect(*where)
-
-    if world.rank == 1:
-        world.reconnect_options = world.reconnect_options._replace(connect=unlucky)
-    if world.rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for step in (1, 2):
-        one_step(model, optimizer, world.rank, step)
-    found = replica.replicas_equal()
-    world.close()
-    return found
-
-
 def late_beside_a_stopped_one(tell, timeout_s):
     """Let rank 0 be late while the rank whose state it would copy first is stopped; the others wait for rank 0."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
@@ -230,26 +177,3 @@ def refused_as_one_dies(tell):
     last = replica.replicas_equal()
     world.close()
     return found, last
-
-
-def refused_by_one(tell, timeout_s):
-    """Let rank 1 refuse the algorithm of a sum when the sum begins; return each rank's error, and the next sum."""
-    _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    schedule, looks, heard = Sums.schedule, [], []
-
-    def odd(*what):
-        looks.append(what)
-        if len(looks) == 1:
-            raise commrt.UsageError("no schedule of so many ranks")
-        return schedule(*what)
-
-    if world.rank == 1:
-        Sums.schedule = odd
-    for _ in range(2):
-        try:
-            heard.append(world.all_reduce(torch.ones(2), "sum").is_completed())
-        except commrt.CommrtError as error:
-            heard.append(type(error).__name__)
-    world.close()
-    return heard

@@ -14,6 +14,8 @@ import commrt
 from commrt.testing.ranks import run_ranks
 
 LIMIT_S = 30.0
+LATE, AT = 2, 3
+"""The rank that is late in most tests, and the step."""
 
 
 def made(seed=0):
@@ -23,7 +25,7 @@ def made(seed=0):
 
 with torch.random.fork_rng():
     MODEL = made()
-    NORMED = nn.Sequential(deepcopy(MODEL).float(), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    NORMED = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
 
 
 def batch(rank, version):
@@ -46,15 +48,18 @@ def trainee(world, algorithm, *, of=MODEL, **options):
     return model, optimizer, commrt.attach(model, optimizer, algorithm, world=world, **options)
 
 
-def attached(world, algorithm):
-    model = deepcopy(MODEL)
-    return commrt.attach(model, sgd(model), algorithm, world=world)
-
-
 def at(replica):
     """The version of the weights that the next forward pass uses."""
     replica.drain()
     return replica.step
+
+
+def weights(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def all_are_equal(ends):
+    return all(torch.equal(*pair) for end in ends for pair in zip(end, ends[0], strict=True))
 
 
 @dataclass
@@ -69,16 +74,88 @@ class Progress:
             self.passed = max(self.passed, step)
             self.changed.notify_all()
 
+    def tell_of(self, replica):
+        """As `tell`; asks for the version on this rank without waiting for it, as `step` would."""
+        self.tell(replica._backup_step.version)
+
     def wait_for(self, step):
         with self.changed:
             assert self.changed.wait_for(lambda: self.passed >= step, LIMIT_S)
 
 
+class Loop:
+    """A training loop of which rank `LATE` is late once, in step `AT`, until the others are `late_by` steps further."""
+
+    def __init__(self, ranks=4, late_by=1, steps=8):
+        self.ranks, self.steps, self.late_by = ranks, steps, late_by
+        self.progress, self.late_is_there = Progress(), threading.Event()
+
+    def run(self, body):
+        return run_ranks(self.ranks, lambda world: body(self, world))
+
+    def wait_for_who_is_late(self, *_):
+        assert self.late_is_there.wait(LIMIT_S)
+
+
+class Trainee:
+    """One rank of a `Loop`: by default a copy of `MODEL`, stepped by SGD."""
+
+    def __init__(self, loop, world, model=None, optimizer=None, **options):
+        self.loop, self.rank = loop, world.rank
+        self.model = deepcopy(MODEL) if model is None else model
+        self.optimizer = optimizer or sgd(self.model)
+        self.replica = commrt.attach(self.model, self.optimizer, commrt.BackupWorkers(1), world=world, **options)
+
+    def wait(self):
+        """Wait here, if late, until the others are gone; they wait until the late one has not been left behind."""
+        if at(self.replica) != AT:
+            return
+        if self.rank == LATE:
+            self.loop.late_is_there.set()
+            self.loop.progress.wait_for(AT + self.loop.late_by)
+        else:  # in the forward pass, where this rank's state may be copied by who was left behind
+            self.replica.model.register_forward_pre_hook(self.loop.wait_for_who_is_late)
+
+    def backward(self):
+        self.wait()
+        backward(self.model, self.rank, self.replica.step)
+
+    def step(self):
+        self.backward()
+        self.optimizer.step()
+        self.tell()
+
+    def tell(self):
+        self.loop.progress.tell_of(self.replica)
+
+    def train(self, after_each=lambda: None, *, until=None):
+        """Train until the weights have seen `until` updates, or those of the loop."""
+        while at(self.replica) < (self.loop.steps if until is None else until):
+            self.step()
+            after_each()
+
+    def train_to_the_late_step(self):
+        """Afterwards one rank has just dropped its gradient, and the others have stepped with theirs."""
+        self.train(until=AT)
+        self.step()
+
+
+def on_loop(make=Trainee, **options):
+    """Run a test as each rank of a `Loop` with `options`; ``make(loop, world)`` returns the trainee that it takes."""
+
+    def decorate(test):
+        def all_ranks():
+            Loop(**options).run(lambda loop, world: test(make(loop, world)))
+
+        all_ranks.__name__ = test.__name__
+        return all_ranks
+
+    return decorate
+
+
 def trained(world, algorithm, steps, progress, lateness, **options):
     """Trains until the weights have seen `steps` updates; late by ``lateness(rank, version)`` steps where not None."""
-    model = deepcopy(MODEL)
-    optimizer = sgd(model)
-    replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=1e-4, **options)
+    model, optimizer, replica = trainee(world, algorithm, bucket_cap_mb=1e-4, **options)
     used = {}
     while (version := at(replica)) < steps:
         late = lateness(world.rank, version)
@@ -88,8 +165,8 @@ def trained(world, algorithm, steps, progress, lateness, **options):
         optimizer.step()
         if replica.last.counted:
             used[replica.last.step] = replica.last.members
-        progress.tell(replica._backup_step.version)
-    return used, [param.detach().clone() for param in model.parameters()], replica.replicas_equal()
+        progress.tell_of(replica)
+    return used, weights(model), replica.replicas_equal()
 
 
 def reference(steps, used):
@@ -119,69 +196,3 @@ def check(ends, steps, needed):
         assert {rank for rank, (mine, _, _) in enumerate(ends) if step in mine} == set(members)
     for (_, params, _), wanted in ((end, reference(steps, used)) for end in ends):
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(params, wanted, strict=True))
-
-
-LATE, AT = 2, 3
-"""The rank that is late in most tests, and the step."""
-
-
-class Loop:
-    """A training loop of which one rank is late once; `each` is called after every backward pass."""
-
-    def __init__(self, ranks=4, algorithm=None, late_by=1, steps=8):
-        self.ranks, self.algorithm, self.steps = ranks, algorithm or commrt.BackupWorkers(1), steps
-        self.progress, self.late_by, self.late_is_there = Progress(), late_by, threading.Event()
-
-    def wait(self, world, replica):
-        """The rank that is late waits here until the others are gone; they, that it has not been left behind before."""
-        if at(replica) != AT:
-            return
-        if world.rank == LATE:
-            self.late_is_there.set()
-            self.progress.wait_for(AT + self.late_by)
-        else:  # in the forward pass, where this rank's state may be copied by who was left behind
-            replica.model.register_forward_pre_hook(self.wait_for_who_is_late)
-
-    def wait_for_who_is_late(self, *_):
-        assert self.late_is_there.wait(LIMIT_S)
-
-    def step(self, world, replica, optimizer):
-        """Train for one step, in which this rank may be late."""
-        self.wait(world, replica)
-        backward(replica.model, world.rank, replica.step)
-        optimizer.step()
-        self.progress.tell(replica._backup_step.version)
-
-    def train(self, world, replica, optimizer):
-        while at(replica) < self.steps:
-            self.wait(world, replica)
-            optimizer.zero_grad()
-            replica.model(batch(world.rank, replica.step).float()).square().mean().backward()
-            optimizer.step()
-            self.progress.tell(replica._backup_step.version)
-
-    def run(self, body):
-        return run_ranks(self.ranks, lambda world: body(self, world))
-
-
-def to_the_late_step(loop, world, replica, optimizer):
-    """One rank has just dropped its gradient, and the others have stepped with theirs."""
-
-    def step():
-        loop.wait(world, replica)
-        backward(replica.model, world.rank, replica.step)
-        optimizer.step()
-        loop.progress.tell(replica._backup_step.version)
-
-    while at(replica) < AT:
-        step()
-    step()
-    return step
-
-
-def weights(model):
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def all_are_equal(ends):
-    return all(torch.equal(*pair) for end in ends for pair in zip(end, ends[0], strict=True))

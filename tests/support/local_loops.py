@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of local SGD on one rank, as tests of it train."""
+"""A loop of gossip or local SGD on one rank, as tests of them train, and what ranks must have in common at its end."""
 
 from __future__ import annotations
 
-import copy
+import io
+from functools import wraps
 
 import torch
-from gossip_models import local_step, model_of
+from cases import on_ranks
+from gossip_models import local_step, model_of, same
 
 import commrt
 from commrt import Direct, Gossip
@@ -30,6 +32,29 @@ ALGORITHMS = [
 GOSSIPING = commrt.local_sgd.noloco(3, inner=Gossip())
 
 
+def ends_equal(ranks, **options):
+    """As `on_ranks`; the tensors that the test returns must be equal on all ranks."""
+
+    def decorate(test):
+        found = {}
+
+        @wraps(test)
+        def keep(world, **fixtures):
+            found[world.rank] = test(world=world, **fixtures)
+
+        run = on_ranks(ranks, **options)(keep)
+
+        @wraps(run)
+        def all_ranks(**fixtures):
+            run(**fixtures)
+            unequal = [rank for rank in range(ranks) if not same(found[rank], found[0])]
+            assert not unequal, f"ranks {unequal} did not end as rank 0"
+
+        return all_ranks
+
+    return decorate
+
+
 class Loop:
     """A rank's training loop."""
 
@@ -47,13 +72,20 @@ class Loop:
         return self
 
     def state(self):
-        return copy.deepcopy([part.state_dict() for part in (self.model, self.optimizer, self.replica)])
+        """What a file holds after a save."""
+        file = io.BytesIO()
+        torch.save([part.state_dict() for part in (self.model, self.optimizer, self.replica)], file)
+        return torch.load(io.BytesIO(file.getvalue()))
 
     def load(self, states):
         for part, state in zip((self.model, self.optimizer, self.replica), states, strict=True):
             part.load_state_dict(state)
         self.step = self.replica.step
         return self
+
+    def anchors(self):
+        """The anchor, in the order of the parameters."""
+        return [self.agreed()["anchors", name] for name, _ in self.model.named_parameters()]
 
     def agreed(self):
         """Anchor and momentum, by name."""

@@ -28,21 +28,6 @@ def _step(replica, optimizer, rank, version, most_s=0.04):
     optimizer.step()
 
 
-def epochs(tell, dies_at, timeout_s=8.0):
-    """Train epochs that end in a collective, to which ranks come from different steps; rank 2 dies."""
-    with commrt.init(timeout_s, start_timeout_s=60.0) as world:
-        replica, optimizer = _backed(world, 1)
-        for epoch in range(3):
-            for batch in range(12):
-                replica.drain()
-                if (world.rank, epoch, batch) == (2, 1, dies_at):
-                    tell("kill")
-                    Event().wait(60.0)
-                _step(replica, optimizer, world.rank, replica.step)
-            replica.replicas_equal()
-        return world.members
-
-
 def ends_early(tell, batches, timeout_s=2.0):
     """Rank 0, which holds the store, has few batches; the others take many times the deadline."""
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:

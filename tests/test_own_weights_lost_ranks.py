@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gossip and local SGD go on without whom they lose: by death, by an end of its own, one or several, at any instant."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import threading
+from functools import partial
+
+import failing_ranks
+import pytest
+import torch
+from cases import for_each, taking_turns
+from gossip_models import model_of, params, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_loops import ALGORITHMS, Loop
+
+import commrt
+from commrt import Direct, Gossip
+from commrt.buckets.engine import Engine
+from commrt.errors import Place, UsageError
+from commrt.local_sgd import HeavyBall, LocalSGD, Nesterov
+from commrt.quantization import Int8
+from commrt.runtime import connection
+from commrt.store.launcher import TRANSPORTS
+from commrt.testing import ranks as rank_threads
+from commrt.testing.processes import run_processes
+
+STEPS, PATIENT_S = 14, 30.0
+run_ranks = partial(rank_threads.run_ranks, timeout_s=PATIENT_S)
+gossip_loop = partial(Loop, make=torch.optim.SGD)
+
+
+def finished(world, algorithm, ends, steps=STEPS):
+    """Train up to this rank's end; those who work to the last become equal. Notes whom each heard, and who is left."""
+    loop, heard = gossip_loop(world, algorithm), []
+    for _ in range(ends.get(world.rank, steps)):
+        loop.run(1)
+        if isinstance(algorithm, Gossip):
+            loop.replica.drain()
+            heard.append(loop.replica.last.received_from)
+    if world.rank not in ends:
+        loop.replica.consolidate()
+    loop.heard, loop.members = heard, tuple(world.members)
+    return loop
+
+
+def sources(algorithm, step, members, rank):
+    """Those that `rank` hears from."""
+    steps = algorithm.among(len(members)).schedule(step, len(members)).steps()
+    pairs = (pair for each in steps for pair in zip(each.src.tolist(), each.dst.tolist(), strict=True))
+    return {members[src] for src, dst in pairs if members[dst] == rank}
+
+
+def require_they_went_on(loops, algorithm, gone):
+    stay = [rank for rank in range(len(loops)) if rank not in gone]
+    for rank in stay:
+        loop = loops[rank]
+        assert loop.members == tuple(stay)
+        assert {loss.rank for loss in loop.replica.lost} == {*gone}
+        assert same(params(loop.model), params(loops[stay[0]].model))
+        resumed = max(loss.step for loss in loop.replica.lost)
+        wanted = [sources(algorithm, step, stay, rank) for step in range(resumed, STEPS)] if loop.heard else []
+        assert loop.heard[resumed:] == wanted
+
+
+LOSING = {
+    "a hypercube that has lost its shape": (Gossip("hypercube"), 4, 3),
+    "rows of which one has a gap": (Gossip(within=2), 6, 3),
+    "one row": (Gossip(within=2), 2, 3),
+    "no rotation": (Gossip(rotate=False), 5, 3),
+    "in the first period": (LocalSGD(4), 3, 1),
+    "as an average leaves": (LocalSGD(4, 2, outer=Nesterov(0.7, 0.6)), 3, 4),
+    "as an average comes": (LocalSGD(4, 2, outer=Nesterov(0.7, 0.6)), 3, 6),
+    "fragments": (LocalSGD(4, 4, fragments=2), 3, 5),
+    "codes and residuals": (LocalSGD(3, 1, inner=Direct(), wire=Int8(feedback=True)), 3, 7),
+}
+
+
+@for_each(("algorithm", "ranks", "end"), LOSING.values(), ids=LOSING)
+def test_the_others_go_on_without_a_rank_that_is_lost(algorithm, ranks, end):
+    loops = run_ranks(ranks, lambda world: finished(world, algorithm, {1: end}))
+    require_they_went_on(loops, algorithm, {1})
+
+
+@st.composite
+def algorithms(draw):
+    if draw(st.booleans()):
+        return Gossip(staleness=draw(st.integers(0, 1)))
+    period = draw(st.integers(1, 5))
+    delay, fragments = draw(st.integers(0, period)), draw(st.integers(1, min(period, 3)))
+    inner = draw(st.sampled_from([commrt.Torus2D(), Direct(), Gossip()]))
+    return LocalSGD(period, delay, outer=HeavyBall(0.7, 0.3), fragments=fragments, inner=inner)
+
+
+@pytest.mark.slow
+@given(data=st.data(), algorithm=algorithms(), ranks=st.integers(2, 7))
+@settings(max_examples=30)
+def test_the_others_go_on_without_ranks_that_are_lost_one_after_the_other(data, algorithm, ranks):
+    gone = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1), "gone")
+    ends = {rank: data.draw(st.integers(0, STEPS - 1), f"end of {rank}") for rank in sorted(gone)}
+    loops = run_ranks(ranks, lambda world: finished(world, algorithm, ends))
+    require_they_went_on(loops, algorithm, gone)
+
+
+def test_a_loss_is_logged_once(caplog):
+    with caplog.at_level(logging.WARNING, "commrt"):
+        outcomes = run_ranks(3, lambda world: finished(world, Gossip(), {1: 4}))
+    (loss,) = outcomes[0].replica.lost
+    told = f"commrt: rank 1 is lost, as the others noticed in step {loss.step}: it closed its world; 2 ranks go on"
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
+def test_a_rank_that_fails_tells_the_others_why():
+    def body(world):
+        if world.rank == 2:
+            gossip_loop(world, Gossip()).run(4)
+            raise OSError("the disk is full")
+        return finished(world, Gossip(), {}).replica.lost
+
+    seen = []
+    with pytest.raises(OSError, match="the disk is full"):
+        run_ranks(3, lambda world: seen.append(body(world)))
+    assert {losses[0].why for losses in seen} == {"it gave up: the disk is full"}
+
+
+def test_no_rank_waits_for_one_that_detached_its_model():
+    def body(world):
+        replica = finished(world, Gossip(), {2: 4}).replica
+        if world.rank == 2:
+            replica.detach()
+            done.wait(PATIENT_S)
+        elif world.rank == 1:
+            done.set()
+        return replica.lost
+
+    done = threading.Event()
+    first, _, last = run_ranks(3, body, timeout_s=1.0)
+    assert [loss.why for loss in first] == ["it detached its model"]
+    assert not last
+
+
+@for_each(("batches", "dies_at"), [((3, 6, 9, 12), 5), ((3, 9, 3), 7)], ids=["one of several", "the last with data"])
+def test_the_remaining_ranks_end_equal_if_rank_1_is_lost_in_join(batches, dies_at):
+    def body(world):
+        loop = gossip_loop(world, Gossip())
+        with loop.replica.join():
+            loop.run(dies_at if world.rank == 1 else batches[world.rank])
+            if world.rank == 1:
+                raise OSError("the disk is full")
+        seen.append((params(loop.model), loop.replica.step, tuple(world.members), loop.replica.lost))
+
+    seen = []
+    with pytest.raises(OSError, match="the disk is full"):
+        run_ranks(len(batches), body)
+    stay = tuple(rank for rank in range(len(batches)) if rank != 1)
+    assert len(seen) == len(stay)
+    for found, step, members, lost in seen:
+        assert same(found, seen[0][0])
+        assert step == seen[0][1] >= max(batches[rank] for rank in stay)
+        assert (members, [loss.rank for loss in lost]) == (stay, [1])
+
+
+@pytest.mark.slow
+@given(data=st.data())
+@settings(max_examples=8)
+def test_a_ring_shuffle_loses_only_the_samples_of_a_lost_rank(data):
+    staleness, ranks, kept = data.draw(st.integers(0, 1), "staleness"), data.draw(st.integers(3, 6), "ranks"), 8
+    gone, last = data.draw(st.integers(0, ranks - 1), "gone"), data.draw(st.integers(0, 11), "last step")
+
+    def body(world):
+        loop = gossip_loop(world, Gossip(staleness=staleness))
+        ring = commrt.RingShuffle((torch.arange(kept) + kept * world.rank,), batch_size=2, world=world)
+        for _ in range(4):
+            for _ in ring:
+                if world.rank == gone and loop.step == last:
+                    return None
+                loop.run(1)
+        ring.drain()
+        return ring.state_dict()["samples"][0].tolist()
+
+    held = [samples for samples in run_ranks(ranks, body) if samples is not None]
+    left = [sample for samples in held for sample in samples]
+    assert len(held) == ranks - 1
+    assert len(left) == len(set(left)) == kept * (ranks - 1)
+
+
+def test_a_ring_shuffle_works_on_the_last_remaining_rank():
+    def body(world):
+        loop = gossip_loop(world, Gossip())
+        ring = commrt.RingShuffle((torch.arange(8) + 8 * world.rank,), batch_size=2, world=world)
+        for _ in range(1 if world.rank else 3):
+            for _ in ring:
+                loop.run(1)
+        if world.rank == 0:
+            loop.replica.consolidate()
+        return ring.state_dict()["samples"][0]
+
+    alone, *_ = run_ranks(3, body)
+    assert len(alone) == 8
+
+
+def test_the_remaining_ranks_load_a_checkpoint_after_a_loss():
+    def body(world):
+        replica = finished(world, Gossip(), {1: 4}).replica
+        if world.rank == 1:
+            return None
+        replica.load_state_dict(replica.state_dict() | {"step": 2})
+        before = replica.step
+        replica.average()
+        replica.drain()
+        return before, replica.last.received_from
+
+    assert run_ranks(3, body) == [(2, {2}), None, (2, {0})]
+
+
+def one_of_gradients(world):
+    return [gossip_loop(world, Gossip(payload="gradients"))]
+
+
+def two_models(world):
+    return [gossip_loop(world, Gossip(), model_of(seed)) for seed in (0, 1)]
+
+
+def two_models_of_which_one_was_detached(world):
+    first, other = two_models(world)
+    other.replica.detach()
+    return [first]
+
+
+@for_each("make_loops", [one_of_gradients, two_models, two_models_of_which_one_was_detached])
+def test_what_has_no_weights_of_its_own_or_no_step_in_common_ends_with_a_lost_rank(make_loops):
+    def body(world):
+        loops = make_loops(world)
+        for _ in range(1 if world.rank == 1 else 5):
+            for loop in loops:
+                loop.run(1)
+        for loop in loops:
+            loop.replica.drain()
+
+    with pytest.raises(commrt.PeerLost):
+        run_ranks(2, body)
+
+
+@for_each("how", ["detached", "dropped"])
+def test_a_model_that_gossips_after_another_was_detached_or_dropped_survives_a_lost_rank(how):
+    def body(world):
+        loop = gossip_loop(world, Gossip()).run(1)
+        loop.replica.drain()
+        if how == "detached":
+            loop.replica.detach()  # the variable keeps it alive
+        else:
+            del loop
+            gc.collect()
+        return finished(world, Gossip(), {1: 4}).replica.lost
+
+    first, _, last = run_ranks(3, body)
+    assert [loss.rank for loss in first] == [loss.rank for loss in last] == [1]
+
+
+@for_each("what", ["join", "load_state_dict", "disagreement", "replicas_equal", "all_reduce"])
+def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
+    def body(world):
+        loop = gossip_loop(world, Gossip()).run(1)
+        replica = loop.replica
+        replica.drain()
+        if what == "all_reduce":
+            world.all_reduce(torch.ones(3), "sum")
+        if world.rank == 1:
+            return None
+        if what == "join":
+            with replica.join():
+                loop.run(1)
+        elif what == "load_state_dict":
+            replica.load_state_dict(replica.state_dict())
+        elif what == "all_reduce":
+            tensor, before = torch.full((3,), float(world.rank)), {**world._sums._memory}
+            assert world.all_reduce(tensor, "sum", async_op=True).is_completed()
+            assert tensor.tolist() == [2.0] * 3
+            after = world._sums._memory  # a broken peer may read what was there before
+            assert {one.data_ptr() for one in before.values()}.isdisjoint(one.data_ptr() for one in after.values())
+        else:
+            getattr(replica, what)()
+        return tuple(world.members)
+
+    assert run_ranks(3, body) == [(0, 2), None, (0, 2)]
+
+
+def test_after_a_loss_only_gossip_of_weights_can_be_attached():
+    def body(world):
+        loop = finished(world, Gossip(), {1: 4})
+        if world.rank == 1:
+            return None
+        loop.replica.detach()
+        for algorithm in (commrt.Torus2D(), Gossip(payload="gradients")):
+            with pytest.raises(UsageError, match=r"rank 1 is lost, .* only gossip of weights goes on"):
+                gossip_loop(world, algorithm)
+        again = gossip_loop(world, Gossip("hypercube")).run(1)
+        again.replica.consolidate()
+        return params(again.model)
+
+    first, _, *others = run_ranks(4, body)
+    assert all(same(first, other) for other in others)
+
+
+def test_no_rank_can_be_lost_while_another_one_still_connects_in_attach(monkeypatch):
+    """Rank 1 has no transfer with rank 5, so nothing but `attach` itself makes it wait for that rank."""
+    connect = Engine._connect_peers
+
+    def slow_on_rank_5(engine, *args):
+        if engine.world.rank == 5:
+            threading.Event().wait(0.5)
+        connect(engine, *args)
+
+    monkeypatch.setattr(Engine, "_connect_peers", slow_on_rank_5)
+    algorithm = LocalSGD(2)
+    require_they_went_on(run_ranks(6, lambda world: finished(world, algorithm, {1: 0}, steps=4)), algorithm, {1})
+
+
+@for_each(("algorithm", "number"), taking_turns([*ALGORITHMS[2:4], ALGORITHMS[5]], [0, 1, 3]))
+def test_an_average_that_one_rank_has_not_got_is_made_again_by_all(algorithm, number):
+    def body(world, fails):
+        loop = Loop(world, algorithm)
+        engine, calls = loop.replica._exchange.engine, iter(range(1000))
+        run = engine.reduce_now
+
+        def lost_at_the_last_moment(*args):
+            span = run(*args)
+            if next(calls) == number and fails and world.rank == 1:
+                raise commrt.PeerLost("the connection broke", Place(1, 0))
+            return span
+
+        engine.reduce_now = lost_at_the_last_moment
+        return params(loop.run(11).model), tuple(world.members)
+
+    expected = run_ranks(3, lambda world: body(world, fails=False))
+    found = run_ranks(3, lambda world: body(world, fails=True))
+    assert {members for _, members in found} == {(0, 1, 2)}
+    assert all(same(own, before) for (own, _), (before, _) in zip(found, expected, strict=True))
+
+
+# processes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["backward", pytest.param("exchange", marks=pytest.mark.slow)])
+def test_the_others_go_on_without_a_process_that_is_killed(where):
+    algorithm = LocalSGD(4, 2, outer=Nesterov(0.7, 0.6), fragments=2)
+    outcomes = run_processes(4, failing_ranks.killed_in_local_sgd, algorithm, 2, where, limit_s=90)
+    left = [outcome.value for rank, outcome in enumerate(outcomes) if rank != 2]
+    assert outcomes[2].value is None
+    assert [members for _, members in left] == [[0, 1, 3]] * 3
+    assert len({weights for weights, _ in left}) == 1
+
+
+@pytest.fixture
+def transport(request, monkeypatch):
+    if request.param == "both":
+        monkeypatch.setattr(connection, "host_identity", lambda: f"host {int(os.environ['RANK']) // 2}")
+    else:
+        monkeypatch.setenv("COMMRT_TRANSPORT", request.param)
+
+
+def struck(victims, pauses=()):
+    """How four ranks end if some are killed when they say what `victims` has for them."""
+
+    def on_message(rank, message, process):
+        if killed := victims.get(rank) == message:
+            process.kill()
+        return killed
+
+    return run_processes(4, failing_ranks.gossiping, Gossip(staleness=1), 60.0, pauses, on_message=on_message)
+
+
+def assert_they_went_on(outcomes, lost):
+    stay = [rank for rank in range(4) if rank not in lost]
+    for rank in stay:
+        assert outcomes[rank].error is None
+        assert outcomes[rank].value == (True, sorted(lost), stay)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("transport", "victims"),
+    [
+        pytest.param("shared", {3: 7}, id="one, shared"),
+        pytest.param("both", {1: 9, 2: 9}, id="two at once, both"),
+        pytest.param("gloo", {1: 8, 3: 11}, id="one after the other, gloo"),
+        pytest.param("shared", {3: failing_ranks.STEPS - 1}, id="in the last step, shared"),
+        pytest.param("gloo", {3: failing_ranks.STEPS - 1}, id="in the last step, gloo"),
+    ],
+    indirect=["transport"],
+)
+def test_killed_processes_are_named_and_the_others_finish_long_before_a_deadline(transport, victims):
+    outcomes = struck(victims)
+    assert_they_went_on(outcomes, victims)
+    assert max(outcome.seconds for outcome in outcomes) < PATIENT_S
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "both"], indirect=True)
+def test_a_process_killed_while_replicas_become_equal_is_left_out(transport):
+    assert_they_went_on(struck({2: "consolidating"}, pauses=[2]), {2: None})
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_process_that_is_stopped_for_longer_than_the_timeout_is_evicted():
+    def on_message(rank, message, process):
+        processes[rank] = process
+        if (rank, message) == (2, 7):
+            os.kill(process.pid, signal.SIGSTOP)
+        elif (rank, message) == (0, "done"):
+            os.kill(processes[2].pid, signal.SIGCONT)
+
+    processes = {}
+    outcomes = run_processes(4, failing_ranks.gossiping, Gossip(), 2.0, (), 2, on_message=on_message)
+    assert_they_went_on(outcomes, {2: None})
+    assert outcomes[2].error.startswith("Evicted: this process was evicted, and generation 1 goes on without it")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_death_of_the_rank_that_holds_the_store_ends_the_others_in_words():
+    outcomes = struck({0: 7})
+    for outcome in outcomes[1:]:
+        assert "the process that holds the store" in outcome.error
+        assert outcome.seconds < PATIENT_S
