@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from commands import program
 from PIL import Image
 
-from commrt.testing.processes import free_port, run_processes
+from commrt.testing.processes import run_processes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -138,34 +136,6 @@ def test_the_imagenet_example_trains_with_the_whole_recipe_and_goes_on_from_its_
     (resumed,) = epochs(3)
     assert (resumed[0], resumed[2]) == ("3", "12")
     assert float(resumed[1]) > 60
-
-
-@pytest.mark.slow
-def test_the_imagenet_example_goes_on_without_a_rank_that_dies(tmp_path):
-    folder_of_images(tmp_path / "images")
-    options = "--blocks 1,1 --width 8 --side 32 --loaders 0 --batch 8 --warmup 1 --algorithm backup --backups 1"
-    command = [sys.executable, EXAMPLES / "imagenet_resnet50.py", *options.split(), "--data", tmp_path / "images"]
-    variables = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [*command, "--epochs", "3", "--checkpoint", tmp_path / "last.pt"],
-            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank), "COMMRT_TIMEOUT_S": "20"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        assert processes[0].stdout.readline().startswith("epoch 1:")
-        processes[2].kill()
-        said, _ = processes[0].communicate(timeout=100)
-        assert [process.wait(timeout=100) for process in processes] == [0, 0, -signal.SIGKILL]
-    finally:
-        for process in processes:
-            process.kill()
-            process.stdout.close()
-    assert re.findall(r"epoch (\d+):", said) == ["2", "3"]
-    assert (tmp_path / "last.pt").exists()
 
 
 def test_the_imagenet_example_names_a_class_without_test_images(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from collections import defaultdict
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 from documentation import DEMO, PAGES, ROOT, commands, parsed
 from sources import assert_none, sources
@@ -126,13 +125,6 @@ def test_every_file_of_ours_that_is_named_exists():
                     yield f"{name} in `{span}`"
 
     assert_none(wrong(absent, [page for page in PAGES if "decisions" not in page.parts]))
-
-
-def test_every_module_that_architecture_names_by_its_room_exists():
-    rooms = "|".join(path.name for path in (ROOT / "commrt").iterdir() if path.is_dir() and path.name != "__pycache__")
-    named = re.findall(rf"`((?:{rooms})/[\w/]+)(?:\.py)?`", (ROOT / "docs/architecture.md").read_text())
-    assert len(named) > 20
-    assert_none(name for name in named if not any((ROOT / "commrt").glob(f"{name.rstrip('/')}*")))
 
 
 def test_each_program_of_bench_dev_and_the_audits_has_a_row_in_a_table():
@@ -257,9 +249,3 @@ def test_pages_for_users_have_at_most_30000_words():
     docs = [page for folder in folders for page in folder.glob("*.md") if page.name not in NOT_FOR_USERS]
     words = {page: len(page.read_text().split()) for page in (ROOT / "README.md", ROOT / "examples/README.md", *docs)}
     assert sum(words.values()) <= 30_000, sorted(words.items(), key=lambda item: -item[1])
-
-
-def test_pictures_of_pages_are_small():
-    measured = {"bench_netlab.svg"}  # made by bench/report.py
-    sizes = {path.name: path.stat().st_size for path in Path(ROOT / "docs/pictures").iterdir()}
-    assert {name: size for name, size in sizes.items() if size > 150_000 and name not in measured} == {}
