@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wires that carry codes of few bits: what is sent, what is lost, and that replicas stay equal bit by bit."""
+"""Wires that carry codes of few bits: their settings, what is sent, what is lost, and that replicas stay equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 import commrt
 from commrt import Direct
 from commrt.errors import DisagreementError, UsageError
-from commrt.quantization import Adaptive, Float8, Int2, Int4, Int8, adaquant, dq
+from commrt.quantization import Adaptive, Float8, Int2, Int4, Int8, Progress, Quantizer, adaquant, dq
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 
@@ -272,16 +272,6 @@ def test_what_is_owed_to_a_gradient_that_no_rank_had_is_still_owed(wire):
         torch.testing.assert_close(told + owed, true, rtol=1e-4, atol=1e-4)
 
 
-def test_a_state_can_be_saved_after_the_replica_was_detached():
-    def body(world):
-        training = Training(world, Int4())
-        training.step()
-        training.replica.detach()
-        return training.replica.state_dict()["step"]
-
-    assert run_ranks(2, body) == [1, 1]
-
-
 def test_a_state_of_another_rank_or_of_another_shape_is_refused_before_anything_changes():
     def body(world):
         replica = Training(world, Int4()).replica
@@ -392,3 +382,45 @@ def test_a_residual_may_move_between_sums_and_is_free_when_its_owner_drops_it():
         return bool(lost.any()), is_equal, until() is None
 
     assert run_ranks(2, body) == [(True, True, True)] * 2
+
+
+NO_SENSE = {
+    "blocks of 64, 128": lambda: Int8(block=100),
+    "bits from 2 to 8": lambda: Quantizer(9),
+    'use "nearest" or "stochastic"': lambda: Int8(rounding="up"),
+    "diverges": lambda: Int2(rounding="stochastic"),
+    "8 bits": lambda: Quantizer(4, is_float=True),
+    "no function": lambda: Adaptive(3),
+    "bits from least=5 to most=4": lambda: Adaptive(dq(1, 1), least=5, most=4),
+    "target=0": lambda: dq(0, 10),
+    "block=256.0,": lambda: Quantizer(4, block=256.0),
+    "seed=1.5:": lambda: Quantizer(4, seed=1.5),
+    "feedback='no'": lambda: Quantizer(4, feedback="no"),
+}
+
+
+def test_settings_that_make_no_sense_are_refused():
+    for message, make in NO_SENSE.items():
+        with pytest.raises(UsageError, match=message):
+            make()
+
+
+def test_bits_follow_the_norm_and_the_step():
+    wire = Adaptive(dq(target=10.0, steps=100, decay=0.99))
+    early, late = (wire.quantizer(Progress(step, 1.0)).bits for step in (0, 99))
+    assert early < late
+    assert wire.quantizer(Progress(99, 1e-9)).bits == 2
+    assert wire.quantizer(Progress(99, float("nan"))).bits == 8
+
+
+def test_bits_follow_the_loss():
+    losses = iter([4.0, 1.0, 0.0])
+    wire = Adaptive(adaquant(1.0, lambda: next(losses)))
+    assert [wire.quantizer(Progress(step, 1.0)).bits for step in range(3)] == [2, 3, 8]
+
+
+def test_the_first_loss_of_a_rule_can_be_given():
+    losses = [float("nan"), 4.0, 1.0]
+    rule = adaquant(3.0, lambda: losses.pop(0))
+    assert [rule(None) for _ in range(3)] == [float("inf"), 3.0, 6.0]
+    assert adaquant(3.0, lambda: 1.0, first=4.0)(None) == 6.0

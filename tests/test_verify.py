@@ -11,7 +11,16 @@ from commrt.algorithms import ring
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
 from commrt.proof.replay import NO_TRAFFIC, prove, traffic, verify
-from commrt.proof.spec import all_gather, all_reduce, broadcast, doubly_stochastic, reduce_scatter
+from commrt.proof.spec import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    doubly_stochastic,
+    gather,
+    reduce_scatter,
+    scatter,
+)
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty
 
 NO_CHUNKS = "carries chunks outside 0..2 or a range that ends before it starts"
@@ -108,6 +117,27 @@ REFUSED = {
         doubly_stochastic(3, 2),  # told of the origin, and not of an innocent row
         Step.of(2, 1, 1, 2, MIX, 0.25),
     ),
+    "step 0, rank 1, chunk 0: sends this chunk before it holds a value": (gather(2, 2), Step.of(1, 0, 0, 1, COPY)),
+    "step 0, rank 0, chunk 0: sends this chunk before it holds a value": (
+        scatter(2, 2, root=1),
+        Step.of(0, 1, 0, 1, COPY),
+    ),
+    "step 0, rank 1, chunk 1: sends this chunk before it holds a value": (
+        all_to_all(2, 4),
+        Step.of(1, 0, 1, 2, COPY),
+    ),
+    "rank 0, chunk 2: ends with the sum over ranks {}; expected: the sum over ranks {2}": (
+        gather(3, 3),
+        Step.of(1, 0, 1, 2, COPY),
+    ),
+    "rank 1, chunk 1: ends with the sum over ranks {}; expected: the sum over ranks {0}": (
+        scatter(2, 2),
+        Step.of(0, 1, 0, 1, COPY),
+    ),
+    "rank 0, chunk 2: ends with the sum over ranks {}; expected: the sum over ranks {1}": (
+        all_to_all(2, 4),
+        Step.of(0, 1, 1, 2, COPY),
+    ),
 }
 
 
@@ -154,6 +184,11 @@ ALLOWED = {
     "a chunk is sent and added to": (all_reduce(2, 1), SUM),
     "what the step before overwrote is sent": (broadcast(3, 1), Step.of(0, 1, 0, 1, COPY), Step.of(1, 2, 0, 1, COPY)),
     "all add to one chunk": (all_reduce(3, 1), Step.of([1, 2], 0, 0, 1, ADD), Step.of(0, [1, 2], 0, 1, COPY)),
+    "others than the root of a gather hold anything": (
+        gather(3, 3),
+        Step.of(1, [0, 2], 1, 2, COPY),
+        Step.of(2, 0, 2, 3, COPY),
+    ),
     "members alone sum": (all_reduce(3, 1, members=[0, 2]), Step.of([0, 2], [2, 0], 0, 1, ADD)),
     "equal sums are mixed": (all_reduce(2, 1), SUM, Step.of([0, 1], [1, 0], 0, 1, MIX)),
     **{
