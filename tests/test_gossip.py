@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from fractions import Fraction
 from statistics import median
@@ -11,15 +10,14 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
+from commands import invoke, told
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from commrt.algorithms.gossip import Gossip, dissemination, hypercube, period, permutation
 from commrt.errors import UsageError
 from commrt.proof.replay import prove, traffic
 from commrt.proof.spec import promise
-from commrt.tools.commands.app import app
 from commrt.tools.planning.mixing import mixing, steps_to_meet_all
 
 POWERS = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -151,29 +149,22 @@ def test_a_round_is_what_the_paper_says():
     assert [*zip(step.src.tolist(), step.dst.tolist(), strict=True)] == [(0, 2), (1, 3), (2, 0), (3, 1)]
 
 
-def verified(*args):
-    result = CliRunner().invoke(app, ["verify", "gossip", *map(str, args)])
-    assert result.exit_code == 0
-    return result.stdout
-
-
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (("--ranks", 1), {"period": 1, "smallest": 1.0}),
-        (("--ranks", 8), {"period": 3, "smallest": 1.0, "largest": 1.0}),
-        (("--ranks", 8, "--topology", "hypercube"), {"schedule": "hypercube 0", "largest": 1.0}),
-        (("--ranks", 12, "--within", 4), {"period": 2, "steps": 7, "met_all_after": 2}),
+        ("--ranks 1", {"period": 1, "smallest": 1.0}),
+        ("--ranks 8 --topology hypercube", {"schedule": "hypercube 0", "period": 3, "largest": 1.0}),
+        ("--ranks 12 --within 4", {"period": 2, "steps": 7, "met_all_after": 2}),
     ],
 )
 def test_the_command_proves_gossip_and_reports_how_it_mixes(args, expected):
-    said = json.loads(verified(*args, "--json"))
+    said = told(f"verify gossip {args}")
     assert said["ok"]
     assert {name: said[name] for name in expected} == expected
 
 
 def test_the_command_says_it_in_words():
-    words = verified("--ranks", 5)
+    words = invoke("verify gossip --ranks 5").stdout
     assert "is a correct doubly_stochastic" in words
     assert "after 3 steps every rank holds 0.625 to 1.25 times its share of each; 0.202 of the differences" in words
 

@@ -63,4 +63,3 @@ def test_on_one_switch_direct_is_not_cheaper_than_a_ring_but_for_latencies():
     switch = Cluster("switch", "", 8, Link(0.01, 50.0), Between(0.01, 50.0))
     ring_s, direct_s = (price_s(each, switch, 8, 1e8) for each in (Ring(), Direct()))
     assert ring_s - 12 * 0.01e-6 - 1e-12 <= direct_s <= ring_s
-
