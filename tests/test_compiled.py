@@ -47,11 +47,15 @@ INSTRUCTIONS_PER_ELEMENT = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_kernels_compile_to_what_the_golden_file_says():
-    command = [sys.executable, str(DEV / "inspect_kernels.py"), "--every", str(EVERY), "--golden", str(GOLDEN)]
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
+@pytest.mark.parametrize(
+    ("program", "every", "golden"),
+    [("inspect_kernels.py", EVERY, GOLDEN), ("inspect_quantize.py", 31, GOLDEN_CODING)],
+)
+def test_the_kernels_compile_to_what_the_golden_file_says(program, every, golden):
+    command = [sys.executable, str(DEV / program), "--every", str(every), "--golden", str(golden)]
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(DEV.parent), str(DEV)])}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, f"{done.stderr}\nif this is meant: dev/inspect_kernels.py --write {GOLDEN}"
+    assert done.returncode == 0, f"{done.stderr}\nif this is meant: dev/{program} --write {golden}"
 
 
 def test_what_is_compiled_here_is_of_each_kernel_at_each_alignment_and_on_each_architecture():
@@ -142,15 +146,6 @@ def test_the_kernels_have_instructions_to_spare_beside_memory():
     for findings, kernel in product(FINDINGS.values(), INSTRUCTIONS_PER_ELEMENT):
         (row,) = (row for row in findings if row["kernel"] == kernel and row["arch"] == "sm_90a")
         assert row["instructions_per_element"] <= INSTRUCTIONS_PER_ELEMENT[kernel], row
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_kernels_of_coding_compile_to_what_the_golden_file_says():
-    command = [sys.executable, str(DEV / "inspect_quantize.py"), "--every", "31", "--golden", str(GOLDEN_CODING)]
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(DEV.parent), str(DEV)])}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, f"{done.stderr}\nif this is meant: dev/inspect_quantize.py --write {GOLDEN_CODING}"
 
 
 def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch):

@@ -7,8 +7,8 @@ import copy
 from itertools import cycle, repeat
 
 import pytest
-import quantized_ddp
 import torch
+from ddp_ranks import accounts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -206,7 +206,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(wire):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_hook_of_ddp_tells_all_ranks_the_same_and_still_owes_after_ddp_has_made_other_buckets():
-    outcomes = run_processes(2, quantized_ddp.accounts, Int2())
+    outcomes = run_processes(2, accounts, Int2())
     (true, told, owed), (others_true, told_others, others_owed) = (torch.tensor(each.value) for each in outcomes)
     assert told.any()
     assert torch.equal(told, told_others)

@@ -7,11 +7,11 @@ from functools import reduce
 
 import pytest
 import torch
+from ddp_ranks import trained_in_buckets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
 from rank_pool import Pool
-from same_bits_ranks import trained_in_buckets
 from torch import nn
 from transports import gloo, local, nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commrt.algorithms import chain, direct, double_tree, halving_doubling, ring, tree
+from commrt.algorithms import chain, direct, halving_doubling, ring, tree
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
@@ -266,21 +266,6 @@ def test_a_grid_that_does_not_fit_is_refused_naming_one_that_does(grid):
         Torus2D(grid).schedule(0, 12)
     named = re.search(r"such as (\d+) x (\d+)", str(caught.value))
     assert Torus2D(tuple(map(int, named.groups()))).schedule(0, 12).ranks == 12
-
-
-def test_the_best_grid_is_the_most_square_one():
-    for ranks in (*range(1, 65), 97):
-        fewest = min(x + ranks // x for x in range(1, ranks + 1) if ranks % x == 0)
-        x, y = best_grid(ranks)
-        assert (x * y, x + y, x >= y) == (ranks, fewest, True)
-    assert Torus2D().schedule(0, 1024).name == "torus 32x32"
-
-
-def test_no_rank_passes_on_in_both_trees_but_the_first_of_an_odd_number():
-    for ranks in range(2, 65):
-        up, places = double_tree.parents(ranks), double_tree.second_tree(ranks)
-        inner = {*up[up >= 0].tolist()} & {*places[up[up >= 0]].tolist()}
-        assert inner <= ({0} if ranks % 2 else set()), ranks
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "count"), [(1, 4, 4), (2, 4, 2), (3, 5, 5), (4, 8, 8), (5, 3, 2)])

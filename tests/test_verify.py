@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
@@ -174,11 +173,6 @@ def test_a_long_promise_is_cut_short():
     assert refutation(empty(40), all_reduce(40, 1)).endswith(words)
 
 
-def test_a_copy_missing_in_the_last_step_is_found_where_it_is_missing():
-    found = verify(ring_without_its_last_copy(4), all_reduce(4, 4)).counterexample
-    assert (found.step, found.rank, found.chunk) == (None, 3, 0)
-
-
 ALLOWED = {
     "different chunks are sent and overwritten": (all_gather(2, 2), Step.of([0, 1], [1, 0], [0, 1], [1, 2], COPY)),
     "a chunk is sent and added to": (all_reduce(2, 1), SUM),
@@ -204,26 +198,18 @@ def test_a_right_schedule_is_proven(what):
     assert verify(fitting(promise, *steps), promise).ok
 
 
-@pytest.mark.parametrize("promise", [all_reduce(4, 4), all_gather(4, 4), broadcast(4, 4)], ids=lambda c: c.name)
-def test_a_reduce_scatter_keeps_no_other_promise(promise):
-    assert not verify(ring.reduce_scatter(4), promise).ok
-    assert verify(ring.reduce_scatter(4), reduce_scatter(4, 4)).ok
-
-
-def test_a_proof_carries_names_shape_and_cost():
+def test_a_proof_carries_names_shape_cost_and_place():
     proof = prove(ring.all_reduce(3), all_reduce(3, 3))
     assert (proof.schedule, proof.collective, proof.ranks, proof.chunks, proof.ok) == ("ring", "all_reduce", 3, 3, True)
     assert proof.traffic == traffic(ring.all_reduce(3))
+    found = verify(ring_without_its_last_copy(4), all_reduce(4, 4)).counterexample
+    assert (found.step, found.rank, found.chunk) == (None, 3, 0)
 
 
 def test_prove_raises_the_sentence():
     words = r"^made is not a correct all_reduce: step 0, rank 1, chunk 0: overwrites what it sends in the same step; "
     with pytest.raises(ScheduleError, match=words):
         prove(made_of(Step.of([0, 1], [1, 0], 0, 1, COPY)), all_reduce(2, 1))
-
-
-def test_the_package_offers_verify_as_a_function_also_once_its_module_is_loaded():
-    assert commrt.proof.verify is verify
 
 
 WRONG = [

@@ -44,7 +44,6 @@ class Memory:
     """(first byte, one past the last) of every tensor."""
     written: set[int] = field(default_factory=set)
     """First bytes of all elements written by earlier stores."""
-    accesses: int = 0
     _known: int = -1
     """Of how many spans the bounds are."""
 
@@ -67,7 +66,6 @@ class Memory:
     def check(self, pointers: np.ndarray, mask: np.ndarray, nbytes: int, what: str) -> np.ndarray:
         """The addresses of the active lanes, all of which lie inside a span."""
         addresses = np.broadcast_to(pointers, mask.shape)[mask.astype(bool)].astype(np.uint64)
-        self.accesses += addresses.size
         starts, ends = self.bounds()
         outside = addresses + np.uint64(nbytes) > ends[np.searchsorted(starts, addresses, side="right") - 1]
         if outside.any():
