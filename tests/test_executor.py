@@ -18,7 +18,6 @@ from combining_races import TwoStreams, races, run_noted
 import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.sliced import Sliced, in_slices
-from commrt.errors import ScheduleError, UsageError
 from commrt.program import program
 from commrt.proof.spec import all_reduce
 from commrt.runtime import executor
@@ -125,12 +124,3 @@ def test_training_in_slices_ends_with_equal_replicas():
     first, *others = run_ranks(3, body)
     assert all(other == first for other in others)
     assert first[1]
-
-
-@pytest.mark.parametrize("slices", [0, -1, 1.5])
-def test_less_than_one_slice_is_refused(slices):
-    with pytest.raises(UsageError, match="slices"):
-        Sliced(slices=slices)
-    if isinstance(slices, int):
-        with pytest.raises(ScheduleError, match="cannot be cut in"):
-            in_slices(ring.all_reduce(2), slices)

@@ -98,14 +98,6 @@ def test_gossip_of_rows_keeps_the_mean_and_a_row_sends_each_byte_once(within, ro
     assert sent == [Fraction(rows > 1)] * rows
 
 
-def test_rows_agree_and_mix_like_so_many_ranks():
-    algorithm = Gossip(within=3)
-    rows = mixing(one_period(algorithm, 18), algorithm.within)
-    ranks = mixing(one_period(Gossip(), 6))
-    assert (rows.smallest, rows.largest) == pytest.approx((ranks.smallest, ranks.largest))
-    assert rows.second_singular_value == pytest.approx(ranks.second_singular_value)
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -112,16 +112,6 @@ def test_tensors_that_are_dense_in_another_order_keep_it(backend):
     assert torch.equal(back, image)
 
 
-def test_an_absent_tensor_travels_as_zeros_whatever_the_scale(backend):
-    tensors = values([5, 20], torch.float32)
-    layout, wire, packing = wired(tensors, torch.float32)
-    for scale in (-1.0, float("inf")):
-        packing.pack([None, None], scale, 1)
-        place = layout.tensor(wire, 1)
-        assert torch.equal(place, torch.zeros(20))
-        assert not place.signbit().any()
-
-
 def test_a_buffer_that_begins_at_an_odd_place_is_refused_by_the_kernels():
     row = torch.zeros(200)[1:]
     tensors = values([5], torch.float32)

@@ -235,27 +235,16 @@ def test_attach_refuses_what_codes_cannot_do():
     run_ranks(8, body)
 
 
-class Branches(nn.Module):
-    """Two layers of which each pass uses one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(40, 50, bias=False) for _ in range(2))
-
-    def forward(self, x, which):
-        return self.layers[which](x)
-
-
 @pytest.mark.parametrize("wire", [Int4(), Int2()], ids=str)
 def test_what_is_owed_to_a_gradient_that_no_rank_had_is_still_owed(wire):
     def body(world):
-        network, told, true = Branches(), [0.0, 0.0], [0.0, 0.0]
+        network, told, true = nn.ModuleList(nn.Linear(40, 50, bias=False) for _ in range(2)), [0.0, 0.0], [0.0, 0.0]
         replica = commrt.attach(network, algorithm=Direct(), world=world, wire=wire)
         source = torch.Generator().manual_seed(world.rank)
         for step in range(12):
-            x, weight = torch.randn(3, 40, generator=source), network.layers[step % 2].weight
+            x, weight = torch.randn(3, 40, generator=source), network[step % 2].weight
             network.zero_grad()
-            network(x, step % 2).square().sum().backward()
+            network[step % 2](x).square().sum().backward()
             told[step % 2] += weight.grad
             own = weight.detach().clone().requires_grad_()
             nn.functional.linear(x, own).square().sum().backward()
@@ -265,7 +254,7 @@ def test_what_is_owed_to_a_gradient_that_no_rank_had_is_still_owed(wire):
     found = run_ranks(3, body)
     for which in range(2):
         told = found[0][0][which]
-        owed = sum(residuals[f"layers.{which}.weight"].view(50, 40) for _, residuals, _ in found)
+        owed = sum(residuals[f"{which}.weight"].view(50, 40) for _, residuals, _ in found)
         true = sum(each[which] for _, _, each in found) / 3
         torch.testing.assert_close(told + owed, true, rtol=1e-4, atol=1e-4)
 

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import ceil, prod
-from pathlib import Path
-from runpy import run_path
+from math import ceil
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +15,6 @@ from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Ring
 from commrt.algorithms.torus import Torus2D
-from commrt.buckets.layout import plan_buckets
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Between, Cluster, Link, Racks
 from commrt.pricing.price import Pricing
@@ -29,7 +25,6 @@ from commrt.tools.planning.timeline import blocking_step, gossip_efficiency, mea
 from commrt.tools.planning.wires import WirePricing
 from commrt.tools.planning.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket, Workload
 
-GRADIENTS = run_path(Path(__file__).parent.parent / "bench" / "model_gradients.py")
 RESNET50_FP16 = 51.1e6
 ABCI = Cluster.named("abci")
 
@@ -208,16 +203,6 @@ def test_a_message_that_takes_long_is_waited_for():
     assert gossip_efficiency(times_s, Gossip(), message_s=0.25) == pytest.approx(0.8)
     assert gossip_efficiency(times_s, Gossip(staleness=1), message_s=1.0) == pytest.approx(1.0)
     assert gossip_efficiency(times_s, Gossip(staleness=1), message_s=3.0) == pytest.approx(0.5, rel=0.05)
-
-
-@pytest.mark.parametrize("cap_mb", [4, 25, 100])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_buckets_are_those_that_a_model_is_cut_into(cap_mb, itemsize):
-    sizes = [(4 * prod(shape), torch.float32) for shape in reversed(GRADIENTS["resnet50"]().values())]
-    cut = plan_buckets(sizes, cap_mb << 20)
-    found = Workload.named("resnet50").buckets(cap_mb << 20, itemsize)
-    built = [sum(sizes[i][0] for i in members) * itemsize / 4 for members in cut]
-    assert [bucket.nbytes for bucket in found] == pytest.approx(built, rel=0.2)
 
 
 @given(numel=st.integers(1, 10_000), parts=st.integers(1, 40), cap=st.floats(1, 50_000), itemsize=st.integers(1, 8))

@@ -26,7 +26,7 @@ from commrt.kernels import dispatch
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
 
-__all__ = ["BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "watched"]
+__all__ = ["BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "require", "watched"]
 
 BUILDER = interpreter.InterpreterBuilder
 FLOATS = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64}
@@ -96,6 +96,11 @@ def complaint(check: Callable[..., Any], *arguments: Any) -> str | None:
         if "BadAccess" not in repr(error):
             raise
         return repr(error)
+
+
+def require(check: Callable[..., Any], rows: Iterable[tuple[Any, ...]], *before: Any) -> None:
+    """Require that `check` finds nothing wrong with any row, given after what comes `before` all rows."""
+    assert {row: said for row in rows if (said := complaint(check, *before, *row))} == {}
 
 
 @contextmanager
