@@ -49,14 +49,8 @@ ROWS = (
 COMBINES = st.integers(-1, 4) | VALUES
 STEPS = st.tuples(ROWS, ROWS, ROWS, ROWS, COMBINES, NUMBERS | VALUES)
 SMALL = st.integers(-1, 3)
-SANE_STEPS = st.tuples(
-    st.lists(SMALL, min_size=2, max_size=2),
-    st.lists(SMALL, min_size=2, max_size=2),
-    SMALL,
-    SMALL,
-    st.integers(0, 2),
-    NUMBERS,
-)
+PAIR = st.lists(SMALL, min_size=2, max_size=2)
+SANE_STEPS = st.tuples(PAIR, PAIR, SMALL, SMALL, st.integers(0, 2), NUMBERS)
 
 
 def looked_at(schedule):

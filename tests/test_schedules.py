@@ -217,10 +217,6 @@ def test_members_play_what_their_places_do(schedule, data):
         assert member_program(schedule, members, rank, ranks) == program(schedule.over(members, world=ranks), rank)
 
 
-def test_a_program_knows_its_peers():
-    assert program(tree.broadcast(8), 0).peers == {1, 2, 4}
-
-
 @given(numel=st.integers(0, 5000), chunks=st.integers(1, 70), granule=st.integers(1, 64))
 def test_spans_cover_exactly_in_even_chunks_that_start_at_granules(numel, chunks, granule):
     bounds = chunk_bounds(numel, chunks, granule)
@@ -311,8 +307,10 @@ LARGE = (spec.gather, spec.scatter, spec.all_to_all, spec.all_gather, spec.reduc
 NO_PLACES = "cannot be laid on chunks .* must lie inside and be a multiple of 3 long"
 REFUSED = [
     (r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit", lambda: PUSH.then(RING)),
+    (r"push \(2 ranks, 1 chunk\) and ring \(3 ranks, 3 chunks\) do not fit", lambda: PUSH.beside(RING)),
     ("of no schedules: use empty", lambda: beside([])),
     (r"ring needs 3 different ranks, got \[\[", lambda: RING.over([0, 1], world=9)),
+    (r"ring needs 3 different ranks, got \[\[", lambda: RING.over([0, 1, 2, 3], world=9)),
     (r"ring needs 3 different ranks, got \[\[", lambda: RING.over([0, 1, 1], world=9)),
     (r"ring needs 3 different ranks, got \[\[", lambda: RING.over([[0, 1, 2], [2, 3, 4]], world=9)),
     (r"ranks must lie in 0\.\.4", lambda: RING.over([0, 1, 5], world=5)),
@@ -342,7 +340,7 @@ REFUSED = [
     ("rank 4 cannot be the root of a broadcast over 4 ranks", lambda: candidates("broadcast", 4, 4)),
     ("rank -1 cannot be the root of a all_gather over 4 ranks", lambda: candidates("all_gather", 4, -1)),
     (r"choose one of 0\.\.2", lambda: tree.broadcast(3, root=5)),
-    (r"members \[4\] must be", lambda: spec.gather(4, 4, root=4)),
+    *((r"members \[4\] must be", partial(each, 4, 4, root=4)) for each in (spec.gather, spec.scatter, spec.broadcast)),
     *(("too large for a proof", partial(promise, 4096, 1 << 24)) for promise in LARGE),
     ("6 ranks do not fill hosts of within=4: use Direct", lambda: Direct(within=4).schedule(0, 6)),
     ("without within=: give the number of ranks of a host too", lambda: Direct(between=Ring())),

@@ -126,6 +126,7 @@ def test_a_few_steps_do_not_decide_what_many_do():
         (lambda: Exponential(rate_per_s=-1.0), "rate_per_s is -1: it must be at least 1e-09"),
         (lambda: Exponential(constant_s=inf), "constant_s is inf: it must be at least 0, and finite"),
         (lambda: SlowSteps(chance=-0.1), "chance is -0.1: it must be between 0 and 1"),
+        (lambda: SlowSteps(low=0.5), "low is 0.5: it must be at least 1"),
         (lambda: SlowSteps(low=5.0, high=4.0), "high is 4: it must be at least 5"),
         (lambda: Scaling(1.5), "an exponent of 1.5: give one between 0"),
     ],
