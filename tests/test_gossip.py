@@ -140,7 +140,7 @@ def test_a_round_is_what_the_paper_says():
     [
         ("--ranks 1", {"period": 1, "smallest": 1.0}),
         ("--ranks 8 --topology hypercube", {"schedule": "hypercube 0", "period": 3, "largest": 1.0}),
-        ("--ranks 12 --within 4", {"period": 2, "steps": 7, "met_all_after": 2}),
+        ("--ranks 12 --within 4", {"period": 2, "steps": 7, "met_all_after": 2, "smallest": 0.75, "largest": 1.5}),
     ],
 )
 def test_the_command_proves_gossip_and_reports_how_it_mixes(args, expected):
