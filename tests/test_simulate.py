@@ -72,7 +72,9 @@ def test_steps_that_are_alike_take_as_long_as_one_by_one(name, starts_s, per_nod
 
 TABLE = [
     (4, 4, 5.1, 7.8),
+    (8, 8, 6.3, 7.0),
     (16, 16, 10.2, 6.6),
+    (32, 32, 25.6, 6.8),
     (32, 34, 26.9, 6.9),
     (32, 64, 46.1, 7.5),
     (64, 64, 87.0, 7.9),
