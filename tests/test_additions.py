@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commrt.algorithms import Direct, DoubleTree
-from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, by_name, candidates
+from commrt.algorithms.catalogue import ALGORITHMS, by_name, candidates
 from commrt.errors import UsageError
 from commrt.proof import order_of_additions
 from commrt.schedule import ADD, MIX, Schedule, Step
@@ -44,23 +44,9 @@ def test_a_schedule_adds_in_one_order_for_these_counts_of_ranks(name):
     } & offered.keys()
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "ranks"),
-    [(Direct(within=2), (2, 4, 6, 8)), (Direct(within=4), (4, 8, 12)), (DoubleTree(within=2), (2, 4))],
-    ids=str,
-)
-def test_sums_within_hosts_first_have_one_order_too(algorithm, ranks):
-    assert all(order_of_additions(algorithm.schedule(0, each)).is_one for each in ranks)
-
-
-def test_the_table_has_every_schedule_that_adds():
-    adding = {
-        (collective, name)
-        for collective in COLLECTIVES
-        for name, schedule in candidates(collective, 4).items()
-        if any((step.combine == int(ADD)).any() for step in schedule.steps())
-    }
-    assert adding == ONE_ORDER.keys()
+def test_sums_within_hosts_first_have_one_order_too():
+    for algorithm, ranks in ((Direct(within=2), 8), (Direct(within=4), 12), (DoubleTree(within=2), 4)):
+        assert order_of_additions(algorithm.schedule(0, ranks)).is_one, algorithm
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "all_gather", "all_to_all", "gather", "scatter"])

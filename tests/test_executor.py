@@ -3,14 +3,24 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "dev"))
+
+from combining_races import TwoStreams, races, run_noted
+
 import commrt
+from commrt.algorithms import ring
+from commrt.algorithms.sliced import Sliced, in_slices
 from commrt.program import program
 from commrt.proof.spec import all_reduce
+from commrt.runtime import executor
 from commrt.runtime.executor import bind
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
@@ -68,3 +78,49 @@ def test_a_rank_only_reads_what_it_adds_to_chunks_that_it_does_not_send(hop, rea
 
     bind(program(Schedule("a hop", 2, 4, lambda: iter([step])), 0), torch.zeros(64), Recorded(Fabric(2), 0))
     assert [group.reads for group in groups] == [reads]
+
+
+# Slices: what arrived in one hop may be combined beside the next exchange, never while either touches the other's
+# memory. `dev/combining_races.py` searches for such accesses, and `test_prove` runs it over schedules.
+
+
+@pytest.fixture
+def streams():
+    return TwoStreams()
+
+
+@pytest.mark.parametrize("broken", ["after", "parity"], ids=["an exchange does not wait", "scratch is used too early"])
+def test_the_oracle_notices_a_race(broken, streams, monkeypatch):
+    real = executor.dependencies
+
+    def careless(hops, chunks):
+        waits = real(hops, chunks)
+        nothing = {"after": (None,) * len(hops), "parity": (0,) * len(hops)}
+        return SimpleNamespace(**{"after": waits.after, "parity": waits.parity, broken: nothing[broken]}, overlap=True)
+
+    monkeypatch.setattr(executor, "dependencies", careless)
+    run_noted(in_slices(ring.all_reduce(4), 2), 0, streams)
+    assert races(streams)
+
+
+def test_slices_are_combined_beside_the_next_exchange_and_a_whole_ring_is_not(streams):
+    assert run_noted(in_slices(ring.all_reduce(4), 2), 0, streams).streams is streams
+    assert run_noted(ring.all_reduce(4), 0, streams).streams is None
+
+
+def test_what_comes_after_the_program_waits_for_its_last_combination(streams):
+    schedule = in_slices(ring.reduce_scatter(4), 2)
+    run_noted(schedule, 0, streams)
+    assert streams.clocks[0][1] == streams.clocks[1][1] == 6
+
+
+def test_training_in_slices_ends_with_equal_replicas():
+    def body(world):
+        model = torch.nn.Linear(40, 30)
+        replica = commrt.attach(model, algorithm=Sliced(commrt.Ring(), 2), world=world)
+        model(torch.randn(3, 40)).sum().backward()
+        return model.weight.grad.tolist(), replica.replicas_equal()
+
+    first, *others = run_ranks(3, body)
+    assert all(other == first for other in others)
+    assert first[1]

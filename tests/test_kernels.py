@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from interpreter import complaint, interpret, interpreted_gpu, watched
+from interpreter import complaint, interpret, interpreted_gpu, require, watched
 from kernel_bugs import BUGS
 from pairwise import pairwise
 from planted import plant
@@ -52,11 +52,6 @@ def all_equal(what, got, want):
     TALLY[f"{what}: cases"] += 1
     TALLY[f"{what}: elements"] += sum(tensor.numel() for tensor in want)
     return all(map(same, got, want))
-
-
-def require(check, rows):
-    """Require that no row is one for which `check` finds something wrong."""
-    assert {row: said for row in rows if (said := complaint(check, *row))} == {}
 
 
 def random(count, dtype, seed, skew=0):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import reduce
 from itertools import product
-from math import inf, nan
+from math import inf
 
 import numpy as np
 import pytest
@@ -32,7 +32,6 @@ from commrt.tools.planning.stragglers import (
 
 ESTIMATED_S = {1: 1.23, 50: 1.46, 80: 1.54, 90: 1.58, 94: 1.61, 95: 1.63, 96: 1.65, 97: 1.70, 98: 1.81, 99: 2.16}
 """k to mean time of the k-th of 100 gradients, by an earlier sampling of the same family of laws; the 100th: 4.99."""
-ESTIMATED_HOURS = {50: 55.6, 80: 43.0, 90: 38.8, 94: 37.5, 95: 37.2, 96: 37.2, 97: 37.6, 98: 39.4, 99: 46.4}
 
 
 def rng(seed=0):
@@ -45,14 +44,6 @@ def sampled(law, ranks=100, steps=10_000, seed=0):
 
 PAPER = sampled(HeavyTails())
 TIMES = arrays(np.float64, st.tuples(st.integers(1, 12), st.integers(1, 9)), elements=st.floats(0.125, 64, width=16))
-
-
-@for_each("law", [HeavyTails(), Exponential(), SlowSteps()])
-def test_a_law_gives_a_time_for_each_rank_and_step_and_the_same_for_the_same_seed(law):
-    times_s = sampled(law, 4, 7)
-    assert times_s.shape == (7, 4)
-    assert (times_s > 0).all()
-    assert (times_s == sampled(law, 4, 7)).all()
 
 
 def expected_kth_s(law, ranks):
@@ -77,36 +68,18 @@ def test_samples_tend_to_closed_forms(law, ranks):
     assert (np.abs(kth_s.mean(axis=0) - expected_kth_s(law, ranks)) <= 5 * error_s + rare_s).all()
 
 
-@for_each("seed", range(3))
-def test_the_fit_meets_the_two_published_percentages(seed):
-    arrivals_s = np.sort(sampled(HeavyTails(), seed=seed), axis=1)
+def test_the_fit_meets_the_two_published_percentages_and_the_estimated_times():
+    arrivals_s, kth_s = np.sort(PAPER, axis=1), kth_time_s(PAPER)
     assert (arrivals_s[:, 97] < 2).mean() == pytest.approx(0.80, abs=0.06)
     assert (arrivals_s[:, 99] < 2).mean() == pytest.approx(0.30, abs=0.06)
     assert arrivals_s.max() <= 310
-
-
-def test_the_fit_meets_the_estimated_times_and_hours():
-    kth_s = kth_time_s(PAPER)
     assert {k: kth_s[k - 1] for k in ESTIMATED_S} == pytest.approx(ESTIMATED_S, rel=0.02)
     assert kth_s[99] == pytest.approx(4.99, rel=0.12)  # the mean of a tail whose variance is in the cap
-    hours = choose(PAPER, Published(), rng()).goal_s / 3600
-    assert {k: hours[k - 1] for k in ESTIMATED_HOURS} == pytest.approx(ESTIMATED_HOURS, rel=0.02)
-    assert hours[99] == pytest.approx(105.6, rel=0.12)
-
-
-@for_each("seed", range(3))
-def test_of_100_ranks_about_96_are_worth_waiting_for(seed):
-    choice = choose(sampled(HeavyTails(), steps=4_000, seed=seed), Published(), rng())
-    assert choice.best == 96
-    assert 94 <= choice.likely[0] <= choice.best <= choice.likely[1] <= 97
-    assert choice.kth_s[99] > 2.5 * choice.kth_s[95]
 
 
 def test_steps_have_something_in_common():
     medians = np.median(PAPER[:, :50], axis=1), np.median(PAPER[:, 50:], axis=1)
     assert np.corrcoef(*medians)[0, 1] > 0.95
-    apart = np.median(sampled(HeavyTails(common_sd=0.0)), axis=1)
-    assert np.std(medians[0]) > 5 * apart.std()
 
 
 @given(TIMES)
@@ -126,23 +99,6 @@ def test_a_late_rank_misses_the_steps_in_which_it_is_not_done():
     assert kth_time_s(times_s)[1:].tolist() == [1.0, 21 / 4]
 
 
-def test_injected_delays_that_are_not_interrupted_cost_more_than_order_statistics_say():
-    times_s = sampled(SlowSteps(), 8)
-    assert kth_time_s(times_s)[6] == pytest.approx(1.20, abs=0.04)
-    assert step_time_s(times_s, 7) == pytest.approx(1.95, abs=0.1)
-
-
-def test_published_counts_are_met_and_nothing_is_claimed_beyond_them():
-    needed = np.array([49, 50, 75, 100, 101])
-    assert Published().iterations(needed) == pytest.approx([nan, 137.5e3, 106.85e3, 76.2e3, nan], nan_ok=True)
-
-
-@for_each("ranks", [1, 2, 40])
-def test_if_nobody_straggles_all_ranks_are_worth_waiting_for(ranks):
-    choice = choose(np.full((5, ranks), 3.0), Scaling(0.125), rng())
-    assert (choice.best, choice.likely) == (ranks, (ranks, ranks))
-
-
 @settings(max_examples=40)  # each draws its steps again a hundred times
 @given(TIMES, st.floats(0.125, 1).map(Scaling))
 def test_the_best_split_is_the_cheapest(times_s, goal):
@@ -151,7 +107,8 @@ def test_the_best_split_is_the_cheapest(times_s, goal):
     assert 1 <= choice.likely[0] <= choice.likely[1] <= len(choice.kth_s)
 
 
-def test_if_more_gradients_do_not_help_the_first_is_enough_and_no_free_one_is_wasted():
+def test_all_are_waited_for_if_nobody_straggles_and_the_first_if_more_do_not_help_and_no_free_one_is_wasted():
+    assert choose(np.full((5, 40), 3.0), Scaling(0.125), rng()).likely == (40, 40)
     assert choose(PAPER[:100], Scaling(0.0), rng()).best == 1
     assert choose(np.array([[1.0, 1.0, 1.0, 2.0]]), Scaling(0.0), rng()).best == 3
 
@@ -166,15 +123,12 @@ def test_a_few_steps_do_not_decide_what_many_do():
     [
         (lambda: HeavyTails(tail_chance=1.5), "tail_chance is 1.5: it must be between 0 and 1"),
         (lambda: HeavyTails(cap_s=1.0), "cap_s is 1: it must be at least 1.1, and finite"),
-        (lambda: HeavyTails(tail_exponent=0.0), "tail_exponent is 0: it must be at least 1e-09, and finite"),
-        (lambda: HeavyTails(body_s=nan), "body_s is nan: it must be at least 0, and finite"),
         (lambda: Exponential(rate_per_s=-1.0), "rate_per_s is -1: it must be at least 1e-09"),
         (lambda: Exponential(constant_s=inf), "constant_s is inf: it must be at least 0, and finite"),
         (lambda: SlowSteps(chance=-0.1), "chance is -0.1: it must be between 0 and 1"),
         (lambda: SlowSteps(low=0.5), "low is 0.5: it must be at least 1"),
         (lambda: SlowSteps(low=5.0, high=4.0), "high is 4: it must be at least 5"),
         (lambda: Scaling(1.5), "an exponent of 1.5: give one between 0"),
-        (lambda: Scaling(nan), "an exponent of nan"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(build, says):

@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
+from commrt.proof import spec
 from commrt.proof.replay import NO_TRAFFIC, prove, traffic, verify
 from commrt.proof.spec import all_gather, all_reduce, broadcast, doubly_stochastic, reduce_scatter
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, empty
@@ -108,6 +108,27 @@ REFUSED = {
         doubly_stochastic(3, 2),  # told of the origin, and not of an innocent row
         Step.of(2, 1, 1, 2, MIX, 0.25),
     ),
+    "step 0, rank 1, chunk 0: sends this chunk before it holds a value": (spec.gather(2, 2), Step.of(1, 0, 0, 1, COPY)),
+    "step 0, rank 0, chunk 0: sends this chunk before it holds a value": (
+        spec.scatter(2, 2, root=1),
+        Step.of(0, 1, 0, 1, COPY),
+    ),
+    "step 0, rank 1, chunk 1: sends this chunk before it holds a value": (
+        spec.all_to_all(2, 4),
+        Step.of(1, 0, 1, 2, COPY),
+    ),
+    "rank 0, chunk 2: ends with the sum over ranks {}; expected: the sum over ranks {2}": (
+        spec.gather(3, 3),
+        Step.of(1, 0, 1, 2, COPY),
+    ),
+    "rank 1, chunk 1: ends with the sum over ranks {}; expected: the sum over ranks {0}": (
+        spec.scatter(2, 2),
+        Step.of(0, 1, 0, 1, COPY),
+    ),
+    "rank 0, chunk 2: ends with the sum over ranks {}; expected: the sum over ranks {1}": (
+        spec.all_to_all(2, 4),
+        Step.of(0, 1, 1, 2, COPY),
+    ),
 }
 
 
@@ -144,16 +165,16 @@ def test_a_long_promise_is_cut_short():
     assert refutation(empty(40), all_reduce(40, 1)).endswith(words)
 
 
-def test_a_copy_missing_in_the_last_step_is_found_where_it_is_missing():
-    found = verify(ring_without_its_last_copy(4), all_reduce(4, 4)).counterexample
-    assert (found.step, found.rank, found.chunk) == (None, 3, 0)
-
-
 ALLOWED = {
     "different chunks are sent and overwritten": (all_gather(2, 2), Step.of([0, 1], [1, 0], [0, 1], [1, 2], COPY)),
     "a chunk is sent and added to": (all_reduce(2, 1), SUM),
     "what the step before overwrote is sent": (broadcast(3, 1), Step.of(0, 1, 0, 1, COPY), Step.of(1, 2, 0, 1, COPY)),
     "all add to one chunk": (all_reduce(3, 1), Step.of([1, 2], 0, 0, 1, ADD), Step.of(0, [1, 2], 0, 1, COPY)),
+    "others than the root of a gather hold anything": (
+        spec.gather(3, 3),
+        Step.of(1, [0, 2], 1, 2, COPY),
+        Step.of(2, 0, 2, 3, COPY),
+    ),
     "members alone sum": (all_reduce(3, 1, members=[0, 2]), Step.of([0, 2], [2, 0], 0, 1, ADD)),
     "equal sums are mixed": (all_reduce(2, 1), SUM, Step.of([0, 1], [1, 0], 0, 1, MIX)),
     **{
@@ -169,26 +190,18 @@ def test_a_right_schedule_is_proven(what):
     assert verify(fitting(promise, *steps), promise).ok
 
 
-@pytest.mark.parametrize("promise", [all_reduce(4, 4), all_gather(4, 4), broadcast(4, 4)], ids=lambda c: c.name)
-def test_a_reduce_scatter_keeps_no_other_promise(promise):
-    assert not verify(ring.reduce_scatter(4), promise).ok
-    assert verify(ring.reduce_scatter(4), reduce_scatter(4, 4)).ok
-
-
-def test_a_proof_carries_names_shape_and_cost():
+def test_a_proof_carries_names_shape_cost_and_place():
     proof = prove(ring.all_reduce(3), all_reduce(3, 3))
     assert (proof.schedule, proof.collective, proof.ranks, proof.chunks, proof.ok) == ("ring", "all_reduce", 3, 3, True)
     assert proof.traffic == traffic(ring.all_reduce(3))
+    found = verify(ring_without_its_last_copy(4), all_reduce(4, 4)).counterexample
+    assert (found.step, found.rank, found.chunk) == (None, 3, 0)
 
 
 def test_prove_raises_the_sentence():
     words = r"^made is not a correct all_reduce: step 0, rank 1, chunk 0: overwrites what it sends in the same step; "
     with pytest.raises(ScheduleError, match=words):
         prove(made_of(Step.of([0, 1], [1, 0], 0, 1, COPY)), all_reduce(2, 1))
-
-
-def test_the_package_offers_verify_as_a_function_also_once_its_module_is_loaded():
-    assert commrt.proof.verify is verify
 
 
 WRONG = [

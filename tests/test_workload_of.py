@@ -10,7 +10,6 @@ import torch
 from cases import for_each
 from commands import refused, told
 from torch import nn
-from torch.nn import functional
 
 import commrt
 from commrt import UsageError
@@ -21,47 +20,18 @@ from commrt.tools.planning.workload import MODELS, Layer
 DEVICES = ("cpu", "meta")
 
 
-def vgg_a():
-    widths, channels, layers = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool"), 3, []
-    for width in widths:
-        layers += [nn.MaxPool2d(2)] if width == "pool" else [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-        channels = channels if width == "pool" else width
-    dense = (nn.Linear(25088, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000))
-    return nn.Sequential(*layers, nn.Flatten(), *dense)
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads, self.before, self.between = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        parts = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.between(x))))
-
-
 class Transformer(nn.Module):
     def __init__(self, width, depth, tokens, vocabulary, heads=4):
         super().__init__()
         self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, ids):
         x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def test_vgg_a_has_the_layers_that_the_cost_model_ships():
-    with torch.device("meta"):
-        found = workload_of(vgg_a(), torch.empty(2, 3, 224, 224), name="vgg_a")
-    assert [layer[:2] for layer in found.layers] == [layer[:2] for layer in Workload.named("vgg_a").layers]
+        return self.head(self.norm(self.blocks(x)))
 
 
 def test_the_models_that_ship_have_the_published_sizes():
@@ -76,21 +46,13 @@ def test_the_models_that_ship_have_the_published_sizes():
     }
 
 
-@for_each("shape", [(768, 12, 1024, 50_257), (64, 3, 32, 100)])
-def test_a_transformer_has_the_parameters_and_multiplications_that_the_cost_model_computes(shape):
+@for_each(("device", "shape"), [("meta", (768, 12, 1024, 50_257)), ("cpu", (64, 3, 32, 100))])
+def test_a_transformer_has_the_parameters_and_multiplications_that_the_cost_model_computes(device, shape):
     width, depth, tokens, vocabulary = shape
-    with torch.device("meta"):
-        found = workload_of(Transformer(*shape), torch.empty(2, tokens, dtype=torch.int64))
+    with torch.device(device):
+        found = workload_of(Transformer(*shape), torch.zeros(2, tokens, dtype=torch.int64))
     known = Workload.transformer(width, depth, tokens, vocabulary)
     assert (found.numel, found.work) == (known.numel, known.work)
-
-
-def test_a_cpu_counts_a_transformer_as_the_meta_device_does():
-    found = []
-    for device in DEVICES:
-        with torch.device(device):
-            found.append(workload_of(Transformer(16, 2, 8, 20), torch.zeros(3, 8, dtype=torch.int64)))
-    assert found[0] == found[1]
 
 
 def test_shared_parameters_count_where_they_are_used_first_and_their_work_where_it_is_done():
@@ -143,10 +105,9 @@ def test_recurrent_layers_count_every_step_both_ways(kind, gates, device):
     assert found.work == 5.0 * gates * 16 * 2 * ((8 + 16) + (32 + 16))
 
 
-@for_each("batch", [(5, 2, 8), (10, 8)], ids=["padded", "packed"])
-def test_recurrent_layers_of_a_gpu_count_their_matrices_and_no_biases(batch):
+def test_recurrent_layers_of_a_gpu_count_their_matrices_and_no_biases():
     count = UNCOUNTED[torch.ops.aten._cudnn_rnn]
-    assert count(batch, [(64, 8), (64, 16), (64,), (64,)], 4) == 2 * 10 * 64 * (8 + 16)
+    assert count((5, 2, 8), [(64, 8), (64, 16), (64,), (64,)], 4) == 2 * 10 * 64 * (8 + 16)
 
 
 def test_a_compiled_model_is_read_as_the_model_that_it_holds():
@@ -192,27 +153,15 @@ def test_the_model_and_the_random_numbers_stay_as_they_were():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_that_refuses_its_batch_stays_as_it_was_too():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    says = r"Sequential does not take the batch \(RuntimeError: .*shapes.*\): give what its"
-    with pytest.raises(UsageError, match=says):
-        workload_of(model, torch.zeros(2, 3))
-    assert model.training
-    assert not any(each._forward_pre_hooks for each in model.modules())
-    assert torch.is_grad_enabled()
-    assert torch.backends.mha.get_fastpath_enabled()
-
-
 @for_each(
     ("model", "batch", "says"),
     [
         (nn.ReLU(), torch.zeros(1, 4), "ReLU has no parameters that need a gradient"),
-        (nn.Linear(4, 4).requires_grad_(requires_grad=False), torch.zeros(1, 4), "call requires_grad_"),
         (nn.LazyLinear(4), torch.zeros(1, 4), "LazyLinear has lazy parameters"),
         (nn.Linear(4, 4), torch.zeros(0, 4), "the batch for Linear holds no samples"),
-        (nn.Linear(4, 4), 7, "the batch for Linear holds no samples"),
         (nn.Embedding(4, 4), torch.zeros(1, 4, dtype=torch.int64), "one that multiplies"),
         ("text", torch.zeros(2, 4), r"workload_of\(\) of a str: give a torch.nn.Module"),
+        (nn.Linear(4, 4), torch.zeros(2, 3), r"Linear does not take the batch \(RuntimeError: .*shapes.*\): give what"),
     ],
 )
 def test_what_has_no_workload_is_refused_in_words(model, batch, says):
@@ -223,8 +172,7 @@ def test_what_has_no_workload_is_refused_in_words(model, batch, says):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is")
 def test_a_model_that_hides_its_layers_is_refused_in_words():
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
-    says = "Sequential is compiled by TorchScript, which hides its layers: give the model"
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match="Sequential is compiled by TorchScript, which hides its layers: give the"):
         workload_of(model, torch.zeros(1, 4))
 
 
@@ -242,11 +190,8 @@ def test_a_saved_workload_is_planned_and_simulated(tmp_path):
     ("text", "says"),
     [
         ("", "describes no workload (JSONDecodeError("),
-        ("[]", "describes no workload (TypeError("),
-        ('{"name": "a"}', "describes no workload (KeyError('layers'))"),
         ('{"name": "a", "layers": [{"numel": 1}]}', "write it with Workload.save, or as {"),
         ('{"name": "a", "layers": [{"numel": 1.5, "work": 1}]}', "layer 0 is {'numel': 1.5, 'work': 1}: give whole"),
-        ('{"name": "a", "layers": [{"numel": 1, "work": NaN}]}', "layer 0 is {'numel': 1, 'work': nan}"),
         ('{"name": "a", "layers": [{"numel": 0, "work": 1}]}', "a has 0 parameters to exchange and work 1"),
         ('{"name": "[/b]", "layers": [{"numel": 1, "work": 1}]}', "a workload cannot be called '[/b]'"),
     ],

@@ -26,7 +26,7 @@ from commrt.kernels import dispatch
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
 
-__all__ = ["BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "watched"]
+__all__ = ["BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "require", "watched"]
 
 BUILDER = interpreter.InterpreterBuilder
 FLOATS = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64}
@@ -44,7 +44,6 @@ class Memory:
     """(first byte, one past the last) of every tensor."""
     written: set[int] = field(default_factory=set)
     """First bytes of all elements written by earlier stores."""
-    accesses: int = 0
     _known: int = -1
     """Of how many spans the bounds are."""
 
@@ -67,7 +66,6 @@ class Memory:
     def check(self, pointers: np.ndarray, mask: np.ndarray, nbytes: int, what: str) -> np.ndarray:
         """The addresses of the active lanes, all of which lie inside a span."""
         addresses = np.broadcast_to(pointers, mask.shape)[mask.astype(bool)].astype(np.uint64)
-        self.accesses += addresses.size
         starts, ends = self.bounds()
         outside = addresses + np.uint64(nbytes) > ends[np.searchsorted(starts, addresses, side="right") - 1]
         if outside.any():
@@ -98,6 +96,11 @@ def complaint(check: Callable[..., Any], *arguments: Any) -> str | None:
         if "BadAccess" not in repr(error):
             raise
         return repr(error)
+
+
+def require(check: Callable[..., Any], rows: Iterable[tuple[Any, ...]], *before: Any) -> None:
+    """Require that `check` finds nothing wrong with any row, given after what comes `before` all rows."""
+    assert {row: said for row in rows if (said := complaint(check, *before, *row))} == {}
 
 
 @contextmanager
