@@ -88,5 +88,4 @@ def test_what_is_launched_arrives_at_the_driver_through_tritons_own_launcher(tmp
         TRITON_LIBCUDA_PATH=str(tmp_path),
         TRITON_CACHE_DIR=str(tmp_path / "cache"),  # launchers linked with this library must not be kept
     )
-    assert list(report) == ["pack", "unpack", "add"]
-    assert [launch["arrived"] for launch in report.values()] == [launch["expected"] for launch in report.values()]
+    assert report["arrived"] == report["expected"]
