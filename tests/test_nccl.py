@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import taking_turns
 from moved_clock import moved_clock
-from peer_group import over_peers
+from peer_group import over_peers, wait_until
 from torch import nn
 from torch.distributed import HashStore
 from transports import over_nccl
@@ -249,49 +249,29 @@ def test_on_a_gpu_that_failed_the_next_call_says_so_and_the_communicator_is_free
 
 
 def test_an_abort_waits_while_calls_are_being_issued(queued):
-    inside, go_on = threading.Event(), threading.Event()
-
-    def send(*arguments):
-        inside.set()
-        go_on.wait(PATIENT_S)
-
-    queued.binding.send = send
-    exchange = swap(queued.transport)
-    with ThreadPoolExecutor(2) as pool:
-        issuing = pool.submit(exchange, NOW)
-        inside.wait(PATIENT_S)
-        aborting = pool.submit(queued.transport.abort)
-        assert not threading.Event().wait(transport_module.BUSY_S / 2)
-        assert "abort" not in queued.binding.calls
-        go_on.set()
-        issuing.exception(PATIENT_S)
+    held = []
+    queued.binding.send = lambda *arguments: held.append(queued.transport._in_use.locked())
+    swap(queued.transport)(NOW)
+    assert held == [True]
+    with ThreadPoolExecutor(1) as pool:
+        with queued.transport._in_use:
+            aborting = pool.submit(queued.transport.abort)
+            assert not threading.Event().wait(transport_module.BUSY_S / 2)
+            assert "abort" not in queued.binding.calls
         aborting.result(PATIENT_S)
-    assert queued.binding.calls.index("end") < queued.binding.calls.index("abort")
+    assert queued.binding.calls[-1] == "abort"
 
 
-def test_no_thread_uses_the_communicator_while_it_is_freed(queued):
-    inside, go_on = threading.Event(), threading.Event()
-
-    def abort():
-        inside.set()
-        go_on.wait(PATIENT_S)
-        queued.queue.reached.set()
-        queued.binding.calls.append("freed")
-
-    queued.binding.abort = queued.transport._communicator.abort = abort
+def test_an_exchange_that_waits_while_the_communicator_is_freed_is_not_issued(queued):
     exchange = swap(queued.transport)
-    with ThreadPoolExecutor(2) as pool:
-        aborting = pool.submit(queued.transport.abort)
-        inside.wait(PATIENT_S)
-        queued.transport._closed = False  # as it was when the other thread looked
-        issuing = pool.submit(exchange, NOW)
-        assert not threading.Event().wait(0.1)
-        queued.transport._closed = True
-        go_on.set()
-        aborting.result(PATIENT_S)
+    with ThreadPoolExecutor(1) as pool:
+        with queued.transport._in_use:  # as while it is freed
+            issuing = pool.submit(exchange, NOW)
+            wait_until(lambda: queued.transport._pending)
+            queued.transport._closed = True
         with pytest.raises(TransportClosed):
             issuing.result(PATIENT_S)
-    assert queued.binding.calls == ["freed"]
+    assert queued.binding.calls == []
 
 
 def polled(queued):
@@ -418,21 +398,17 @@ def test_a_binding_of_an_older_cupy_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "blocking", "said"),
     [
-        ({"available": False}, "CuPy finds no NCCL library"),
-        ({"get_version": lambda: 22707}, r"NCCL 2\.27\.7 was loaded, and CuPy was built with 2\.28\.9"),
+        ({"available": False}, "1", "CuPy finds no NCCL library"),
+        ({"get_version": lambda: 22707}, "1", r"NCCL 2\.27\.7 was loaded, and CuPy was built with 2\.28\.9"),
+        ({}, "0", "NCCL_COMM_BLOCKING=0 makes calls return before they are done"),
     ],
 )
-def test_an_nccl_that_would_fail_later_is_refused(changes, said):
+def test_an_nccl_that_would_fail_later_is_refused(changes, blocking, said, monkeypatch):
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", blocking)
     with pytest.raises(UsageError, match=said):
         require_usable(but(**changes))
-
-
-def test_calls_that_return_before_they_are_done_are_refused(monkeypatch):
-    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    with pytest.raises(UsageError, match="NCCL_COMM_BLOCKING=0"):
-        require_usable(stand_in)
 
 
 def test_tensors_of_another_device_are_refused():
