@@ -18,7 +18,6 @@ from transports import over_nccl
 
 import commrt
 from commrt.buckets.step_graph import FIRST, NO_KERNEL
-from commrt.errors import UsageError
 from commrt.kernels import dispatch
 from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.layout import layout_of
@@ -133,16 +132,3 @@ def test_triton_packs_where_it_offers_both_dtypes_and_plain_torch_packs_the_rest
             tensors = [torch.zeros(5, dtype=dtype)]
             found[dtype, wire] = type(dispatch.packing(torch.zeros(layout.numel, dtype=wire), layout, tensors))
     assert found == {row: TritonPacking if {*row} <= {*dispatch.GPU_DTYPES} else TorchPacking for row in rows}
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_what_cannot_be_averaged_is_refused_with_a_list_of_what_can(dtype):
-    def body(world):
-        model = nn.Module()
-        model.weight = nn.Parameter(torch.zeros(4).to(dtype))
-        with pytest.raises(
-            UsageError, match=rf"weight has gradients of dtype {dtype}: those of torch\.float64, .* can"
-        ):
-            commrt.attach(model, world=world)
-
-    run_ranks(1, body)

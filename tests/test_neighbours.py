@@ -22,23 +22,16 @@ from commrt.transport.protocol import CPU
 
 def test_memory_of_a_buffer_that_is_gone_serves_again_and_memory_in_use_does_not():
     with connected("aa") as group:
-        transport = group.transports[0]
-        first, second = (transport.allocate_shared(ODD, torch.float32) for _ in range(2))
+        allocate = group.transports[0].allocate_shared
+        first, second = (allocate(ODD, torch.float32) for _ in range(2))
         place, kept = first.fill_(7.0).data_ptr(), second.fill_(5.0)
         del first
-        again, other = (transport.allocate_shared(ODD - 9, torch.float32) for _ in range(2))
+        much_smaller = allocate(10, torch.float32)
+        again, other = (allocate(ODD - 9, torch.float32) for _ in range(2))
         assert again.data_ptr() == place
         assert not again.any()
-        assert len({place, kept.data_ptr(), other.data_ptr()}) == 3
+        assert len({place, kept.data_ptr(), other.data_ptr(), much_smaller.data_ptr()}) == 4
         assert bool((kept == 5.0).all())
-
-
-def test_a_much_larger_segment_does_not_serve_for_a_small_buffer():
-    with connected("aa") as group:
-        allocate = group.transports[0].allocate_shared
-        place = allocate(10_000, torch.float32).data_ptr()
-        assert allocate(10, torch.float32).data_ptr() != place
-        assert allocate(9_000, torch.float32).data_ptr() == place
 
 
 def test_memory_is_freed_when_all_peers_have_unmapped_it():
@@ -152,13 +145,9 @@ def connected_gpus(memory, hosts, monkeypatch):
 MALFORMED = [
     ("pages", ["a", "00"]),
     ("pages", ["a", "no hex", 5]),
-    ("pages", [None, "00", 5]),
     ("verdicts", None),
-    ("share 1", 5),
-    ("share 1", [["00", 64]]),
     ("share 1", [["", 64, 0, 64]]),
     ("share 1", [["00", 64, 1, 64]]),
-    ("share 1", [["00", 64, 0, -1]]),
 ]
 
 
