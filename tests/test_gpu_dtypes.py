@@ -6,6 +6,7 @@ Kernels run in the interpreter here, on CPU tensors that count as a GPU's.
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
 from itertools import product
 
@@ -92,7 +93,7 @@ def test_every_way_to_train_takes_fp64_on_a_gpu_and_gives_the_bits_of_a_cpu(way)
 def test_triton_packs_the_fp32_buckets_of_a_model_only(model, kernels):
     with interpreted_gpu() as launches:
         run_ranks(2, lambda world: trained(world, model, WAYS["all-reduce"], steps=1))
-    assert set(launches.names) == kernels
+    assert Counter(launches.names) == dict.fromkeys(kernels, 2)  # one of each for the bucket of each rank
 
 
 def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on():

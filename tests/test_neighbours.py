@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import nccl_stand_in as stand_in
 import pytest
 import torch
-from peer_group import ODD, TIMEOUT_S, connected, wait_until
+from peer_group import ODD, TIMEOUT_S, connected, on_threads, wait_until
 from peer_memory import HostPeerMemory
 from torch.distributed import HashStore
 
@@ -93,8 +92,7 @@ FAULTS = {
 def test_all_ranks_of_a_host_refuse_if_one_of_them_cannot_map_and_other_hosts_do_not(why, memory):
     memories = [HostPeerMemory(), memory(), *(HostPeerMemory() for _ in range(3))]
     store, hosts = HashStore(), "aaabb"
-    with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(lambda r: Neighbours(store, r, range(5), TIMEOUT_S, memories[r], hosts[r]), range(5)))
+    found = on_threads(5, lambda r: Neighbours(store, r, range(5), TIMEOUT_S, memories[r], hosts[r]))
     assert [list(each.ranks) for each in found] == [[], [], [], [4], [3]]
     assert len({each.refusal for each in found[:3]}) == 1
     assert "rank 1" in found[0].refusal
@@ -138,8 +136,7 @@ def connected_gpus(memory, hosts, monkeypatch):
     def one(rank):
         return connect_gpu(store, rank, range(2), TIMEOUT_S, CPU, lambda error: None)
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, range(2)))
+    return on_threads(2, one)
 
 
 MALFORMED = [

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import inf
 from unittest.mock import Mock, patch
@@ -13,9 +12,8 @@ import nccl_stand_in as nccl
 import pytest
 import torch
 from moved_clock import moved_clock
-from peer_group import NOW, ODD, TIMEOUT_S, connected, over_peers, values_of, wait_until
+from peer_group import NOW, ODD, connected, over_peers, values_of, wait_until
 from torch import nn
-from torch.distributed import HashStore
 from transports import over_nccl
 
 import commrt
@@ -23,10 +21,8 @@ from commrt.algorithms import direct, ring
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, TransportError
 from commrt.kernels.meeting import ABORT
-from commrt.program import program
 from commrt.runtime import reading
-from commrt.runtime.executor import bind
-from commrt.testing.ranks import over_threads, run_ranks
+from commrt.testing.ranks import run_ranks
 from commrt.threads.future import Streams
 from commrt.transport import nccl as nccl_module
 from commrt.transport import peers
@@ -35,15 +31,13 @@ from commrt.transport.protocol import P2PGroup, Tag
 
 def by_messages(schedule, values):
     """What the executor makes of `values`, by messages between threads."""
-    size = len(values)
-    transports, buffers = over_threads(HashStore(), size, TIMEOUT_S), values.clone()
 
-    def run(rank):
-        bind(program(schedule, rank), buffers[rank], transports[rank]).run(NOW)
+    def body(world):
+        row = values[world.rank].clone()
+        world.run(schedule, row)
+        return row
 
-    with ThreadPoolExecutor(size) as pool:
-        list(pool.map(run, range(size)))
-    return buffers
+    return torch.stack(run_ranks(len(values), body))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ All ranks run on one thread. A step is one look at a peer's word, one write to i
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from moved_clock import moved_clock
-from peer_group import connect_one
+from peer_group import connect_one, on_threads
 from peer_memory import HostPeerMemory, meeting
 from torch.distributed import HashStore
 
@@ -192,8 +191,7 @@ def ran(case, troubles=()):
     """(found, expected) of each rank: what it found at the end of each run, up to its failure."""
     size, runs, seed = case
     store = HashStore()
-    with ThreadPoolExecutor(size) as pool:
-        devices = list(pool.map(lambda rank: Device(store, size, rank, runs), range(size)))
+    devices = on_threads(size, lambda rank: Device(store, size, rank, runs))
     try:
         go(devices, Random(seed), troubles)
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 from fake_gpu import Driver, Operations, fake_gpu
 from torch import nn
 
-import commrt
 from commrt.buckets.gradient_bucket import GradientBucket, Header, build_buckets
 from commrt.buckets.layout import MIB
-from commrt.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from model_gradients import resnet50
@@ -54,27 +51,6 @@ def steps_of_resnet50(fake: Driver) -> dict[str, Any]:
     return {"steps": steps, "wires": [bucket.wire.data_ptr() for bucket in buckets], "loads": fake.loads}
 
 
-def training(fake: Driver) -> dict[str, Any]:
-    """Three whole steps of two ranks: kernels of the last one. Each bucket has two tiles, one for each rank's chunk."""
-
-    def body(world: commrt.World) -> int:
-        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        replica = commrt.attach(model, optimizer, commrt.Ring(), world=world, wire=torch.bfloat16, bucket_cap_mb=0.02)
-        for number in range(3):
-            world.agree(f"before step {number}")
-            if world.rank == 0:
-                fake.calls.clear()
-            world.agree(f"step {number}")
-            model(torch.randn(4, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        return len(replica.buckets)
-
-    buckets = run_ranks(2, body)[0]
-    return {"buckets": buckets, "kernels": Counter(call.kernel for call in fake.calls)}
-
-
 if __name__ == "__main__":
     with fake_gpu() as fake:
-        sys.stdout.write(json.dumps({"resnet50": steps_of_resnet50(fake), "training": training(fake)}))
+        sys.stdout.write(json.dumps(steps_of_resnet50(fake)))

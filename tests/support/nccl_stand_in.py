@@ -59,28 +59,22 @@ class RecordedGraph:
 
     def __init__(self) -> None:
         self.replays = 0
-        self._calls: list[Callable[[], None]] = []
-        self._on_reset: list[Callable[[], None]] = []
-
-    def note(self, call: Callable[[], None]) -> None:
-        """Record `call`."""
-        self._calls.append(call)
-
-    def on_reset(self, call: Callable[[], None]) -> None:
-        """Call `call` when the graph is reset."""
-        self._on_reset.append(call)
+        self.calls: list[Callable[[], None]] = []
+        self.communicators: list[NcclCommunicator] = []
 
     def replay(self) -> None:
         """Repeat all recorded calls."""
         self.replays += 1
-        for call in self._calls:
+        for call in self.calls:
             call()
 
     def reset(self) -> None:
         """Drop all recorded calls."""
-        callbacks, self._on_reset, self._calls = self._on_reset, [], []
-        for call in callbacks:
-            call()
+        communicators, self.communicators, self.calls = self.communicators, [], []
+        with changed:
+            for communicator in communicators:
+                communicator._graphs -= 1
+            changed.notify_all()
 
     __del__ = reset
 
@@ -112,7 +106,7 @@ def ask(call: Callable[[], None]) -> None:
     if _thread.graph is None:
         call()
     else:
-        _thread.graph.note(call)
+        _thread.graph.calls.append(call)
 
 
 def record(work: Callable[[], None]) -> RecordedGraph:
@@ -169,9 +163,7 @@ def get_version() -> int:
     return VERSION
 
 
-def get_build_version() -> int:
-    """Return the version of the library that the binding was built with."""
-    return VERSION
+get_build_version = get_version
 
 
 def get_unique_id() -> bytes:
@@ -265,19 +257,13 @@ def _run(calls: list[_Posted]) -> None:
     else:
         with changed, _exclusively({call.communicator for call in calls}):
             numbers = {end: _recorded(graph, *end) for end in _posts(calls)}
-        graph.note(lambda: _run_group(calls, numbers))
+        graph.calls.append(lambda: _run_group(calls, numbers))
 
 
 def _recorded(graph: RecordedGraph, communicator: NcclCommunicator, peer: int) -> int:
     """Count a group that is recorded with `peer`, and return its number."""
-
-    def on_reset() -> None:
-        with changed:
-            communicator._graphs -= 1  # of this module
-            changed.notify_all()
-
     communicator._graphs += 1
-    graph.on_reset(on_reset)
+    graph.communicators.append(communicator)
     communicator._recorded[peer] += 1
     return communicator._recorded[peer]
 
