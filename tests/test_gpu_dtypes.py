@@ -50,11 +50,9 @@ WAYS = {
     "codes": {"algorithm": commrt.Direct(), "wire": commrt.quantization.Int8()},
     "views": {"algorithm": commrt.Ring(), "gradients": "views"},
     "gossip": {"algorithm": commrt.Gossip()},
-    "gossip on a bf16 wire": {"algorithm": commrt.Gossip(), "wire": BF16},
     "gossip of gradients": {"algorithm": commrt.Gossip(payload="gradients")},
     "local SGD": {"algorithm": commrt.local_sgd.LocalSGD(period=2)},
     "DiLoCo": {"algorithm": commrt.local_sgd.diloco(period=2)},
-    "local SGD by gossip": {"algorithm": commrt.local_sgd.LocalSGD(period=2, inner=commrt.Gossip())},
     "backup workers": {"algorithm": commrt.BackupWorkers(backups=0, inner=commrt.Ring())},
 }
 

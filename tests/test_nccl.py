@@ -178,15 +178,6 @@ def test_what_is_late_on_the_gpu_is_the_next_exchanges_error_and_names_the_late_
     queued.transport.close()
 
 
-def test_what_failed_after_the_last_exchange_is_the_error_of_close(queued):
-    with moved_clock() as clock:
-        swap(queued.transport)(NOW)
-        clock.advance(PATIENT_S + 1)
-        with pytest.raises(DeadlineExceeded):
-            queued.transport.close()
-    queued.transport.close()
-
-
 def test_an_exchange_that_was_in_time_costs_nothing(queued):
     with moved_clock() as clock:
         swap(queued.transport)(NOW)
@@ -245,6 +236,7 @@ def test_on_a_gpu_that_failed_the_next_call_says_so_and_the_communicator_is_free
         failure_of(queued)
     with pytest.raises(TransportError, match="illegal memory access"):
         queued.transport.close()
+    queued.transport.close()
     assert queued.binding.calls[-1] == "abort"
 
 
