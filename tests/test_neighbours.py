@@ -151,15 +151,14 @@ MALFORMED = [
 @pytest.mark.parametrize(("what", "record"), MALFORMED, ids=repr)
 def test_malformed_records_of_another_rank_are_refused_in_words(what, record):
     store = HashStore()
-    for name, good in {"pages": ["b", "00", 5], "verdicts": ""}.items():
-        store.set(f"{name}/record/1", json.dumps(record if name == what else good))
+    for name, planted in {"pages": ["b", "00", 5], "verdicts": "", what: record}.items():
+        store.set(f"{name}/record/1", json.dumps(planted))
     with pytest.raises(DisagreementError, match="what the store holds as the record of rank 1 cannot be parsed"):
-        share_alone(store, what, record)
+        share_alone(store)
 
 
-def share_alone(store, what, record):
+def share_alone(store):
     """Connect rank 0, and let it share, with what the store holds of rank 1."""
     neighbours = Neighbours(store, 0, range(2), TIMEOUT_S, HostPeerMemory(), "a")
     neighbours.ranks = [1]
-    store.set(f"{what}/record/1", json.dumps(record))
     neighbours.share([neighbours.allocate(16, torch.float32)], TIMEOUT_S)
