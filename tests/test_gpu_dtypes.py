@@ -6,6 +6,7 @@ Kernels run in the interpreter here, on CPU tensors that count as a GPU's.
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
 from itertools import product
 
@@ -18,7 +19,6 @@ from transports import over_nccl
 
 import commrt
 from commrt.buckets.step_graph import FIRST, NO_KERNEL
-from commrt.errors import UsageError
 from commrt.kernels import dispatch
 from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.layout import layout_of
@@ -50,11 +50,9 @@ WAYS = {
     "codes": {"algorithm": commrt.Direct(), "wire": commrt.quantization.Int8()},
     "views": {"algorithm": commrt.Ring(), "gradients": "views"},
     "gossip": {"algorithm": commrt.Gossip()},
-    "gossip on a bf16 wire": {"algorithm": commrt.Gossip(), "wire": BF16},
     "gossip of gradients": {"algorithm": commrt.Gossip(payload="gradients")},
     "local SGD": {"algorithm": commrt.local_sgd.LocalSGD(period=2)},
     "DiLoCo": {"algorithm": commrt.local_sgd.diloco(period=2)},
-    "local SGD by gossip": {"algorithm": commrt.local_sgd.LocalSGD(period=2, inner=commrt.Gossip())},
     "backup workers": {"algorithm": commrt.BackupWorkers(backups=0, inner=commrt.Ring())},
 }
 
@@ -93,7 +91,7 @@ def test_every_way_to_train_takes_fp64_on_a_gpu_and_gives_the_bits_of_a_cpu(way)
 def test_triton_packs_the_fp32_buckets_of_a_model_only(model, kernels):
     with interpreted_gpu() as launches:
         run_ranks(2, lambda world: trained(world, model, WAYS["all-reduce"], steps=1))
-    assert set(launches.names) == kernels
+    assert Counter(launches.names) == dict.fromkeys(kernels, 2)  # one of each for the bucket of each rank
 
 
 def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on():
@@ -133,16 +131,3 @@ def test_triton_packs_where_it_offers_both_dtypes_and_plain_torch_packs_the_rest
             tensors = [torch.zeros(5, dtype=dtype)]
             found[dtype, wire] = type(dispatch.packing(torch.zeros(layout.numel, dtype=wire), layout, tensors))
     assert found == {row: TritonPacking if {*row} <= {*dispatch.GPU_DTYPES} else TorchPacking for row in rows}
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_what_cannot_be_averaged_is_refused_with_a_list_of_what_can(dtype):
-    def body(world):
-        model = nn.Module()
-        model.weight = nn.Parameter(torch.zeros(4).to(dtype))
-        with pytest.raises(
-            UsageError, match=rf"weight has gradients of dtype {dtype}: those of torch\.float64, .* can"
-        ):
-            commrt.attach(model, world=world)
-
-    run_ranks(1, body)

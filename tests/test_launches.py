@@ -35,7 +35,7 @@ def report():
 
 @pytest.fixture(scope="module")
 def steps(report):
-    return report["resnet50"]["steps"]
+    return report["steps"]
 
 
 def column(step, number):
@@ -43,62 +43,32 @@ def column(step, number):
     return [launch[number] for launch in step["launches"]]
 
 
-def test_a_bucket_is_packed_by_one_launch_and_unpacked_by_one(steps):
+def test_a_bucket_is_packed_by_one_launch_and_unpacked_by_one_on_its_own_wire(report, steps):
     for step in steps.values():
         assert column(step, 0) == ["pack_kernel", "unpack_kernel"] * BUCKETS
+    wires, headers = column(steps["third"], 3), column(steps["third"], 4)
+    assert wires[::2] == wires[1::2] == report["wires"]
+    assert headers[::2] == headers[1::2]
+    assert len({*headers}) == BUCKETS
 
 
 def test_a_steady_step_allocates_nothing_copies_nothing_and_waits_for_nothing(steps):
     assert steps["second"]["operations"] == steps["third"]["operations"] == []
-
-
-def test_the_first_step_sends_each_table_of_addresses_and_sets_each_scale(steps):
-    operations = steps["first"]["operations"]
-    assert operations.count("aten.copy_.default") == operations.count("aten.fill_.Scalar") == BUCKETS
-
-
-def test_a_gradient_that_moves_costs_one_copy_for_its_bucket(steps):
+    for operation in ("aten.copy_.default", "aten.fill_.Scalar"):  # tables of addresses, and scales
+        assert steps["first"]["operations"].count(operation) == BUCKETS
     assert steps["moved"]["operations"].count("aten.copy_.default") == 1
 
 
-def test_a_gradient_that_is_not_aligned_makes_its_bucket_take_another_kernel(steps):
+def test_a_gradient_that_is_not_aligned_makes_its_bucket_take_another_kernel(report, steps):
     assert column(steps["third"], 2) == [4] * 10
     assert column(steps["unaligned"], 2) == [4, 4, 4, 4, 8, 8, 4, 4, 4, 4]
+    assert report["loads"] == 6  # three alignments, two ways
 
 
 def test_a_program_is_launched_for_every_tile_of_the_bucket(steps):
     programs = column(steps["third"], 1)
     assert programs[::2] == programs[1::2]
     assert sum(programs[::2]) == 6334  # of 4096 elements, in 161 tensors
-
-
-def test_launches_carry_the_address_of_the_wire_and_the_header_of_the_bucket(report, steps):
-    wires, headers = column(steps["third"], 3), column(steps["third"], 4)
-    assert wires[::2] == wires[1::2] == report["resnet50"]["wires"]
-    assert headers[::2] == headers[1::2]
-    assert len({*headers}) == BUCKETS
-
-
-def test_kernels_are_compiled_once_for_all_buckets_of_a_kind(report):
-    assert report["resnet50"]["loads"] == 6  # three alignments, two ways
-
-
-def test_a_step_of_training_is_pack_reduce_and_unpack_of_each_bucket_on_each_rank(report):
-    training = report["training"]
-    assert training["buckets"] > 1
-    kernels = ("pack_kernel", "reduce_kernel", "unpack_kernel")
-    assert training["kernels"] == dict.fromkeys(kernels, 2 * training["buckets"])
-
-
-def test_buckets_of_a_hundred_thousand_tensors_are_made_in_seconds(report):
-    assert report["seconds for many tensors"] < 20
-
-
-def test_benchmarks_and_the_tuner_launch_the_one_kernel_that_they_name(report):
-    launched = report["benchmarks"]
-    tuned = [name.split()[1] for name in launched if name.startswith("tuner: ")]
-    assert [*launched.values()] == [[f"{name}_kernel"] for name in ("pack", "mix", *tuned)]
-    assert tuned == ["pack", "unpack", *["pack"] * 3, *["unpack"] * 3]
 
 
 @pytest.mark.skipif(which("gcc") is None, reason="Triton's launcher needs a C compiler")
@@ -111,5 +81,4 @@ def test_what_is_launched_arrives_at_the_driver_through_tritons_own_launcher(tmp
         TRITON_LIBCUDA_PATH=str(tmp_path),
         TRITON_CACHE_DIR=str(tmp_path / "cache"),  # launchers linked with this library must not be kept
     )
-    assert list(report) == ["pack", "unpack", "add"]
-    assert [launch["arrived"] for launch in report.values()] == [launch["expected"] for launch in report.values()]
+    assert report["arrived"] == report["expected"]

@@ -257,18 +257,15 @@ def test_in_each_scene_the_kernel_does_what_the_definition_does_and_a_planted_bu
     assert [bug for bug in bugs if not first_complaint(planted(bug, tmp_path))] == []
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Made in a process in which Triton compiles instead of interpreting."""
+@pytest.mark.slow
+def test_the_compiled_kernel_orders_memory_for_the_whole_system_and_keeps_all_in_registers():
+    """In a process in which Triton compiles instead of interpreting."""
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(SUPPORT / "meet_code.py")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_the_compiled_kernel_orders_memory_for_the_whole_system(compiled):
+    compiled = json.loads(done.stdout)
+    assert {code["arch"] for code in compiled} == {"sm_80", "sm_90a", "sm_100a"}
     for code in compiled:
         peers = code["peers"]  # told, and told that this rank goes back; asked before and while it waits
         assert code["orders"] == {
@@ -277,11 +274,5 @@ def test_the_compiled_kernel_orders_memory_for_the_whole_system(compiled):
             "ld.relaxed.sys.global": peers,
             "ld.volatile.global": 2 * peers + 1,
         }
-
-
-@pytest.mark.slow
-def test_the_compiled_kernel_never_traps_and_keeps_all_in_registers(compiled):
-    assert {code["arch"] for code in compiled} == {"sm_80", "sm_90a", "sm_100a"}
-    for code in compiled:
         assert (code["forbidden"], code["traps"], code["local_bytes"]) == ([], 0, 0)
         assert code["registers"] <= 64

@@ -8,7 +8,7 @@ a wrong version.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -57,11 +57,6 @@ class Used(NamedTuple):
     """The rank takes what is in its buffer."""
 
 
-def device_count(run, last):
-    """Return where a run begins to count if the counter lies on the device."""
-    return run * last
-
-
 def difference(one, other):
     """Subtract as int32."""
     return (one - other + WRAP // 2) % WRAP - WRAP // 2
@@ -71,8 +66,7 @@ def difference(one, other):
 class Rules:
     """How ranks meet; mutants differ in one."""
 
-    plan: object = meetings
-    count: object = device_count
+    count: object = lambda run, last: run * last
     reached: object = lambda told, goal: difference(told, goal) >= 0
     deadline: bool = True
     takes_back: bool = True
@@ -120,7 +114,7 @@ class Model:
     def life(self, rank):
         """All events of a rank that never fails."""
         mine = self.programs[rank]
-        plan, fill = self.rules.plan(mine.hops, mine.chunks, mine.peers), Work((), tuple(range(mine.chunks)))
+        plan, fill = meetings(mine.hops, mine.chunks, mine.peers), Work((), tuple(range(mine.chunks)))
         for run in range(self.runs):
             meet = partial(self.meet, sorted(mine.peers), NEAR_WRAP + self.rules.count(run, 2 * len(mine.hops) + 1))
             yield fill
@@ -288,42 +282,7 @@ def test_three_ranks_of_which_any_may_be_late_or_one_die_use_nothing_wrong_and_c
     assert Model(schedule, runs=1, **trouble).explore() > 100
 
 
-def kept(keep):
-    """A plan whose meetings need what ``keep(need)``."""
-
-    def less(meeting):
-        return meeting and meeting._replace(needs={peer: need for peer, need in meeting.needs.items() if keep(need)})
-
-    def plan(*args):
-        whole = meetings(*args)
-        before, within = (tuple(map(less, each)) for each in (whole.before, whole.within))
-        return replace(whole, before=before, within=within, end=less(whole.end))
-
-    return plan
-
-
-def without_within(*args):
-    plan = meetings(*args)
-    return replace(plan, within=(None,) * len(plan.within))
-
-
-def without_an_end(*args):
-    plan = meetings(*args)
-    return replace(plan, end=plan.end._replace(needs={}))
-
-
-def told_late(*args):
-    """Tells at the second meeting of a hop what the first one should have told."""
-    plan = meetings(*args)
-    return replace(plan, before=tuple(each and each._replace(position=each.position - 1) for each in plan.before))
-
-
 MUTANTS = {
-    "a peer's memory is read before its word": (direct.all_reduce(2), {"plan": kept(lambda need: need % 2 == 0)}),
-    "memory is overwritten before it was read": (ring.all_reduce(3), {"plan": kept(lambda need: need % 2 == 1)}),
-    "what is sent is overwritten in the same hop": (rotated(2), {"plan": without_within}),
-    "the next run overwrites what is read": (direct.broadcast(2), {"plan": without_an_end}),
-    "a rank waits for what is told later": (direct.all_reduce(2), {"plan": told_late}),
     "a graph tells the positions of its first run": (direct.all_reduce(2), {"count": lambda run, last: 0}),
     "a position must be met exactly": (IDLE, {"reached": lambda told, goal: told == goal}),
     "positions do not wrap": (direct.all_reduce(2), {"reached": lambda told, goal: told >= goal}),

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import nccl_stand_in as stand_in
 import pytest
+from peer_group import on_threads
 from torch.distributed import HashStore
 
 from commrt.testing import conformance
@@ -91,10 +91,7 @@ def complaint(transport, monkeypatch, patience_s=PATIENT_S):
 
     def make(ranks, timeout_s):
         store = HashStore()
-        with ThreadPoolExecutor(ranks) as pool:
-            made.extend(
-                pool.map(lambda rank: transport(store, rank, range(ranks), timeout_s, CPU, stand_in), range(ranks))
-            )
+        made.extend(on_threads(ranks, lambda rank: transport(store, rank, range(ranks), timeout_s, CPU, stand_in)))
         return made[-ranks:]
 
     monkeypatch.setattr(conformance, "LONG_S", patience_s)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import nccl_stand_in as stand_in
 import pytest
 import torch
-from peer_group import ODD, TIMEOUT_S, connected, wait_until
+from peer_group import ODD, TIMEOUT_S, connected, on_threads, wait_until
 from peer_memory import HostPeerMemory
 from torch.distributed import HashStore
 
@@ -22,23 +21,16 @@ from commrt.transport.protocol import CPU
 
 def test_memory_of_a_buffer_that_is_gone_serves_again_and_memory_in_use_does_not():
     with connected("aa") as group:
-        transport = group.transports[0]
-        first, second = (transport.allocate_shared(ODD, torch.float32) for _ in range(2))
+        allocate = group.transports[0].allocate_shared
+        first, second = (allocate(ODD, torch.float32) for _ in range(2))
         place, kept = first.fill_(7.0).data_ptr(), second.fill_(5.0)
         del first
-        again, other = (transport.allocate_shared(ODD - 9, torch.float32) for _ in range(2))
+        much_smaller = allocate(10, torch.float32)
+        again, other = (allocate(ODD - 9, torch.float32) for _ in range(2))
         assert again.data_ptr() == place
         assert not again.any()
-        assert len({place, kept.data_ptr(), other.data_ptr()}) == 3
+        assert len({place, kept.data_ptr(), other.data_ptr(), much_smaller.data_ptr()}) == 4
         assert bool((kept == 5.0).all())
-
-
-def test_a_much_larger_segment_does_not_serve_for_a_small_buffer():
-    with connected("aa") as group:
-        allocate = group.transports[0].allocate_shared
-        place = allocate(10_000, torch.float32).data_ptr()
-        assert allocate(10, torch.float32).data_ptr() != place
-        assert allocate(9_000, torch.float32).data_ptr() == place
 
 
 def test_memory_is_freed_when_all_peers_have_unmapped_it():
@@ -100,8 +92,7 @@ FAULTS = {
 def test_all_ranks_of_a_host_refuse_if_one_of_them_cannot_map_and_other_hosts_do_not(why, memory):
     memories = [HostPeerMemory(), memory(), *(HostPeerMemory() for _ in range(3))]
     store, hosts = HashStore(), "aaabb"
-    with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(lambda r: Neighbours(store, r, range(5), TIMEOUT_S, memories[r], hosts[r]), range(5)))
+    found = on_threads(5, lambda r: Neighbours(store, r, range(5), TIMEOUT_S, memories[r], hosts[r]))
     assert [list(each.ranks) for each in found] == [[], [], [], [4], [3]]
     assert len({each.refusal for each in found[:3]}) == 1
     assert "rank 1" in found[0].refusal
@@ -145,35 +136,29 @@ def connected_gpus(memory, hosts, monkeypatch):
     def one(rank):
         return connect_gpu(store, rank, range(2), TIMEOUT_S, CPU, lambda error: None)
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, range(2)))
+    return on_threads(2, one)
 
 
 MALFORMED = [
     ("pages", ["a", "00"]),
     ("pages", ["a", "no hex", 5]),
-    ("pages", [None, "00", 5]),
     ("verdicts", None),
-    ("share 1", 5),
-    ("share 1", [["00", 64]]),
     ("share 1", [["", 64, 0, 64]]),
     ("share 1", [["00", 64, 1, 64]]),
-    ("share 1", [["00", 64, 0, -1]]),
 ]
 
 
 @pytest.mark.parametrize(("what", "record"), MALFORMED, ids=repr)
 def test_malformed_records_of_another_rank_are_refused_in_words(what, record):
     store = HashStore()
-    for name, good in {"pages": ["b", "00", 5], "verdicts": ""}.items():
-        store.set(f"{name}/record/1", json.dumps(record if name == what else good))
+    for name, planted in {"pages": ["b", "00", 5], "verdicts": "", what: record}.items():
+        store.set(f"{name}/record/1", json.dumps(planted))
     with pytest.raises(DisagreementError, match="what the store holds as the record of rank 1 cannot be parsed"):
-        share_alone(store, what, record)
+        share_alone(store)
 
 
-def share_alone(store, what, record):
+def share_alone(store):
     """Connect rank 0, and let it share, with what the store holds of rank 1."""
     neighbours = Neighbours(store, 0, range(2), TIMEOUT_S, HostPeerMemory(), "a")
     neighbours.ranks = [1]
-    store.set(f"{what}/record/1", json.dumps(record))
     neighbours.share([neighbours.allocate(16, torch.float32)], TIMEOUT_S)

@@ -6,7 +6,6 @@ All ranks run on one thread. A step is one look at a peer's word, one write to i
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from moved_clock import moved_clock
-from peer_group import connect_one
+from peer_group import connect_one, on_threads
 from peer_memory import HostPeerMemory, meeting
 from torch.distributed import HashStore
 
@@ -41,7 +40,7 @@ def schedules(draw, ranks):
     steps = draw(
         st.lists(st.dictionaries(st.tuples(numbers, st.integers(0, chunks - 1)), sources(numbers)), max_size=4)
     )
-    made = [step for received in steps for step in [step_of(received)]]
+    made = [step_of(received) for received in steps]
     return Schedule("random", ranks, chunks, lambda: iter(made))
 
 
@@ -133,10 +132,6 @@ class Device:
             if not self.transport._state[0].item():
                 self.found.append(self.buffers[run.name].clone())
 
-    def give_up(self):
-        """As when another thread calls abort()."""
-        self.transport._words[ABORT] = 1
-
 
 class Trouble(NamedTuple):
     """After how many steps of all ranks a rank gives up or dies."""
@@ -146,7 +141,7 @@ class Trouble(NamedTuple):
     dies: bool
 
 
-def go(devices, random, troubles=()):
+def go(devices, random, trouble):
     """Run all in a random order; the clock moves past all deadlines when only a rank in trouble could go on."""
     alive, steps, waited = dict(enumerate(devices)), 0, 0
     with moved_clock() as clock:
@@ -154,12 +149,15 @@ def go(devices, random, troubles=()):
             rank = random.choice(list(alive))
             waits = advance(alive[rank].steps, random.choice([1, 1, 2, 30]))
             steps, waited = steps + 1, waited + 1 if waits else 0
-            for trouble in [trouble for trouble in troubles if trouble.after == steps and trouble.rank in alive]:
-                alive.pop(trouble.rank) if trouble.dies else alive[trouble.rank].give_up()
+            if trouble and trouble.after == steps and trouble.rank in alive:
+                if trouble.dies:
+                    alive.pop(trouble.rank)
+                else:  # as when another thread calls abort()
+                    alive[trouble.rank].transport._words[ABORT] = 1
             if waits is None:
                 alive.pop(rank, None)
             if waited > PATIENCE:
-                assert troubles, "all ranks wait"
+                assert trouble, "all ranks wait"
                 clock.advance(1000.0)
 
 
@@ -188,14 +186,13 @@ def cases_of_ranks(draw):
     return size, runs, seed
 
 
-def ran(case, troubles=()):
+def ran(case, trouble=None):
     """(found, expected) of each rank: what it found at the end of each run, up to its failure."""
     size, runs, seed = case
     store = HashStore()
-    with ThreadPoolExecutor(size) as pool:
-        devices = list(pool.map(lambda rank: Device(store, size, rank, runs), range(size)))
+    devices = on_threads(size, lambda rank: Device(store, size, rank, runs))
     try:
-        go(devices, Random(seed), troubles)
+        go(devices, Random(seed), trouble)
     finally:
         for device in devices:
             device.transport.abort()
@@ -214,5 +211,5 @@ def test_random_programs_in_random_orders_of_steps_do_what_their_schedules_mean(
 @cases(60)
 @given(cases_of_ranks(), st.integers(0, 1), st.integers(0, 120), st.booleans())
 def test_if_a_rank_gives_up_or_dies_at_any_step_no_other_takes_a_wrong_result_for_right(case, who, after, dies):
-    for found, expected in ran(case, [Trouble(rank=who, after=after, dies=dies)]):
+    for found, expected in ran(case, Trouble(rank=who, after=after, dies=dies)):
         assert all(map(torch.equal, found, expected))

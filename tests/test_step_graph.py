@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import nccl_stand_in as nccl
 import pytest
@@ -26,7 +28,7 @@ from transports import over_nccl, over_peers
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.buckets.gradient_bucket import Header, build_buckets, encode
-from commrt.buckets.step_graph import BY_CALLS, FIRST, NO_KERNEL, NOT_WHOLE, NOTHING_QUEUED, BoundStep, StepGraphs
+from commrt.buckets.step_graph import BY_CALLS, FIRST, NOT_WHOLE, NOTHING_QUEUED, BoundStep, StepGraphs
 from commrt.errors import TransportClosed
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
@@ -140,18 +142,13 @@ TRAININGS = {
     "sums that are unpacked from peers' memory": {"algorithm": commrt.Direct(), "connect": over_peers},
     "gradients that some ranks lack": {"backward": without_some},
     "gradients that one rank has at odd addresses": {"backward": off_the_grid},
+    "a cast": pytest.param({"wire": torch.bfloat16}, marks=pytest.mark.slow),
 }
 
 
 @pytest.mark.parametrize("options", TRAININGS.values(), ids=TRAININGS)
 def test_training_by_graphs_gives_the_bits_of_training_call_by_call(gpu, options):
     require_same(2, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "wire"), [(2, torch.bfloat16), (4, None)])
-def test_so_it_does_with_a_cast_and_on_more_ranks(gpu, ranks, wire):
-    require_same(ranks, wire=wire)
 
 
 @pytest.mark.slow
@@ -179,14 +176,11 @@ def test_when_the_device_of_one_rank_refuses_no_rank_uses_graphs(gpu, monkeypatc
         return asked[-1]
 
     monkeypatch.setattr(RecordingStreams, "capture", refuse)
-    outcomes = run_ranks(2, lambda world: (world.rank, trained(world, True)), connect=over_nccl)
-    last = {rank: reasons[-1] for rank, (_, reasons, _, _) in outcomes}
-    said = sorted(reason for reasons in last.values() for reason in reasons)
-    refused = next(rank for rank, reasons in last.items() if "operation not permitted" in str(reasons))
-    assert said == [
-        f"the device of rank {refused} refused: ask that rank why",
-        "the device refused: operation not permitted when stream is capturing",
-    ]
+    outcomes = run_ranks(2, lambda world: trained(world, True), connect=over_nccl)
+    last = [str(reasons[-1]) for _, reasons, _, _ in outcomes]
+    refused = next(rank for rank, reason in enumerate(last) if "operation not permitted" in reason)
+    assert last[1 - refused] == str({f"the device of rank {refused} refused: ask that rank why"})
+    assert last[refused] == str({"the device refused: operation not permitted when stream is capturing"})
     assert sum(graph.replays for graph in asked) == 0
 
 
@@ -214,57 +208,33 @@ def test_graphs_are_made_when_backward_passes_have_ended(gpu, monkeypatch):
 
 
 def leaving_early(world, graphs):
-    """Three full steps, three in which rank 2 has no data, and three full ones; in each whether it was by graph."""
+    """Three full steps, three in which rank 2 has no data, three full ones: gradients, and replays after each three."""
     model = deepcopy(UNTRAINED)
     replica = commrt.attach(model, None, commrt.Ring(), world=world, bucket_cap_mb=1e-5, graphs=graphs)
+    replays = []
 
-    def step(number):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + world.rank))
-        model.zero_grad()
-        model(x).square().sum().backward()
+    def steps(numbers):
+        for number in numbers:
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + world.rank))
+            model.zero_grad()
+            model(x).square().sum().backward()
 
-    before = world.comm_thread.submit(lambda: remembered.replays)
-    for number in range(3):
-        step(number)
-    with replica.join():
-        for number in range(0 if world.rank == 2 else 3):
-            step(3 + number)
-    inside = world.comm_thread.submit(lambda: remembered.replays).result() - before.result()
-    for number in range(3):
-        step(6 + number)
-    after = world.comm_thread.submit(lambda: remembered.replays).result() - inside
-    return [param.grad.tolist() for param in model.parameters()], inside, after - before.result()
+    for numbers in (range(3), range(3, 6), range(6, 9)):
+        if numbers[0] == 3:
+            with replica.join():
+                steps([] if world.rank == 2 else numbers)
+        else:
+            steps(numbers)
+        replays.append(world.comm_thread.submit(lambda: remembered.replays).result())
+    return [param.grad.tolist() for param in model.parameters()], replays
 
 
 @pytest.mark.slow
 def test_ranks_that_saw_different_steps_in_join_use_graphs_together_afterwards(gpu):
     by_graphs = run_ranks(3, lambda world: leaving_early(world, True), connect=over_nccl)
     by_calls = run_ranks(3, lambda world: leaving_early(world, False), connect=over_nccl)
-    assert [grads for grads, *_ in by_graphs] == [grads for grads, *_ in by_calls]
-    assert {inside for _, inside, _ in by_graphs} == {after for *_, after in by_graphs} == {(3 - BY_CALLS) * 2}
-
-
-class Alternating:
-    """Another schedule in every other step, as objects that stay."""
-
-    def __init__(self):
-        self.schedules = {}
-
-    def schedule(self, step, ranks):
-        if (key := (step % 2, ranks)) not in self.schedules:
-            inner = (commrt.Ring(), commrt.HalvingDoubling())[step % 2]
-            self.schedules[key] = inner.schedule(0, ranks)
-        return self.schedules[key]
-
-
-def test_each_schedule_is_remembered_after_it_has_come_twice(gpu):
-    (_, reasons, *_), _ = run_ranks(2, lambda world: trained(world, True, algorithm=Alternating()), connect=over_nccl)
-    assert reasons == [{FIRST}] * 2 * BY_CALLS + [set()] * (STEPS - 2 * BY_CALLS)
-
-
-def test_where_transfers_are_waited_for_the_reason_is_said():
-    (_, reasons, *_), _ = run_ranks(2, lambda world: trained(world, True))
-    assert reasons == [{NO_KERNEL}] * STEPS
+    assert [grads for grads, _ in by_graphs] == [grads for grads, _ in by_calls]
+    assert [replays for _, replays in by_graphs] == [[2, 2, 4]] * 3  # none in join, and two buckets
 
 
 @contextmanager
@@ -292,27 +262,18 @@ def test_capturing_is_no_exchange(gpu):
         assert [transport._counts for transport in transports] == [{0: 0, 1: 0}] * 2
 
 
-def test_a_graph_that_is_not_used_any_more_is_forgotten(gpu):
-    with two_transports() as (_, exchanges):
-        known = [weakref.ref(each) for each in (*exchanges, *remembered.graphs[-2:])]
-        exchanges.clear()
-        del remembered.graphs[-2:]
-        gc.collect()
-        assert [reference() for reference in known] == [None] * 4
-
-
 @pytest.mark.parametrize("connect", [over_nccl, over_peers])
-def test_what_a_graph_uses_lives_as_long_as_the_graph(gpu, connect):
+def test_a_graph_is_kept_as_long_as_it_is_used_and_so_is_what_it_uses(gpu, connect):
     transport, _ = connect(HashStore(), 2, 10.0)
     work = partial(int)  # stands for one with tensors
-    known = weakref.ref(work)
     replay = transport.capture(work, P2PGroup([], [], reads=connect is over_peers))
+    known = [weakref.ref(work), weakref.ref(remembered.graphs.pop())]
     del work
     gc.collect()
-    assert known() is not None
+    assert None not in [reference() for reference in known]
     del replay
     gc.collect()
-    assert known() is None
+    assert [reference() for reference in known] == [None] * 2
     transport.abort()
 
 
@@ -343,37 +304,21 @@ def test_a_transport_that_nobody_closed_does_not_wait_for_its_graphs_at_exit(gpu
         assert len(exchanges) == 2
 
 
-class Counted:
-    """A transport that remembers, and counts how often it is asked to."""
-
-    def __init__(self, refusal=None, queues=True):
-        self.captures, self._refusal, self._queues = 0, refusal, queues
-
-    def capture(self, work, group):
-        self.captures += 1
-        if self._refusal is not None:
-            raise self._refusal
-        graph = nccl.record(work)
-        return (lambda tag: graph.replay()) if self._queues else None
-
-
-class Program:
-    """What runs between packing and unpacking: nothing."""
-
-    group = None
-    elsewhere = ()
-
-    def run(self, tag):
-        pass
-
-    finish = run
-
-
 @pytest.fixture
 def bucket(gpu):
     params = [(name, nn.Parameter(torch.randn(count))) for name, count in (("a", 40), ("b", 33))]
     (only,) = build_buckets(params, None, 1 << 20)
     return only
+
+
+def bound_step():
+    """Of a program that exchanges nothing."""
+    return BoundStep([SimpleNamespace(group=None, elsewhere=(), run=bool, finish=bool)])
+
+
+def captured(work, group):
+    graph = nccl.record(work)
+    return lambda tag: graph.replay()
 
 
 def take(bucket, step, skew=0):
@@ -384,12 +329,7 @@ def take(bucket, step, skew=0):
     return encode(claim)
 
 
-def agree(refused):
-    """As all ranks, of which this is the only one."""
-    return [0] if refused else []
-
-
-def step_of(bucket, step_graphs, bound, step, scale=1.0):
+def carried(step_graphs, bucket, bound, step, scale=1.0):
     """Make one step; return True if a graph carried it."""
     done = step_graphs.carry(bucket, bound, scale, Tag(step, 0))
     if not done:
@@ -397,59 +337,49 @@ def step_of(bucket, step_graphs, bound, step, scale=1.0):
         bucket.unpack()
     bucket.assign_missing()
     if step_graphs.is_due:
-        step_graphs.capture(agree)
+        step_graphs.capture(lambda refused: [0] if refused else [])
     return done
 
 
 def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(bucket):
-    step_graphs, bound = StepGraphs([bucket], Counted()), BoundStep([Program()])
+    step_graphs, bound = StepGraphs([bucket], SimpleNamespace(capture=captured)), bound_step()
     layout = layout_of([40, 33])
     for step, (scale, skew) in enumerate([(0.5, 0), (0.5, 0), (0.25, 0), (2.0, 1), (2.0, 3), (1.0, 0)]):
         word = take(bucket, step, skew)
         expected = [param.grad * scale for _, param in bucket.params]
         versions = [param.grad._version for _, param in bucket.params]
-        replayed = step_of(bucket, step_graphs, bound, step, scale)
-        assert replayed == (step >= BY_CALLS)
+        assert carried(step_graphs, bucket, bound, step, scale) == (step >= BY_CALLS)
         assert [param.grad._version for _, param in bucket.params] == [version + 1 for version in versions]
         assert torch.equal(layout.header(bucket.wire) != 0, bits(word))
         assert all(torch.equal(param.grad, want) for (_, param), want in zip(bucket.params, expected, strict=True))
     assert step_graphs.reasons == {}
 
 
-def test_a_header_that_stays_the_same_is_not_written_again(bucket, monkeypatch):
-    written, fill = [], torch.Tensor.fill_
-    monkeypatch.setattr(torch.Tensor, "fill_", lambda tensor, value: written.append(value) or fill(tensor, value))
-    step_graphs, bound = StepGraphs([bucket], Counted()), BoundStep([Program()])
-    for step in (1, 2, 3, 3):
-        written.clear()
-        word = take(bucket, step)
-        step_of(bucket, step_graphs, bound, step)
-    assert written == []
-    assert torch.equal(layout_of([40, 33]).header(bucket.wire) != 0, bits(word))
+def carried_steps(bucket, capture, bounds):
+    """Make a step with each of `bounds`, none of which a graph may carry; returns why not."""
+    step_graphs = StepGraphs([bucket], SimpleNamespace(capture=capture))
+    for step, bound in enumerate(bounds):
+        take(bucket, step)
+        assert not carried(step_graphs, bucket, bound, step)
+    return step_graphs.reasons[0]
 
 
-def carried(step_graphs, bucket, bound, step):
-    take(bucket, step)
-    return step_of(bucket, step_graphs, bound, step)
-
-
-def test_a_schedule_that_never_comes_back_is_not_remembered(bucket):
-    transport = Counted()
-    step_graphs = StepGraphs([bucket], transport)
-    assert not any(carried(step_graphs, bucket, BoundStep([Program()]), step) for step in range(4))
-    assert transport.captures == 0
+def test_a_schedule_that_never_comes_back_is_not_captured(bucket):
+    capture = Mock()
+    assert carried_steps(bucket, capture, [bound_step() for _ in range(4)]) == FIRST
+    capture.assert_not_called()
 
 
 REFUSALS = {
-    "the device refused: not while a stream is capturing": {"refusal": RuntimeError("not while a stream is capturing")},
-    NOTHING_QUEUED: {"queues": False},
+    "the device refused: not while a stream is capturing": {
+        "side_effect": RuntimeError("not while a stream is capturing")
+    },
+    NOTHING_QUEUED: {"return_value": None},
 }
 
 
 @pytest.mark.parametrize(("reason", "answer"), REFUSALS.items(), ids=["a device", "a transport that queues nothing"])
 def test_who_refuses_is_asked_once_and_the_reason_is_kept(bucket, reason, answer):
-    transport = Counted(**answer)
-    step_graphs, bound = StepGraphs([bucket], transport), BoundStep([Program()])
-    assert not any(carried(step_graphs, bucket, bound, step) for step in range(5))
-    assert transport.captures == 1
-    assert step_graphs.reasons == {0: reason}
+    capture = Mock(**answer)
+    assert carried_steps(bucket, capture, [bound_step()] * 5) == reason
+    capture.assert_called_once()

@@ -7,10 +7,9 @@ import ctypes
 import json
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from fake_gpu import Driver, fake_gpu
+from fake_gpu import STREAM, Driver, fake_gpu
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
 from commrt.kernels import dispatch
@@ -28,45 +27,21 @@ class Noted(ctypes.Structure):
     )
 
 
-def launching(driver: Driver) -> SimpleNamespace:
-    """What the fake driver has, and what launches in C: part of each kernel's own launcher before Triton 3.7."""
-    launch = vars(CudaUtils()) if "launch" in CudaUtils.__init__.__code__.co_names else {}
-    return SimpleNamespace(**{**launch, **vars(NO_LAUNCH.fget(driver))})
-
-
-NO_LAUNCH: Any = Driver.utils
-
-
-def main() -> None:
-    """Pack, unpack and add once each: what was expected, and what arrived."""
-    library = ctypes.CDLL("libcuda.so.1")
-    noted, count = Noted.in_dll(library, "noted"), ctypes.c_int.in_dll(library, "argument_count")
-    Driver.launcher_cls = staticmethod(CudaLauncher)
-    Driver.utils = property(launching)
-    report: dict[str, Any] = {}
-
-    def note(name: str, programs: int, arguments: list[int]) -> None:
-        arrived = [noted.launches, noted.programs, noted.threads, noted.stream, *noted.arguments[: count.value]]
-        report[name] = {"arrived": arrived, "expected": [len(report) + 1, programs, noted.threads, 7, *arguments]}
-
-    with fake_gpu():
-        tensors = [torch.zeros(5), torch.zeros(50_000)]
-        layout = layout_of([5, 50_000])
-        wire = torch.zeros(layout.numel, dtype=torch.bfloat16)
-        packing = dispatch.packing(wire, layout, tensors)
-        columns = [column.data_ptr() for column in packing.tables.columns]
-        count.value = 10
-        packing.pack(tensors, 0.5, HEADER)
-        note("pack", 14, [*columns, wire.data_ptr(), HEADER, packing._scale.at(0.5), 0, 0])
-        packing.unpack(tensors, HEADER)
-        note("unpack", 14, [*columns, wire.data_ptr(), HEADER, packing._mark, 0, 0])
-        own, received = torch.zeros(4096), torch.zeros(3, 4096)
-        count.value = 4
-        add = dispatch.adding(own, [own, *received])
-        add()
-        note("add", 1, [own.data_ptr(), add.arguments[1], own.data_ptr(), 4096])
-    sys.stdout.write(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+library = ctypes.CDLL("libcuda.so.1")
+ctypes.c_int.in_dll(library, "argument_count").value = 10
+fake_utils = Driver.utils.fget(Driver())
+if "launch" in CudaUtils.__init__.__code__.co_names:  # in a kernel's own launcher before Triton 3.7
+    fake_utils = SimpleNamespace(**{**vars(CudaUtils()), **vars(fake_utils)})
+Driver.launcher_cls = staticmethod(CudaLauncher)
+Driver.utils = fake_utils
+with fake_gpu():
+    tensors = [torch.zeros(5), torch.zeros(50_000)]
+    layout = layout_of([5, 50_000])
+    wire = torch.zeros(layout.numel, dtype=torch.bfloat16)
+    packing = dispatch.packing(wire, layout, tensors)
+    packing.pack(tensors, 0.5, HEADER)
+    columns = [column.data_ptr() for column in packing.tables.columns]
+    arguments = [*columns, wire.data_ptr(), HEADER, packing._scale.at(0.5), 0, 0]
+noted = Noted.in_dll(library, "noted")
+arrived = [noted.launches, noted.programs, noted.stream, *noted.arguments[:10]]
+sys.stdout.write(json.dumps({"arrived": arrived, "expected": [1, 14, STREAM, *arguments]}))

@@ -18,8 +18,6 @@ from triton.runtime import driver
 
 from commrt.kernels import dispatch
 
-__all__ = ["Call", "Driver", "Operations", "fake_gpu"]
-
 STREAM = 7
 INTEGERS = {"i32": (-(1 << 31), (1 << 31) - 1), "i64": (-(1 << 63), (1 << 63) - 1), "u64": (0, (1 << 64) - 1)}
 

@@ -5,35 +5,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import torch
 from fake_gpu import Driver, Operations, fake_gpu
 from torch import nn
 
-import commrt
 from commrt.buckets.gradient_bucket import GradientBucket, Header, build_buckets
 from commrt.buckets.layout import MIB
-from commrt.kernels.device.variants import SIZES
-from commrt.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from kernel_variants import OURS, mix, pack
 from model_gradients import resnet50
-from tune_kernels import Workload, trials
-
-CLAIM = Header(0, 1, 0, 0, 0, 0)
-
-
-def parameters(shapes: list[tuple[int, ...]]) -> list[tuple[str, nn.Parameter]]:
-    """Named parameters with gradients."""
-    params = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
-    for _, param in params:
-        param.grad = torch.zeros_like(param)
-    return params
 
 
 def step(buckets: list[GradientBucket], fake: Driver) -> dict[str, Any]:
@@ -41,7 +24,7 @@ def step(buckets: list[GradientBucket], fake: Driver) -> dict[str, Any]:
     fake.calls.clear()
     with Operations() as operations:
         for bucket in buckets:
-            bucket.take(CLAIM._replace(bucket=bucket.index), ())
+            bucket.take(Header(0, 1, bucket.index, 0, 0, 0), ())
             bucket.pack(0.25)
             bucket.unpack()
     for bucket in buckets:
@@ -55,7 +38,9 @@ def step(buckets: list[GradientBucket], fake: Driver) -> dict[str, Any]:
 
 def steps_of_resnet50(fake: Driver) -> dict[str, Any]:
     """Steps in which nothing changes, then one in which a gradient has moved, and one in which it is not aligned."""
-    params = parameters(list(resnet50().values()))
+    params = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in resnet50().items()]
+    for _, param in params:
+        param.grad = torch.zeros_like(param)
     buckets = build_buckets(params, torch.bfloat16, 25 * MIB)
     steps = {name: step(buckets, fake) for name in ("first", "second", "third")}
     param = buckets[2].params[0][1]
@@ -66,63 +51,6 @@ def steps_of_resnet50(fake: Driver) -> dict[str, Any]:
     return {"steps": steps, "wires": [bucket.wire.data_ptr() for bucket in buckets], "loads": fake.loads}
 
 
-def seconds_for_many_tensors() -> float:
-    """Of CPU, to make the buckets of 100,000 small tensors."""
-    params = parameters([(7,)] * 100_000)
-    begin_s = process_time()
-    build_buckets(params, None, 25 * MIB)
-    return process_time() - begin_s
-
-
-def benchmarks(fake: Driver) -> dict[str, list[str]]:
-    """What our contenders in the benchmarks launch, and the tuner, for one size of tiles and all variants."""
-    runs = {
-        "pack": pack([(7,), (5000,)], torch.bfloat16).contenders[OURS],
-        "mix": mix([(7,)], torch.bfloat16).contenders[OURS],
-    }
-    for label, sizes, variant in trials(torch.bfloat16, more=True):
-        if sizes == SIZES[90]:
-            runs[f"tuner: {label}"] = Workload([(7,), (5000,)], torch.bfloat16).launches(variant, sizes)
-    launched = {}
-    for name, run in runs.items():
-        fake.calls.clear()
-        run(0)
-        launched[name] = [call.kernel for call in fake.calls]
-    return launched
-
-
-def training(fake: Driver) -> dict[str, Any]:
-    """Three whole steps of two ranks: kernels of the last one. Each bucket has two tiles, one for each rank's chunk."""
-
-    def body(world: commrt.World) -> int:
-        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        replica = commrt.attach(model, optimizer, commrt.Ring(), world=world, wire=torch.bfloat16, bucket_cap_mb=0.02)
-        for number in range(3):
-            world.agree(f"before step {number}")
-            if world.rank == 0:
-                fake.calls.clear()
-            world.agree(f"step {number}")
-            model(torch.randn(4, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        return len(replica.buckets)
-
-    buckets = run_ranks(2, body)[0]
-    return {"buckets": buckets, "kernels": Counter(call.kernel for call in fake.calls)}
-
-
-def main() -> None:
-    """The report."""
-    with fake_gpu() as fake:
-        report = {
-            "resnet50": steps_of_resnet50(fake),
-            "seconds for many tensors": seconds_for_many_tensors(),
-            "training": training(fake),
-            "benchmarks": benchmarks(fake),
-        }
-    sys.stdout.write(json.dumps(report))
-
-
 if __name__ == "__main__":
-    main()
+    with fake_gpu() as fake:
+        sys.stdout.write(json.dumps(steps_of_resnet50(fake)))

@@ -6,8 +6,8 @@ It keeps NCCL's rules, and is stricter only where NCCL leaves the result undefin
 * calls between a thread's first ``groupStart`` and last ``groupEnd`` are posted together, and end together; a call
   outside is a group of its own, so two ranks that both send first wait for ever;
 * the k-th send from one rank to another matches the k-th receive there; there are no tags;
-* one group of a rank matches one group of its peer, with as many sends as that one has receives, of the same counts
-  and types. NCCL calls anything else undefined; here both ends get ``NCCL_ERROR_INTERNAL_ERROR``;
+* one group of a rank matches one group of its peer, with as many sends as that one has receives, of the same counts.
+  NCCL calls anything else undefined; here both ends get ``NCCL_ERROR_INTERNAL_ERROR``;
 * a rank's send to itself needs its receive in the same group;
 * after a refused call nothing of its group is posted, and ``groupEnd`` raises the error again; a constructor that fails
   leaves a group open in its thread (seen with NCCL 2.28.9);
@@ -18,7 +18,7 @@ It keeps NCCL's rules, and is stricter only where NCCL leaves the result undefin
   ``NCCL_ERROR_INTERNAL_ERROR``;
 * ``abort`` and ``destroy`` return when all graphs with calls of the communicator are reset.
 
-Memory is given by raw addresses. There are no streams: a call returns when its work is done.
+Bytes are given by raw addresses. There are no streams: a call returns when its work is done.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 __all__ = [
-    "NCCL_FLOAT32", "NCCL_INT8", "NcclCommunicator", "NcclError", "available", "get_build_version", "get_unique_id",
+    "NCCL_INT8", "NcclCommunicator", "NcclError", "available", "get_build_version", "get_unique_id",
     "get_version", "groupEnd", "groupStart",
 ]  # fmt: skip
 
 available = True
-NCCL_INT8, NCCL_FLOAT32 = 0, 7
-NBYTES = {NCCL_INT8: 1, NCCL_FLOAT32: 4}
+NCCL_INT8 = 0
 UNIQUE_ID_NBYTES = 128
 VERSION = 22809
 
@@ -60,28 +59,22 @@ class RecordedGraph:
 
     def __init__(self) -> None:
         self.replays = 0
-        self._calls: list[Callable[[], None]] = []
-        self._on_reset: list[Callable[[], None]] = []
-
-    def note(self, call: Callable[[], None]) -> None:
-        """Record `call`."""
-        self._calls.append(call)
-
-    def on_reset(self, call: Callable[[], None]) -> None:
-        """Call `call` when the graph is reset."""
-        self._on_reset.append(call)
+        self.calls: list[Callable[[], None]] = []
+        self.communicators: list[NcclCommunicator] = []
 
     def replay(self) -> None:
         """Repeat all recorded calls."""
         self.replays += 1
-        for call in self._calls:
+        for call in self.calls:
             call()
 
     def reset(self) -> None:
         """Drop all recorded calls."""
-        callbacks, self._on_reset, self._calls = self._on_reset, [], []
-        for call in callbacks:
-            call()
+        communicators, self.communicators, self.calls = self.communicators, [], []
+        with changed:
+            for communicator in communicators:
+                communicator._graphs -= 1
+            changed.notify_all()
 
     __del__ = reset
 
@@ -113,7 +106,7 @@ def ask(call: Callable[[], None]) -> None:
     if _thread.graph is None:
         call()
     else:
-        _thread.graph.note(call)
+        _thread.graph.calls.append(call)
 
 
 def record(work: Callable[[], None]) -> RecordedGraph:
@@ -137,7 +130,6 @@ class _Posted:
     is_send: bool
     address: int
     count: int
-    dtype: int
     peer: int
 
 
@@ -171,9 +163,7 @@ def get_version() -> int:
     return VERSION
 
 
-def get_build_version() -> int:
-    """Return the version of the library that the binding was built with."""
-    return VERSION
+get_build_version = get_version
 
 
 def get_unique_id() -> bytes:
@@ -205,11 +195,6 @@ def _refused(status: int) -> NcclError:
     return NcclError(status)
 
 
-def _not_made(status: int) -> NcclError:
-    _thread.depth += 1
-    return NcclError(status)
-
-
 class NcclCommunicator:
     """One rank of a communicator; the constructor returns when all ranks have joined."""
 
@@ -217,37 +202,29 @@ class NcclCommunicator:
     """0 once it was aborted."""
 
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:  # noqa: N803
-        if not isinstance(commId, bytes):
-            raise TypeError(f"Expected bytes, got {type(commId).__name__}")
-        if len(commId) != UNIQUE_ID_NBYTES:
-            raise ValueError(f"commId must be {UNIQUE_ID_NBYTES} bytes, got {len(commId)}")
-        if not 0 <= rank < ndev:
-            raise _not_made(INVALID_ARGUMENT)
-        self._rank, self._id, self._users = rank, commId, 0
+        self._rank, self._users = rank, 0
         self._recorded, self._graphs = [0] * ndev, 0
         with changed:
             self._fabric = _fabrics.setdefault(commId, _Fabric(ndev))
             if self._fabric.ranks != ndev or rank in self._fabric.arrived:
-                raise _not_made(INVALID_USAGE)
+                _thread.depth += 1
+                raise NcclError(INVALID_USAGE)
             self._fabric.arrived.add(rank)
             changed.notify_all()
             changed.wait_for(lambda: len(self._fabric.arrived) == ndev)
 
     def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Send `count` values at `address` to `peer`."""
-        self._issue(True, address, count, datatype, peer, stream)
+        """Send `count` bytes at `address` to `peer`."""
+        self._issue(_Posted(self, True, address, count, peer), datatype)
 
     def recv(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        """Receive `count` values from `peer` at `address`."""
-        self._issue(False, address, count, datatype, peer, stream)
+        """Receive `count` bytes from `peer` at `address`."""
+        self._issue(_Posted(self, False, address, count, peer), datatype)
 
-    def _issue(self, is_send: bool, address: int, count: int, dtype: int, peer: int, stream: int) -> None:
-        if not all(type(value) is int for value in (address, count, dtype, peer, stream)):
-            raise TypeError("an integer is required")
+    def _issue(self, call: _Posted, datatype: int) -> None:
         self._require_open()
-        if not 0 <= peer < self._fabric.ranks or dtype not in NBYTES or count < 0 or (count and not address):
+        if not 0 <= call.peer < self._fabric.ranks or datatype != NCCL_INT8:
             raise _refused(INVALID_ARGUMENT)
-        call = _Posted(self, is_send, address, count, dtype, peer)
         if _thread.depth:
             _thread.calls.append(call)
         else:
@@ -272,10 +249,6 @@ class NcclCommunicator:
 
     destroy = abort
 
-    def rank_id(self) -> int:
-        """Return this rank."""
-        return self._rank
-
 
 def _run(calls: list[_Posted]) -> None:
     """Run a whole group now, or in each replay if the thread records."""
@@ -284,19 +257,13 @@ def _run(calls: list[_Posted]) -> None:
     else:
         with changed, _exclusively({call.communicator for call in calls}):
             numbers = {end: _recorded(graph, *end) for end in _posts(calls)}
-        graph.note(lambda: _run_group(calls, numbers))
+        graph.calls.append(lambda: _run_group(calls, numbers))
 
 
 def _recorded(graph: RecordedGraph, communicator: NcclCommunicator, peer: int) -> int:
     """Count a group that is recorded with `peer`, and return its number."""
-
-    def on_reset() -> None:
-        with changed:
-            communicator._graphs -= 1  # of this module
-            changed.notify_all()
-
     communicator._graphs += 1
-    graph.on_reset(on_reset)
+    graph.communicators.append(communicator)
     communicator._recorded[peer] += 1
     return communicator._recorded[peer]
 
@@ -308,7 +275,7 @@ def _run_group(calls: list[_Posted], numbers: dict[tuple[NcclCommunicator, int],
         for end, post in posts.items():
             post.number = numbers.get(end, 0)
         for (communicator, peer), post in posts.items():
-            _post(communicator._fabric, communicator.rank_id(), peer, post)  # of this module
+            _post(communicator._fabric, communicator._rank, peer, post)  # of this module
         while not all(post.done or not communicator.comm for (communicator, _), post in posts.items()):
             changed.wait()
         statuses = [post.status if post.done else REMOTE_ERROR for post in posts.values()]
@@ -367,8 +334,8 @@ def _transfer(here: list[_Posted], there: list[_Posted]) -> int:
     """Copy the sends of `here` to the receives of `there`, in order; return a status, not 0 if they do not fit."""
     sends = [call for call in here if call.is_send]
     recvs = [call for call in there if not call.is_send]
-    if [(call.count, call.dtype) for call in sends] != [(call.count, call.dtype) for call in recvs]:
+    if [call.count for call in sends] != [call.count for call in recvs]:
         return INTERNAL_ERROR
     for send, recv in zip(sends, recvs, strict=True):
-        ctypes.memmove(recv.address, send.address, send.count * NBYTES[send.dtype])
+        ctypes.memmove(recv.address, send.address, send.count)
     return 0

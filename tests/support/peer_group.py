@@ -38,10 +38,15 @@ def connect_one(store, rank, members, timeout_s, memory=None, host="host"):
     return NcclTransport(own, rank, members, timeout_s, CPU, nccl)
 
 
+def on_threads(size, connect):
+    """What `connect` gives for each rank; all connect at once."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(connect, range(size)))
+
+
 def over_peers(store, size, timeout_s):
     """Connect ranks of one host with peers' memory; a `commrt.testing.ranks.Connect`."""
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: connect_one(store, rank, range(size), timeout_s), range(size)))
+    return on_threads(size, lambda rank: connect_one(store, rank, range(size), timeout_s))
 
 
 ranks.RECONNECTING[over_peers] = connect_one

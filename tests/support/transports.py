@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import nccl_stand_in
-from peer_group import over_peers
+from peer_group import on_threads, over_peers
 from torch.distributed import HashStore, PrefixStore
 
 from commrt.store.launcher import LOOPBACK
@@ -19,8 +17,7 @@ from commrt.transport.shared import SharedTransport
 
 def over_nccl(store, ranks, timeout_s):
     """Connect the ranks by `NcclTransport` over the stand-in for NCCL; a `commrt.testing.ranks.Connect`."""
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: nccl_of_one(store, rank, range(ranks), timeout_s), range(ranks)))
+    return on_threads(ranks, lambda rank: nccl_of_one(store, rank, range(ranks), timeout_s))
 
 
 def nccl_of_one(store, rank, members, timeout_s):
@@ -36,17 +33,12 @@ def local(ranks, timeout_s):
 
 def gloo(ranks, timeout_s):
     store = HashStore()
-    with ThreadPoolExecutor(ranks) as pool:
-        futures = [
-            pool.submit(GlooTransport, store, rank, range(ranks), timeout_s, "127.0.0.1") for rank in range(ranks)
-        ]
-        return [future.result() for future in futures]
+    return on_threads(ranks, lambda rank: GlooTransport(store, rank, range(ranks), timeout_s, "127.0.0.1"))
 
 
 def shared(ranks, timeout_s):
     store = HashStore()
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda rank: SharedTransport(store, rank, range(ranks), timeout_s), range(ranks)))
+    return on_threads(ranks, lambda rank: SharedTransport(store, rank, range(ranks), timeout_s))
 
 
 def hierarchical(hosts, timeout_s):
@@ -57,8 +49,7 @@ def hierarchical(hosts, timeout_s):
         neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
         return HierarchicalTransport(store, rank, range(len(hosts)), timeout_s, LOOPBACK, neighbours)
 
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        return list(pool.map(one, range(len(hosts))))
+    return on_threads(len(hosts), one)
 
 
 def pairs_on_a_host(ranks, timeout_s):
