@@ -73,7 +73,7 @@ PARTS_HERE = (
     ),
     Part("meetings, interpreted and compiled", pytest_of(*tests("meet_kernel"), slow=True)),
     Part("what a step launches", pytest_of(*tests("launches"), slow=True)),
-    Part("the NCCL transport on a stand-in", pytest_of(*tests("nccl", "nccl_groups", "nccl_stand_in"))),
+    Part("the NCCL transport on a stand-in", pytest_of(*tests("nccl", "nccl_groups"))),
     Part("peers' memory on a stand-in", pytest_of(*tests("meetings", "reading", "peers", "neighbours"))),
     Part("training on a stand-in for NCCL", pytest_of("--over", "nccl", *tests(*TRAINING, "step_graph"))),
     Part("training on a stand-in for peers' memory", pytest_of("--over", "peers", *tests(*TRAINING))),
