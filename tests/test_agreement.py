@@ -17,8 +17,6 @@ from commrt.store import agreement
 from commrt.store.agreement import gather, wait_until_read
 from commrt.store.client import call_store
 from commrt.testing.ranks import run_ranks
-from commrt.threads import future
-from commrt.threads.future import Future
 
 PATIENT_S = 30.0
 
@@ -102,21 +100,6 @@ def test_only_a_rank_that_waits_for_a_deadline_may_report_much_later(store, fail
         clock.advance_until(diagnosed.done, limit_s / 40)
         assert limit_s <= clock.now_s() - begin_s < 8 * limit_s
     assert str(error).endswith(f"Rank {2 if reports else 1} reported nothing: look there first")
-
-
-class JustTooLate(Future):
-    """Comes between the end of the wait and the next look."""
-
-    def exception(self, timeout_s=None):
-        error = super().exception(PATIENT_S)
-        if timeout_s is not None:
-            raise TimeoutError
-        return error
-
-
-def test_an_answer_that_comes_just_too_late_is_an_answer(monkeypatch):
-    monkeypatch.setattr(future, "Future", JustTooLate)
-    assert call_store(lambda: "yes", 0.1) == "yes"
 
 
 def test_a_question_s_own_timeout_is_passed_on():

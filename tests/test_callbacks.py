@@ -123,15 +123,6 @@ def test_neither_a_task_nor_its_callback_may_wait_for_a_later_task():
     thread.close()
 
 
-def test_a_thread_whose_callback_never_returns_can_be_closed():
-    thread, go_on, never = CommThread(lambda _: None, limit_s=lambda: SHORT_S), Event(), Event()
-    first = thread.submit(go_on.wait)
-    first.add_done_callback(lambda _: never.wait())
-    go_on.set()
-    thread.close(LIMIT_S)
-    never.set()
-
-
 def test_transfers_of_a_callback_may_take_longer_than_the_limit_together():
     thread, go_on, numbers = CommThread(lambda _: None, limit_s=lambda: SHORT_S), Event(), []
     first = thread.submit(go_on.wait)

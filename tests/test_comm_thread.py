@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import _thread
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from itertools import count
 from threading import Event, Thread, Timer
 from time import monotonic
@@ -14,8 +13,8 @@ import pytest
 from interrupts import interposed, interrupted
 
 from commrt.errors import DeadlineExceeded, Place, TransportClosed
-from commrt.threads.comm_thread import CommThread, RecoveredError
-from commrt.threads.future import Future, Streams
+from commrt.threads.comm_thread import CommThread
+from commrt.threads.future import Future
 
 LIMIT_S = 20.0
 
@@ -27,22 +26,6 @@ def test_a_value_reaches_all_threads_that_wait_for_it():
         future.set_result("yes")
     assert [future.result() for future in waiting] == ["yes", "yes"]
     assert future.done()
-
-
-def test_an_error_is_raised_each_time_that_the_result_is_taken():
-    future = Future()
-    future.set_exception(OSError("no"))
-    for _ in range(2):
-        with pytest.raises(OSError, match="no"):
-            future.result()
-    assert isinstance(future.exception(), OSError)
-
-
-def test_a_wait_ends_at_its_timeout():
-    future = Future()
-    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
-        future.result(0.01)
-    assert not future.done()
 
 
 @pytest.mark.parametrize("is_set", [False, True])
@@ -68,15 +51,6 @@ def test_an_interrupt_that_did_not_wake_the_waiting_thread_is_noticed_soon():
     with pytest.raises(KeyboardInterrupt):
         waiting.exception(20)
     assert monotonic() - begin_s < 15
-
-
-def test_a_callback_runs_once_whether_it_comes_before_the_result_or_after_it():
-    future, heard = Future(), []
-    future.add_done_callback(heard.append)
-    assert heard == []
-    future.set_result(1)
-    future.add_done_callback(heard.append)
-    assert heard == [future, future]
 
 
 def test_a_callback_that_fails_is_logged_and_the_others_run(caplog):
@@ -151,20 +125,6 @@ def test_a_thread_that_was_given_up_starts_no_more_tasks_and_says_why():
     assert not thread.give_up(OSError("later"))
 
 
-def test_a_task_may_fail_and_let_the_thread_go_on():
-    def fail():
-        raise RecoveredError(DeadlineExceeded("a rank was late"))
-
-    failures = []
-    thread = CommThread(failures.append)
-    first, second = thread.submit(fail), thread.submit(int)
-    with pytest.raises(DeadlineExceeded, match="a rank was late"):
-        first.result(LIMIT_S)
-    assert second.result(LIMIT_S) == 0
-    assert (failures, thread.failure) == ([], None)
-    thread.close()
-
-
 def test_an_error_that_cannot_be_told_to_the_other_ranks_says_so():
     def tell(failure):
         raise OSError("no store")
@@ -191,16 +151,3 @@ def test_a_close_with_a_limit_does_not_wait_for_a_task_that_is_stuck(start):
         thread.close(0.05)
     go_on.set()
     thread.close(LIMIT_S)
-
-
-def test_a_signal_handler_may_close_the_thread_while_another_stream_becomes_the_current_one():
-    class Signalled(Streams):
-        def main_stream(self):
-            thread.close(5.0)  # as a handler that interrupts it
-            return nullcontext()
-
-    thread = CommThread(lambda error: None)
-    thread.streams = Signalled()
-    assert thread.run(lambda: "ran all the same").result(5.0) == "ran all the same"
-    with pytest.raises(TransportClosed):
-        thread.run(lambda: None)

@@ -155,12 +155,6 @@ def test_the_tasks_of_a_slurm_step_on_two_hosts_meet_on_the_first_of_its_nodes()
     require_seen(tasks, world_of(TWO_NODES, "Slurm", "shared", 12.0))
 
 
-def test_two_steps_of_one_slurm_job_at_once_do_not_meet():
-    steps = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    tasks = [task(rank, "2", STEP_ID=step, STEP_NUM_TASKS=2) for step, rank in steps]
-    require_seen(tasks, [*world_of(PAIR, "Slurm", "shared", 2.0), *world_of(PAIR, "Slurm", "shared", 6.0)])
-
-
 def job_at_the_port_of(variables):
     """The number of another job for which the same port is derived."""
     port = launched(variables).port

@@ -166,13 +166,6 @@ def test_a_task_is_queued_behind_its_caller_and_the_reader_of_its_result_behind_
     assert streams.story == ["mark", "behind 1", "task", *([] if fails else ["mark", "behind 4"])]
 
 
-def test_a_second_gpu_of_a_rank_is_refused(both):
-    one, _ = both
-    one.require_no_other(META)
-    with pytest.raises(UsageError, match="exchanges on meta already, and has one GPU"):
-        one.require_no_other(torch.device("cuda", 1))
-
-
 LATE = DeadlineExceeded("no transfer with ranks [1] within 5 s")
 
 

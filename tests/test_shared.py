@@ -22,7 +22,7 @@ from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, SizeMismatch
 from commrt.testing.processes import run_processes
 from commrt.transport import channel
 from commrt.transport import shared as shared_module
-from commrt.transport.channel import SEGMENT_NBYTES, aligned
+from commrt.transport.channel import SEGMENT_NBYTES
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 
@@ -82,18 +82,6 @@ def shared_memory():
     """The numbers of mappings and of descriptors of segments in this process."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return tuple(sum("/memfd:commrt" in line for line in lines) for lines in (maps, descriptors()))
-
-
-def test_a_send_from_allocated_memory_is_not_staged_and_all_others_share_room(pair):
-    data, landing = pair[0].allocate(LARGE, torch.float32), torch.ones(LARGE)
-    assert across(pair, data, landing) == [None, None]
-    assert not landing.any()
-    assert pair[0]._staging.numel() == 0
-    for size in (5000, LARGE, 5000):
-        landing = torch.empty(size)
-        assert across(pair, torch.arange(float(size)), landing) == [None, None]
-        assert torch.equal(landing, torch.arange(float(size)))
-    assert pair[0]._staging.numel() == aligned(5000 * 4)
 
 
 def test_any_view_arrives_bit_by_bit_and_touches_nothing_beside_it(pair):
@@ -165,25 +153,6 @@ def test_an_abort_at_any_point_of_an_exchange_takes_nothing_from_under_it(monkey
     assert not any(map(sockets, pair))
 
 
-def test_what_is_only_read_is_the_sender_s_memory_until_the_loan_ends(pair):
-    source = pair[0].allocate(LARGE, torch.float32).fill_(3)
-    landing, seen = torch.zeros(LARGE), []
-    home = landing.data_ptr()
-
-    def read():
-        return_borrowed = pair[1].bind(receiving(landing, reads=True))(NOW)
-        source.fill_(4)  # the sender's group is still running
-        seen.append((landing.data_ptr() != home, float(landing[0]), lent.done()))
-        return_borrowed()
-
-    with ThreadPoolExecutor(2) as pool:
-        lent = pool.submit(pair[0].bind(sending(source)), NOW)
-        pool.submit(read).result()
-        lent.result()
-    assert seen == [(True, 4.0, False)]
-    assert landing.data_ptr() == home
-
-
 MANY = 100
 SOME = 1024
 """So many messages of so many numbers are more than a socket takes: see /proc/sys/net/core/wmem_default."""
@@ -204,18 +173,6 @@ def test_a_peer_that_does_not_listen_ends_in_the_deadline_even_if_the_socket_is_
     many = sending(*torch.ones(MANY * SOME).split(SOME))
     with pytest.raises(DeadlineExceeded, match=r"no answer from ranks \[1\] within 0.3 s.*rank 0, peer 1, step 7"):
         transports[0].bind(many)(NOW)
-
-
-def test_what_a_full_socket_could_not_take_is_sent_once_it_can(pair):
-    line, words = pair[1]._channels[0], 0
-    while not line.unsent:
-        line.acknowledge(0)
-        words += 1
-    for _ in range(words):
-        line.acknowledge(0)
-    landing = torch.zeros(LARGE)
-    assert across(pair, torch.ones(LARGE), landing) == [None, None]
-    assert landing.sum() == LARGE
 
 
 def test_segments_go_with_their_last_tensor_on_both_ends(pair):

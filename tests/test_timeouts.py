@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from threading import Event
 from types import SimpleNamespace
 
@@ -13,14 +12,9 @@ from cases import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 from moved_clock import moved_clock
-from sources import ROOT
-from torch.distributed import HashStore
 
 import commrt
-from commrt.backup_workers import quorum
-from commrt.backup_workers.quorum import NO_MEMBERS, QuorumVote
 from commrt.c10d.group import ProcessGroupWorld
-from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, UsageError
 from commrt.runtime import init
 from commrt.store import client
@@ -106,31 +100,3 @@ def test_a_request_to_the_store_ends_after_what_it_waits_for_could():
             silent.result()
         assert clock.now_s() - begin_s >= 5.0 + client.ANSWER_S
     never.set()
-
-
-@for_each("share", [0.9, 1.1])
-def test_a_step_that_keeps_a_collective_waiting_has_the_limit_of_a_step(share):
-    timeout_s, written = 40.0, []
-    generation = Generation(0, dict.fromkeys(range(3), 0))
-    membership = SimpleNamespace(
-        rank=0,
-        generation=generation,
-        timeout_s=lambda: timeout_s,
-        ranks_in_collective=lambda _: [2],
-        absent=lambda *_: ([], [1]),
-        require_enough=lambda *_: None,
-    )
-    vote = QuorumVote(HashStore(), 2, SimpleNamespace(on_store=membership), lambda *_: True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quorum, "set_once", lambda _, key, value: written.append(value))
-        vote._end_if_too_few([0], "key", 0, share * Timeouts.of(timeout_s).step_s)
-    assert written == ([NO_MEMBERS] if share > 1 else [])
-
-
-def test_no_module_makes_a_limit_of_its_own_from_the_timeout():
-    """Of Gloo's tries to connect all must fit into the timeout of the group."""
-    share = re.compile(r".*timeout_s(\(\))?\)? [*/] (?!CONNECT_TRIES).*")
-    folders = [ROOT / name for name in ("commrt", "kernels", "algorithms")]
-    paths = [path for folder in folders for path in folder.rglob("*.py") if path.name != "deadline.py"]
-    assert len(paths) > 50
-    assert {path: found for path in paths if (found := share.findall(path.read_text()))} == {}

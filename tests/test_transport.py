@@ -16,12 +16,12 @@ from cases import for_each
 from torch.distributed import HashStore
 from transports import gloo, local, nccl, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
-from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS
+from commrt.store.launcher import GPU_TRANSPORTS
 from commrt.testing import conformance
-from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
+from commrt.testing.faults import drop_at, fail_at, with_faults
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
@@ -119,23 +119,12 @@ def test_dropped_sends_end_in_the_receivers_deadline():
     assert (late.place.peer, late.place.step) == (1, 2)
 
 
-def test_a_delay_loses_nothing():
-    assert errors_under(delay_at(rank=0, step=1, seconds=0.05)) == [None, None]
-
-
 def gloo_rank(store, rank, members, timeout_s):
     return GlooTransport(store, rank, members, timeout_s, "127.0.0.1")
 
 
 def nccl_rank(store, rank, members, timeout_s):
     return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
-
-
-def test_a_closed_transport_of_nccl_is_not_watched_any_more():
-    transports = over_nccl(HashStore(), 2, 10.0)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(NcclTransport.close, transports))
-    assert [transport._freeing.is_set() for transport in transports] == [True, True]
 
 
 def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
@@ -148,21 +137,6 @@ def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     while any(each.comm for each in communicators):  # until the test's own timeout
         sleep(0.01)
         gc.collect()
-
-
-def test_an_abort_amid_the_start_of_a_transfer_is_an_error_with_its_whole_place(monkeypatch):
-    transport, other = gloo(2, 10.0)
-
-    def post_too_late(*given, **how):
-        transport.abort()
-        return GlooTransport.post(transport, *given, **how)
-
-    monkeypatch.setattr(transport, "post", post_too_late)
-    exchange = transport.bind(P2PGroup([P2PMessage(1, torch.zeros(4))], [], hop=5))
-    with pytest.raises(TransportClosed) as raised:
-        exchange(Tag(2, 3))
-    assert raised.value.place == Place(rank=0, peer=1, step=2, bucket=3, hop=5, nbytes=16)
-    other.close()
 
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_rank])
@@ -195,13 +169,6 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(body, range(2))) == [[1.0] * 4] * 2
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_a_transport_that_is_asked_for_is_the_one_that_connects(name, monkeypatch):
-    monkeypatch.setenv("COMMRT_TRANSPORT", name)
-    with closing(connection.connect_hosts(HashStore(), 0, {0: "here"}, 10.0, LOOPBACK)) as made:
-        assert made.kind == name
 
 
 @pytest.mark.parametrize("where", [*GPU_TRANSPORTS.values(), *ON_GPUS.values(), connection.NCCL_BINDING])

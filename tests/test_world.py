@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -16,13 +15,11 @@ import torch
 import transports
 from cases import taking_turns
 from moved_clock import moved_clock
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 import commrt
 from commrt.algorithms import ring, tree
-from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
-from commrt.runtime import world as world_module
-from commrt.runtime.membership import Hooks
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.runtime.prepared import COMPARISONS_KEPT, SCHEDULES_KEPT, traits_of
 from commrt.runtime.world import World
 from commrt.schedule import MIX, Schedule, Step
@@ -84,16 +81,6 @@ def test_leaving_by_an_error_does_not_wait_for_a_transfer_that_cannot_end(hangin
     with pytest.raises(KeyboardInterrupt), hanging_world:
         raise KeyboardInterrupt
     assert hanging_world.closed
-
-
-@pytest.mark.parametrize("step", ["leave_report", "wait_for_readers"])
-def test_a_second_ctrl_c_while_the_others_are_told_ends_the_transfer_too(monkeypatch, hanging_world, step):
-    hanging_world.holds_store = True
-    monkeypatch.setattr(world_module, step, interrupt)
-    with pytest.raises(KeyboardInterrupt), hanging_world:
-        raise OSError("the first of two")
-    with pytest.raises(TransportClosed, match="was closed"):
-        hanging_world.comm_thread.require_open()
 
 
 def test_ctrl_c_while_a_world_finishes_its_work_ends_that_and_it_can_be_closed_again(monkeypatch, hanging_world):
@@ -222,21 +209,6 @@ def test_a_forked_child_may_only_open_other_worlds_and_harms_nobody(monkeypatch,
         assert not reported
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_that_frees_gloo_s_sockets_ends_and_leaves_them_to_its_parent():
-    pair, store = transports.gloo(2, 30.0), HashStore()
-
-    def free():
-        pair.clear()
-        return gc.collect() >= 0
-
-    assert rendezvous_ranks.in_a_child(free) is True
-    buffers = [torch.ones(4) for _ in pair]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda transport, buffer: World(transport, store).run(RING, buffer), pair, buffers))
-    assert buffers[0].tolist() == [2.0] * 4
-
-
 def made_in_inference_mode():
     with torch.inference_mode():
         return torch.ones(4)
@@ -263,20 +235,6 @@ def test_a_buffer_that_cannot_work_is_refused_and_the_world_goes_on(connect):
         return buffer.tolist()
 
     assert run_ranks(2, body, connect=lambda _, *given: connect(*given)) == [[2.0] * 4] * 2
-
-
-def test_an_error_of_this_rank_alone_while_calls_are_compared_ends_the_world(monkeypatch):
-    def interrupted(*_):
-        raise UsageError("from a signal handler")
-
-    def run(world):
-        if world.rank == 0:
-            monkeypatch.setattr(world.consistency, "_gather", interrupted)
-        with pytest.raises(CommrtError):
-            world.run(RING, torch.zeros(4))
-        return world.closed
-
-    assert run_ranks(2, run) == [True, True]
 
 
 def test_a_dtype_that_torch_cannot_add_can_be_copied_and_not_mixed():
@@ -357,20 +315,6 @@ def test_an_agreement_that_ends_in_a_disagreement_leaves_the_world_as_it_was():
         return equal, world.all_equal("weights", "mark"), buffer.tolist()
 
     assert run_ranks(2, body) == [(False, True, [2.0, 2.0])] * 2
-
-
-def test_an_interrupt_at_the_start_of_a_collective_is_told_to_the_attached_model():
-    heard = []
-
-    def interrupted():
-        heard.append("begin")
-        raise KeyboardInterrupt
-
-    (world,) = local_worlds(1)
-    world.hooks = Hooks(before_collective=interrupted, on_collective_error=heard.append)
-    with pytest.raises(KeyboardInterrupt) as raised, world.collective("a()"):
-        heard.append("body")
-    assert heard == ["begin", raised.value]
 
 
 def helper(fails=False):
