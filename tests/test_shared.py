@@ -97,6 +97,13 @@ def test_any_view_arrives_bit_by_bit_and_touches_nothing_beside_it(pair):
         assert torch.equal(landing.view(torch.uint8), expected), (dtype, start, stop)
 
 
+def test_several_large_messages_of_one_group_are_staged_apart(pair):
+    sent = [torch.full((LARGE,), value) for value in (1.0, 2.0)]
+    landing = [torch.zeros(LARGE) for _ in sent]
+    assert both(pair, [sending(*sent), receiving(*landing)]) == [None, None]
+    assert all(map(torch.equal, landing, sent))
+
+
 def test_sizes_that_differ_are_named_on_both_ends(pair):
     errors, sent, expected = across(pair, torch.ones(LARGE), torch.ones(LARGE + 1)), 4 * LARGE, 4 * LARGE + 4
     assert [type(error) for error in errors] == [SizeMismatch, SizeMismatch]
@@ -173,6 +180,18 @@ def test_a_peer_that_does_not_listen_ends_in_the_deadline_even_if_the_socket_is_
     many = sending(*torch.ones(MANY * SOME).split(SOME))
     with pytest.raises(DeadlineExceeded, match=r"no answer from ranks \[1\] within 0.3 s.*rank 0, peer 1, step 7"):
         transports[0].bind(many)(NOW)
+
+
+def test_what_a_full_socket_could_not_take_is_sent_once_it_can(pair):
+    line, words = pair[1]._channels[0], 0
+    while not line.unsent:
+        line.acknowledge(0)
+        words += 1
+    for _ in range(words):
+        line.acknowledge(0)
+    landing = torch.zeros(LARGE)
+    assert across(pair, torch.ones(LARGE), landing) == [None, None]
+    assert landing.sum() == LARGE
 
 
 def test_segments_go_with_their_last_tensor_on_both_ends(pair):

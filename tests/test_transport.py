@@ -16,15 +16,15 @@ from cases import for_each
 from torch.distributed import HashStore
 from transports import gloo, local, nccl, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
-from commrt.errors import DeadlineExceeded, PeerLost, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
 from commrt.store.launcher import GPU_TRANSPORTS
 from commrt.testing import conformance
-from commrt.testing.faults import drop_at, fail_at, with_faults
+from commrt.testing.faults import fail_at, with_faults
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
+from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag, TransportByDevice
 from commrt.transport.shared import SharedTransport
 
 
@@ -32,9 +32,13 @@ def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
 
+def by_device(ranks, timeout_s):
+    return [TransportByDevice(transport) for transport in local(ranks, timeout_s)]
+
+
 @pytest.mark.parametrize(
     "make",
-    [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless],
+    [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless, by_device],
     ids=lambda make: make.__name__,
 )
 @for_each("check", conformance.CHECKS)
@@ -85,38 +89,6 @@ def test_a_local_deadline_prints_who_waits_for_whom():
     exchange = local(3, 0.2)[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(1))]))
     with pytest.raises(DeadlineExceeded, match=r"who waits for whom: 0->1"):
         exchange(Tag(0, 0))
-
-
-def errors_under(fault, timeout_s=30.0):
-    """What two ranks raise that exchange in three steps, with a fault."""
-
-    def exchange(transport):
-        peer = 1 - transport.rank
-        turn = transport.bind(P2PGroup([P2PMessage(peer, torch.ones(4))], [P2PMessage(peer, torch.empty(4))]))
-        try:
-            for step in range(3):
-                turn(Tag(step, 0))
-        except TransportError:
-            transport.abort()
-            raise
-
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(exchange, with_faults(fault)(transport)) for transport in local(2, timeout_s)]
-        return [future.exception() for future in futures]
-
-
-def test_an_injected_failure_strikes_at_its_rank_and_step_and_the_peer_learns_it():
-    lost, failed = errors_under(fail_at(rank=1, step=2))
-    assert type(failed) is TransportError
-    assert (failed.place.rank, failed.place.step) == (1, 2)
-    assert isinstance(lost, PeerLost)
-    assert (lost.place.peer, lost.place.step) == (1, 2)
-
-
-def test_dropped_sends_end_in_the_receivers_deadline():
-    late, _ = errors_under(drop_at(rank=1, step=2), timeout_s=0.5)
-    assert isinstance(late, DeadlineExceeded)
-    assert (late.place.peer, late.place.step) == (1, 2)
 
 
 def gloo_rank(store, rank, members, timeout_s):
