@@ -337,22 +337,14 @@ def test_the_outermost_with_statement_closes_a_world():
     assert another.closed
 
 
-REFUSED = [
-    {"timeout_s": 0},
-    {"timeout_s": float("nan")},
-    {"start_timeout_s": -1},
-    {"start_timeout_s": 2},
-    {"timeout_s": 20, "start_timeout_s": 10},
-]
-
-
 def test_a_second_init_applies_its_deadline_unless_that_is_refused():
     with commrt.init(100) as world:
         assert commrt.init(3) is world
         assert world.timeout_s == 3
         assert commrt.init().timeout_s == 3
-        for wrong in REFUSED:
-            with pytest.raises(UsageError, match=r"is no deadline|is below timeout_s"):
-                commrt.init(**wrong)
+        with pytest.raises(UsageError, match="timeout_s=0 is no deadline"):
+            commrt.init(0)
+        with pytest.raises(UsageError, match="start_timeout_s=2 is below timeout_s=3"):
+            commrt.init(start_timeout_s=2)
         assert world.timeout_s == 3
         assert commrt.init(20, start_timeout_s=20).timeout_s == 20
