@@ -21,21 +21,9 @@ RING = commrt.Ring().schedule(0, 2)
 NOW = Tag(0, 0)
 
 
-class Nowhere:
-    """A transport that moves nothing, and the world around it."""
-
-    rank, ranks = 0, 2
-
-    def __init__(self):
-        self.membership = SimpleNamespace(number=0, ranks=(0, 1))
-
-    def bind(self, group):
-        return lambda tag: None
-
-
 @pytest.fixture
-def nowhere():
-    return Nowhere()
+def world():
+    return SimpleNamespace(membership=SimpleNamespace(number=0, ranks=(0, 1)))
 
 
 @pytest.fixture
@@ -45,8 +33,10 @@ def compared():
 
 
 @pytest.fixture
-def runs(nowhere, compared):
-    return PreparedRuns(nowhere, nowhere, lambda claim, schedule, step: compared.append(claim))
+def runs(world, compared):
+    """Over a transport that moves nothing."""
+    nowhere = SimpleNamespace(rank=0, ranks=2, bind=lambda group: lambda tag: None)
+    return PreparedRuns(nowhere, world, lambda claim, *_: compared.append(claim))
 
 
 CHANGES = {
@@ -113,11 +103,11 @@ def test_what_is_bound_is_refused_inside_join_and_after_close():
     run_ranks(2, run)
 
 
-def test_what_was_bound_in_another_generation_is_bound_anew(runs, nowhere):
+def test_what_was_bound_in_another_generation_is_bound_anew(runs, world):
     buffer = torch.zeros(10)
     runs.run(RING, buffer, NOW)
     before = runs.known(RING, buffer)
-    nowhere.membership.number = 1
+    world.membership.number = 1
     assert runs.known(RING, buffer) is None
     runs.run(RING, buffer, NOW)
     assert runs.known(RING, buffer) not in (None, before)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import for_each
 from torch.distributed import HashStore
-from transports import gloo, local, nccl, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
+from transports import gloo, local, nccl, nccl_of_one, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
 from commrt.errors import DeadlineExceeded, PeerLost, UsageError
 from commrt.kernels.dispatch import ON_GPUS
@@ -23,8 +23,7 @@ from commrt.store.launcher import GPU_TRANSPORTS
 from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag, TransportByDevice
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
 from commrt.transport.shared import SharedTransport
 
 
@@ -95,10 +94,6 @@ def gloo_rank(store, rank, members, timeout_s):
     return GlooTransport(store, rank, members, timeout_s, "127.0.0.1")
 
 
-def nccl_rank(store, rank, members, timeout_s):
-    return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
-
-
 def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     transports = over_nccl(HashStore(), 2, 10.0)
     communicators = [transport._communicator for transport in transports]
@@ -111,7 +106,7 @@ def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
         gc.collect()
 
 
-@pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_rank])
+@pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_of_one])
 def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
     store, members = HashStore(), (1, 3, 4)
 

@@ -113,14 +113,9 @@ def attempt(use):
 
 def child_uses_the_world(tell, in_group, port):
     """Children of every rank try all that a world offers, and open others; then the parents go on with it."""
-    with default_group() if in_group else nullcontext():
-        return what_a_child_may_do(port)
-
-
-def what_a_child_may_do(port):
     torch.set_num_threads(1)
     schedule, buffer, go_on = ring.all_reduce(2), torch.ones(4), Event()
-    with commrt.init(30) as world:
+    with default_group() if in_group else nullcontext(), commrt.init(30) as world:
         world.run(schedule, buffer)
         pending = world.comm_thread.submit(go_on.wait)
         uses = {
