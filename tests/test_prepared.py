@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from threading import Event
 from types import SimpleNamespace
 from weakref import ref
 
@@ -19,6 +20,7 @@ from commrt.transport.protocol import Tag
 
 RING = commrt.Ring().schedule(0, 2)
 NOW = Tag(0, 0)
+LIMIT_S = 20.0
 
 
 @pytest.fixture
@@ -73,6 +75,23 @@ def test_autograd_learns_that_a_bound_buffer_was_written(inference):
         return buffer._version > before, buffer.tolist()
 
     assert run_ranks(2, run) == [(True, [4.0] * 10)] * 2
+
+
+def test_a_bound_buffer_may_run_in_the_background():
+    def run(world):
+        buffer = torch.ones(10)
+        world.run(RING, buffer)
+        if world.rank == 0:
+            work = world.run(RING, buffer, async_op=True)
+            begun.set()
+            work.wait()
+        else:
+            assert begun.wait(LIMIT_S)
+            world.run(RING, buffer)
+        return buffer.tolist()
+
+    begun = Event()
+    assert run_ranks(2, run) == [[4.0] * 10] * 2
 
 
 def test_a_bound_buffer_is_refused_once_it_has_another_shape():
