@@ -145,8 +145,6 @@ def test_what_follows_a_failure_says_what_that_was_and_where():
         "It was DeadlineExceeded: no future from ranks [1] [rank 0, peer 1, step 7, bucket 2, hop 3, nbytes 40]. "
         "Rank 1 saw OSError: the data set is gone"
     )
-    with pytest.raises(TransportClosed, match=r"It was DeadlineExceeded: no future from ranks \[1\] \[rank 0, peer 1"):
-        thread.require_working()
     thread.close()
 
 

@@ -9,7 +9,6 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Event, Timer
-from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -19,14 +18,10 @@ from failing_collectives import stopped_in_a_question, stopped_while_it_asks
 from hypothesis import given
 from hypothesis import strategies as st
 from moved_clock import moved_clock
-from torch.distributed import HashStore
 from transports import local, nccl, shared
 
 import commrt
 from commrt.c10d.group import ProcessGroupWorld
-from commrt.elastic.barrier import Barrier
-from commrt.elastic.generations import Generation
-from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import DeadlineExceeded, UsageError
 from commrt.runtime import init
 from commrt.store import client
@@ -102,33 +97,6 @@ def test_a_rank_that_is_stopped_in_a_step_is_late_and_does_not_take_the_store_fo
 
     ends = run_processes(4, stopped_in_a_question, 2, 3.0, on_message=wake)
     assert [(end.error, end.value) for end in ends] == [(None, True)] * 4
-
-
-@pytest.mark.parametrize(
-    "come",
-    [
-        pytest.param(lambda member: Barrier(member).arrive("lunch", 4, pytest.fail), id="a collective"),
-        pytest.param(lambda member: member.roll_call(4, int), id="a roll call"),
-    ],
-)
-def test_a_rank_that_was_stopped_waits_for_a_rank_that_comes_after_it_woke(come):
-    store, founders = HashStore(), Generation(0, {0: 0, 1: 0})
-    members = [StoreMembership(store, rank, founders, lambda: 20.0, host="127.0.0.1") for rank in range(2)]
-    for member in members:
-        member.join_first_generation()
-    with moved_clock() as clock, ThreadPoolExecutor(2) as pool:
-        first = pool.submit(come, members[0])
-        clock.wait_for_readers(1)
-        for _ in range(3):  # stops, of which one at least is between two polls of what is waited for
-            sleep(0.05)
-            clock.advance(1000.0)
-        second = pool.submit(come, members[1])
-        first.result()
-        second.result()
-    assert [member.current().ranks for member in members] == [(0, 1)] * 2
-    for member in members:
-        member.depart("it ends")
-        member.close()
 
 
 @given(st.floats(1e-6, 1.9e6))

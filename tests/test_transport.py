@@ -16,13 +16,14 @@ from cases import for_each
 from torch.distributed import HashStore
 from transports import gloo, local, nccl, nccl_of_one, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
-from commrt.errors import DeadlineExceeded, PeerLost, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
 from commrt.store.launcher import GPU_TRANSPORTS
 from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
 from commrt.transport.gloo import GlooTransport
+from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
 from commrt.transport.shared import SharedTransport
 
@@ -94,6 +95,13 @@ def gloo_rank(store, rank, members, timeout_s):
     return GlooTransport(store, rank, members, timeout_s, "127.0.0.1")
 
 
+def test_a_closed_transport_of_nccl_is_not_watched_any_more():
+    transports = over_nccl(HashStore(), 2, 10.0)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(NcclTransport.close, transports))
+    assert [transport._freeing.is_set() for transport in transports] == [True, True]
+
+
 def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     transports = over_nccl(HashStore(), 2, 10.0)
     communicators = [transport._communicator for transport in transports]
@@ -104,6 +112,21 @@ def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     while any(each.comm for each in communicators):  # until the test's own timeout
         sleep(0.01)
         gc.collect()
+
+
+def test_an_abort_amid_the_start_of_a_transfer_is_an_error_with_its_whole_place(monkeypatch):
+    transport, other = gloo(2, 10.0)
+
+    def post_too_late(*given, **how):
+        transport.abort()
+        return GlooTransport.post(transport, *given, **how)
+
+    monkeypatch.setattr(transport, "post", post_too_late)
+    exchange = transport.bind(P2PGroup([P2PMessage(1, torch.zeros(4))], [], hop=5))
+    with pytest.raises(TransportClosed) as raised:
+        exchange(Tag(2, 3))
+    assert raised.value.place == Place(rank=0, peer=1, step=2, bucket=3, hop=5, nbytes=16)
+    other.close()
 
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_of_one])
