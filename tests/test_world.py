@@ -101,20 +101,6 @@ def test_a_world_that_finishes_its_work_can_still_be_given_up(monkeypatch, hangi
         closing.result()
 
 
-def test_a_world_that_closes_finishes_what_was_submitted():
-    worlds, go_on = local_worlds(2), Event()
-    buffers = [torch.ones(2) for _ in worlds]
-    for world, buffer in zip(worlds, buffers, strict=True):
-        world.comm_thread.submit(go_on.wait)
-        for _ in range(3):
-            world.comm_thread.submit(lambda w=world, b=buffer: w.run_now(RING, b, rendezvous_ranks.NOW))
-    with ThreadPoolExecutor(2) as pool:
-        closing = [pool.submit(world.close) for world in worlds]
-        go_on.set()
-    assert [future.exception() for future in closing] == [None, None]
-    assert [buffer.tolist() for buffer in buffers] == [[8.0, 8.0]] * 2
-
-
 @pytest.mark.parametrize(
     ("gpus", "local_rank", "device"),
     [(0, 5, "cpu"), (1, 0, "cuda:0"), (1, 3, "cuda:0"), (4, 0, "cuda:0"), (4, 3, "cuda:3")],
