@@ -29,6 +29,7 @@ from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 
 LIMIT_S = 20.0
+PATIENT_S = 30.0
 
 
 def test_a_listener_answers_until_it_is_closed():
@@ -112,9 +113,6 @@ def test_a_record_reads_as_it_was_written():
 def test_a_record_of_another_kind_is_refused(other):
     with pytest.raises(ValueError, match=r"not as expected|zip\(\)"):
         typed(other, int, str)
-
-
-PATIENT_S = 30.0
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, TCPStore
 import commrt
 from commrt.algorithms import ring, tree
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
+from commrt.runtime.membership import Hooks
 from commrt.runtime.prepared import COMPARISONS_KEPT, SCHEDULES_KEPT, traits_of
 from commrt.runtime.world import World
 from commrt.schedule import MIX, Schedule, Step
@@ -301,6 +302,14 @@ def test_an_agreement_that_ends_in_a_disagreement_leaves_the_world_as_it_was():
         return equal, world.all_equal("weights", "mark"), buffer.tolist()
 
     assert run_ranks(2, body) == [(False, True, [2.0, 2.0])] * 2
+
+
+def test_an_interrupt_at_the_start_of_a_collective_is_told_to_the_attached_model():
+    heard, (world,) = [], local_worlds(1)
+    world.hooks = Hooks(before_collective=interrupt, on_collective_error=heard.append)
+    with pytest.raises(KeyboardInterrupt) as raised, world.collective("a()"):
+        pass
+    assert heard == [raised.value]
 
 
 def helper(fails=False):
