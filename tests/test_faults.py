@@ -46,20 +46,13 @@ def require_place(error, victim):
 FIRST, *OTHERS = TRANSPORTS
 
 
-@pytest.fixture(params=[FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def transport(request, monkeypatch):
-    """What the workers exchange through; elsewhere they choose, and take shared memory."""
-    monkeypatch.setenv("COMMRT_TRANSPORT", request.param)
-
-
-@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(
     ("transport", "algorithm", "victim"),
     [("shared", commrt.Torus2D(), 1), pytest.param("gloo", commrt.Ring(), 3, marks=pytest.mark.slow)],
-    indirect=["transport"],
     ids=["shared-torus", "gloo-ring"],
 )
-def test_a_killed_worker_is_named_by_all_survivors_long_before_the_deadline(algorithm, victim):
+def test_a_killed_worker_is_named_by_all_survivors_long_before_the_deadline(monkeypatch, transport, algorithm, victim):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
     killed, survivors = strike(victim, signal.SIGKILL, algorithm, timeout_s=10 * LIMIT_S)
     assert killed.exit_code == -signal.SIGKILL
     for survivor in survivors:
@@ -67,8 +60,9 @@ def test_a_killed_worker_is_named_by_all_survivors_long_before_the_deadline(algo
         assert survivor.exit_code == 1
 
 
-@pytest.mark.usefixtures("transport")
-def test_a_stopped_worker_ends_the_others_by_the_deadline():
+@pytest.mark.parametrize("transport", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_stopped_worker_ends_the_others_by_the_deadline(monkeypatch, transport):
+    monkeypatch.setenv("COMMRT_TRANSPORT", transport)
     stopped, others = strike(2, signal.SIGSTOP, commrt.Torus2D(), TIMEOUT_S)
     assert stopped.exit_code is None
     for other in others:

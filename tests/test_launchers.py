@@ -8,13 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from pathlib import Path
 from platform import machine
 
 import pytest
 from launched_ranks import in_a_group, with_variables
-from network_namespaces import address, hosts, why_none
 
 from commrt.store.launcher import LAUNCHERS, launched
 from commrt.testing.processes import free_port, run_processes
@@ -25,22 +26,49 @@ TORCHRUN = BIN / "torchrun"
 WORKER = Path(__file__).parent / "support" / "launched_ranks.py"
 LIMIT_S = 110
 OF_LAUNCHERS = {getattr(one, name) for one in LAUNCHERS for name in ("rank", "size", "local_rank", "local_size")}
+ADDRESSES = ("10.213.8.1", "10.213.8.2")
+IS_ROOT = os.geteuid() == 0
+UNSHARE = ["unshare", "--net"] if IS_ROOT else ["unshare", "--map-root-user", "--net"]
+ENTER = ["nsenter", "--net"] if IS_ROOT else ["nsenter", "--net", "--user", "--preserve-credentials"]
 
 
-def environment(**more):
+def environment():
     """Return this process's environment without variables of launchers."""
     kept = {name: value for name, value in os.environ.items() if name not in {*OF_LAUNCHERS, "GLOO_SOCKET_IFNAME"}}
-    return kept | {"OMP_NUM_THREADS": "1", **more}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+@cache
+def has_namespaces():
+    tries = f"{' '.join(UNSHARE)} sh -c 'ip link set lo up && nsenter --version'"
+    return subprocess.run(["sh", "-c", tries], capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def host(unshare):
+    """A network namespace while the block runs: a process in it, and what to put before a command to run it there."""
+    command = [*unshare, "sh", "-c", "ip link set lo up && echo here && read _"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout.readline() == "here\n"
+        yield keeper.pid, [*ENTER, f"--target={keeper.pid}"]
 
 
 @pytest.fixture
-def here():
+def two_hosts():
+    """Joined by a cable: what to put before a command to run it on each."""
+    with host(UNSHARE) as (_, first), host([*first, "unshare", "--net"]) as (second, to_second):
+        cable = "ip link add eth type veth peer name eth netns"
+        subprocess.run([*first, *cable.split(), str(second)], check=True)
+        for to, address in zip((first, to_second), ADDRESSES, strict=True):
+            for setting in (f"addr add {address}/24 dev eth", "link set eth up"):
+                subprocess.run([*to, "ip", *setting.split()], check=True)
+        yield first, to_second
+
+
+@pytest.fixture
+def here(request):
     """A host of our own, where the system gives one: launchers listen on all addresses of theirs."""
-    if why_none():
-        yield []
-        return
-    with hosts() as (first, _):
-        yield first
+    return request.getfixturevalue("two_hosts")[0] if has_namespaces() else []
 
 
 def run(*commands):
@@ -93,12 +121,12 @@ def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(why_none()), reason=str(why_none()))
-def test_on_two_hosts_torchrun_s_ranks_share_memory_within_and_use_sockets_between(tmp_path):
+@pytest.mark.skipif(not has_namespaces(), reason="needs util-linux, iproute2 and the right to make network namespaces")
+def test_on_two_hosts_torchrun_s_ranks_share_memory_within_and_use_sockets_between(two_hosts, tmp_path):
     """Though both hosts' names lead to the loopback, as Debian's do."""
-    node = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", address(0), "--master-port", "29500"]
-    with hosts() as both:
-        run(*([*to, *node, "--node-rank", rank, WORKER, tmp_path, "1", "init"] for rank, to in enumerate(both)))
+    store = ["--master-addr", ADDRESSES[0], "--master-port", "29500"]
+    node = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *store]
+    run(*([*to, *node, "--node-rank", rank, WORKER, tmp_path, "1", "init"] for rank, to in enumerate(two_hosts)))
     assert reports(tmp_path) == of_one_world(TWO_NODES, "torchrun", "shared and gloo", 10.0)
 
 
@@ -153,12 +181,6 @@ def test_the_tasks_of_a_slurm_step_on_two_hosts_meet_on_the_first_of_its_nodes()
     nodes = {"STEP_NODELIST": "127.0.0.[1-2]", "JOB_NODELIST": "no-such-host[1-9]"}
     tasks = [task(rank, "2(x2)", local, **nodes) for rank, _, local in TWO_NODES]
     require_seen(tasks, world_of(TWO_NODES, "Slurm", "shared", 12.0))
-
-
-def test_two_steps_of_one_slurm_job_at_once_do_not_meet():
-    steps = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    tasks = [task(rank, "2", STEP_ID=step, STEP_NUM_TASKS=2) for step, rank in steps]
-    require_seen(tasks, [*world_of(PAIR, "Slurm", "shared", 2.0), *world_of(PAIR, "Slurm", "shared", 6.0)])
 
 
 def job_at_the_port_of(variables):

@@ -1,37 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's transports as one; and work that is queued on a device, behind and before other work."""
+"""One rank's transports as one; and work that is queued on a device, as it is asked of torch."""
 
 from __future__ import annotations
 
+import gc
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import for_each
 from torch.distributed import HashStore
+from transports import local
 
 import commrt
 from commrt.errors import DeadlineExceeded, TransportClosed, UsageError
 from commrt.runtime import init
 from commrt.runtime import world as world_module
 from commrt.runtime.world import World
-from commrt.testing import conformance
-from commrt.testing.ranks import over_threads, run_ranks
+from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.future import DONE
+from commrt.threads.future import DONE, CudaStreams, Streams, streams_of
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
 
 META = torch.device("meta")
 NOW = Tag(0, 0)
-
-
-def by_device(ranks, timeout_s):
-    return [TransportByDevice(transport) for transport in over_threads(HashStore(), ranks, timeout_s)]
-
-
-@for_each("check", conformance.CHECKS)
-def test_it_conforms(check):
-    check(by_device)
 
 
 class Elsewhere:
@@ -62,7 +54,7 @@ class Elsewhere:
 
 @pytest.fixture
 def both():
-    one, elsewhere = by_device(2, 5.0)[0], Elsewhere()
+    one, elsewhere = TransportByDevice(local(2, 5.0)[0]), Elsewhere()
     one.add(META, elsewhere)
     yield one, elsewhere
     one.abort()
@@ -84,7 +76,7 @@ def test_a_group_on_two_devices_is_refused(both):
 
 
 def test_a_gpu_that_is_not_connected_is_refused_with_the_call_that_connects_it():
-    one = by_device(2, 5.0)[0]
+    one = TransportByDevice(local(2, 5.0)[0])
     gpu = torch.device("cuda", 1)
     assert not one.reaches(gpu)
     with pytest.raises(UsageError, match=r"world\.connect\('cuda:1'\) on every rank first"):
@@ -123,7 +115,7 @@ def test_connecting_what_is_no_gpu_is_refused_and_the_world_goes_on():
 @pytest.fixture
 def alone():
     """A world of one rank."""
-    with World(over_threads(HashStore(), 1, 5.0)[0], HashStore()) as world:
+    with World(local(1, 5.0)[0], HashStore()) as world:
         yield world
 
 
@@ -164,13 +156,6 @@ def test_a_task_is_queued_behind_its_caller_and_the_reader_of_its_result_behind_
         answer.result()
     comm_thread.close()
     assert streams.story == ["mark", "behind 1", "task", *([] if fails else ["mark", "behind 4"])]
-
-
-def test_a_second_gpu_of_a_rank_is_refused(both):
-    one, _ = both
-    one.require_no_other(META)
-    with pytest.raises(UsageError, match="exchanges on meta already, and has one GPU"):
-        one.require_no_other(torch.device("cuda", 1))
 
 
 LATE = DeadlineExceeded("no transfer with ranks [1] within 5 s")
@@ -237,3 +222,135 @@ def test_connecting_a_gpu_adds_a_transport_and_streams_once(monkeypatch):
         (0, (0, 1), gpu),
         (1, (0, 1), gpu),
     ]
+
+
+GPU = torch.device("cuda", 3)
+POOL, MODE = (7, 8), ("capture_error_mode", "thread_local")
+
+
+class Asked(list):
+    """What ``torch.cuda`` was asked; `note` makes a stand-in for one of its functions."""
+
+    def note(self, name, answer=None):
+        return lambda *args, **kwargs: self.append((name, *args, *kwargs.items())) or answer
+
+
+@pytest.fixture
+def asked():
+    return Asked()
+
+
+@pytest.fixture
+def graph(asked):
+    note = asked.note
+    return SimpleNamespace(capture_begin=note("begin"), capture_end=note("end"))
+
+
+@pytest.fixture
+def current(asked, graph, monkeypatch):
+    """The current stream of a device whose functions are noted."""
+    note, stream, numbers = asked.note, SimpleNamespace(wait_event=asked.note("wait")), count()
+    cuda = {
+        "set_device": note("device"),
+        "set_stream": note("stream"),
+        "Stream": lambda device, priority: f"{device}, priority {priority}, number {next(numbers)}",
+        "stream": note("aside", "context"),
+        "current_stream": lambda device: stream,
+        "Event": lambda: SimpleNamespace(record=note("record")),
+        "CUDAGraph": lambda: graph,
+        "graph_pool_handle": lambda: POOL,
+    }
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, note(name))
+    return stream
+
+
+@pytest.mark.usefixtures("current")
+def test_entering_takes_the_device_and_a_stream_of_its_own_and_keeps_a_second_one(asked):
+    streams = CudaStreams(GPU)
+    streams.use()
+    assert asked == [("device", GPU)]
+    streams.enter()
+    streams.main_stream()
+    streams.side_stream()
+    first, second = (f"cuda:3, priority -1, number {number}" for number in range(2))
+    assert asked[1:] == [("device", GPU), ("stream", first), ("aside", first), ("aside", second)]
+
+
+def test_a_mark_is_an_event_of_the_current_stream_and_following_waits_for_it(asked, current):
+    streams = CudaStreams(GPU)
+    mark = streams.record_event()
+    assert asked == [("record", current)]
+    streams.wait_event(mark)
+    assert asked[-1] == ("wait", mark)
+
+
+def test_each_stream_is_asked_for_its_own_events_and_made_an_object_of_once(asked, current, monkeypatch):
+    other, made = SimpleNamespace(wait_event=lambda event: asked.append(("other", event))), []
+    handles = iter([17, 17, 18, 17])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: next(handles))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: made.append(device) or (current, other)[len(made) - 1]
+    )
+    streams = CudaStreams(GPU)
+    for _ in range(4):
+        streams.wait_event("mark")
+    assert asked == [("wait", "mark"), ("wait", "mark"), ("other", "mark"), ("wait", "mark")]
+    assert made == [GPU] * 2
+
+
+@pytest.mark.usefixtures("current")
+def test_what_is_done_already_is_not_waited_for(asked):
+    CudaStreams(GPU).wait_event(DONE)
+    assert asked == []
+
+
+@pytest.mark.usefixtures("current")
+def test_a_graph_is_captured_while_others_may_allocate_and_nothing_is_collected(asked, graph):
+    collecting = []
+    assert CudaStreams(GPU).capture(lambda: collecting.append(gc.isenabled())) is graph
+    assert asked == [("begin", POOL, MODE), ("end",)]
+    assert collecting == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("current")
+def test_a_capture_that_fails_is_ended_and_things_are_collected_again(asked):
+    with pytest.raises(IndexError):
+        CudaStreams(GPU).capture([].pop)
+    assert asked[-1] == ("end",)
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize("raises", [True, False], ids=["the work failed too", "only the end"])
+def test_where_cuda_has_ended_a_capture_torch_leaves_it_too_and_the_first_error_is_raised(asked, graph, raises):
+    ends = [RuntimeError("invalidated"), None]
+
+    def end():
+        asked.append(("end",))
+        if (error := ends.pop(0)) is not None:
+            raise error
+
+    graph.capture_end = end
+    with pytest.raises(IndexError if raises else RuntimeError):
+        CudaStreams(GPU).capture([].pop if raises else list)
+    left = [("_cuda_endAllocateToPool", 3, POOL), ("_cuda_releasePool", 3, POOL)]
+    assert asked == [("begin", POOL, MODE), ("end",), *left, ("begin", MODE), ("end",)]
+
+
+def test_a_cpu_queues_nothing():
+    streams = streams_of(torch.device("cpu"))
+    assert isinstance(streams, Streams)
+    assert (streams.queues, streams.current(), streams.record_event(), streams.capture(list)) == (False, 0, DONE, None)
+    assert DONE.query()
+    with streams.side_stream():
+        streams.wait_event(DONE)
+
+
+def test_a_gpu_queues():
+    assert isinstance(streams_of(GPU), CudaStreams)
+    assert streams_of(GPU).queues

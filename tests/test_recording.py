@@ -166,14 +166,6 @@ def comm_thread():
     thread.close()
 
 
-def test_a_recorder_that_was_set_gets_the_ranges_also_while_a_profiler_of_torch_runs(comm_thread):
-    comm_thread.recorder = timeline = Timeline(0)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, comm_thread.within_range("something"):
-        pass
-    assert [event["name"] for event in timeline.events] == ["something"]
-    assert not [event for event in profiler.events() if "something" in event.name]
-
-
 def test_a_range_that_a_profiler_of_torch_saw_begin_may_end_after_it(comm_thread):
     with profile(activities=[ProfilerActivity.CPU]):
         begun = comm_thread.within_range("bucket")

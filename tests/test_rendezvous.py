@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks find each other through one store, and a store that is dead, stopped or no store at all is an error in time."""
+"""A process finds its place from what its launcher left; ranks meet at one store, and one that is gone is an error."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import socket
 
 import pytest
 import rendezvous_ranks
+import torch.distributed as dist
+from cases import for_each
+from torch.distributed import HashStore
 
-from commrt.errors import DeadlineExceeded, TransportError
+import commrt
+from commrt.errors import DeadlineExceeded, TransportError, UsageError
 from commrt.store.client import is_loopback, listen, meet
-from commrt.store.launcher import Launch
+from commrt.store.launcher import Launch, chosen_transport, default_timeout_s, is_on, launched
 from commrt.testing.processes import free_port, run_processes
 
 LIMIT_S = 80.0
@@ -116,3 +120,165 @@ def test_worlds_and_torch_s_groups_meet_at_the_same_port_in_any_order(tmp_path, 
     ends = str(tmp_path / "ends")
     outcomes = run_processes(2, rendezvous_ranks.worlds_and_groups, ends, *order.split(), limit_s=LIMIT_S)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, ORDERS[order])] * 2
+
+
+AT = {"MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "4321"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77", "SLURM_NODEID": "0"}
+"""What a batch script finds, on the first node of its job."""
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+SLURM = BATCH | STEP | {"SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_JOBID": "77.0", "PMI_FD": "9"}
+"""What srun --mpi=pmi2 adds."""
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+"""What the mpiexec of MPICH and of Intel MPI sets."""
+
+
+PALS = {"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+ANOTHER_STEP = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)", "SLURM_STEP_ID": "12"}
+HERE = ("10.1.2.3", 4321)
+
+
+@for_each(
+    ("env", "launch"),
+    [
+        (TORCHRUN, Launch("torchrun", 2, 4, 0, 2, *HERE)),
+        (TORCHRUN | AGENT, Launch("torchrun", 2, 4, 0, 2, *HERE, store_exists=True, attempt=1)),
+        (SLURM | TORCHRUN, Launch("torchrun", 2, 4, 0, 2, *HERE)),  # as examples/launch/job.sbatch does
+        (OPEN_MPI, Launch("Open MPI", 3, 8, 1, 2, *HERE)),
+        (HYDRA, Launch("MPICH", 3, 4, 1, 2, *HERE)),
+        (PALS, Launch("PMI", 3, 8, 1, 2, *HERE)),
+        (SLURM, Launch("Slurm", 5, 8, 1, 4, *HERE)),
+        (SLURM | ANOTHER_STEP, Launch("Slurm", 5, 6, 1, 3, *HERE)),
+        (SLURM | PMI2, Launch("Slurm", 5, 8, 1, 4, *HERE)),
+    ],
+)
+def test_each_launcher_is_recognised_and_says_everything(env, launch):
+    assert launched(env | AT) == launch
+
+
+@pytest.mark.parametrize(("mpirun", "name"), [(OPEN_MPI, "Open MPI"), (HYDRA, "MPICH")])
+@pytest.mark.parametrize("slurm", [BATCH, SLURM], ids=["that forks", "that starts its helpers with srun"])
+def test_mpirun_inside_a_slurm_job_is_mpirun_and_its_first_node_holds_the_store(mpirun, name, slurm):
+    launch = launched(slurm | {"SLURM_JOB_NODELIST": "gpu[4-5]"} | mpirun)
+    assert launch is not None
+    assert (launch.launcher, launch.rank, launch.local_rank, launch.address) == (name, 3, 1, "gpu4")
+
+
+@for_each(
+    "env",
+    [
+        BATCH,
+        BATCH | STEP | {"SLURM_STEP_ID": "4294967291"},
+        BATCH | STEP | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+        BATCH | STEP | {"SLURM_STEP_ID": "extern"},
+        BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+        BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1"} | PMI2 | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},
+    ],
+)
+def test_a_script_or_a_shell_in_a_slurm_job_is_no_launch(env):
+    assert launched(env | {"SLURM_JOB_NODELIST": "gpu[4-5]"}) is None
+
+
+def test_all_ranks_of_a_job_derive_the_same_port_and_other_jobs_another():
+    nodes = {"SLURM_JOB_NODELIST": "a"}
+    ports = [launched(SLURM | nodes | {"SLURM_PROCID": str(rank)}).port for rank in range(8)]
+    assert len(set(ports)) == 1
+    assert launched(SLURM | nodes | {"SLURM_JOB_ID": "78"}).port != ports[0]
+    assert launched(SLURM | nodes | {"SLURM_STEP_ID": "1"}).port != ports[0]
+
+
+def test_a_port_that_is_given_is_all_that_ranks_need_to_share():
+    assert launched(SLURM | AT).job == ""
+    assert launched(SLURM | {"MASTER_ADDR": "10.1.2.3"}).job == "77.0"
+
+
+def test_ranks_on_one_machine_need_no_address():
+    for env in (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"}):
+        launch = launched(env | {"SLURM_JOB_NODELIST": "gpu4"})
+        assert launch is not None
+        assert launch.address == "127.0.0.1"
+
+
+@for_each(
+    ("env", "says"),
+    [
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not: set both"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set but RANK is not: set both"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 and WORLD_SIZE=4 contradict each other"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK='-1' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR to its host name"),
+        (OPEN_MPI, "Open MPI started 8 ranks but nothing says where rank 0 is: set MASTER_ADDR"),
+        (BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "8"}, "WORLD_SIZE=8 is set but RANK is not"),
+        (TORCHRUN | AT | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict each other"),
+        (TORCHRUN | AT | {"LOCAL_WORLD_SIZE": "2(x2)"}, r"LOCAL_WORLD_SIZE='2\(x2\)' is no number"),
+    ],
+)
+def test_contradictions_are_refused_with_a_sentence(env, says):
+    with pytest.raises(UsageError, match=says):
+        launched(env)
+
+
+@for_each("text", ["", "soon", "-1", "0", "inf", "nan", "3e6"])
+def test_a_deadline_is_a_positive_number_of_seconds(text):
+    with pytest.raises(UsageError, match="COMMRT_TIMEOUT_S"):
+        default_timeout_s({"COMMRT_TIMEOUT_S": text})
+
+
+def test_the_default_deadline_is_five_minutes():
+    assert default_timeout_s({}) == 300
+    assert default_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
+
+
+@for_each("kind", ["", "mpi", "Shared"])
+def test_a_transport_is_one_that_there_is(kind):
+    with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=.* is no transport: set one of shared, gloo"):
+        chosen_transport({"COMMRT_TRANSPORT": kind})
+
+
+def test_no_transport_is_asked_for_unless_it_is():
+    assert chosen_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
+    assert chosen_transport({}) is None
+
+
+@for_each(("text", "expected"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_a_variable_is_on_unless_it_is_unset_empty_or_0(monkeypatch, text, expected):
+    monkeypatch.setenv("COMMRT_NVTX", text)
+    assert is_on("COMMRT_NVTX") is expected
+    assert not is_on("COMMRT_NO_SUCH")
+
+
+def test_without_a_launcher_the_world_is_one_process():
+    with commrt.init() as world:
+        assert (world.rank, world.size, world.launcher) == (0, 1, "one process")
+
+
+@for_each("seconds", [0, -1.0, float("nan"), float("inf"), 3e6])
+def test_a_deadline_that_cannot_be_kept_is_refused(seconds):
+    with pytest.raises(UsageError, match=rf"^timeout_s={seconds} is no deadline"):
+        commrt.init(timeout_s=seconds)
+    with pytest.raises(UsageError, match=rf"^start_timeout_s={seconds} is no deadline"):
+        commrt.init(start_timeout_s=seconds)
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "2"}, {"RANK": "5"}, {"RANK": "0", "WORLD_SIZE": "many"}])
+def test_a_running_group_matters_more_than_what_a_launcher_left_half_set(monkeypatch, variables):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with commrt.init() as world:
+            assert (world.launcher, world.rank, world.size, world.local_rank) == ("torch.distributed", 0, 1, 0)
+    finally:
+        dist.destroy_process_group()

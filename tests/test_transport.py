@@ -14,17 +14,17 @@ import pytest
 import torch
 from cases import for_each
 from torch.distributed import HashStore
-from transports import gloo, local, nccl, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
+from transports import gloo, local, nccl, nccl_of_one, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
-from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS
+from commrt.store.launcher import GPU_TRANSPORTS
 from commrt.testing import conformance
-from commrt.testing.faults import delay_at, drop_at, fail_at, with_faults
+from commrt.testing.faults import fail_at, with_faults
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
 from commrt.transport.shared import SharedTransport
 
 
@@ -32,9 +32,13 @@ def harmless(ranks, timeout_s):
     return [with_faults(fail_at(step=10**6))(transport) for transport in local(ranks, timeout_s)]
 
 
+def by_device(ranks, timeout_s):
+    return [TransportByDevice(transport) for transport in local(ranks, timeout_s)]
+
+
 @pytest.mark.parametrize(
     "make",
-    [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless],
+    [local, gloo, shared, two_hosts_in_turn, nccl, peers, harmless, by_device],
     ids=lambda make: make.__name__,
 )
 @for_each("check", conformance.CHECKS)
@@ -87,48 +91,8 @@ def test_a_local_deadline_prints_who_waits_for_whom():
         exchange(Tag(0, 0))
 
 
-def errors_under(fault, timeout_s=30.0):
-    """What two ranks raise that exchange in three steps, with a fault."""
-
-    def exchange(transport):
-        peer = 1 - transport.rank
-        turn = transport.bind(P2PGroup([P2PMessage(peer, torch.ones(4))], [P2PMessage(peer, torch.empty(4))]))
-        try:
-            for step in range(3):
-                turn(Tag(step, 0))
-        except TransportError:
-            transport.abort()
-            raise
-
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(exchange, with_faults(fault)(transport)) for transport in local(2, timeout_s)]
-        return [future.exception() for future in futures]
-
-
-def test_an_injected_failure_strikes_at_its_rank_and_step_and_the_peer_learns_it():
-    lost, failed = errors_under(fail_at(rank=1, step=2))
-    assert type(failed) is TransportError
-    assert (failed.place.rank, failed.place.step) == (1, 2)
-    assert isinstance(lost, PeerLost)
-    assert (lost.place.peer, lost.place.step) == (1, 2)
-
-
-def test_dropped_sends_end_in_the_receivers_deadline():
-    late, _ = errors_under(drop_at(rank=1, step=2), timeout_s=0.5)
-    assert isinstance(late, DeadlineExceeded)
-    assert (late.place.peer, late.place.step) == (1, 2)
-
-
-def test_a_delay_loses_nothing():
-    assert errors_under(delay_at(rank=0, step=1, seconds=0.05)) == [None, None]
-
-
 def gloo_rank(store, rank, members, timeout_s):
     return GlooTransport(store, rank, members, timeout_s, "127.0.0.1")
-
-
-def nccl_rank(store, rank, members, timeout_s):
-    return NcclTransport(store, rank, members, timeout_s, CPU, stand_in)
 
 
 def test_a_closed_transport_of_nccl_is_not_watched_any_more():
@@ -165,7 +129,7 @@ def test_an_abort_amid_the_start_of_a_transfer_is_an_error_with_its_whole_place(
     other.close()
 
 
-@pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_rank])
+@pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank, nccl_of_one])
 def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
     store, members = HashStore(), (1, 3, 4)
 
@@ -195,13 +159,6 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(body, range(2))) == [[1.0] * 4] * 2
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_a_transport_that_is_asked_for_is_the_one_that_connects(name, monkeypatch):
-    monkeypatch.setenv("COMMRT_TRANSPORT", name)
-    with closing(connection.connect_hosts(HashStore(), 0, {0: "here"}, 10.0, LOOPBACK)) as made:
-        assert made.kind == name
 
 
 @pytest.mark.parametrize("where", [*GPU_TRANSPORTS.values(), *ON_GPUS.values(), connection.NCCL_BINDING])

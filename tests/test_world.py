@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -16,12 +15,11 @@ import torch
 import transports
 from cases import taking_turns
 from moved_clock import moved_clock
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 import commrt
 from commrt.algorithms import ring, tree
-from commrt.errors import CommrtError, DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
-from commrt.runtime import world as world_module
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.runtime.membership import Hooks
 from commrt.runtime.prepared import COMPARISONS_KEPT, SCHEDULES_KEPT, traits_of
 from commrt.runtime.world import World
@@ -86,16 +84,6 @@ def test_leaving_by_an_error_does_not_wait_for_a_transfer_that_cannot_end(hangin
     assert hanging_world.closed
 
 
-@pytest.mark.parametrize("step", ["leave_report", "wait_for_readers"])
-def test_a_second_ctrl_c_while_the_others_are_told_ends_the_transfer_too(monkeypatch, hanging_world, step):
-    hanging_world.holds_store = True
-    monkeypatch.setattr(world_module, step, interrupt)
-    with pytest.raises(KeyboardInterrupt), hanging_world:
-        raise OSError("the first of two")
-    with pytest.raises(TransportClosed, match="was closed"):
-        hanging_world.comm_thread.require_open()
-
-
 def test_ctrl_c_while_a_world_finishes_its_work_ends_that_and_it_can_be_closed_again(monkeypatch, hanging_world):
     monkeypatch.setattr(hanging_world.comm_thread, "close", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -112,20 +100,6 @@ def test_a_world_that_finishes_its_work_can_still_be_given_up(monkeypatch, hangi
         closes.wait()
         hanging_world.abort(OSError("enough"))
         closing.result()
-
-
-def test_a_world_that_closes_finishes_what_was_submitted():
-    worlds, go_on = local_worlds(2), Event()
-    buffers = [torch.ones(2) for _ in worlds]
-    for world, buffer in zip(worlds, buffers, strict=True):
-        world.comm_thread.submit(go_on.wait)
-        for _ in range(3):
-            world.comm_thread.submit(lambda w=world, b=buffer: w.run_now(RING, b, rendezvous_ranks.NOW))
-    with ThreadPoolExecutor(2) as pool:
-        closing = [pool.submit(world.close) for world in worlds]
-        go_on.set()
-    assert [future.exception() for future in closing] == [None, None]
-    assert [buffer.tolist() for buffer in buffers] == [[8.0, 8.0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -222,21 +196,6 @@ def test_a_forked_child_may_only_open_other_worlds_and_harms_nobody(monkeypatch,
         assert not reported
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_that_frees_gloo_s_sockets_ends_and_leaves_them_to_its_parent():
-    pair, store = transports.gloo(2, 30.0), HashStore()
-
-    def free():
-        pair.clear()
-        return gc.collect() >= 0
-
-    assert rendezvous_ranks.in_a_child(free) is True
-    buffers = [torch.ones(4) for _ in pair]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda transport, buffer: World(transport, store).run(RING, buffer), pair, buffers))
-    assert buffers[0].tolist() == [2.0] * 4
-
-
 def made_in_inference_mode():
     with torch.inference_mode():
         return torch.ones(4)
@@ -263,20 +222,6 @@ def test_a_buffer_that_cannot_work_is_refused_and_the_world_goes_on(connect):
         return buffer.tolist()
 
     assert run_ranks(2, body, connect=lambda _, *given: connect(*given)) == [[2.0] * 4] * 2
-
-
-def test_an_error_of_this_rank_alone_while_calls_are_compared_ends_the_world(monkeypatch):
-    def interrupted(*_):
-        raise UsageError("from a signal handler")
-
-    def run(world):
-        if world.rank == 0:
-            monkeypatch.setattr(world.consistency, "_gather", interrupted)
-        with pytest.raises(CommrtError):
-            world.run(RING, torch.zeros(4))
-        return world.closed
-
-    assert run_ranks(2, run) == [True, True]
 
 
 def test_a_dtype_that_torch_cannot_add_can_be_copied_and_not_mixed():
@@ -360,17 +305,11 @@ def test_an_agreement_that_ends_in_a_disagreement_leaves_the_world_as_it_was():
 
 
 def test_an_interrupt_at_the_start_of_a_collective_is_told_to_the_attached_model():
-    heard = []
-
-    def interrupted():
-        heard.append("begin")
-        raise KeyboardInterrupt
-
-    (world,) = local_worlds(1)
-    world.hooks = Hooks(before_collective=interrupted, on_collective_error=heard.append)
+    heard, (world,) = [], local_worlds(1)
+    world.hooks = Hooks(before_collective=interrupt, on_collective_error=heard.append)
     with pytest.raises(KeyboardInterrupt) as raised, world.collective("a()"):
-        heard.append("body")
-    assert heard == ["begin", raised.value]
+        pass
+    assert heard == [raised.value]
 
 
 def helper(fails=False):
@@ -393,22 +332,14 @@ def test_the_outermost_with_statement_closes_a_world():
     assert another.closed
 
 
-REFUSED = [
-    {"timeout_s": 0},
-    {"timeout_s": float("nan")},
-    {"start_timeout_s": -1},
-    {"start_timeout_s": 2},
-    {"timeout_s": 20, "start_timeout_s": 10},
-]
-
-
 def test_a_second_init_applies_its_deadline_unless_that_is_refused():
     with commrt.init(100) as world:
         assert commrt.init(3) is world
         assert world.timeout_s == 3
         assert commrt.init().timeout_s == 3
-        for wrong in REFUSED:
-            with pytest.raises(UsageError, match=r"is no deadline|is below timeout_s"):
-                commrt.init(**wrong)
+        with pytest.raises(UsageError, match="timeout_s=0 is no deadline"):
+            commrt.init(0)
+        with pytest.raises(UsageError, match="start_timeout_s=2 is below timeout_s=3"):
+            commrt.init(start_timeout_s=2)
         assert world.timeout_s == 3
         assert commrt.init(20, start_timeout_s=20).timeout_s == 20

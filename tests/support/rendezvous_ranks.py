@@ -8,13 +8,15 @@ import json
 import os
 import select
 import signal
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 
 import torch
 import torch.distributed as dist
 from failing_ranks import tell_and_pause
+from torch import nn
 from torch.distributed import FileStore
 
 import commrt
@@ -25,6 +27,7 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 NOW = Tag(0, "test")
 CHILD_LIMIT_S = 10.0
+LISTENS = "0A"
 
 
 def ask_without(tell, missing, timeouts_s):
@@ -110,14 +113,9 @@ def attempt(use):
 
 def child_uses_the_world(tell, in_group, port):
     """Children of every rank try all that a world offers, and open others; then the parents go on with it."""
-    with default_group() if in_group else nullcontext():
-        return what_a_child_may_do(port)
-
-
-def what_a_child_may_do(port):
     torch.set_num_threads(1)
     schedule, buffer, go_on = ring.all_reduce(2), torch.ones(4), Event()
-    with commrt.init(30) as world:
+    with default_group() if in_group else nullcontext(), commrt.init(30) as world:
         world.run(schedule, buffer)
         pending = world.comm_thread.submit(go_on.wait)
         uses = {
@@ -184,3 +182,26 @@ def chosen_on(setting, hosts):
             return world.transport.kind
     except UsageError as error:
         return str(error)
+
+
+def where_a_world_listens(tell):
+    """With backup workers, which listen for more than the transport does; return the transport and addresses."""
+    with commrt.init(30.0) as world:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world)
+        return world.transport.kind, listening_addresses()
+
+
+def listening_addresses():
+    """Of every TCP socket on which this process listens, as Linux writes it."""
+    links, found = set(), []
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            links.add(str(fd.readlink()))
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            where, state, inode = (line.split()[column] for column in (1, 3, 9))
+            if state == LISTENS and f"socket:[{inode}]" in links:
+                found.append(where.split(":")[0])
+    return found
