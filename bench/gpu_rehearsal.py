@@ -61,7 +61,7 @@ PARTS_HERE = (
     Part("the versions of a machine with a GPU", [str(Path(__file__)), "versions"]),
     Part("each module can be imported", [str(Path(__file__)), "imports"]),
     Part("each call of cupy.cuda.nccl fits the real module", pytest_of(*tests("nccl_binding"))),
-    Part("kernels in Triton's interpreter", pytest_of(*tests("kernels", "packing", "streams")), interprets=True),
+    Part("kernels in Triton's interpreter", pytest_of(*tests("kernels", "packing", "media")), interprets=True),
     Part("kernels of codes in the interpreter", pytest_of(*tests("quantize_kernels")), interprets=True),
     Part(
         "every 28th kernel compiled",
