@@ -127,29 +127,6 @@ def test_gradients_travel_in_the_dtype_in_which_they_are_made():
         assert not torch.equal(grad.bfloat16().float(), grad)
 
 
-def test_gradients_of_two_dtypes_travel_apart_even_if_their_parameters_have_one():
-    def body(world):
-        model = net()
-        model[0].weight.grad_dtype = torch.float64
-        model[0].weight.register_hook(lambda grad: grad.double())
-        replica = commrt.attach(model, world=world)
-        backward(model, world.rank)
-        return {bucket.wire.dtype for bucket in replica.buckets}, model[0].weight.grad
-
-    (dtypes, ours), (_, theirs) = run_ranks(2, body)
-    assert dtypes == {torch.float32, torch.float64}
-    assert torch.equal(ours, theirs)
-
-
-@on_ranks(1)
-def test_a_narrow_wire_is_chosen_by_the_gradients_dtype(world):
-    model = net()
-    for param in model.parameters():
-        param.grad_dtype = torch.bfloat16
-    replica = commrt.attach(model, world=world, wire=torch.float16)
-    assert replica.buckets[0].wire.dtype == torch.bfloat16
-
-
 @on_ranks(3)
 def test_gradients_that_are_zero_everywhere_are_stepped_with(world):
     model, optimizer, replica = trainee(world)
