@@ -110,6 +110,13 @@ def test_optimizers_that_step_in_the_middle_of_a_backward_pass_are_refused(world
         backward(model, world.rank)
 
 
+@on_ranks(1)
+def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us(world):
+    model, optimizer, _ = trainee(world)
+    model[2].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    backward(model, 0)
+
+
 @on_ranks(2)
 def test_ranks_that_run_different_numbers_of_backward_passes_for_a_step_are_told(world):
     model, optimizer, _ = trainee(world)

@@ -116,6 +116,15 @@ def test_hooks_live_as_long_as_any_part_of_the_model(world):
     assert all(map(torch.equal, gradients(nn.Sequential(*parts)), mean_gradients(range(2))))
 
 
+@on_ranks(1)
+def test_detaching_frees_the_buckets(world):
+    _, _, replica = trainee(world)
+    wire = weakref.ref(replica.buckets[0].wire)
+    replica.detach()
+    world.wait()  # they are freed behind what is in flight
+    assert wire() is None
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("algorithm", [commrt.Gossip(), commrt.BackupWorkers()], ids=repr)
 def test_a_rank_that_holds_the_store_stays_until_all_have_detached(algorithm, tmp_path):

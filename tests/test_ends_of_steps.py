@@ -18,6 +18,7 @@ from commrt import BackupWorkers, Gossip, Torus2D
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
+from commrt.training.hooks import wrapped_as
 
 WAYS = [Gossip(), LocalSGD(4), Torus2D()]
 
@@ -315,6 +316,13 @@ def test_an_optimizer_may_pass_its_steps_on(world, algorithm):
     model = model_of()
     inner = sgd(model)
     train(world, algorithm, model, inner, lambda _: Unhooked(inner).step())
+
+
+@for_each("held", [lambda each: each, lambda each: [each], lambda each: {"a": each}])
+def test_an_optimizer_is_found_in_an_attribute_of_another(held):
+    inner, outer = sgd(model_of()), sgd(model_of())
+    outer.holds = held(inner)
+    assert wrapped_as(inner, [outer]) == "SGD.holds"
 
 
 @for_each("algorithm", WAYS)

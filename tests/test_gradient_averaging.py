@@ -127,6 +127,15 @@ def test_gradients_travel_in_the_dtype_in_which_they_are_made():
         assert not torch.equal(grad.bfloat16().float(), grad)
 
 
+@on_ranks(1)
+def test_a_narrow_wire_is_chosen_by_the_gradients_dtype(world):
+    model = net()
+    for param in model.parameters():
+        param.grad_dtype = torch.bfloat16
+    replica = commrt.attach(model, world=world, wire=torch.float16)
+    assert replica.buckets[0].wire.dtype == torch.bfloat16
+
+
 @on_ranks(3)
 def test_gradients_that_are_zero_everywhere_are_stepped_with(world):
     model, optimizer, replica = trainee(world)

@@ -209,6 +209,10 @@ def fill(param):
     param.data.fill_(7.0)
 
 
+def reshape(param):
+    param.data = torch.zeros(4)
+
+
 @torch.no_grad()
 def write_last(param):
     param[-1] = 1.0
@@ -223,9 +227,10 @@ def write_last(param):
         (torch.tensor(2.0), fill, False),
         (torch.randn(100, 50), fill, False),
         (torch.full((3,), torch.nan), fill, False),
+        (torch.zeros(3), reshape, False),
         (torch.zeros(1_000_003), write_last, True),
     ],
-    ids=["rows", "columns", "channels last", "a scalar", "many", "NaN", "one of a million in flight"],
+    ids=["rows", "columns", "channels last", "a scalar", "many", "NaN", "another shape", "one of a million in flight"],
 )
 def test_a_write_is_seen_in_any_layout_behind_autograds_back_or_not(tensor, write, in_flight):
     model = nn.ParameterDict({"nothing": torch.zeros(0), "something": tensor})
