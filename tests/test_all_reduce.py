@@ -94,9 +94,6 @@ def test_a_view_that_torch_negates_when_it_is_read_is_summed_as_it_reads(world):
 def test_one_buffer_serves_tensors_of_all_sizes(world):
     for numel in (10, 1000, 0, 17, 1000, 10):
         assert summed(world, torch.full((numel,), float(world.rank)), op="sum").tolist() == [3.0] * numel
-    assert sum(use == "wire" for use, *_ in world._sums._memory) == 1
-    summed(world, torch.ones(2000))  # nothing is left of the smaller wire
-    assert len(world._sums._prepared._bound) == 1
 
 
 def test_the_kernels_are_given_dense_tensors():
@@ -313,15 +310,11 @@ def test_a_schedule_that_names_a_lost_rank_is_refused_and_the_world_goes_on(worl
 
 
 @on_ranks(2)
-def test_a_wait_without_end_or_of_something_else_is_refused(world):
+def test_a_wait_may_be_of_any_length_but_not_of_something_else(world):
+    work = world.all_reduce(torch.ones(1), async_op=True)
     for timeout in ("1", True, float("nan"), [1]):
         with pytest.raises(UsageError, match="give seconds, a timedelta, or nothing"):
-            world.all_reduce(torch.ones(1), async_op=True).wait(timeout)
-
-
-@on_ranks(2)
-def test_a_wait_may_be_of_any_length(world):
-    work = world.all_reduce(torch.ones(1), async_op=True)
+            work.wait(timeout)
     work.wait()
     for timeout in (10**400, float("inf"), timedelta.max, -1.0):
         work.wait(timeout)

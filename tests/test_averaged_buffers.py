@@ -92,25 +92,6 @@ def test_running_means_and_variances_become_the_mean_of_all_ranks(world, algorit
     assert (layer.running_mean.unique().tolist(), layer.running_var.unique().tolist()) == ([0.5], [2.5])
 
 
-NORMED = [
-    lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
-    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-]
-
-
-@for_each(("inner", "layer"), taking_turns([commrt.Torus2D(), commrt.Gossip()], NORMED))
-@on_ranks(2)
-def test_a_spectral_norm_is_one_in_eval_mode_after_ranks_that_trained_apart_became_equal(world, layer, inner):
-    model, replica = trained(world, commrt.local_sgd.LocalSGD(period=50, inner=inner), seeded(layer), steps=30)
-    replica.consolidate()
-    lengths = [buffer.norm().item() for buffer in model.buffers()]
-    for step in range(30):  # each iterates once
-        model(data(world.rank, step)[0])
-    model.eval()(data(world.rank)[0])
-    norm = torch.linalg.matrix_norm(model[2].weight.detach(), 2).item()
-    assert [*lengths, norm] == pytest.approx([1.0, 1.0, 1.0], abs=1e-3)
-
-
 @on_ranks(2)
 def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(world):
     model = seeded(lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 3))))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
 from gossip_models import batch, model_of, params, same
-from torch import nn
 
 import commrt
 from commrt import BackupWorkers, Gossip, Torus2D
@@ -120,24 +119,6 @@ def test_an_exchange_waits_for_all_optimizers_that_step_after_a_pass():
     (steps, first), (_, second) = run_ranks(2, body)
     assert steps == [0, 1, 1, 2]
     assert same(first, second)
-
-
-@on_ranks(2)
-def test_ranks_agree_on_steps_where_one_of_them_skips_some_of_a_model_that_calls_no_hooks(world):
-    """As a compiled one does: the next step of the optimizer ends both."""
-    model = model_of()
-    optimizer = sgd(model)
-    replica = commrt.attach(model, optimizer, Gossip(), world=world)
-    for step in range(8):
-        hidden = batch(step, world.rank)
-        for layer in model[::2]:
-            hidden = nn.functional.linear(hidden, layer.weight, layer.bias)
-        hidden.square().mean().backward()
-        if not world.rank or step not in (2, 3, 5):
-            optimizer.step()
-        model.zero_grad()
-    replica.drain()
-    assert (replica.step, replica.disagreement() < 1e-6) == (8, True)
 
 
 # What a function of a model returns: the optimizer to give, what to do after each pass, and what to do after attach().
@@ -331,19 +312,6 @@ def test_an_optimizer_without_hooks_is_refused(world, algorithm):
     model = model_of()
     with pytest.raises(UsageError, match=r"the Unhooked has no hooks .* give the optimizer that it wraps"):
         commrt.attach(model, Unhooked(sgd(model)), algorithm, world=world)
-
-
-@on_ranks(1)
-def test_a_step_that_an_error_ended_is_not_under_way_after_the_next_one(world):
-    model = model_of()
-    optimizer = sgd(model)
-    commrt.attach(model, optimizer, Torus2D(), world=world)
-    backward(model, 0, world.rank)
-    with pytest.raises(ZeroDivisionError):
-        optimizer.step(lambda: 1 / 0)
-    optimizer.step()
-    with pytest.raises(UsageError, match="was not given to attach"):
-        sgd(model).step()
 
 
 @on_ranks(1)

@@ -167,14 +167,3 @@ def test_collectives_are_refused_inside_join(world, algorithm):
     for call in COLLECTIVES.values():
         call(world, replica)
     assert replica.step == 1
-
-
-@on_ranks(2)
-def test_a_rank_without_a_batch_may_average_inside_join(world):
-    model, optimizer, replica = trainee(world)
-    with replica.join():
-        for step in range((4, 2)[world.rank]):
-            optimizer.zero_grad()
-            replica.average() if (world.rank, step) == (1, 1) else backward(model, world.rank, step)
-            optimizer.step()
-    assert (replica.replicas_equal(), replica.step) == (True, 4)
