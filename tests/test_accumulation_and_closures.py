@@ -74,15 +74,6 @@ def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_befor
 
 
 @on_ranks(2)
-def test_a_closure_may_hold_the_last_pass_of_an_accumulation(world):
-    model, optimizer, replica = trainee(world)
-    with replica.no_sync():
-        backward(model, world.rank, 0)
-    optimizer.step(lambda: backward(model, world.rank, 1))
-    assert (replica.replicas_equal(), replica.step) == (True, 1)
-
-
-@on_ranks(2)
 def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all(world):
     model, optimizer, replica = trainee(world)
     backward(model, world.rank)

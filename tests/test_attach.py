@@ -10,6 +10,7 @@ import torch
 from cases import for_each, on_ranks
 from small_models import backward, data, gradients, halving, mean_gradients, net, sgd
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
 
 import commrt
@@ -141,6 +142,18 @@ def test_attach_without_a_world_says_so():
 def test_attach_in_inference_mode_is_refused(world):
     with torch.inference_mode(), pytest.raises(UsageError, match="call it outside"):
         commrt.attach(net(), world=world)
+
+
+@on_ranks(2)
+def test_a_model_on_a_gpu_connects_the_gpus(world):
+    def connect(device):
+        raise ConnectionError(device)
+
+    world.connect = connect
+    with FakeTensorMode():  # as if on a GPU
+        model = nn.Embedding(2, 2, device="cuda:1")
+    with pytest.raises(ConnectionError, match="cuda:1"):
+        commrt.attach(model, world=world)
 
 
 @for_each(("models", "chosen"), [(2, (0, 1)), (18, (17, 1))])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, backward_often, data, gradients, halving, mean_gradients, net, trainee
+from small_models import backward, data, gradients, halving, mean_gradients, net, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -58,20 +58,6 @@ def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it(world):
         train_scaled((2, 5, 3)[world.rank])
     train_scaled(2)
     assert (replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()) == (True, 7, 32.0)
-
-
-@on_ranks(2)
-def test_a_scheduler_that_was_not_given_to_join_is_noticed_after_it(world):
-    model, optimizer, replica = trainee(world)
-    scheduler = halving(optimizer)
-    with replica.join():
-        for step in range((2, 4)[world.rank]):
-            backward(model, world.rank, step)
-            optimizer.step()
-            scheduler.step()
-    scheduler.step()
-    with pytest.raises(DisagreementError, match=r"to replica\.join\(\) if ranks run out of data"):
-        backward_often(model, world.rank)
 
 
 class Keeping:

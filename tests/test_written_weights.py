@@ -193,6 +193,24 @@ def test_what_is_under_way_ends_before_the_first_rank_overwrites_all(world):
 
 @for_each("algorithm", GOSSIPING)
 @on_ranks(2)
+def test_weights_are_an_optimizers_own_within_its_step(world, algorithm):
+    """It may call a closure in between, as LBFGS does."""
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=6, tolerance_change=0, tolerance_grad=0)
+    replica = commrt.attach(model, optimizer, algorithm, world=world)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(0, world.rank)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert replica.step == 6
+
+
+@for_each("algorithm", GOSSIPING)
+@on_ranks(2)
 def test_without_optimizers_weights_are_updated_by_hand(world, algorithm):
     model = model_of()
     replica = commrt.attach(model, None, algorithm, world=world)
