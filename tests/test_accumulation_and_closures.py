@@ -45,15 +45,12 @@ def test_a_rank_without_a_micro_batch_averages_nothing_in_no_sync(world):
     assert (replica.replicas_equal(), replica.step) == (True, 3)
 
 
-@for_each(
-    "step", [lambda optimizer: optimizer.step(), lambda optimizer: optimizer.step(None), lambda o: o.step(closure=None)]
-)
 @on_ranks(3)
-def test_gradients_made_by_hand_are_averaged_when_all_ranks_step_without_a_closure(world, step):
+def test_gradients_made_by_hand_are_averaged_when_all_ranks_step_without_a_closure(world):
     model, optimizer, replica = trainee(world)
     for param in model.parameters():
         param.grad = torch.full_like(param, world.rank)
-    step(optimizer)
+    optimizer.step(closure=None)
     assert (replica.replicas_equal(), model[0].weight.grad.unique().tolist()) == (True, [1.0])
 
 
@@ -74,15 +71,6 @@ def test_a_closure_that_fills_gradients_without_a_backward_pass_is_refused_befor
     assert all(map(torch.equal, model.parameters(), before))
     optimizer.step(lambda: (closure(), replica.average()))
     assert replica.replicas_equal()
-
-
-@on_ranks(2)
-def test_a_closure_may_hold_the_last_pass_of_an_accumulation(world):
-    model, optimizer, replica = trainee(world)
-    with replica.no_sync():
-        backward(model, world.rank, 0)
-    optimizer.step(lambda: backward(model, world.rank, 1))
-    assert (replica.replicas_equal(), replica.step) == (True, 1)
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.ring import all_gather
 from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, TransportError, UsageError
 from commrt.runtime.wire import WIRES
-from commrt.testing.faults import delay_at, drop_at, with_faults
+from commrt.testing.faults import drop_at, with_faults
 from commrt.testing.ranks import run_ranks
 
 
@@ -94,9 +94,6 @@ def test_a_view_that_torch_negates_when_it_is_read_is_summed_as_it_reads(world):
 def test_one_buffer_serves_tensors_of_all_sizes(world):
     for numel in (10, 1000, 0, 17, 1000, 10):
         assert summed(world, torch.full((numel,), float(world.rank)), op="sum").tolist() == [3.0] * numel
-    assert sum(use == "wire" for use, *_ in world._sums._memory) == 1
-    summed(world, torch.ones(2000))  # nothing is left of the smaller wire
-    assert len(world._sums._prepared._bound) == 1
 
 
 def test_the_kernels_are_given_dense_tensors():
@@ -128,16 +125,6 @@ def test_a_schedule_runs_asynchronously_and_its_future_has_the_tensor(world):
     assert doubled.wait().tolist() == [6.0] * 9
     assert work.get_future().wait()[0] is buffer
     assert work.is_completed()
-
-
-@on_ranks(2, wrap=with_faults(delay_at(step=1, seconds=0.3)))
-def test_a_future_that_somebody_else_completes_harms_nobody(world):
-    tensor = torch.ones(4)
-    world.all_reduce(tensor)
-    work = world.all_reduce(tensor, "sum", async_op=True, tag=commrt.Tag(1, "x"))
-    work.get_future().set_result([tensor])
-    work.wait()
-    assert summed(world, tensor).tolist() == [2.0] * 4
 
 
 def test_a_wait_that_ends_early_leaves_the_transfer_under_way():
@@ -243,8 +230,6 @@ REFUSED = [
     ({"tensor": torch.ones(3, dtype=torch.bool), "op": "sum"}, r"of torch\.bool: convert it"),
     ({"wire": torch.int8}, r"wire=torch\.int8 cannot travel"),
     ({"algorithm": commrt.Gossip()}, "is no all-reduce"),
-    ({"algorithm": commrt.BackupWorkers()}, "is no all-reduce"),
-    ({"algorithm": "ring"}, "makes no schedules"),
 ]
 
 
@@ -325,20 +310,11 @@ def test_a_schedule_that_names_a_lost_rank_is_refused_and_the_world_goes_on(worl
 
 
 @on_ranks(2)
-def test_a_wait_without_end_or_of_something_else_is_refused(world):
+def test_a_wait_may_be_of_any_length_but_not_of_something_else(world):
+    work = world.all_reduce(torch.ones(1), async_op=True)
     for timeout in ("1", True, float("nan"), [1]):
         with pytest.raises(UsageError, match="give seconds, a timedelta, or nothing"):
-            world.all_reduce(torch.ones(1), async_op=True).wait(timeout)
-
-
-@on_ranks(2)
-def test_a_wait_may_be_of_any_length(world):
-    work = world.all_reduce(torch.ones(1), async_op=True)
+            work.wait(timeout)
     work.wait()
     for timeout in (10**400, float("inf"), timedelta.max, -1.0):
         work.wait(timeout)
-
-
-@on_ranks(3, wrap=with_faults(delay_at(step=1, rank=2, seconds=0.2)))
-def test_a_slow_rank_is_waited_for(world):
-    assert summed(world, torch.full((3,), float(world.rank)), tag=commrt.Tag(1, "x")).tolist() == [1.0] * 3

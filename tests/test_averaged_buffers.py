@@ -8,12 +8,11 @@ import torch
 from cases import for_each, on_ranks, taking_turns
 from small_models import backward, data, net, seeded, sgd, train
 from torch import nn
-from torch.nn.utils import prune
 
 import commrt
 from commrt.testing.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated", "ignore:.*spectral_norm.*:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 
 WAYS = [
     commrt.Gossip(),
@@ -73,21 +72,10 @@ def test_masks_codebooks_and_observers_stay_each_ranks_own_and_become_rank_zeros
     assert not torch.equal(own[2], other[2])
 
 
-class Statistics(nn.Module):
-    """Names its buffers as torch's norms do."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("running_mean", torch.zeros(8))
-        self.register_buffer("running_var", torch.ones(8))
-        self.register_buffer("count", torch.zeros(()))
-
-
 NORMS = [
     lambda: nn.BatchNorm1d(8),
     lambda: nn.SyncBatchNorm(8),
     lambda: nn.InstanceNorm1d(8, track_running_stats=True),
-    Statistics,
 ]
 
 
@@ -104,33 +92,9 @@ def test_running_means_and_variances_become_the_mean_of_all_ranks(world, algorit
     assert (layer.running_mean.unique().tolist(), layer.running_var.unique().tolist()) == ([0.5], [2.5])
 
 
-NORMED = [
-    lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
-    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-]
-
-
-@for_each(("inner", "layer"), taking_turns([commrt.Torus2D(), commrt.Gossip()], NORMED))
 @on_ranks(2)
-def test_a_spectral_norm_is_one_in_eval_mode_after_ranks_that_trained_apart_became_equal(world, layer, inner):
-    model, replica = trained(world, commrt.local_sgd.LocalSGD(period=50, inner=inner), seeded(layer), steps=30)
-    replica.consolidate()
-    lengths = [buffer.norm().item() for buffer in model.buffers()]
-    for step in range(30):  # each iterates once
-        model(data(world.rank, step)[0])
-    model.eval()(data(world.rank)[0])
-    norm = torch.linalg.matrix_norm(model[2].weight.detach(), 2).item()
-    assert [*lengths, norm] == pytest.approx([1.0, 1.0, 1.0], abs=1e-3)
-
-
-def pruned(layer):
-    return prune.random_unstructured(layer, "weight", 0.5)
-
-
-@for_each("wrap", [nn.utils.spectral_norm, nn.utils.weight_norm, pruned])
-@on_ranks(2)
-def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(world, wrap):
-    model = seeded(lambda: nn.Sequential(wrap(nn.Linear(6, 3))))
+def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(world):
+    model = seeded(lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 3))))
     optimizer = sgd(model)
     replica = commrt.attach(model, optimizer, commrt.Gossip(rotate=False), world=world)
     train(model, optimizer, world.rank, steps=3)
@@ -155,13 +119,3 @@ def test_buffers_that_were_made_equal_while_gossip_is_in_flight_stay_so():
         return before
 
     assert all(map(torch.equal, *run_ranks(2, body)))
-
-
-@on_ranks(2)
-def test_a_checkpoint_with_anchors_of_other_buffers_is_taken(world):
-    model, replica = trained(world, commrt.local_sgd.LocalSGD(period=2), Keeps())
-    state = replica.state_dict()
-    state["fragments"][0]["anchors"]["2.mask"] = torch.full((8,), 0.5)
-    replica.load_state_dict(state)
-    replica.consolidate()
-    assert set(model[2].mask.tolist()) <= {0.0, 1.0}

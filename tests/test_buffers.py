@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, data, net, seeded, trainee
+from small_models import backward, data, net, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -117,25 +117,3 @@ def test_buffers_that_change_during_the_backward_pass_keep_their_changes(ranks):
         return model.passes.item(), replica.replicas_equal()
 
     assert run_ranks(ranks, body) == [(3.0, True)] * ranks
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(checkpoint(self.body, x, use_reentrant=False))
-
-
-@on_ranks(2)
-def test_batch_norm_under_checkpointing_ends_as_in_a_plain_process(world):
-    models = [seeded(Checkpointed), seeded(Checkpointed)]
-    commrt.attach(models[0], world=world)
-    for step in range(3):
-        for model in models:
-            backward(model, 0, step)
-    ours, alone = (list(model.buffers()) for model in models)
-    assert alone[-1] == 6  # a step counts twice: in the forward pass, and when it is run again
-    assert all(map(torch.equal, ours, alone))

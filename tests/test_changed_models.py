@@ -38,19 +38,10 @@ def transposed(model):
     model[0].weight.grad = torch.randn(model[0].weight.shape[::-1]).t()
 
 
-def expanded(model):
-    model[0].weight.grad = torch.ones(1).expand(model[0].weight.shape)
-
-
 def in_one_place(model):
     memory = torch.randn(model[0].weight.numel() + 1)
     model[0].weight.grad = memory[:-1].view(model[0].weight.shape)
     model[0].bias.grad = memory[-1 - model[0].bias.numel() : -1]
-
-
-def in_one_place_detached(model):
-    in_one_place(model)
-    model[0].bias.grad = model[0].bias.grad.detach()
 
 
 def inferred(model):
@@ -64,30 +55,21 @@ def wider(model):
     model[0].bias.grad = torch.ones(model[0].bias.shape, dtype=torch.float64)
 
 
-SHARED = r"0\.(weight|bias) and 0\.(weight|bias) share memory"
-
-
-def attached_with_gradients(world, **options):
-    model = net()
-    replica = commrt.attach(model, world=world, **options)
-    with replica.no_sync():
-        backward(model, world.rank)
-    return model, replica
-
-
 @for_each(
     ("spoil", "what"),
     [
         (transposed, r"0\.weight lies in memory with strides \(1, 8\), and autograd makes it with \(6, 1\)"),
-        (expanded, r"0\.weight lies in memory with strides \(0, 0\)"),
-        (in_one_place, SHARED),
+        (in_one_place, r"0\.(weight|bias) and 0\.(weight|bias) share memory"),
         (inferred, r"0\.bias was made under torch\.inference_mode"),
         (wider, r"0\.bias is float64\[8\], but was float32\[8\]"),
     ],
 )
 @on_ranks(2)
 def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(world, spoil, what):
-    model, replica = attached_with_gradients(world)
+    model = net()
+    replica = commrt.attach(model, world=world)
+    with replica.no_sync():
+        backward(model, world.rank)
     spoil(model)
     before = gradients(model)
     with pytest.raises(UsageError, match=what):
@@ -95,24 +77,13 @@ def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(
     assert all(map(torch.equal, gradients(model), before))
 
 
-@for_each("spoil", [in_one_place, in_one_place_detached])
 @on_ranks(2)
-def test_gradients_of_different_buckets_that_share_memory_are_refused(world, spoil):
-    model, replica = attached_with_gradients(world, bucket_cap_mb=1e-9)
-    spoil(model)
-    with pytest.raises(UsageError, match=SHARED):
-        replica.average()
-
-
-@on_ranks(2)
-def test_gradients_that_moved_to_where_others_were_are_apart(world):
-    model = net(nn.Linear(8, 8), nn.Linear(8, 8))
-    replica = commrt.attach(model, world=world, bucket_cap_mb=1e-5)
-    for _ in range(3):
-        with replica.no_sync():
-            backward(model, world.rank)
-        model[2].weight.grad, model[3].weight.grad = model[3].weight.grad, model[2].weight.grad
-        replica.average()
+def test_gradients_of_different_buckets_that_share_memory_are_refused(world):
+    model = net()
+    commrt.attach(model, world=world, bucket_cap_mb=1e-9)
+    in_one_place(model)
+    with pytest.raises(UsageError, match="share memory"):
+        backward(model, world.rank)
 
 
 def replace(param):
@@ -158,16 +129,8 @@ def swap_layer(model):
     model[0] = nn.Linear(6, 8)
 
 
-def reparametrize(model):
-    nn.utils.parametrizations.weight_norm(model[0])
-
-
 def grow(model):
     model.append(nn.Linear(3, 3))
-
-
-def move(model):
-    model.to("meta")
 
 
 def thaw(model):
@@ -178,8 +141,6 @@ def thaw(model):
     ("change", "what"),
     [
         (swap_layer, r"0\.weight was replaced or removed"),
-        (reparametrize, r"0\.weight was replaced or removed"),
-        (move, r"0\.weight was replaced or removed"),
         (grow, r"3\.weight was added"),
         (thaw, r"1\.weight was frozen and is not any more"),
     ],
@@ -202,24 +163,12 @@ def test_a_model_whose_parameters_were_all_assigned_anew_is_refused_at_the_step(
         optimizer.step()
 
 
-def add_criterion(model):
-    model.criterion = nn.CrossEntropyLoss()
-
-
-def swap_activation(model):
-    model[1] = nn.ReLU()
-
-
-def drop_activation(model):
-    del model[1]
-
-
-@for_each("change", [add_criterion, swap_activation, drop_activation])
 @on_ranks(2)
-def test_modules_without_parameters_may_come_and_go(world, change):
+def test_modules_without_parameters_may_come_and_go(world):
     model = net()
     replica = commrt.attach(model, world=world)
-    change(model)
+    model[1] = nn.ReLU()
+    model.criterion = nn.CrossEntropyLoss()
     for _ in range(2):
         model[0](data(world.rank)[0]).sum().backward()
     assert replica.step == 2

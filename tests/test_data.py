@@ -110,14 +110,6 @@ def test_a_run_that_goes_on_from_a_state_sees_what_the_unbroken_one_sees(world, 
     assert seen[:at] + seen[5:] == wanted
 
 
-def test_a_pass_is_whole_once_its_last_batch_was_used():
-    def body(world):
-        ring = ring_of(world)
-        return [ring.passes for _ in range(2) for _ in ring], ring.passes
-
-    assert run_ranks(2, body) == [([0, 0, 0, 1, 1, 1], 2)] * 2
-
-
 def items(rank):
     """A map-style dataset of a tensor and a number each."""
     return [(torch.full((2,), float(i)), i * i + 100 * rank) for i in range(4)]

@@ -81,31 +81,15 @@ def test_a_hook_refuses_to_average_over_other_ranks_than_ddp_does(pool):
 
 
 @pytest.mark.processes
-def test_a_hook_takes_the_world_that_is_open_and_a_copy_the_one_that_was_given(pool):
-    assert pool.values(hooked_ranks.one_world_after_another, size=2) == [([[[0.5, 0.5, 0.5]]] * 2, True)] * 2
-
-
-@pytest.mark.processes
 def test_a_hook_refuses_a_second_model_with_the_state_of_the_first_which_can_be_copied(pool):
-    ((error, copied),) = pool.values(hooked_ranks.one_state_for_two_models, size=1)
+    ((error, *copied),) = pool.values(hooked_ranks.one_state_for_two_models, size=1)
     assert error == "UsageError: two models were given one DDPState: register each with a state of its own"
-    assert copied
-
-
-@pytest.mark.processes
-def test_a_hook_looks_for_its_model_without_harm_to_tuples_that_other_threads_make(pool):
-    assert pool.values(hooked_ranks.tuples_of_another_thread, 2, size=1) == [0]
+    assert copied == [True, True]
 
 
 @pytest.mark.processes
 def test_a_state_begins_anew_in_the_next_world_and_where_it_is_loaded(pool):
     assert pool.values(hooked_ranks.one_state_after_a_failure, size=2) == [([2], -1)] * 2
-
-
-@pytest.mark.processes
-def test_a_rank_waiting_for_one_that_joined_gets_our_error(pool):
-    joined, _ = pool.run(hooked_ranks.silent_where_another_has_joined, size=2)
-    assert re.match(r"DeadlineExceeded: .*step 2", joined.value)
 
 
 @pytest.mark.processes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a step run the same schedule, in every step."""
+"""The ranks of a step run the same schedule, in every step; headers show where they differ."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from cases import for_each, on_ranks
+from cases import on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.algorithms.gossip import hypercube
-from commrt.buckets.engine import KEPT
+from commrt.buckets.gradient_bucket import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
 from commrt.errors import CommrtError, DisagreementError
+from commrt.kernels.plain_torch import bits
+from commrt.runtime.wire import WIRES
 from commrt.schedule import Schedule, Step
-from commrt.testing.faults import delay_at, with_faults
 from commrt.testing.ranks import over_threads, run_ranks
 from commrt.transport.local import LocalTransport
 
@@ -73,52 +75,6 @@ def test_a_rank_that_alone_runs_another_schedule_ends_the_step_on_every_rank(wor
     assert world.closed
 
 
-class Fickle:
-    """Always the same movements; on rank 0 a new object each time."""
-
-    def __init__(self, rank):
-        self._rank = rank
-
-    def __repr__(self):
-        return "Fickle()"
-
-    def schedule(self, step, ranks):
-        ours = relabelled(ranks, 0, min(step, 1))
-        return ours.named(f"{step}") if self._rank == 0 else ours
-
-
-def test_a_comparison_is_due_by_what_moves_and_not_by_which_object_says_so():
-    first, *others = run_ranks(3, lambda world: train(world, Fickle(world.rank), steps=KEPT + 3).tolist())
-    assert all(other == first for other in others)
-
-
-class Crossed(nn.Module):
-    """Gradients become ready in another order than attach expects."""
-
-    def __init__(self):
-        super().__init__()
-        self.second, self.first = nn.Linear(8, 4), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-@for_each(("buffers", "first"), [(0, 1), (1, 2)])
-@on_ranks(2)
-def test_later_steps_bind_nothing(world, buffers, first):
-    model, bound, bind = Crossed(), [], world.transport.bind
-    for number in range(buffers):
-        model.register_buffer(f"statistics {number}", torch.zeros(2))
-    replica = commrt.attach(model, world=world, bucket_cap_mb=1e-9)
-    world.transport.bind = lambda group: bound.append(group.hop) or bind(group)
-    begun = []
-    for _ in range(4):
-        begun.append(len(bound))
-        model(torch.ones(1, 16)).sum().backward()
-    assert replica.buckets[0].names == ("second.bias",)
-    assert set(begun[first:]) == {len(bound)}
-
-
 @pytest.mark.parametrize("algorithm", [make() for make in ALGORITHMS.values()], ids=ALGORITHMS)
 def test_attach_connects_to_every_peer_of_a_step(algorithm, monkeypatch):
     met, bind = defaultdict(set), LocalTransport.bind
@@ -138,31 +94,32 @@ def test_attach_connects_to_every_peer_of_a_step(algorithm, monkeypatch):
     assert met["greeting"] == met[0] != set()
 
 
-class OnlyItsSchedule(commrt.Gossip):
-    """Gossip whose rounds say otherwise than its schedule."""
+# The headers of buckets survive being summed.
 
-    def schedule(self, step, ranks):
-        return hypercube(ranks, 0, 0.5)
+CLAIMS = st.builds(Header, *(st.integers(0, (1 << width) - 1) for width in WIDTHS))
 
 
-@on_ranks(4)
-def test_a_schedule_that_a_class_overrides_alone_is_the_one_that_runs(world):
-    model = nn.Linear(1, 1, bias=False)
-    commrt.attach(model, algorithm=OnlyItsSchedule(payload="gradients"), world=world)
-    for _ in range(3):
-        model.weight.grad = None
-        model(torch.full((1, 1), float(world.rank))).sum().backward()
-        assert model.weight.grad.item() == (0.5 if world.rank < 2 else 2.5)
+@given(CLAIMS, st.integers(1, 64), st.sampled_from(WIRES))
+def test_equal_claims_of_any_number_of_ranks_show_the_own_header(claim, ranks, dtype):
+    total = torch.zeros(64, dtype=dtype)
+    for _ in range(ranks):
+        total += bits(encode(claim))
+    assert torch.equal(total != 0, bits(encode(claim)))
 
 
-def test_the_time_in_which_buffers_are_sent_counts():
-    def body(world):
-        model = nn.BatchNorm1d(2)
-        replica = commrt.attach(model, world=world)
-        for _ in range(3):
-            model(torch.ones(3, 2)).sum().backward()
-        (state,) = (span for span in replica.last.spans if span.bucket == "state")
-        return state.end_s - state.begin_s
+@given(CLAIMS, st.sampled_from(Header._fields), st.data())
+def test_a_claim_that_differs_in_one_thing_is_explained_by_that(claim, name, data):
+    other = data.draw(st.integers(0, (1 << getattr(WIDTHS, name)) - 1).filter(lambda v: v != getattr(claim, name)))
+    total = bits(encode(claim)).float() + bits(encode(claim._replace(**{name: other}))).float()
+    assert not torch.equal(total != 0, bits(encode(claim)))
+    assert explain_mismatch(total) == EXPLANATIONS[name]
 
-    slow = with_faults(delay_at(bucket="state", step=2, seconds=0.05))  # step 1 begins with another broadcast
-    assert min(run_ranks(2, body, wrap=slow)) >= 0.05
+
+def test_numbers_beyond_the_width_count_on_from_zero():
+    assert encode(Header(0, 65, 32, 64, 64, 256)) == encode(Header(0, 1, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_what_is_no_sum_of_headers_is_called_that_or_a_difference(value):
+    nothing = "it is no sum of headers: the ranks run different programs, or models in different orders"
+    assert explain_mismatch(torch.full((64,), value)) in {nothing, *EXPLANATIONS.values()}

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from cases import for_each, on_ranks
@@ -127,20 +125,6 @@ def test_gradients_travel_in_the_dtype_in_which_they_are_made():
         assert not torch.equal(grad.bfloat16().float(), grad)
 
 
-def test_gradients_of_two_dtypes_travel_apart_even_if_their_parameters_have_one():
-    def body(world):
-        model = net()
-        model[0].weight.grad_dtype = torch.float64
-        model[0].weight.register_hook(lambda grad: grad.double())
-        replica = commrt.attach(model, world=world)
-        backward(model, world.rank)
-        return {bucket.wire.dtype for bucket in replica.buckets}, model[0].weight.grad
-
-    (dtypes, ours), (_, theirs) = run_ranks(2, body)
-    assert dtypes == {torch.float32, torch.float64}
-    assert torch.equal(ours, theirs)
-
-
 @on_ranks(1)
 def test_a_narrow_wire_is_chosen_by_the_gradients_dtype(world):
     model = net()
@@ -200,17 +184,3 @@ def test_run_refuses_what_is_no_schedule_or_no_tensor_with_a_sentence(world):
 def test_a_schedule_of_fewer_ranks_says_who_is_left_out(world):
     with pytest.raises(UsageError, match=r"of 2 ranks and the world has 3: .* schedule\.over"):
         world.run(ring.all_reduce(2), torch.ones(4))
-    buffer = torch.ones(4)
-    if world.rank != 1:
-        world.run(ring.all_reduce(2).over([0, 2], world=3), buffer)
-    assert buffer[0].item() == (1.0 if world.rank == 1 else 2.0)
-
-
-@on_ranks(2)
-def test_gradients_on_their_way_are_not_kept_after_the_step(world):
-    model = net()
-    commrt.attach(model, world=world)
-    backward(model, world.rank)
-    kept = weakref.ref(model[0].weight.grad)
-    model.zero_grad()
-    assert kept() is None

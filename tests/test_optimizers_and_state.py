@@ -10,9 +10,11 @@ from cases import for_each, on_ranks
 from small_models import backward, backward_often, data, net, train, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
+from training_ranks import with_compiled_step
 
 import commrt
 from commrt.errors import DisagreementError, UsageError
+from commrt.testing.processes import run_processes
 from commrt.training.hooks import settings_digest
 
 
@@ -34,17 +36,7 @@ def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(world, state):
         commrt.attach(net(), world=world).load_state_dict(state)
 
 
-class Wrapped(torch.optim.SGD):
-    """An optimizer whose state holds that of another one, as Lookahead's in some libraries."""
-
-    def state_dict(self):
-        return {"base_optimizer": super().state_dict()}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state["base_optimizer"])
-
-
-@for_each("kind", [torch.optim.SGD, Wrapped, torch.optim.AdamW, torch.optim.LBFGS])
+@for_each("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
 @on_ranks(2)
 def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(world, kind):
     model = net()
@@ -117,7 +109,7 @@ def test_settings_that_come_to_differ_are_noticed_before_the_next_step(world, ch
     train(model, optimizer, world.rank, steps=1)
     group = optimizer.param_groups[0]
     group.update(change(group, world.rank))
-    with pytest.raises(DisagreementError, match=r"settings .* differ between ranks: drive schedulers by what"):
+    with pytest.raises(DisagreementError, match=r"settings .* differ .*: drive schedulers by what .*replica\.join"):
         backward_often(model, world.rank)
 
 
@@ -150,3 +142,16 @@ def test_what_is_no_number_that_can_be_read_is_left_out():
     for other in ("adaptive", None, torch.ones(3), torch.ones((), device="meta"), 1j, print):
         optimizer.param_groups[0]["other"] = other
         assert settings_digest([optimizer], 0) == before, other
+
+
+@pytest.mark.slow  # torch imports all of its compiler
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "algorithm",
+    [commrt.Gossip(), commrt.local_sgd.LocalSGD(2, outer=commrt.local_sgd.Nesterov())],
+    ids=["gossip", "local SGD"],
+)
+def test_a_compiled_step_exchanges_as_one_that_is_not(algorithm):
+    eager, compiled = (run_processes(2, with_compiled_step, algorithm, how, limit_s=100) for how in (False, True))
+    assert [end.error for end in compiled] == [None, None]
+    assert [end.value for end in compiled] == [end.value for end in eager]

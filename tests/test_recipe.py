@@ -199,17 +199,6 @@ def test_when_batches_grow_the_rate_does_what_its_rule_says(rule, factor):
     assert grown[36::3] == pytest.approx([factor * each for each in rates()[36::12]])
 
 
-def test_a_rate_continues_from_a_loaded_state():
-    (ahead, expected), (late, found) = (rate_of(control_of({0: 8})) for _ in range(2))
-    for _ in range(30):
-        ahead.step()
-    late.load_state_dict(ahead.state_dict())
-    for _ in range(2):
-        assert found() == expected() != 2.0
-        ahead.step()
-        late.step()
-
-
 @for_each(
     ("changed", "says"),
     [({"rule": "cubic"}, "choose one of keep, sqrt, linear"), ({"warmup": 6}, "fewer than there are")],

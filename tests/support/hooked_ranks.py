@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import threading
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial, wraps
@@ -153,28 +152,15 @@ def over_two_groups(world):
     return error_of(lambda: backward(model))
 
 
-def one_world_after_another(_):
-    """The gradients of a model of DDP in two worlds; and does a copy of a state keep the world that was given?"""
-    dist.init_process_group("gloo")
-    model = hooked()
-    found = []
-    for _ in range(2):
-        with commrt.init(timeout_s=30) as world:
-            model.zero_grad()
-            model(torch.full((1, 3), float(world.rank))).sum().backward()
-            found.append(model.module.weight.grad.tolist())
-            given = deepcopy(commrt.DDPState(world=world)).world is world
-    return found, given
-
-
 @in_a_group()
-def one_state_for_two_models(_):
-    """The second model's error, and if a copy of the first trains equally."""
-    state = commrt.DDPState()
+def one_state_for_two_models(world):
+    """The second model's error, if a copy of the first trains equally, and if a copied state keeps its world."""
+    state = commrt.DDPState(world=world)
     models = [hooked(state=state), hooked(state=state)]
     backward(models[0])
     copied = deepcopy(models[0])
-    return error_of(lambda: backward(models[1])), torch.equal(copied.module.weight, models[0].module.weight)
+    are_equal = torch.equal(copied.module.weight, models[0].module.weight)
+    return error_of(lambda: backward(models[1])), are_equal, deepcopy(state).world is world
 
 
 @in_a_group()
@@ -184,27 +170,6 @@ def two_models_in_two_orders(world):
     for model in models:
         backward(model)
     return error_of(lambda: [backward(model) for model in (models if world.rank else models[::-1])])
-
-
-def tuples_of_another_thread(_, models):
-    """What ends the making of tuples in a thread while each of `models` models looks for its state."""
-    dist.init_process_group("gloo")
-    errors, over = [], threading.Event()
-
-    def make():
-        while not over.is_set():
-            try:
-                tuple(number for number in range(20_000))
-            except SystemError as error:
-                errors.append(error)
-
-    maker = threading.Thread(target=make)
-    maker.start()
-    for _ in range(models):
-        backward(hooked())
-    over.set()
-    maker.join()
-    return len(errors)
 
 
 def one_state_after_a_failure(_):
@@ -221,22 +186,6 @@ def one_state_after_a_failure(_):
             world.agree("end", of="world")
         dist.barrier()
     return steps, pickle.loads(pickle.dumps(state)).step  # noqa: S301  # its own
-
-
-@in_a_group(timeout_s=1)
-def silent_where_another_has_joined(world):
-    """Let rank 1 sleep in its last step, for which rank 0 waits in DDP's join()."""
-    model = hooked()
-
-    def train_in_join():
-        with model.join():
-            for step in range(2 + world.rank):
-                loss = model(torch.ones(2, 3)).sum()
-                if step == 2:
-                    threading.Event().wait(3)
-                loss.backward()
-
-    return error_of(train_in_join)
 
 
 def after_its_group(_):
