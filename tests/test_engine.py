@@ -17,6 +17,7 @@ from torch import nn
 import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS
+from commrt.algorithms.gossip import hypercube
 from commrt.buckets.gradient_bucket import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
 from commrt.errors import CommrtError, DisagreementError
 from commrt.kernels.plain_torch import bits
@@ -92,6 +93,23 @@ def test_attach_connects_to_every_peer_of_a_step(algorithm, monkeypatch):
     monkeypatch.setattr(LocalTransport, "bind", recorded)
     run_ranks(5, lambda world: train(world, algorithm, steps=2), connect=over_threads)
     assert met["greeting"] == met[0] != set()
+
+
+class OnlyItsSchedule(commrt.Gossip):
+    """Gossip whose rounds say otherwise than its schedule."""
+
+    def schedule(self, step, ranks):
+        return hypercube(ranks, 0, 0.5)
+
+
+@on_ranks(4)
+def test_a_schedule_that_a_class_overrides_alone_is_the_one_that_runs(world):
+    model = nn.Linear(1, 1, bias=False)
+    commrt.attach(model, algorithm=OnlyItsSchedule(payload="gradients"), world=world)
+    for _ in range(3):
+        model.weight.grad = None
+        model(torch.full((1, 1), float(world.rank))).sum().backward()
+        assert model.weight.grad.item() == (0.5 if world.rank < 2 else 2.5)
 
 
 # The headers of buckets survive being summed.
