@@ -133,7 +133,7 @@ def test_each_wait_for_a_batch_that_cannot_leave_raises(stand_in):
     run_ranks(2, body, connect=over_nccl)
 
 
-def test_a_batch_that_a_signal_handler_cannot_send_leaves_later(stand_in):
+def test_a_signal_handler_in_a_call_can_neither_send_nor_close_and_the_batch_leaves_later(stand_in):
     def body(world):
         messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
         works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
@@ -141,6 +141,8 @@ def test_a_batch_that_a_signal_handler_cannot_send_leaves_later(stand_in):
         def handler():
             with pytest.raises(UsageError, match="a signal handler"):
                 works[0].wait()
+            with pytest.raises(UsageError, match="a signal handler"):
+                world.comm_thread.close(1.0)
 
         world.comm_thread.run(handler).result()
         works[1].wait()
