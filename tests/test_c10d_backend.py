@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other versions of torch need: the backend of 2.14, and works that 2.8 and earlier would forget."""
+"""The backend without its group: what other versions of torch need, a GPU's sends and receives, explanations."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,11 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed import DistBackendError, HashStore, ReduceOp
+from transports import over_nccl
 
 from commrt.c10d import call_engine, create, group
 from commrt.c10d.backend import CommrtBackend
 from commrt.c10d.checked_calls import CheckedCalls
-from commrt.errors import TransportError
+from commrt.c10d.group import DeviceMessages, HostMessages
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
+from commrt.runtime.world import World
+from commrt.testing.ranks import run_ranks
+from commrt.threads.comm_thread import CommThread
 from commrt.threads.future import Future
 
 
@@ -45,18 +51,11 @@ def test_a_group_that_cannot_open_its_sockets_raises_torchs_error(monkeypatch):
         create(SimpleNamespace(timeout=timedelta(seconds=9), store=HashStore(), **place))
 
 
-OF_OTHER_OVERLOADS = {
-    "an operation": lambda backend, one: backend.allreduce([one], ReduceOp.MAX),
-    "an operation of sparse tensors": lambda backend, one: backend.allreduce([one.to_sparse()], ReduceOp.MAX),
-    "a root": lambda backend, one: backend.broadcast(one, 1),
-    "a timeout": lambda backend, one: backend.barrier(timedelta(seconds=9)),
-}
-
-
-@pytest.mark.parametrize("call", OF_OTHER_OVERLOADS.values(), ids=OF_OTHER_OVERLOADS)
-def test_what_stands_in_place_of_options_is_refused(backend, call):
-    with pytest.raises(DistBackendError, match=r"has no \w+: pass an options object"):
-        call(backend, torch.ones(2))
+def test_what_stands_in_place_of_options_is_refused(backend):
+    with pytest.raises(DistBackendError, match="has no reduceOp: pass an options object"):
+        backend.allreduce([torch.ones(2)], ReduceOp.MAX)
+    with pytest.raises(DistBackendError, match="has no timeout: pass an options object"):
+        backend.barrier(timedelta(seconds=9))
 
 
 def test_a_work_is_kept_alive_until_somebody_has_waited_for_it(monkeypatch):
@@ -67,3 +66,108 @@ def test_a_work_is_kept_alive_until_somebody_has_waited_for_it(monkeypatch):
     assert list(call_engine._newest) == [work]
     work.wait()
     assert not call_engine._newest
+
+
+def test_a_call_that_waits_runs_on_its_own_thread_unless_another_is_pending():
+    thread, hold, ran = CommThread(lambda _: None), threading.Event(), []
+    thread.run(lambda: ran.append(threading.current_thread()))
+    pending = thread.submit(hold.wait)
+    waiting = threading.Thread(target=thread.run, args=[lambda: ran.append(threading.current_thread())], daemon=True)
+    waiting.start()
+    hold.set()
+    pending.result()
+    waiting.join(20)
+    thread.submit(lambda: None).result()
+    assert ran[0] is threading.current_thread()
+    assert ran[1] not in {waiting, threading.current_thread()}
+    thread.close()
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """CPU tensors that travel over the stand-in for NCCL, to which all ranks are connected already."""
+    monkeypatch.setattr(World, "connect", lambda world, device: None)
+
+
+def test_sends_and_receives_of_a_gpu_travel_in_one_batch_when_somebody_waits(stand_in):
+    def body(world):
+        messages, peer = DeviceMessages(world), 1 - world.rank
+        first, second = torch.zeros(3), torch.zeros(5)
+        works = [messages.post(torch.full((size,), float(world.rank)), peer, is_send=True) for size in (3, 5)]
+        works += [messages.post(target, peer, is_send=False) for target in (first, second)]
+        works[0].wait()
+        done = [work.is_completed() for work in works]
+        return done, first.tolist(), second.tolist()
+
+    assert run_ranks(2, body, connect=over_nccl) == [
+        ([True] * 4, [float(1 - r)] * 3, [float(1 - r)] * 5) for r in (0, 1)
+    ]
+
+
+def test_a_batch_leaves_when_a_collective_begins_and_the_next_message_is_in_another(stand_in):
+    def body(world):
+        messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
+        works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
+        messages.flush()
+        world.comm_thread.submit(lambda: None).result()
+        arrived = [work.is_completed() for work in works], target.tolist()
+        messages.flush()  # nothing is left to leave
+        again = messages.post(torch.zeros(3), peer, is_send=True), messages.post(target, peer, is_send=False)
+        again[1].wait()
+        return *arrived, target.tolist()
+
+    assert run_ranks(2, body, connect=over_nccl) == [([True, True], [1.0] * 3, [0.0] * 3)] * 2
+
+
+def test_each_wait_for_a_batch_that_cannot_leave_raises(stand_in):
+    def body(world):
+        messages = DeviceMessages(world)
+        works = [messages.post(torch.zeros(3), 1 - world.rank, is_send=True) for _ in range(2)]
+        world.comm_thread.close()
+        for work in [*works, *works]:
+            with pytest.raises(TransportClosed, match="closed"):
+                work.wait()
+            assert work.is_completed()
+            assert isinstance(work.exception(), DistBackendError)
+
+    run_ranks(2, body, connect=over_nccl)
+
+
+def test_a_signal_handler_in_a_call_can_neither_send_nor_close_and_the_batch_leaves_later(stand_in):
+    def body(world):
+        messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
+        works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
+
+        def handler():
+            with pytest.raises(UsageError, match="a signal handler"):
+                works[0].wait()
+            with pytest.raises(UsageError, match="a signal handler"):
+                world.comm_thread.close(1.0)
+
+        world.comm_thread.run(handler).result()
+        works[1].wait()
+        return target.tolist()
+
+    assert run_ranks(2, body, connect=over_nccl) == [[1.0] * 3] * 2
+
+
+def test_a_gpu_cannot_receive_from_any_rank():
+    def body(world):
+        with pytest.raises(UsageError, match="name the source"):
+            DeviceMessages(world).post(torch.zeros(3), None, is_send=False)
+
+    run_ranks(2, body, connect=over_nccl)
+
+
+def test_a_timeout_of_gloo_says_whether_the_peer_is_late_or_gone():
+    thread = SimpleNamespace(failure=PeerLost("gone", Place(0, 1)))
+    messages = HostMessages(None, SimpleNamespace(timeout_s=9, comm_thread=thread))
+
+    def meaning(text, peer):
+        return type(messages.explained(RuntimeError(text), Place(0, peer)))
+
+    assert meaning("Timed out waiting for a receive", 2) is DeadlineExceeded
+    assert meaning("Timed out waiting for a receive", None) is DeadlineExceeded
+    assert meaning("Timed out waiting for a receive", 1) is PeerLost
+    assert meaning("connect timeout: Connection refused", 2) is PeerLost
+    assert meaning("Connection closed by peer", 2) is PeerLost

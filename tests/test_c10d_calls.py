@@ -1,32 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective of the backend, along every schedule, in slices of any size, over threads and over NCCL's calls."""
+"""Every collective of the backend, along every schedule, on tensors of any dtype, layout and size."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from functools import partial
+from functools import partial, reduce
+from itertools import product
 
 import pytest
 import torch
-from c10d_calls import HOST, options, request, values, wrong_calls
+from c10d_calls import LAYOUTS, options, request, values, wrong_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, _make_nccl_premul_sum
 from transports import over_nccl
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.c10d import call_engine
-from commrt.c10d.call_engine import CallEngine
 from commrt.c10d.checked_calls import CheckedCalls
-from commrt.c10d.group import DeviceMessages
-from commrt.errors import TransportClosed, UsageError
-from commrt.pricing.selection import Selection
-from commrt.runtime.world import World
-from commrt.testing.ranks import over_threads, run_ranks
-from commrt.threads.comm_thread import CommThread
+from commrt.errors import UsageError
+from commrt.testing.ranks import over_threads
 
 CONNECTED = {"threads": over_threads, "nccl": over_nccl}
+NUMEL = 37
+"""No multiple of anything."""
+RANKS = 4
+FACTOR = 0.5
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+SHAPES = [(2, 0, 4, 5), (1, 1, 1, 1), (2, 3, 4, 5), (4, 8, 40, 40)]
+"""Of none, of one, of few elements, and of so many that they are received in place."""
+SUMS = ["all_reduce", "reduce", "reduce_scatter"]
+MOVING = ["broadcast", "all_gather", "gather", "scatter", "all_to_all"]
 
 
 def case(collective, numel, root=0):
@@ -48,7 +62,7 @@ def narrow(monkeypatch):
 def test_every_schedule_gives_every_rank_what_the_collective_promises_in_one_slice_and_in_many(
     narrow, collective, connect
 ):
-    numels = [37, 37, 1000, 37]  # the second call is the first one that finds its programs bound
+    numels = [NUMEL, NUMEL, 1000, NUMEL]  # the second call is the first one that finds its programs bound
     for name in COLLECTIVES[collective]:
         cases = {f"call {at}": case(collective, numel, root=2) for at, numel in enumerate(numels)}
         assert wrong_calls(4, cases, {collective: name}, CONNECTED[connect]) == [], name
@@ -81,18 +95,6 @@ def test_a_mean_is_divided_where_it_lands_in_the_callers_memory(narrow):
 
     found = [wrong_calls(4, {name: mean}, {"all_reduce": name}) for name in COLLECTIVES["all_reduce"]]
     assert found == [[]] * len(found)
-
-
-def test_after_a_call_the_wire_is_whole_again(narrow):
-    def body(world):
-        engine, ask = CallEngine(world, Selection(HOST, range(2)), "test"), CheckedCalls(world.rank, 2)
-        first = torch.zeros(256)
-        engine.begin(ask.pieces("all_gather", torch.full((128,), 1.0 + world.rank), first)).result()
-        kept = first.clone()
-        engine.begin(ask.pieces("all_gather", torch.full((128,), 3.0 + world.rank), torch.zeros(256))).result()
-        assert torch.equal(first, kept)
-
-    run_ranks(2, body)
 
 
 def test_uneven_parts_of_an_all_to_all_meet(narrow):
@@ -134,92 +136,93 @@ def test_what_cannot_work_is_refused_before_anything_is_sent():
             make(CheckedCalls(0, 2))
 
 
-def test_a_call_that_waits_runs_on_its_own_thread_unless_another_is_pending():
-    thread, hold, ran = CommThread(lambda _: None), threading.Event(), []
-    thread.run(lambda: ran.append(threading.current_thread()))
-    pending = thread.submit(hold.wait)
-    waiting = threading.Thread(target=thread.run, args=[lambda: ran.append(threading.current_thread())], daemon=True)
-    waiting.start()
-    hold.set()
-    pending.result()
-    waiting.join(20)
-    thread.submit(lambda: None).result()
-    assert ran[0] is threading.current_thread()
-    assert ran[1] not in {waiting, threading.current_thread()}
-    thread.close()
+def mean(tensors):
+    """That of integers is rounded towards zero; booleans have none."""
+    total = reduce(torch.add, tensors)
+    is_integer = not (total.is_floating_point() or total.is_complex() or total.dtype is torch.bool)
+    return torch.div(total, len(tensors), rounding_mode="trunc" if is_integer else None)
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """CPU tensors that travel over the stand-in for NCCL, to which all ranks are connected already."""
-    monkeypatch.setattr(World, "connect", lambda world, device: None)
+PLAIN = {
+    "SUM": partial(reduce, torch.add),
+    "AVG": mean,
+    "MIN": partial(reduce, torch.minimum),
+    "MAX": partial(reduce, torch.maximum),
+    "PRODUCT": partial(reduce, torch.mul),
+    "BAND": partial(reduce, torch.bitwise_and),
+    "BOR": partial(reduce, torch.bitwise_or),
+    "BXOR": partial(reduce, torch.bitwise_xor),
+    "PREMUL_SUM": lambda tensors: reduce(torch.add, [tensor * FACTOR for tensor in tensors]),
+}
 
 
-def test_sends_and_receives_of_a_gpu_travel_in_one_batch_when_somebody_waits(stand_in):
-    def body(world):
-        messages, peer = DeviceMessages(world), 1 - world.rank
-        first, second = torch.zeros(3), torch.zeros(5)
-        works = [messages.post(torch.full((size,), float(world.rank)), peer, is_send=True) for size in (3, 5)]
-        works += [messages.post(target, peer, is_send=False) for target in (first, second)]
-        works[0].wait()
-        done = [work.is_completed() for work in works]
-        return done, first.tolist(), second.tolist()
-
-    assert run_ranks(2, body, connect=over_nccl) == [
-        ([True] * 4, [float(1 - r)] * 3, [float(1 - r)] * 5) for r in (0, 1)
-    ]
+def exists(name, dtype):
+    """Whether plain torch combines tensors of this dtype so, to a result that has a place in the dtype."""
+    try:
+        return PLAIN[name]([torch.ones(1, dtype=dtype)] * 2).dtype == dtype
+    except RuntimeError:
+        return False
 
 
-def test_a_batch_leaves_when_a_collective_begins_and_the_next_message_is_in_another(stand_in):
-    def body(world):
-        messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
-        works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
-        messages.flush()
-        world.comm_thread.submit(lambda: None).result()
-        arrived = [work.is_completed() for work in works], target.tolist()
-        messages.flush()  # nothing is left to leave
-        again = messages.post(torch.zeros(3), peer, is_send=True), messages.post(target, peer, is_send=False)
-        again[1].wait()
-        return *arrived, target.tolist()
-
-    assert run_ranks(2, body, connect=over_nccl) == [([True, True], [1.0] * 3, [0.0] * 3)] * 2
+def numbers(rank, dtype):
+    """Small whole numbers, so that no result of floats is rounded; of int8, sums of the first ones overflow."""
+    source = torch.Generator().manual_seed(rank)
+    real, imaginary = torch.randint(1, 4, (2, RANKS * NUMEL), generator=source)
+    if dtype.is_complex:
+        return torch.complex(real.float(), imaginary.float())
+    least = -2 if dtype.is_signed else 0
+    found = (real % 3 + least).to(dtype)
+    if dtype is torch.int8:
+        found[:2] = torch.tensor([-7, 127]) if rank else 0
+    return found
 
 
-def test_every_question_about_a_batch_that_cannot_leave_has_the_same_answer(stand_in, monkeypatch):
-    monkeypatch.setattr(call_engine, "_newest", deque(maxlen=32))  # as with torch 2.8
-
-    def body(world):
-        messages = DeviceMessages(world)
-        works = [messages.post(torch.zeros(3), 1 - world.rank, is_send=True) for _ in range(2)]
-        world.comm_thread.close()
-        for work in [*works, *works]:
-            with pytest.raises(TransportClosed, match="closed"):
-                work.wait()
-        assert [work.is_completed() for work in works] == [True] * 2
-        assert {type(work.exception()) for work in works} == {type(works[0].exception())}
-
-    run_ranks(2, body, connect=over_nccl)
+def operation(name):
+    return _make_nccl_premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(ReduceOp, name)
 
 
-def test_a_batch_that_a_signal_handler_cannot_send_leaves_later(stand_in):
-    def body(world):
-        messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
-        works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
-
-        def handler():
-            with pytest.raises(UsageError, match="a signal handler"):
-                works[0].wait()
-
-        world.comm_thread.run(handler).result()
-        works[1].wait()
-        return target.tolist()
-
-    assert run_ranks(2, body, connect=over_nccl) == [[1.0] * 3] * 2
+def combining(name, dtype, collective, ask):
+    """A call that combines, and pairs of a result and what plain torch makes of all ranks' tensors."""
+    given, expected = numbers(ask.rank, dtype), PLAIN[name]([numbers(rank, dtype) for rank in range(ask.size)])
+    opts = options(op=operation(name), root=2)
+    if collective == "reduce_scatter":
+        out = torch.zeros(NUMEL, dtype=dtype)
+        return ask.pieces(collective, out, given, opts), [(out, expected.view(RANKS, -1)[ask.rank])]
+    call = ask.whole(collective, given, opts)
+    return call, [(given, expected)] if collective == "all_reduce" or ask.rank == 2 else []
 
 
-def test_a_gpu_cannot_receive_from_any_rank():
-    def body(world):
-        with pytest.raises(UsageError, match="name the source"):
-            DeviceMessages(world).post(torch.zeros(3), None, is_send=False)
+def test_an_operation_gives_what_plain_torch_gives_in_every_dtype():
+    cases = {}
+    for (one, name), (other, dtype) in product(enumerate(PLAIN), enumerate(DTYPES)):
+        collective = SUMS[(one + other) % len(SUMS)]  # each pair of these three is tried
+        if exists(name, dtype):
+            cases[f"{collective}, {name}, {dtype}"] = partial(combining, name, dtype, collective)
+    assert wrong_calls(RANKS, cases) == []
 
-    run_ranks(2, body, connect=over_nccl)
+
+REFUSALS = {"AVG": r"mean of torch.bool has no place", "PREMUL_SUM": r"scaled sum of torch.\w+ has no place"}
+
+
+def test_an_operation_that_a_dtype_does_not_have_is_refused():
+    for name, dtype in product(PLAIN, DTYPES):
+        if not exists(name, dtype):
+            with pytest.raises(UsageError, match=REFUSALS.get(name, rf"{dtype} is not possible")):
+                CheckedCalls(0, RANKS).whole("all_reduce", numbers(0, dtype), options(op=operation(name)))
+
+
+def test_tensors_of_any_layout_and_size_get_their_values_and_nothing_between_them():
+    cases = {}
+    for (one, collective), (other, layout) in product(enumerate([*SUMS, *MOVING]), enumerate(LAYOUTS)):
+        shape = SHAPES[(one + other) % len(SHAPES)]  # each pair of these three is tried
+        x = partial(values, shape, torch.float32)
+        cases[f"{collective}, {layout.__name__}, {shape}"] = partial(request, collective, x=x, root=2, layout=layout)
+    assert wrong_calls(RANKS, cases) == []
+
+
+def test_elements_of_every_dtype_move_as_they_are():
+    cases = {
+        f"{collective} {dtype}": partial(request, collective, x=partial(values, (NUMEL,), dtype), root=3)
+        for collective, dtype in product(MOVING, DTYPES)
+    }
+    assert wrong_calls(RANKS, cases) == []

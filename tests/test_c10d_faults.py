@@ -106,13 +106,6 @@ def test_a_ctrl_c_ends_a_call_that_waits_and_leaves_a_work_under_way(pool):
     assert_error(others_first, "PeerLost", "Rank 0 saw KeyboardInterrupt")
 
 
-def test_a_signal_handler_in_a_collective_is_refused_and_the_collective_goes_on(pool):
-    (found, tried), others = found_by(pool, 2, c10d_failing_ranks.handled)
-    assert found[1] == others[1] == "no error"
-    for refused in tried:
-        assert_error(refused, "UsageError", "a signal handler interrupted a collective call of its own thread")
-
-
 def test_abort_from_another_thread_ends_a_collective_on_all_ranks(pool):
     own, others = found_by(pool, 2, c10d_failing_ranks.aborted)
     assert_error(own, "TransportClosed", "barrier, sequence number 1")
@@ -146,33 +139,11 @@ def test_a_first_send_to_a_rank_that_does_nothing_ends_at_the_timeout(pool, send
     assert_error(found, "DeadlineExceeded", "bucket send with tag 0", within_s=8.0)
 
 
-def test_a_receive_from_any_rank_that_nobody_serves_is_late_and_nobody_is_gone(pool):
-    found = found_by(pool, 2, c10d_failing_ranks.waiting_for_anybody)[0]
-    assert_error(found, "DeadlineExceeded", "did not do its part in time")
-
-
-@pytest.mark.slow
-def test_a_first_send_to_a_dead_rank_says_that_it_is_gone(pool):
-    barrier, send = found_by(pool, 2, c10d_failing_ranks.sending_to_the_dead)[0]
-    assert_error(barrier, "PeerLost", "the peer is gone")
-    about_the_timeout_s = 12.0  # of 10, which Gloo takes to connect if it is not refused
-    assert_error(
-        send, "PeerLost", "the connection to the peer broke", "bucket send with tag 0", within_s=about_the_timeout_s
-    )
-
-
 def test_a_shorter_timeout_of_a_group_reaches_its_collectives_and_its_receives(pool):
-    (received, barrier), _ = found_by(pool, 2, c10d_failing_ranks.hurried)
+    (from_any, received, barrier), _ = found_by(pool, 2, c10d_failing_ranks.hurried)
+    assert_error(from_any, "DeadlineExceeded", "did not do its part in time")
     assert_error(received, "DeadlineExceeded", "bucket receive with tag 0")
     assert_error(barrier, "DeadlineExceeded", "no answer from ranks [1] within 0.5 s")
-
-
-def test_a_forked_child_cannot_use_the_group_and_does_not_disturb_it(pool):
-    for said, total in found_by(pool, 2, c10d_failing_ranks.forking):
-        assert "'TransportClosed'" in said
-        assert "'DistBackendError'" in said
-        assert "a forked child cannot use it" in said
-        assert total == [2.0] * 8
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of torch.distributed under what others wrote: trainers, hooks, checkpoints. Gloo's losses."""
+"""The backend of torch.distributed under what others wrote: trainers, hooks, checkpoints, compilers. Gloo's losses."""
 
 from __future__ import annotations
 
@@ -42,3 +42,14 @@ def test_hooks_shards_and_checkpoints_of_torch_have_the_losses_that_they_have_ov
     for way, by_rank in gloo.items():
         assert ours[way] == [like(losses, ranks) for losses in by_rank], way
         assert by_rank[0][-1] < 0.9 * by_rank[0][0], way
+
+
+@pytest.mark.parametrize("compiler", c10d_losses.COMPILED)
+def test_what_is_compiled_gives_the_same_as_over_gloo(compiler, monkeypatch):
+    monkeypatch.setenv("COMPILER", compiler)
+    ways = c10d_losses.COMPILED[compiler]
+    with Pool(2) as pool:  # commrt first: what has been compiled for one group may serve the next one, too
+        ours, gloo = (c10d_ranks.answers(pool, *ways, backend=backend) for backend in ("commrt", "gloo"))
+    for way, by_rank in gloo.items():
+        assert isinstance(by_rank[0], list)  # else an error
+        assert ours[way] == [pytest.approx(values, abs=ROUNDING) for values in by_rank], way

@@ -41,10 +41,6 @@ def transposed(x):
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def channels_last(x):
-    return x.contiguous(memory_format=torch.channels_last)
-
-
 def spaced(x):
     """With another element after each one."""
     return torch.stack([x, torch.full_like(x, BETWEEN)], dim=-1)[..., 0]
@@ -55,7 +51,7 @@ def of_inference(x):
         return x.clone()
 
 
-LAYOUTS = [flat, transposed, channels_last, spaced, of_inference]
+LAYOUTS = [flat, transposed, spaced, of_inference]
 
 
 def request(collective, ask, x, *, root=0, layout=flat, joined=False):

@@ -102,24 +102,6 @@ def interrupted(tell):
     return found, again, failed(work.wait)
 
 
-def handled(tell):
-    """A signal handler of rank 0 uses the group in the middle of its own collective; then the other rank comes."""
-    rank, store = begin(60)
-    group, _ = used_groups()
-    if rank == LATE:
-        store.get("handled")
-        return failed(lambda: dist.barrier(group=group))
-    tried = []
-
-    def handler(*_):
-        tried.extend(failed(call) for call in (lambda: dist.barrier(group=group), dist.destroy_process_group))
-        store.set("handled", "")
-
-    signal.signal(signal.SIGUSR1, handler)
-    when_it_waits(lambda: os.kill(os.getpid(), signal.SIGUSR1), group)
-    return failed(lambda: dist.barrier(group=group)), tried
-
-
 def aborted(tell):
     """Rank 0 aborts the group while its main thread waits in it; then the other rank comes."""
     rank, store = begin(60)
@@ -164,19 +146,6 @@ def waiting_briefly(tell):
     return found, before, [work.is_completed(), work.is_success()], tensor.tolist()
 
 
-def forking(tell):
-    """A forked child uses the group and ends; then the parent goes on."""
-    begin(20)
-    dist.barrier()
-    theirs, ours = os.pipe()
-    if (child := os.fork()) == 0:
-        os.write(ours, repr(failed(dist.barrier)).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    dist.all_reduce(total := torch.ones(8))
-    return os.read(theirs, 10_000).decode(), total.tolist()
-
-
 def left_open():
     """Rank 1 gets a Ctrl-C in a collective, with another one in flight; rank 0 ends with a code of its own."""
     rank, _ = begin(300)
@@ -202,26 +171,6 @@ def sending_first(tell, sender):
     return found
 
 
-def sending_to_the_dead(tell):
-    """Rank 0 learns from a barrier that the other rank has died, then sends to it for the first time."""
-    rank, _ = begin(10)
-    dist.barrier()
-    if rank == LATE:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return failed(dist.barrier), failed(lambda: dist.send(torch.ones(4), LATE))
-
-
-def waiting_for_anybody(tell):
-    """Rank 0 receives from any rank, and nobody sends."""
-    rank, store = begin(2)
-    dist.barrier()
-    if rank == LATE:
-        return store.wait(["late"], timedelta(seconds=20))
-    found = failed(lambda: dist.recv(torch.ones(4)))
-    store.set("late", "")
-    return found
-
-
 def hurried(tell):
     """Rank 0 shortens the timeout of a group, then receives what no other rank sends, and comes alone to a barrier."""
     rank, store = begin(60)
@@ -232,7 +181,8 @@ def hurried(tell):
         return failed(dist.barrier)
     dist.recv(torch.ones(4), LATE)  # from here on the two are connected
     dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    from_any = failed(lambda: dist.recv(torch.ones(4)))
     received = failed(lambda: dist.recv(torch.ones(4), LATE))
-    found = received, failed(dist.barrier)
+    found = from_any, received, failed(dist.barrier)
     store.set("late", "")
     return found

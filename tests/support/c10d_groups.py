@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks, works and messages of torch.distributed, as each of 4 ranks uses them: what came, what should."""
+"""Groups, works, callbacks and messages of torch.distributed, as each of 4 ranks uses them: what came, what should."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ def total(group=None):
     return [float(sum(rank + 1 for rank in dist.get_process_group_ranks(group)))] * 3
 
 
-def summed(group=None):
-    tensor = ones()
+def summed(tensor, group=None):
     dist.all_reduce(tensor, group=group)
-    return tensor.tolist()
+    return tensor
 
 
 def sums(*groups):
-    return [summed(group) for group in groups], [total(group) for group in groups]
+    return [summed(ones(), group).tolist() for group in groups], [total(group) for group in groups]
 
 
 def raised(call):
@@ -71,10 +70,10 @@ def a_group_keeps_the_order_in_which_its_ranks_were_named():
 
 def a_destroyed_group_is_refused_and_others_go_on():
     group = dist.new_group(range(4))
-    summed(group)
+    summed(ones(), group)
     dist.destroy_process_group(group)
     dist.barrier()
-    is_refused = "is not initialized in the world group map" in raised(lambda: summed(group))
+    is_refused = "is not initialized in the world group map" in raised(lambda: summed(ones(), group))
     return (is_refused, *sums(dist.new_group(range(4)), None)), (True, [total()] * 2, [total()] * 2)
 
 
@@ -95,6 +94,49 @@ def collectives_of_a_coalescing_manager_are_waited_for_as_one():
     return [tensor.tolist() for tensor in tensors], [total()] * 3
 
 
+def after_a_sum(more, added=0.0):
+    """What `more` makes of a sum, in a callback."""
+    work = dist.all_reduce(ones() + added, async_op=True)
+    return work.get_future().then(lambda future: more(future.value()[0]))
+
+
+def a_callback_waits_for_a_work():
+    def more(tensor):
+        dist.all_reduce(tensor, async_op=True).wait()
+        return tensor
+
+    return after_a_sum(more).wait().tolist(), [40.0] * 3
+
+
+def a_callback_uses_another_group():
+    group = dist.new_group()
+    return after_a_sum(lambda tensor: summed(tensor, group)).wait().tolist(), [40.0] * 3
+
+
+def a_callback_sends_and_receives():
+    rank, received = dist.get_rank(), torch.empty(3)
+
+    def more(tensor):
+        sending = dist.isend(tensor + rank, (rank + 1) % 4)
+        dist.recv(received, (rank - 1) % 4)
+        sending.wait()
+        return received
+
+    return after_a_sum(more).wait().tolist(), [10.0 + (rank - 1) % 4] * 3
+
+
+def a_callback_of_a_callback_makes_a_collective():
+    def more(tensor):
+        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda one: summed(one.value()[0])).wait()
+
+    return after_a_sum(more).wait().tolist(), [160.0] * 3
+
+
+def callbacks_begin_collectives_between_those_of_a_loop():
+    futures = [after_a_sum(summed, added=n) for n in range(10)]
+    return [future.wait().tolist() for future in futures], [[40.0 + 16 * n] * 3 for n in range(10)]
+
+
 def messages_are_received_by_tag_in_any_order():
     if dist.get_rank() == 0:
         for work in [dist.isend(torch.tensor([tag]), 1, tag=tag) for tag in range(4)]:
@@ -105,14 +147,6 @@ def messages_are_received_by_tag_in_any_order():
     for tag, tensor in received.items():
         dist.recv(tensor, 0, tag=tag)
     return [int(tensor) for tensor in received.values()], [*received]
-
-
-def all_ranks_send_and_receive_at_once():
-    rank, before = dist.get_rank(), torch.zeros(3)
-    ops = [dist.P2POp(dist.isend, ones(), (rank + 1) % 4), dist.P2POp(dist.irecv, before, (rank - 1) % 4)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    return before.tolist(), [(rank - 1) % 4 + 1.0] * 3
 
 
 def a_receive_from_any_rank_names_it():
@@ -132,7 +166,7 @@ def a_group_answers_what_torch_asks_of_it():
     """In distributed_c10d, device_mesh, checkpoint, fsdp, _dynamo and _inductor; the rest is Gloo's answer."""
     cpu, group = torch.device("cpu"), dist.new_group(range(4))
     begun = group._get_sequence_number_for_group()
-    summed(group)
+    summed(ones(), group)
     group._set_sequence_number_for_group()
     names = {group.name(), group.getBackendName(), group._get_backend_name(), dist.get_backend(group)}
     refused = raised(lambda: group.split_group([[0, 1], [2, 3]]))
@@ -167,8 +201,12 @@ BODIES = [
     a_destroyed_group_is_refused_and_others_go_on,
     the_result_of_a_work_is_the_callers_tensor,
     collectives_of_a_coalescing_manager_are_waited_for_as_one,
+    a_callback_waits_for_a_work,
+    a_callback_uses_another_group,
+    a_callback_sends_and_receives,
+    a_callback_of_a_callback_makes_a_collective,
+    callbacks_begin_collectives_between_those_of_a_loop,
     messages_are_received_by_tag_in_any_order,
-    all_ranks_send_and_receive_at_once,
     a_receive_from_any_rank_names_it,
     torch_refuses_a_monitored_barrier_that_the_group_itself_makes,
     a_group_answers_what_torch_asks_of_it,

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of one small model on two backends: with DDP's own hooks, a sharded optimizer, and saved in ways of torch's.
+"""Losses of one small model on any backend: with DDP's own hooks, a sharded optimizer, compiled, and saved by torch.
 
 A way that saves trains, saves, loads into a model of other weights, and returns the losses from there on too.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from c10d_trainers import network, optimizer_of, samples
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
-    _hook_then_optimizer,
-    _OptimizerHookState,
-)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -27,10 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
-from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+
+import commrt
 
 BEFORE, AFTER = 8, 4
 """Steps until the model is saved, and from there on."""
@@ -53,11 +52,11 @@ def losses(model, optimizer, steps=range(BEFORE + AFTER)):
     return found
 
 
-def hooked(hook, state, optimizer=None):
+def hooked(hook, state):
     """The losses of a model whose gradients travel by `hook`."""
     model = DistributedDataParallel(network(), bucket_cap_mb=SMALL_MB)
     model.register_comm_hook(state, hook)
-    return losses(model, optimizer or optimizer_of(model))
+    return losses(model, optimizer_of(model))
 
 
 def power_sgd():
@@ -78,14 +77,6 @@ def half_precision():
 def post_local_sgd():
     state = post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=2)
     return hooked(post_localSGD_hook.post_localSGD_hook, state)
-
-
-def optimizer_in_the_hook():
-    from torch.distributed.optim.functional_sgd import _FunctionalSGD  # noqa: PLC0415  # it warns
-
-    state = _OptimizerHookState(_FunctionalSGD([], lr=0.1, _allow_empty_param_list=True))
-    idle = torch.optim.SGD([torch.zeros(1)])
-    return hooked(_hook_then_optimizer(default_hooks.allreduce_hook, state), None, idle)
 
 
 def zero_redundancy():
@@ -143,10 +134,6 @@ def fsdp1(model):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True)
 
 
-def fsdp1_without_a_mesh(model):
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
 def resumed(shard, hand_over):
     """The losses of a run, and of another one to which its state is handed over."""
     first, second = Run(shard, 0), Run(shard, 1)
@@ -202,22 +189,76 @@ def broadcast_from_rank_0():
     return resumed(fsdp2, hand_over)
 
 
-def handed_over_by_fsdp1():
-    def kind_of(model):  # torch writes to the options
-        options = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-        return FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *options)
-
-    def hand_over(first, second):
-        with kind_of(first.model):
-            weights = first.model.state_dict()
-            moments = FullyShardedDataParallel.optim_state_dict(first.model, first.optimizer)
-        with kind_of(second.model):
-            second.model.load_state_dict(weights)
-            loaded = FullyShardedDataParallel.optim_state_dict_to_load(second.model, second.optimizer, moments)
-            second.optimizer.load_state_dict(loaded)
-
-    return resumed(fsdp1_without_a_mesh, hand_over)
+# Compiled -------------------------------------------------------------------------------------------------------------
 
 
-TRAINED = [power_sgd, post_local_sgd, optimizer_in_the_hook, zero_redundancy]
-SAVED = [saved_shards, saved_shards_of_fsdp1, saved_meanwhile, broadcast_from_rank_0, handed_over_by_fsdp1]
+def compiled(thing):
+    torch._dynamo.reset()  # or what was compiled for another model serves this one
+    return torch.compile(thing, backend=os.environ["COMPILER"])
+
+
+def compiled_ddp():
+    with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(SMALL_MB * 2**20)):  # or torch's compiler refuses it
+        model = compiled(DistributedDataParallel(network(), bucket_cap_mb=SMALL_MB))
+        return losses(model, optimizer_of(model))
+
+
+def compiled_inside_ddp():
+    model = DistributedDataParallel(compiled(network()))
+    return losses(model, optimizer_of(model))
+
+
+def compiled_ddp_with_a_hook():
+    model = DistributedDataParallel(network())
+    state = commrt.DDPState(commrt.Ring())
+    model.register_comm_hook(state, commrt.ddp_hook)
+    found = losses(compiled(model), optimizer_of(model))
+    commrt.init().close()
+    return found
+
+
+def compiled_fsdp():
+    model = fsdp2(network())
+    return losses(compiled(model), optimizer_of(model))
+
+
+def compiled_all_reduce():
+    """Dynamo makes a functional collective of it."""
+
+    @compiled
+    def double(x):
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    return [*double(torch.arange(4.0)).tolist(), *double(torch.ones(4)).tolist()]
+
+
+def compiled_with_a_world():
+    world = commrt.init()
+
+    @compiled
+    def both(x):
+        y = x * 2
+        world.all_reduce(y, "sum")
+        return y + 1
+
+    found = [*both(torch.arange(4.0)).tolist(), *both(torch.ones(4)).tolist()]
+    world.close()
+    return found
+
+
+TRAINED = [power_sgd, post_local_sgd, zero_redundancy]
+SAVED = [saved_shards, saved_shards_of_fsdp1, saved_meanwhile, broadcast_from_rank_0]
+COMPILED = {
+    "aot_eager": [
+        compiled_ddp,
+        compiled_inside_ddp,
+        compiled_ddp_with_a_hook,
+        compiled_fsdp,
+        compiled_all_reduce,
+        compiled_with_a_world,
+    ],
+    "inductor": [compiled_ddp, compiled_all_reduce],
+}
+"""By compiler."""

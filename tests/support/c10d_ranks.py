@@ -32,10 +32,3 @@ def answer(body):
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return f"{type(error).__name__}: {error}"
-
-
-def require_like(got, expected):
-    """Raise with all names whose values differ, and both values."""
-    assert got.keys() == expected.keys()
-    differing = {name: (got[name], expected[name]) for name in got if got[name] != expected[name]}
-    assert differing == {}

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from rank_pool import KEPT
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,9 +25,6 @@ from commrt.store.launcher import LOOPBACK
 
 EPOCHS = 3
 TIMEOUT = timedelta(seconds=60)
-KEPT = []
-"""Groups of Gloo, which live until the process ends. Under load, a process hung once where one was deleted; perhaps it
-waited for a thread of Gloo's that waited for Python's lock."""
 
 
 def network():
