@@ -91,12 +91,6 @@ def test_the_best_plans_depend_on_ranks_links_and_bytes(setting, best):
     assert record["best"] == record["plans"][0]
 
 
-def test_with_nvlink_rows_inside_a_node_are_the_best_of_a_torus_for_few_nodes():
-    plans = told("plan exchange --ranks 16 --cluster abci-nvlink --nbytes 51.1e6")["plans"]
-    tori = [plan["algorithm"] for plan in plans if plan["algorithm"].startswith("Torus2D")]
-    assert tori[0] == "Torus2D(grid=(4, 4))"
-
-
 def test_a_plan_of_a_step_is_a_line_of_python_that_builds_it():
     record = told("plan step --ranks 64 --model resnet50 --wire bf16")
     best = record["best"]
@@ -214,15 +208,6 @@ def test_time_of_coding_is_priced_where_the_cluster_says_its_speed(clusters):
     assert "quantizing is taken to need no time" in said[1]
 
 
-def test_a_step_on_a_wire_of_codes_is_coded_packed_and_exchanged(clusters):
-    line = "simulate step direct --ranks 8 --within 2 --model 1e6 --compute-ms 100 --wire int4 --cluster"
-    record = told(line, clusters[0])
-    assert record["steps"] == 4
-    after, under = record["exchanges"]
-    assert after["step_seconds"] == pytest.approx(0.1 + record["seconds"])
-    assert 0.1 < under["step_seconds"] < after["step_seconds"]
-
-
 SLOW_NETWORK = "plan step --ranks 64 --cluster ethernet-25g --model resnet50 --compute-ms 50"
 
 
@@ -248,12 +233,6 @@ def test_a_plan_of_a_buffer_takes_codes_too():
     assert [plan["python"] for plan in record["plans"]] == [call]
     assert record["reason"] == "Direct(): no other schedule carries int8 for ethernet-10g"
     assert record["best"]["exchange_seconds"] == pytest.approx(39.3e-3, rel=0.01)
-
-
-def test_backup_workers_are_planned_with_codes():
-    step = "--ranks 8 --cluster ethernet-10g --model resnet50 --compute-ms 50 --wire int8"
-    output = invoke(f"plan backups {step} --backups 1 --law slow --steps 200").stdout
-    assert "commrt.BackupWorkers(1, commrt.Direct()), wire=commrt.quantization.Int8()" in output
 
 
 # Local SGD.
