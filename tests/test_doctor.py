@@ -142,10 +142,6 @@ def cuda_of(count=2, capability=(9, 0), peers=True, broken=None):
     )
 
 
-FAILING = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, run_kernel=None)
-"""A driver that answers nothing else."""
-
-
 @for_each(
     ("cuda", "built_for", "driver", "verdicts", "words"),
     [
@@ -153,7 +149,6 @@ FAILING = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, run
         (cuda_of(broken=1), "13.0", "/", ["ok", "problem", "ok"], "gpu 1 RuntimeError: no kernel image"),
         (cuda_of(capability=(7, 5)), "12.8", "/", ["warning", "warning", "ok"], "make gpu"),
         (cuda_of(3, peers=False), "13.0", "/", ["ok", "ok", "ok", "warning"], "GPUs 0 and 1, 0 and 2, 1 and 2:"),
-        (FAILING, "13.0", "/", ["problem", "problem", "problem"], "gpu links AttributeError"),
         (cuda_of(0), None, "/none", ["absent"], "commrt runs on the CPU here."),
         (cuda_of(0), None, "/", ["warning"], "built without CUDA"),
         (cuda_of(0), "13.0", "/", ["warning"], "torch for CUDA 13.0 can use no GPU"),
