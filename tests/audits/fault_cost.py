@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise
 from multiprocessing.process import BaseProcess
 from random import Random
@@ -30,7 +29,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.buckets.engine import Engine
 from commrt.schedule import Algorithm
 from commrt.testing.processes import RESTART, Outcome, run_processes
 from commrt.training.replica import Replica
@@ -119,8 +117,9 @@ class FaultInjector:
         """Return False if this fault is left out."""
         return True
 
-    def watch(self, engine: Engine) -> None:
-        """Add places on the communication thread: before and after the first bucket, and after the last one."""
+    def watch(self, replica: Replica) -> None:
+        """Add places: in the backward pass, before and after the first bucket, and after the last one."""
+        engine = replica._engine
         whole = engine.reduce_now
 
         def reduce_now(bucket: Any, step: int) -> Any:
@@ -133,7 +132,45 @@ class FaultInjector:
                 self.at("through", step)
             return span
 
-        engine.reduce_now = reduce_now  # type: ignore[method-assign]
+        engine.reduce_now = reduce_now
+        replica.model[2].weight.register_hook(lambda _: self.at("backward", replica.step))
+
+
+class Trainee:
+    """One rank that trains the network, and notes who counted in each step in which it did.
+
+    `also` makes what counts updates beside the optimizer, of the model and the optimizer.
+    """
+
+    def __init__(self, world: commrt.World, algorithm: Algorithm, also: Any = lambda *_: (), seed: int = 0) -> None:
+        self.rank, self.seed = world.rank, seed
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.also = also(self.model, self.optimizer)
+        begin_s = time.perf_counter()
+        self.replica = commrt.attach(self.model, self.optimizer, algorithm, bucket_cap_mb=0.01, also=self.also)
+        self.attached_s = time.perf_counter() - begin_s if world.is_replacement else None
+        self.used: dict[int, tuple[int, ...]] = {}
+        self.longest_s = 0.0
+
+    def step(self, most_s: float) -> bool:
+        """Make a step that computes for up to `most_s`; return True if it counted."""
+        begin_s, version = time.perf_counter(), self.replica.step
+        Event().wait(Random(f"{self.seed} {self.rank} {version}").uniform(0.0, most_s))
+        backward(self.model, self.rank, version)
+        self.optimizer.step()
+        self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
+        last = self.replica.last
+        if last is None or not last.counted:
+            return False
+        self.used[last.step] = last.members
+        return True
+
+    def report(self, **more: Any) -> dict[str, Any]:
+        """Return what the audit needs."""
+        params = [param.detach().numpy() for param in self.model.parameters()]
+        own = {"used": self.used, "params": params, "longest_s": self.longest_s, "attached_s": self.attached_s}
+        return own | more
 
 
 def work(
@@ -142,91 +179,42 @@ def work(
     """Train on one rank, and report which gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
-        is_replacement = world.config is not None
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        begin_s = time.perf_counter()
-        replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.01)
-        attached_s = time.perf_counter() - begin_s
-        injector = FaultInjector(tell, [each for each in faults if each.rank == world.rank and not is_replacement])
-        injector.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
-        model[2].weight.register_hook(lambda _: injector.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
+        trainee = Trainee(world, algorithm)
+        replica = trainee.replica
+        own = [fault for fault in faults if fault.rank == world.rank and not world.is_replacement]
+        injector = FaultInjector(tell, own)
+        injector.watch(replica)
         replica.before_giving_up(lambda: tell(("giving up", replica.step)))
-        if is_replacement:
-            _load_a_checkpoint(replica)
+        if world.is_replacement:  # an old checkpoint must not harm it
+            replica.model.load_state_dict({name: 0 * value for name, value in replica.model.state_dict().items()})
+            replica.load_state_dict({"step": 0})
         are_replaced = any(each.kind == "replace" for each in faults)
-        goal = partial(_goal, world, is_replacement) if are_replaced else lambda _: length.steps
-        log = StepLog(world.rank, max(length.most_s, MOST_S * are_replaced))
-        for _ in range(length.epochs or 1):
+
+        def is_over(batches: int) -> bool:
             if length.epochs:
-                log.train_batches(replica, optimizer, length.steps)
-            else:
-                log.train_until(replica, optimizer, goal)
+                return batches == length.steps
+            return replica.step >= (_goal(world, trainee.used) if are_replaced else length.steps)
+
+        equal, together_s = True, 0.0
+        for _ in range(length.epochs or 1):
+            batches = 0
+            drained(replica)
+            while not is_over(batches):
+                trainee.step(max(length.most_s, MOST_S * are_replaced))
+                batches += 1
+                drained(replica)
             injector.at("gathered", replica.step)
-            log.compare(replica)
-        return {
-            "used": log.used,
-            "equal": all(log.equal),
-            "together_s": max(log.together_s),
-            "longest_s": max(log.times_s),
-            "attached_s": attached_s if is_replacement else None,
-            "params": [param.detach().numpy() for param in model.parameters()],
-            "lost": [loss.rank for loss in replica.lost],
-        }
+            begin_s = time.perf_counter()
+            equal = replica.replicas_equal() and equal
+            together_s = max(together_s, time.perf_counter() - begin_s)
+        return trainee.report(equal=equal, together_s=together_s, lost=[loss.rank for loss in replica.lost])
 
 
-def _load_a_checkpoint(replica: Replica) -> None:
-    """Load an old state, which must not harm a process that replaces another."""
-    model = replica.model
-    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
-    replica.load_state_dict({"step": 0})
-
-
-def _goal(world: commrt.World, is_replacement: bool, used: dict[int, tuple[int, ...]]) -> int:
+def _goal(world: commrt.World, used: dict[int, tuple[int, ...]]) -> int:
     """Return how many updates the run will have, if that is known."""
-    if is_replacement and used:
+    if world.is_replacement and used:
         world.store.compare_set("goal", "", str(min(used) + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else sys.maxsize
-
-
-@dataclass
-class StepLog:
-    """The record of one rank."""
-
-    rank: int
-    most_s: float
-    used: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """The ranks that counted in each step in which this rank did."""
-    times_s: list[float] = field(default_factory=list)
-    equal: list[bool] = field(default_factory=list)
-    together_s: list[float] = field(default_factory=list)
-
-    def train_until(
-        self, replica: Replica, optimizer: torch.optim.Optimizer, goal: Callable[[dict[int, tuple[int, ...]]], int]
-    ) -> None:
-        """Train until the weights have as many updates as `goal` says."""
-        while drained(replica).step < goal(self.used):
-            self._step(replica, optimizer)
-
-    def train_batches(self, replica: Replica, optimizer: torch.optim.Optimizer, batches: int) -> None:
-        """Train this many batches, whether they count or not."""
-        for _ in range(batches):
-            self._step(drained(replica), optimizer)
-
-    def _step(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-        begin_s, version = time.perf_counter(), replica.step
-        Event().wait(Random(f"{self.rank} {version}").uniform(0.0, self.most_s))
-        backward(replica.model, self.rank, version)
-        optimizer.step()
-        self.times_s.append(time.perf_counter() - begin_s)
-        if replica.last is not None and replica.last.counted:
-            self.used[replica.last.step] = replica.last.members
-
-    def compare(self, replica: Replica) -> None:
-        """Compare the replicas, which is collective."""
-        begin_s = time.perf_counter()
-        self.equal.append(replica.replicas_equal())
-        self.together_s.append(time.perf_counter() - begin_s)
 
 
 def drained(replica: Replica) -> Replica:
@@ -266,8 +254,8 @@ def reference_holds(ends: Sequence[Outcome], needed: int, least: int = STEPS) ->
         for step, members in end.value["used"].items():
             if used.setdefault(step, members) != members:
                 raise AssertionError(f"step {step}: {members} and {used[step]}")
-    steps = max(used) + 1
-    if steps < least or sorted(used) != list(range(steps)) or any(len(members) != needed for members in used.values()):
+    are_as_many = all(len({*members}) == needed for members in used.values())
+    if len(used) < least or sorted(used) != list(range(len(used))) or not are_as_many:
         raise AssertionError(f"not {needed} gradients in each step: {used}")
     wanted = list(same_steps(used).parameters())
     for end in ends:
@@ -286,7 +274,7 @@ def same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
             backward(model, rank, step)
             gradients.append([deepcopy(param.grad) for param in model.parameters()])
         for param, *parts in zip(model.parameters(), *gradients, strict=True):
-            param.grad = sum(part for part in parts if part is not None) / len(parts)  # type: ignore[assignment]
+            param.grad = sum(part for part in parts if part is not None) / len(parts)
         optimizer.step()
     return model
 

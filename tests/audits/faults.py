@@ -30,7 +30,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from fault_cost import backward, network, same_steps
+from fault_cost import Trainee, drained, reference_holds
 from torch.optim.swa_utils import AveragedModel
 
 import commrt
@@ -107,39 +107,34 @@ def _fault(rng: Random, rank: int, *, is_lost: bool) -> Fault | None:
     return Fault(rank, after_s, rng.uniform(*SHORT) * TIMEOUT_S) if rng.random() < 0.3 else None
 
 
+def counters(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Return a scheduler, which counts and changes nothing, and an average of the weights."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1_000_000), AveragedModel(model)
+
+
 def work(tell: Callable[[Any], None], case: Case) -> dict[str, Any]:
     """Train on one rank, and report which of its gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(TIMEOUT_S, start_timeout_s=60.0) as world:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1_000_000)  # it counts, and changes nothing
-        average = AveragedModel(model)
-        replica = commrt.attach(model, optimizer, case.algorithm, bucket_cap_mb=0.01, also=[scheduler, average])
+        trainee = Trainee(world, case.algorithm, counters, case.seed)
+        replica = trainee.replica
+        scheduler, average = trainee.also
         tell("began")
-        used: dict[int, tuple[int, ...]] = {}
         found: list[list[float]] = []
-        rng = Random(f"{case.seed} {world.rank}")
         for number in range(ROUNDS):
             for _ in range(BATCHES):
-                replica.drain()
-                Event().wait(rng.uniform(0.0, MOST_S))
-                backward(model, world.rank, replica.step)
-                optimizer.step()
+                drained(replica)
+                trainee.step(MOST_S)
                 scheduler.step()
-                average.update_parameters(model)
-                if replica.last is not None and replica.last.counted:
-                    used[replica.last.step] = replica.last.members
+                average.update_parameters(trainee.model)
             found.append(_collective(world, replica, number))
         replica.consolidate()
-        return {
-            "used": used,
-            "found": found,
-            "equal": replica.replicas_equal(),
-            "params": [param.detach().numpy() for param in model.parameters()],
-            "average": [param.detach().numpy() for param in average.parameters()],
-            "updates": [replica.step, scheduler.last_epoch, int(average.n_averaged)],
-        }
+        return trainee.report(
+            found=found,
+            equal=replica.replicas_equal(),
+            average=[param.detach().numpy() for param in average.parameters()],
+            updates=[replica.step, scheduler.last_epoch, int(average.n_averaged)],
+        )
 
 
 def _collective(world: commrt.World, replica: commrt.Replica, number: int) -> list[float]:
@@ -194,45 +189,36 @@ def wrong(case: Case, ends: Sequence[Outcome]) -> Iterator[str]:
         was_evicted = end.rank in may_end and (end.error or "").startswith("Evicted")
         if end.value is None and not was_killed and not was_evicted:
             yield f"rank {end.rank}: {end.error or f'exit code {end.exit_code}'}"
-    values = {end.rank: end.value for end in ends if end.value is not None}
-    if not values:
+    alive = [end for end in ends if end.value is not None]
+    if not alive:
         yield "no rank came to the end"
         return
-    yield from _differences(values)
+    yield from _differences(alive, ["params"] if case.backups is None else ["params", "average"])
     if case.backups is not None:
-        yield from _audit(values, case.ranks - case.backups)
+        yield from _audit(alive, case.ranks - case.backups)
 
 
-def _differences(values: dict[int, Any]) -> Iterator[str]:
-    first = next(iter(values.values()))
-    for rank, value in values.items():
-        if not value["equal"]:
-            yield f"rank {rank} found that replicas differ"
-        if any((a != b).any() for a, b in zip(first["params"], value["params"], strict=True)):
-            yield f"rank {rank} has other weights than the first"
-        if value["found"] != first["found"]:
-            yield f"rank {rank} saw {value['found']} in collectives, and the first {first['found']}"
+def _differences(alive: Sequence[Outcome], weights: Sequence[str]) -> Iterator[str]:
+    first = alive[0].value
+    for end in alive:
+        if not end.value["equal"]:
+            yield f"rank {end.rank} found that replicas differ"
+        for what in weights:
+            if any((a != b).any() for a, b in zip(first[what], end.value[what], strict=True)):
+                yield f"rank {end.rank} has other weights than the first: {what}"
+        if end.value["found"] != first["found"]:
+            yield f"rank {end.rank} saw {end.value['found']} in collectives, and the first {first['found']}"
 
 
-def _audit(values: dict[int, Any], needed: int) -> Iterator[str]:
-    used: dict[int, tuple[int, ...]] = {}
-    for value in values.values():
-        for step, members in value["used"].items():
-            if used.setdefault(step, members) != members:
-                yield f"step {step}: {members} counted for one rank, {used[step]} for another"
-    if sorted(used) != list(range(len(used))) or any(len({*members}) != needed for members in used.values()):
-        yield f"not {needed} gradients in each step: {used}"
-        return
-    wanted = list(same_steps(used).parameters())
-    average = next(iter(values.values()))["average"]
-    for rank, value in values.items():
-        if value["updates"] != [len(used)] * 3:
-            yield f"rank {rank} counts {value['updates']} updates (weights, scheduler, average) of {len(used)}"
-        if any((a != b).any() for a, b in zip(average, value["average"], strict=True)):
-            yield f"rank {rank} has another average of the weights than the first"
-        pairs = zip(wanted, value["params"], strict=True)
-        if not all(torch.allclose(param, torch.from_numpy(found), rtol=0, atol=1e-12) for param, found in pairs):
-            yield f"rank {rank} has other weights than the same {len(used)} steps in one process"
+def _audit(alive: Sequence[Outcome], needed: int) -> Iterator[str]:
+    steps = len({step for end in alive for step in end.value["used"]})
+    for end in alive:
+        if end.value["updates"] != [steps] * 3:
+            yield f"rank {end.rank} counts {end.value['updates']} updates (weights, scheduler, average) of {steps}"
+    try:
+        reference_holds(alive, needed, least=0)
+    except AssertionError as error:
+        yield str(error)
 
 
 def main() -> None:

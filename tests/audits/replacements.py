@@ -9,16 +9,14 @@ gradients that counted in each step. Rank 0 is not killed: it holds the store.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from random import Random
 from statistics import median
-from threading import Event
 from typing import Any, NamedTuple
 
 import torch
-from fault_cost import MOST_S, Fault, FaultInjector, backward, drained, network, reference_holds, require_equal
+from fault_cost import MOST_S, Fault, FaultInjector, Trainee, drained, reference_holds, require_equal
 
 import commrt
 from commrt.testing.processes import RESTART, run_processes
@@ -81,30 +79,15 @@ def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: floa
     """Train in one process, until all deaths are over."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        begin_s = time.perf_counter()
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(backups), bucket_cap_mb=0.01)
-        attached_s = time.perf_counter() - begin_s
+        trainee = Trainee(world, commrt.BackupWorkers(backups))
+        replica = trainee.replica
         deaths_at_random = RandomDeaths(tell, world, backups, deaths, replica.step)
-        deaths_at_random.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
-        model[2].weight.register_hook(lambda _: deaths_at_random.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
-        longest_s = 0.0
-        while (version := drained(replica).step) < _goal(world, deaths, replica.step):
-            begin_s = time.perf_counter()
-            Event().wait(Random(f"{world.rank} {version}").uniform(0.0, MOST_S))
-            backward(model, world.rank, version)
-            optimizer.step()
-            longest_s = max(longest_s, time.perf_counter() - begin_s)
-            if replica.last is not None and replica.last.counted:
+        deaths_at_random.watch(replica)
+        while drained(replica).step < _goal(world, deaths, replica.step):
+            if trainee.step(MOST_S):
                 tell((replica.last.step, replica.last.members))
             deaths_at_random.count_step()
-        return {
-            "equal": replica.replicas_equal(),
-            "params": [param.detach().numpy() for param in model.parameters()],
-            "attached_s": attached_s if world.is_replacement else None,
-            "longest_s": longest_s,
-        }
+        return trainee.report(equal=replica.replicas_equal())
 
 
 def _goal(world: commrt.World, deaths: int, version: int) -> float:
