@@ -14,24 +14,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise
-from multiprocessing.process import BaseProcess
 from random import Random
 from statistics import median
 from threading import Event
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.schedule import Algorithm
-from commrt.testing.processes import RESTART, Outcome, run_processes
-from commrt.training.replica import Replica
+from commrt.testing.processes import RESTART, run_processes
 
 STEPS, STOP_S, SLOW_S = 12, 1.5, 0.5
 MORE = 8
@@ -76,18 +71,18 @@ class Fault:
     kind: str
     """``kill``, ``replace`` by another process, ``stop`` for a while, or ``slow``."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind} rank {self.rank} {self.where}"
 
 
-def network() -> nn.Module:
+def network():
     """Return the same network on every rank."""
     torch.manual_seed(0)
     layers = [layer for a, b in pairwise((16, 64, 64, 64, 4)) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers).double()
 
 
-def backward(model: nn.Module, rank: int, version: int) -> None:
+def backward(model, rank, version):
     """Compute the gradient of a rank, for weights of a version."""
     generator = torch.Generator().manual_seed(1000 * version + rank)
     x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
@@ -98,10 +93,10 @@ def backward(model: nn.Module, rank: int, version: int) -> None:
 class FaultInjector:
     """Faults of this process, at the places that its list names."""
 
-    def __init__(self, tell: Callable[[Any], None], faults: Sequence[Fault]) -> None:
+    def __init__(self, tell, faults):
         self._tell, self._faults = tell, list(faults)
 
-    def at(self, where: str, step: int) -> None:
+    def at(self, where, step):
         """Apply the faults of this place."""
         for fault in [fault for fault in self._faults if fault.where == where and fault.step <= step]:
             self._faults.remove(fault)
@@ -113,16 +108,16 @@ class FaultInjector:
                 self._tell(fault.kind)
                 Event().wait(0.2 if fault.kind == "stop" else 60.0)
 
-    def applies(self, _: Fault) -> bool:
+    def applies(self, _):
         """Return False if this fault is left out."""
         return True
 
-    def watch(self, replica: Replica) -> None:
+    def watch(self, replica):
         """Add places: in the backward pass, before and after the first bucket, and after the last one."""
         engine = replica._engine
         whole = engine.reduce_now
 
-        def reduce_now(bucket: Any, step: int) -> Any:
+        def reduce_now(bucket, step):
             if bucket.index == 0:
                 self.at("counted", step)
             span = whole(bucket, step)
@@ -142,7 +137,7 @@ class Trainee:
     `also` makes what counts updates beside the optimizer, of the model and the optimizer.
     """
 
-    def __init__(self, world: commrt.World, algorithm: Algorithm, also: Any = lambda *_: (), seed: int = 0) -> None:
+    def __init__(self, world, algorithm, also=lambda *_: (), seed=0):
         self.rank, self.seed = world.rank, seed
         self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -153,7 +148,7 @@ class Trainee:
         self.used: dict[int, tuple[int, ...]] = {}
         self.longest_s = 0.0
 
-    def step(self, most_s: float) -> bool:
+    def step(self, most_s):
         """Make a step that computes for up to `most_s`; return True if it counted."""
         begin_s, version = time.perf_counter(), self.replica.step
         Event().wait(Random(f"{self.seed} {self.rank} {version}").uniform(0.0, most_s))
@@ -166,16 +161,14 @@ class Trainee:
         self.used[last.step] = last.members
         return True
 
-    def report(self, **more: Any) -> dict[str, Any]:
+    def report(self, **more):
         """Return what the audit needs."""
         params = [param.detach().numpy() for param in self.model.parameters()]
         own = {"used": self.used, "params": params, "longest_s": self.longest_s, "attached_s": self.attached_s}
         return own | more
 
 
-def work(
-    tell: Callable[[Any], None], algorithm: Algorithm, timeout_s: float, length: RunLength, faults: Sequence[Fault]
-) -> dict[str, Any]:
+def work(tell, algorithm, timeout_s, length, faults):
     """Train on one rank, and report which gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
@@ -190,7 +183,7 @@ def work(
             replica.load_state_dict({"step": 0})
         are_replaced = any(each.kind == "replace" for each in faults)
 
-        def is_over(batches: int) -> bool:
+        def is_over(batches):
             if length.epochs:
                 return batches == length.steps
             return replica.step >= (_goal(world, trainee.used) if are_replaced else length.steps)
@@ -210,31 +203,23 @@ def work(
         return trainee.report(equal=equal, together_s=together_s, lost=[loss.rank for loss in replica.lost])
 
 
-def _goal(world: commrt.World, used: dict[int, tuple[int, ...]]) -> int:
+def _goal(world, used):
     """Return how many updates the run will have, if that is known."""
     if world.is_replacement and used:
         world.store.compare_set("goal", "", str(min(used) + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else sys.maxsize
 
 
-def drained(replica: Replica) -> Replica:
+def drained(replica):
     """Return the replica, with the others' state if it was late."""
     replica.drain()
     return replica
 
 
-def run_with_faults(
-    ranks: int,
-    algorithm: Algorithm,
-    faults: Sequence[Fault],
-    length: RunLength = RunLength(),
-    *,
-    timeout_s: float = 15.0,
-    stop_s: float = STOP_S,
-) -> list[Outcome]:
+def run_with_faults(ranks, algorithm, faults, length=RunLength(), *, timeout_s=15.0, stop_s=STOP_S):
     """Run all ranks with these faults, and return how each one ended."""
 
-    def on_message(_: int, message: Any, process: BaseProcess) -> bool | str | None:
+    def on_message(_, message, process):
         if message in {"kill", "replace"}:
             process.kill()
             return RESTART if message == "replace" else True
@@ -247,7 +232,7 @@ def run_with_faults(
     return run_processes(ranks, work, algorithm, timeout_s, length, faults, limit_s=limit_s, on_message=on_message)
 
 
-def reference_holds(ends: Sequence[Outcome], needed: int, least: int = STEPS) -> None:
+def reference_holds(ends, needed, least=STEPS):
     """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each of at least `least` steps."""
     used: dict[int, tuple[int, ...]] = {}
     for end in ends:
@@ -264,7 +249,7 @@ def reference_holds(ends: Sequence[Outcome], needed: int, least: int = STEPS) ->
                 raise AssertionError(f"rank {end.rank} has other weights than the same steps in one process give")
 
 
-def same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
+def same_steps(used):
     """Return the network after the steps of one process with the gradients of these ranks in each."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -282,7 +267,7 @@ def same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
 UPDATES, EPOCHS = RunLength(), RunLength(epochs=2, most_s=0.02)
 
 
-def cases(pairs: bool) -> Iterator[tuple[RunLength, list[Fault]]]:
+def cases(pairs):
     """Yield cases: one fault among four ranks, or two among six."""
     for kind, where in [*PLACES, *REPLACED, *TOGETHER]:
         yield UPDATES, [Fault(2, 4, where, kind)]
@@ -298,7 +283,7 @@ def cases(pairs: bool) -> Iterator[tuple[RunLength, list[Fault]]]:
             yield EPOCHS, [Fault(2, 4, where, kind), Fault(4, 4, "gathered", "kill")]
 
 
-def measure(length: RunLength, faults: Sequence[Fault], inner: Algorithm, runs: int) -> str:
+def measure(length, faults, inner, runs):
     """Run `runs` times and return the times; raise if a step was lost or done twice, or a rank ended wrongly."""
     ranks, backups = 2 + 2 * len(faults), len(faults)
     least = length.steps // 2 if length.epochs else length.steps
@@ -317,18 +302,18 @@ def measure(length: RunLength, faults: Sequence[Fault], inner: Algorithm, runs: 
     return seconds(waits_s) + (f", let in after {median(attached_s):.2f} s" if attached_s else "")
 
 
-def require_equal(ends: Sequence[Outcome]) -> None:
+def require_equal(ends):
     """Raise unless all ranks came to the end, with replicas that they found equal."""
     if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
         raise RuntimeError("; ".join(broken))
 
 
-def seconds(times_s: Sequence[float]) -> str:
+def seconds(times_s):
     """Return median and maximum in words."""
     return f"{median(times_s):6.2f} s, at most {max(times_s):.2f} s"
 
 
-def random_arrivals(steps: int) -> str:
+def random_arrivals(steps):
     """Run without faults, but with random compute times; check which ranks counted in each step."""
     ends = run_with_faults(6, commrt.BackupWorkers(2), [], RunLength(steps, most_s=0.01))
     require_equal(ends)
@@ -338,7 +323,7 @@ def random_arrivals(steps: int) -> str:
     return f"{steps} steps, {len(quorums)} different quorums, the longest step of a rank: {longest}"
 
 
-def death_of_the_store(inner: Algorithm, runs: int) -> str:
+def death_of_the_store(inner, runs):
     """Kill the store's process; return the time to the last survivor's error, which must name that process."""
     waits_s = []
     for _ in range(runs):
@@ -350,7 +335,7 @@ def death_of_the_store(inner: Algorithm, runs: int) -> str:
     return seconds(waits_s)
 
 
-def main() -> None:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each case")

@@ -10,7 +10,8 @@ steps and in collectives. The command exits with 1 unless, in every run,
 * every rank that does not come to the end, and was not killed, ends with `Evicted`,
 * with backup workers: the final weights are those of the reported gradients, each applied once (in float64, to 1e-12);
   a scheduler and an average of the weights have counted each update once,
-* all ranks that come to the end have the same weights, bit for bit, and saw the same results of each collective.
+* all ranks that come to the end have the same weights, bit for bit, and saw the same results of each collective,
+* a sum in which a rank is lost is the sum over all ranks, or over those that are left.
 """
 
 from __future__ import annotations
@@ -20,21 +21,19 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from random import Random
 from threading import Event, Thread
 from time import perf_counter
-from typing import Any
 
 import torch
 from fault_cost import Trainee, drained, reference_holds
 from torch.optim.swa_utils import AveragedModel
 
 import commrt
-from commrt.testing.processes import Outcome, run_processes
+from commrt.testing.processes import run_processes
 
 ROUNDS, BATCHES = 9, 5
 """Collectives of a run, and batches of each rank before each."""
@@ -58,11 +57,11 @@ class Fault:
     """None for SIGKILL."""
 
     @property
-    def is_short(self) -> bool:
+    def is_short(self):
         """True if the rank is back before the timeout."""
         return self.stopped_s is not None and self.stopped_s < TIMEOUT_S
 
-    def __str__(self) -> str:
+    def __str__(self):
         what = "kill" if self.stopped_s is None else f"stop {self.stopped_s:.2f} s"
         return f"rank {self.rank}: {what} after {self.after_s:.2f} s"
 
@@ -80,14 +79,14 @@ class Case:
     faults: tuple[Fault, ...]
 
     @property
-    def algorithm(self) -> commrt.Algorithm:
+    def algorithm(self):
         """What the ranks train with."""
         if self.backups is None:
             return commrt.Gossip(staleness=int(self.option))
         return commrt.BackupWorkers(self.backups, early=self.option)
 
 
-def cases(seeds: Sequence[int]) -> Iterator[Case]:
+def cases(seeds):
     """One case for each seed."""
     for seed in seeds:
         rng = Random(seed)
@@ -100,19 +99,19 @@ def cases(seeds: Sequence[int]) -> Iterator[Case]:
         yield Case(seed, ranks, backups, option, tuple(fault for fault in faults if fault is not None))
 
 
-def _fault(rng: Random, rank: int, *, is_lost: bool) -> Fault | None:
+def _fault(rng, rank, *, is_lost):
     after_s = rng.uniform(0.0, SPAN_S)
     if is_lost:
         return Fault(rank, after_s, None if rng.random() < 0.5 else rng.uniform(*LONG) * TIMEOUT_S)
     return Fault(rank, after_s, rng.uniform(*SHORT) * TIMEOUT_S) if rng.random() < 0.3 else None
 
 
-def counters(model: Any, optimizer: Any) -> tuple[Any, Any]:
+def counters(model, optimizer):
     """Return a scheduler, which counts and changes nothing, and an average of the weights."""
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1_000_000), AveragedModel(model)
 
 
-def work(tell: Callable[[Any], None], case: Case) -> dict[str, Any]:
+def work(tell, case):
     """Train on one rank, and report which of its gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(TIMEOUT_S, start_timeout_s=60.0) as world:
@@ -137,7 +136,7 @@ def work(tell: Callable[[Any], None], case: Case) -> dict[str, Any]:
         )
 
 
-def _collective(world: commrt.World, replica: commrt.Replica, number: int) -> list[float]:
+def _collective(world, replica, number):
     match number % 3:
         case 0:
             total = torch.zeros(world.size + 1)
@@ -151,11 +150,11 @@ def _collective(world: commrt.World, replica: commrt.Replica, number: int) -> li
             return [float(replica.replicas_equal())]
 
 
-def run(case: Case) -> list[Outcome]:
+def run(case):
     """Run `case`, and return how each rank ended."""
     began, over = Counter[str](), Event()
 
-    def on_message(rank: int, _: Any, process: BaseProcess) -> None:
+    def on_message(rank, _, process):
         began[rank] += 1
         processes[rank] = process
         if len(began) == case.ranks:
@@ -169,7 +168,7 @@ def run(case: Case) -> list[Outcome]:
         over.set()
 
 
-def _strike(process: BaseProcess, fault: Fault, over: Event) -> None:
+def _strike(process, fault, over):
     if over.wait(fault.after_s) or process.pid is None:
         return
     with suppress(ProcessLookupError):
@@ -181,7 +180,7 @@ def _strike(process: BaseProcess, fault: Fault, over: Event) -> None:
         os.kill(process.pid, signal.SIGCONT)
 
 
-def wrong(case: Case, ends: Sequence[Outcome]) -> Iterator[str]:
+def wrong(case, ends):
     """Yield what is wrong, in words."""
     may_end = {fault.rank for fault in case.faults if not fault.is_short}
     for end in ends:
@@ -198,7 +197,7 @@ def wrong(case: Case, ends: Sequence[Outcome]) -> Iterator[str]:
         yield from _audit(alive, case.ranks - case.backups)
 
 
-def _differences(alive: Sequence[Outcome], weights: Sequence[str]) -> Iterator[str]:
+def _differences(alive, weights):
     first = alive[0].value
     for end in alive:
         if not end.value["equal"]:
@@ -206,11 +205,18 @@ def _differences(alive: Sequence[Outcome], weights: Sequence[str]) -> Iterator[s
         for what in weights:
             if any((a != b).any() for a, b in zip(first[what], end.value[what], strict=True)):
                 yield f"rank {end.rank} has other weights than the first: {what}"
+        if not all(_is_sum(total, number) for number, total in enumerate(end.value["found"]) if number % 3 == 0):
+            yield f"rank {end.rank} has a sum that counts a rank in part or twice: {end.value['found']}"
         if end.value["found"] != first["found"]:
             yield f"rank {end.rank} saw {end.value['found']} in collectives, and the first {first['found']}"
 
 
-def _audit(alive: Sequence[Outcome], needed: int) -> Iterator[str]:
+def _is_sum(total, number):
+    *ranks, numbers = total
+    return {*ranks} <= {0.0, 1.0} and numbers == number * sum(ranks)
+
+
+def _audit(alive, needed):
     steps = len({step for end in alive for step in end.value["used"]})
     for end in alive:
         if end.value["updates"] != [steps] * 3:
@@ -221,7 +227,7 @@ def _audit(alive: Sequence[Outcome], needed: int) -> Iterator[str]:
         yield str(error)
 
 
-def main() -> None:
+def main():
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
