@@ -132,18 +132,14 @@ class FaultInjector:
 
 
 class Trainee:
-    """One rank that trains the network, and notes who counted in each step in which it did.
+    """One rank that trains the network, and notes who counted in each step in which it did."""
 
-    `also` makes what counts updates beside the optimizer, of the model and the optimizer.
-    """
-
-    def __init__(self, world, algorithm, also=lambda *_: (), seed=0):
+    def __init__(self, world, algorithm, seed=0):
         self.rank, self.seed = world.rank, seed
         self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.also = also(self.model, self.optimizer)
         begin_s = time.perf_counter()
-        self.replica = commrt.attach(self.model, self.optimizer, algorithm, bucket_cap_mb=0.01, also=self.also)
+        self.replica = commrt.attach(self.model, self.optimizer, algorithm, bucket_cap_mb=0.01)
         self.attached_s = time.perf_counter() - begin_s if world.is_replacement else None
         self.used: dict[int, tuple[int, ...]] = {}
         self.longest_s = 0.0

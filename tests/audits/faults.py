@@ -9,7 +9,6 @@ steps and in collectives. The command exits with 1 unless, in every run,
 * every rank that was not killed, and not stopped for long, comes to the end,
 * every rank that does not come to the end, and was not killed, ends with `Evicted`,
 * with backup workers: the final weights are those of the reported gradients, each applied once (in float64, to 1e-12);
-  a scheduler and an average of the weights have counted each update once,
 * all ranks that come to the end have the same weights, bit for bit, and saw the same results of each collective,
 * a sum in which a rank is lost is the sum over all ranks, or over those that are left.
 """
@@ -30,7 +29,6 @@ from time import perf_counter
 
 import torch
 from fault_cost import Trainee, drained, reference_holds
-from torch.optim.swa_utils import AveragedModel
 
 import commrt
 from commrt.testing.processes import run_processes
@@ -106,34 +104,21 @@ def _fault(rng, rank, *, is_lost):
     return Fault(rank, after_s, rng.uniform(*SHORT) * TIMEOUT_S) if rng.random() < 0.3 else None
 
 
-def counters(model, optimizer):
-    """Return a scheduler, which counts and changes nothing, and an average of the weights."""
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1_000_000), AveragedModel(model)
-
-
 def work(tell, case):
     """Train on one rank, and report which of its gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(TIMEOUT_S, start_timeout_s=60.0) as world:
-        trainee = Trainee(world, case.algorithm, counters, case.seed)
+        trainee = Trainee(world, case.algorithm, case.seed)
         replica = trainee.replica
-        scheduler, average = trainee.also
         tell("began")
         found: list[list[float]] = []
         for number in range(ROUNDS):
             for _ in range(BATCHES):
                 drained(replica)
                 trainee.step(MOST_S)
-                scheduler.step()
-                average.update_parameters(trainee.model)
             found.append(_collective(world, replica, number))
         replica.consolidate()
-        return trainee.report(
-            found=found,
-            equal=replica.replicas_equal(),
-            average=[param.detach().numpy() for param in average.parameters()],
-            updates=[replica.step, scheduler.last_epoch, int(average.n_averaged)],
-        )
+        return trainee.report(found=found, equal=replica.replicas_equal())
 
 
 def _collective(world, replica, number):
@@ -192,19 +177,21 @@ def wrong(case, ends):
     if not alive:
         yield "no rank came to the end"
         return
-    yield from _differences(alive, ["params"] if case.backups is None else ["params", "average"])
+    yield from _differences(alive)
     if case.backups is not None:
-        yield from _audit(alive, case.ranks - case.backups)
+        try:
+            reference_holds(alive, case.ranks - case.backups, least=0)
+        except AssertionError as error:
+            yield str(error)
 
 
-def _differences(alive, weights):
+def _differences(alive):
     first = alive[0].value
     for end in alive:
         if not end.value["equal"]:
             yield f"rank {end.rank} found that replicas differ"
-        for what in weights:
-            if any((a != b).any() for a, b in zip(first[what], end.value[what], strict=True)):
-                yield f"rank {end.rank} has other weights than the first: {what}"
+        if any((a != b).any() for a, b in zip(first["params"], end.value["params"], strict=True)):
+            yield f"rank {end.rank} has other weights than the first"
         if not all(_is_sum(total, number) for number, total in enumerate(end.value["found"]) if number % 3 == 0):
             yield f"rank {end.rank} has a sum that counts a rank in part or twice: {end.value['found']}"
         if end.value["found"] != first["found"]:
@@ -214,17 +201,6 @@ def _differences(alive, weights):
 def _is_sum(total, number):
     *ranks, numbers = total
     return {*ranks} <= {0.0, 1.0} and numbers == number * sum(ranks)
-
-
-def _audit(alive, needed):
-    steps = len({step for end in alive for step in end.value["used"]})
-    for end in alive:
-        if end.value["updates"] != [steps] * 3:
-            yield f"rank {end.rank} counts {end.value['updates']} updates (weights, scheduler, average) of {steps}"
-    try:
-        reference_holds(alive, needed, least=0)
-    except AssertionError as error:
-        yield str(error)
 
 
 def main():
