@@ -26,7 +26,6 @@ from failures_worker import TRAIN_IMAGES, Job, batch_of, fresh, images
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "bench"
-CHECK = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--only", "can two", "--out"]
 
 
 @pytest.mark.slow
@@ -46,24 +45,13 @@ def test_a_benchmark_of_the_kernels_runs(name, chosen):
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # on a busy machine
 def test_the_check_of_a_gpu_writes_one_record(tmp_path):
-    subprocess.run([*CHECK, str(tmp_path)], check=True, capture_output=True)
+    check = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--only", "can two", "--out", str(tmp_path)]
+    subprocess.run(check, check=True, capture_output=True)
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
     (stage,) = record["stages"]
     assert (record["device"], stage["passed"], stage["failed"], stage["trouble"]) == ("CPU", 1, [], None)
     assert len(stage["figures"][0]["seconds per exchange of 1 MiB"][0]) == 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # on a busy machine
-def test_a_check_of_a_gpu_that_is_interrupted_leaves_its_record_and_no_process(tmp_path):
-    with subprocess.Popen([*CHECK, str(tmp_path)], stdout=subprocess.PIPE, text=True) as check:
-        assert check.stdout.readline().startswith("record: ")
-        check.terminate()
-        check.stdout.read()  # ends when all processes that could print are gone
-        assert check.wait() == 1
-    (path,) = tmp_path.iterdir()
-    assert not any(stage["passed"] for stage in json.loads(path.read_text())["stages"])
 
 
 @pytest.fixture(scope="module")

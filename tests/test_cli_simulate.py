@@ -159,10 +159,6 @@ def test_the_table_shows_the_best_first_and_says_why():
     [
         ("all_gather --nbytes 1e6", "priced for pieces of 262,144 bytes, as all sizes down to half of that"),
         ("all_gather --nbytes 1e9 --ranks 8", "priced for one of 239 slices, as pieces of 524,288 bytes"),
-        (
-            "all_gather --nbytes 1e9 --ranks 8",
-            "doubling against bruck: 0.030 ms less for latencies and 0.000 ms less for",
-        ),
         ("all_gather --nbytes 1e9 --ranks 8", "force one: COMMRT_SCHEDULES=all_gather=ring"),
         ("all_to_all --nbytes 1e6", "priced for empty pieces, as a rank does not know the sizes of all"),
         ("barrier", "dissemination: the only schedule for so many ranks"),
@@ -175,17 +171,6 @@ def test_the_plan_of_a_collective_says_what_was_priced_and_how_to_force_another_
 # Wires of codes.
 
 
-@pytest.fixture
-def clusters(tmp_path):
-    """Files of two clusters, of which one does not say how fast it quantizes."""
-    links = "[within]\nlatency_us = 10\ngbytes_per_s = 10\n[between]\nlatency_us = 50\ngbytes_per_s = 1\n"
-    node = "gpus_per_node = 2\nreduce_gbytes_per_s = 5\n"
-    files = [tmp_path / "slow.toml", tmp_path / "fast.toml"]
-    files[0].write_text(f"{node}code_gbytes_per_s = 0.5\n{links}")
-    files[1].write_text(f"{node}{links}")
-    return files
-
-
 @for_each("wire", QUANTIZERS)
 def test_codes_cost_their_bytes_and_scales(wire):
     record = told("simulate exchange direct --ranks 8 --cluster ethernet-10g --nbytes 8e6 --wire", wire)
@@ -195,15 +180,19 @@ def test_codes_cost_their_bytes_and_scales(wire):
     assert record["seconds"] == pytest.approx(2 * (60e-6 + 7 * chunk / 1.15e9))
 
 
-def test_time_of_coding_is_priced_where_the_cluster_says_its_speed(clusters):
+def test_time_of_coding_is_priced_where_the_cluster_says_its_speed(tmp_path):
+    files = [tmp_path / "slow.toml", tmp_path / "fast.toml"]
+    for file, speed in zip(files, ["code_gbytes_per_s = 0.5\n", ""], strict=True):
+        links = "[within]\nlatency_us = 10\ngbytes_per_s = 10\n[between]\nlatency_us = 50\ngbytes_per_s = 1\n"
+        file.write_text(f"gpus_per_node = 2\nreduce_gbytes_per_s = 5\n{speed}{links}")
     nbytes = 8 * 2048 * 4 * 100
     line = f"simulate exchange direct --ranks 8 --nbytes {nbytes} --wire int8 --cluster"
-    slow, fast = (told(line, file) for file in clusters)
+    slow, fast = (told(line, file) for file in files)
     values_s = nbytes / 0.5e9
     assert slow["coding_seconds"] == pytest.approx(2 * values_s)
     added_s = 7 / 8 * values_s * (1 - 0.5 / 5)  # decoded and added, instead of added alone
     assert slow["seconds"] - fast["seconds"] == pytest.approx(2 * values_s + added_s)
-    said = [invoke(line, file).stdout for file in clusters]
+    said = [invoke(line, file).stdout for file in files]
     assert "ms of it is for turning values into codes" in said[0]
     assert "quantizing is taken to need no time" in said[1]
 
@@ -249,7 +238,6 @@ def step_ms(record):
     ("options", "hiding_delay", "expected_ms"),
     [
         ("100", 2, {0: 100 + 156 / 16, 1: 100 + 56 / 16, 2: 100, 4: 100, 8: 100, 16: 100}),
-        ("20", 8, {0: 20 + 156 / 16, 1: 20 + 136 / 16, 2: 20 + 116 / 16, 4: 20 + 76 / 16, 8: 20, 16: 20}),
         ("20 --fragments 4", 2, {0: 20 + 156 / 16, 1: 20 + 76 / 16, 2: 20, 4: 20, 8: 20, 16: 20}),
         (
             "5 --fragments 4",

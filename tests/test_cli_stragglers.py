@@ -78,10 +78,6 @@ def test_the_chosen_number_of_backups_is_about_the_best_of_all_that_may_be(law, 
     assert goal_s[found.best_if_late_finish["quorum"] - allowed[0]] <= 1.02 * goal_s.min()
 
 
-def test_without_stragglers_no_backups_are_best():
-    assert "use 0 backups" in invoke(f"{BACKUPS} --law slow --set chance=0 --ranks 4").stdout
-
-
 def test_one_rank_and_many_work_too():
     one = told(f"{BACKUPS} --ranks 1 --exponent 1")
     assert (one["backups"], len(one["table"])) == (0, 1)

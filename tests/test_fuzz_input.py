@@ -142,24 +142,13 @@ def priced(text):
 @example(changed({"about": '"\\u007f"'}))
 @example(changed({"within.latency_us": "1e308"}))
 @example(changed({"within.gbytes_per_s": "5e-324"}))
-@example(changed({"racks.oversubscription": "1e308"}))
 @example(changed({"kernel_efficiency." + "9" * 5000: "0.5"}))
 def test_a_document_is_a_cluster_or_is_refused_in_words(text):
     met(priced, text)
 
 
-def event(name, rank, begin, duration, step):
-    return {"ph": "X", "name": name, "pid": rank, "ts": begin, "dur": duration, "args": {"step": step}}
-
-
-RANGES = ["forward", "backward", "wait", "optimizer", "bucket", "hop", "combine", "other"]
-TIMES = st.integers(0, 10_000) | NUMBERS
-EVENTS = st.builds(
-    event, st.sampled_from(RANGES), st.integers(0, 2) | VALUES, TIMES, TIMES, st.none() | st.integers(0, 5) | VALUES
-)
-TRACES = st.fixed_dictionaries({"traceEvents": st.lists(EVENTS | VALUES, max_size=12) | VALUES})
 RUN = [
-    event(name, rank, 1000 * step + 10 * rank + 100 * number, 90, step)
+    {"ph": "X", "name": name, "pid": rank, "ts": 1000 * step + 100 * number, "dur": 90, "args": {"step": step}}
     for step in range(6)
     for rank in range(2)
     for number, name in enumerate(["forward", "backward", "wait", "optimizer"])
@@ -173,12 +162,12 @@ def changed_runs(draw):
     events = [*RUN]
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(events) - 1))
-        key = draw(st.sampled_from(["name", "pid", "ts", "dur", "args", "ph"]))
-        events[place] = events[place] | {key: draw(VALUES | NUMBERS)}
+        key = draw(st.sampled_from(["name", "pid", "ts", "dur", "args", "ph", None]))
+        events[place] = draw(VALUES) if key is None else RUN[place] | {key: draw(VALUES | NUMBERS)}
     return {"traceEvents": events}
 
 
-RECORDS = changed_runs() | TRACES | VALUES | st.lists(st.lists(NUMBERS, max_size=3), max_size=4)
+RECORDS = changed_runs() | VALUES | st.lists(st.lists(NUMBERS, max_size=3), max_size=4)
 LAYERS = st.fixed_dictionaries({"numel": st.integers(0, 9) | NUMBERS | VALUES, "work": NUMBERS | VALUES})
 WORKLOADS = st.fixed_dictionaries({"name": st.just("mine") | VALUES, "layers": st.lists(LAYERS, max_size=4) | VALUES})
 

@@ -319,18 +319,6 @@ def random_arrivals(steps):
     return f"{steps} steps, {len(quorums)} different quorums, the longest step of a rank: {longest}"
 
 
-def death_of_the_store(inner, runs):
-    """Kill the store's process; return the time to the last survivor's error, which must name that process."""
-    waits_s = []
-    for _ in range(runs):
-        ends = run_with_faults(4, commrt.BackupWorkers(1, inner), [Fault(0, 4, "backward", "kill")])
-        for end in ends[1:]:
-            if end.error is None or "the process that holds the store" not in end.error:
-                raise RuntimeError(f"rank {end.rank}: {end.error}")
-        waits_s.append(max(end.seconds for end in ends[1:]))
-    return seconds(waits_s)
-
-
 def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -346,8 +334,6 @@ def main():
         for length, faults in cases(options.pairs):
             case = " + ".join(map(str, faults)) + ", in epochs" * bool(length.epochs)
             print(f"{name:<8} {case:<50} {measure(length, faults, inner, options.runs)}", flush=True)
-        case = "kill rank 0, which holds the store: an error"
-        print(f"{name:<8} {case:<50} {death_of_the_store(inner, options.runs)}", flush=True)
 
 
 if __name__ == "__main__":

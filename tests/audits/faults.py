@@ -22,7 +22,6 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from random import Random
 from threading import Event, Thread
 from time import perf_counter
@@ -137,16 +136,14 @@ def _collective(world, replica, number):
 
 def run(case):
     """Run `case`, and return how each rank ended."""
-    began, over = Counter[str](), Event()
+    over, processes = Event(), {}
 
     def on_message(rank, _, process):
-        began[rank] += 1
         processes[rank] = process
-        if len(began) == case.ranks:
+        if len(processes) == case.ranks:
             for fault in case.faults:
                 Thread(target=_strike, args=(processes[fault.rank], fault, over), daemon=True).start()
 
-    processes: dict[int, BaseProcess] = {}
     try:
         return run_processes(case.ranks, work, case, limit_s=LIMIT_S, on_message=on_message, holds_store=True)
     finally:
@@ -221,11 +218,10 @@ def main():
         counts["stopped shortly"] += sum(fault.is_short for fault in case.faults)
         counts["evicted"] += sum((end.error or "").startswith("Evicted") for end in ends)
         counts["steps audited"] += max((len(end.value["used"]) for end in ends if end.value is not None), default=0)
-        name = str(case.algorithm)
         said = "; ".join(complaints) or "ok"
         faults = ", ".join(map(str, case.faults)) or "no fault"
         print(
-            f"{case.seed}: {case.ranks} ranks, {name}, {faults}: {said} ({perf_counter() - run_begin_s:.1f} s)",
+            f"{case.seed}: {case.ranks} ranks, {case.algorithm}, {faults}: {said} ({perf_counter() - run_begin_s:.1f} s)",
             flush=True,
         )
     print(", ".join(f"{count} {what}" for what, count in counts.items()), f"in {perf_counter() - begin_s:.0f} s")
