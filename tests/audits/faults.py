@@ -220,10 +220,8 @@ def main():
         counts["steps audited"] += max((len(end.value["used"]) for end in ends if end.value is not None), default=0)
         said = "; ".join(complaints) or "ok"
         faults = ", ".join(map(str, case.faults)) or "no fault"
-        print(
-            f"{case.seed}: {case.ranks} ranks, {case.algorithm}, {faults}: {said} ({perf_counter() - run_begin_s:.1f} s)",
-            flush=True,
-        )
+        lasted_s = perf_counter() - run_begin_s
+        print(f"{case.seed}: {case.ranks} ranks, {case.algorithm}, {faults}: {said} ({lasted_s:.1f} s)", flush=True)
     print(", ".join(f"{count} {what}" for what, count in counts.items()), f"in {perf_counter() - begin_s:.0f} s")
     sys.exit(bool(counts["wrong runs"]))
 
