@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks and the checks made for a GPU run everywhere, without a GPU on plain torch; pages say what they found."""
+"""Benchmarks and the checks made for a GPU run everywhere, without a GPU on plain torch; pages say what they found.
+
+``bench/failures.py`` tells how long training takes if something fails again and again, and whether an update is lost.
+"""
 
 import json
 import os
 import re
 import subprocess
 import sys
-from importlib import import_module
 from math import prod
 from pathlib import Path
 
 import pytest
-from matplotlib import rc_context
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-import gpu_check
 import model_gradients
 import records
 import report
+from failures import tables
+from failures_audit import lost_updates, units, wrong
+from failures_runs import Run
+from failures_worker import TRAIN_IMAGES, Job, batch_of, fresh, images
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "bench"
-CHECK = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--only", "can two", "--out"]
 
 
 @pytest.mark.slow
@@ -41,46 +45,13 @@ def test_a_benchmark_of_the_kernels_runs(name, chosen):
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # on a busy machine
 def test_the_check_of_a_gpu_writes_one_record(tmp_path):
-    subprocess.run([*CHECK, str(tmp_path)], check=True, capture_output=True)
+    check = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--only", "can two", "--out", str(tmp_path)]
+    subprocess.run(check, check=True, capture_output=True)
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
     (stage,) = record["stages"]
     assert (record["device"], stage["passed"], stage["failed"], stage["trouble"]) == ("CPU", 1, [], None)
     assert len(stage["figures"][0]["seconds per exchange of 1 MiB"][0]) == 10
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # on a busy machine
-def test_a_check_of_a_gpu_that_is_interrupted_leaves_its_record_and_no_process(tmp_path):
-    with subprocess.Popen([*CHECK, str(tmp_path)], stdout=subprocess.PIPE, text=True) as check:
-        assert check.stdout.readline().startswith("record: ")
-        check.terminate()
-        check.stdout.read()  # ends when all processes that could print are gone
-        assert check.wait() == 1
-    (path,) = tmp_path.iterdir()
-    assert not any(stage["passed"] for stage in json.loads(path.read_text())["stages"])
-
-
-CONTROL = """#!/bin/sh
-echo "$@ $(test $# = 0 && cat) in $CUDA_MPS_PIPE_DIRECTORY" >> $TOLD
-"""
-
-
-@pytest.mark.parametrize("before", [None, "/somewhere"])
-def test_a_stage_that_needs_mps_ends_the_daemon_that_it_began_and_no_other(before, tmp_path, monkeypatch):
-    program, told = tmp_path / gpu_check.MPS_CONTROL, tmp_path / "told"
-    program.write_text(CONTROL)
-    program.chmod(0o755)
-    told.touch()
-    monkeypatch.setenv("TOLD", str(told))
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv(gpu_check.MPS_FOLDER, raising=False)
-    if before:
-        monkeypatch.setenv(gpu_check.MPS_FOLDER, before)
-    with gpu_check.served(gpu_check.Stage("a stage", [], 1.0, mps=True), gpu_check.Outcome("a stage")) as variables:
-        pass
-    folder = variables.get(gpu_check.MPS_FOLDER)
-    assert told.read_text().splitlines() == ([] if before else [f"-d  in {folder}", f" quit in {folder}"])
 
 
 @pytest.fixture(scope="module")
@@ -148,15 +119,71 @@ def test_every_gradient_set_has_as_many_tensors_and_elements_as_the_model():
     assert {name: (len(each), sum(each), max(each)) for name, each in sizes.items()} == PUBLISHED
 
 
+# Training under failures.
+
+
+def update(step, members, attempt=0):
+    return {"kind": "update", "step": step, "members": members, "attempt": attempt, "rank": members[0], "pid": 1}
+
+
+def test_a_restart_undoes_the_updates_since_the_checkpoint_and_their_samples_count_twice():
+    first, second = ([{"kind": "ready", "step": step, "attempt": attempt}] for step, attempt in ((0, 0), (4, 1)))
+    first += [update(step, [0, 1]) for step in range(7)]
+    second += [update(step, [0, 1], attempt=1) for step in range(4, 8)]
+    assert lost_updates([*first, *second]) == 3
+    assert units([*first, *second], Job("ddp", "", 2, 8, 0.0, 0, 4)) == (16, 6)
+
+
 @pytest.fixture
-def step_picture(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
-    with rc_context():  # it lets pictures hold text, which other tests would see
-        yield import_module("step_picture")
+def finished(tmp_path):
+    """A run of three ranks with one backup and two updates, of which the first one comes from ranks 0 and 2."""
+    noise, digits = torch.randn(TRAIN_IMAGES, 1, 28, 28, dtype=torch.float64), torch.arange(TRAIN_IMAGES) % 10
+    torch.save([noise, digits, noise[:1], digits[:1]], tmp_path / "images.pt")
+    job = Job("backup1", str(tmp_path), ranks=3, steps=2, compute_s=0.0, seed=0, checkpoint_every=0)
+    model, optimizer = fresh(job.seed)
+    for step, members in enumerate([(0, 2), (0, 1)]):
+        optimizer.zero_grad()
+        x, y = batch_of(images(tmp_path)[0], job.seed, step, members, job.ranks)
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "final-0.pt")
+    return Run(job, [])
 
 
-def test_the_newest_profile_becomes_a_picture(step_picture, tmp_path, monkeypatch):
-    picture = tmp_path / "step.svg"
-    monkeypatch.setattr(sys, "argv", ["step_picture", "--out", str(picture)])
-    assert step_picture.main() == 0
-    assert "exchange, stream 1" in picture.read_text()
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([update(0, [0, 2]), update(1, [0, 1])], None),
+        ([update(0, [0, 2])], "not one for each of 2 steps"),
+        ([update(0, [0, 2]), update(1, [0, 1]), update(1, [1, 2])], "not one set of 2 gradients"),
+        ([update(0, [0, 2]), update(1, [0])], "not one set of 2 gradients"),
+        ([update(0, [0, 1]), update(1, [0, 1])], "off by"),
+    ],
+    ids=["right", "an update is lost", "an update is made twice", "a gradient is missing", "other gradients"],
+)
+def test_the_audit_finds_updates_that_are_wrong(finished, events, said):
+    finished.events = events
+    complaints = list(wrong(finished))
+    assert len(complaints) == (said is not None)
+    assert said is None or said in complaints[0]
+
+
+def test_the_pages_show_the_tables_of_the_records():
+    ratios, details = tables(records.read([BENCH / "results" / "failures.jsonl"])).split("\n\n")
+    assert ratios in (ROOT / "docs" / "fault_tolerance.md").read_text(encoding="utf-8")
+    assert details in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow  # real processes
+@pytest.mark.timeout(600)  # on a busy machine
+def test_training_under_failures_ends_and_loses_no_update(tmp_path):
+    kept = tmp_path / "records.jsonl"
+    options = ["--steps", "12", "--rates", "4", "--seeds", "1", "--ranks", "3", "--contenders", "backup1"]
+    command = [sys.executable, str(ROOT / "bench" / "failures.py"), *options, "--records", str(kept)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    without, failing = map(json.loads, kept.read_text().splitlines())
+    assert (without["failures"], without["replaced"], without["complaints"]) == (0, 0, 0)
+    assert failing["hit"] > 0
+    assert (failing["updates_lost"], failing["complaints"]) == (0, 0)

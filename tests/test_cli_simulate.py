@@ -91,12 +91,6 @@ def test_the_best_plans_depend_on_ranks_links_and_bytes(setting, best):
     assert record["best"] == record["plans"][0]
 
 
-def test_with_nvlink_rows_inside_a_node_are_the_best_of_a_torus_for_few_nodes():
-    plans = told("plan exchange --ranks 16 --cluster abci-nvlink --nbytes 51.1e6")["plans"]
-    tori = [plan["algorithm"] for plan in plans if plan["algorithm"].startswith("Torus2D")]
-    assert tori[0] == "Torus2D(grid=(4, 4))"
-
-
 def test_a_plan_of_a_step_is_a_line_of_python_that_builds_it():
     record = told("plan step --ranks 64 --model resnet50 --wire bf16")
     best = record["best"]
@@ -165,10 +159,6 @@ def test_the_table_shows_the_best_first_and_says_why():
     [
         ("all_gather --nbytes 1e6", "priced for pieces of 262,144 bytes, as all sizes down to half of that"),
         ("all_gather --nbytes 1e9 --ranks 8", "priced for one of 239 slices, as pieces of 524,288 bytes"),
-        (
-            "all_gather --nbytes 1e9 --ranks 8",
-            "doubling against bruck: 0.030 ms less for latencies and 0.000 ms less for",
-        ),
         ("all_gather --nbytes 1e9 --ranks 8", "force one: COMMRT_SCHEDULES=all_gather=ring"),
         ("all_to_all --nbytes 1e6", "priced for empty pieces, as a rank does not know the sizes of all"),
         ("barrier", "dissemination: the only schedule for so many ranks"),
@@ -181,17 +171,6 @@ def test_the_plan_of_a_collective_says_what_was_priced_and_how_to_force_another_
 # Wires of codes.
 
 
-@pytest.fixture
-def clusters(tmp_path):
-    """Files of two clusters, of which one does not say how fast it quantizes."""
-    links = "[within]\nlatency_us = 10\ngbytes_per_s = 10\n[between]\nlatency_us = 50\ngbytes_per_s = 1\n"
-    node = "gpus_per_node = 2\nreduce_gbytes_per_s = 5\n"
-    files = [tmp_path / "slow.toml", tmp_path / "fast.toml"]
-    files[0].write_text(f"{node}code_gbytes_per_s = 0.5\n{links}")
-    files[1].write_text(f"{node}{links}")
-    return files
-
-
 @for_each("wire", QUANTIZERS)
 def test_codes_cost_their_bytes_and_scales(wire):
     record = told("simulate exchange direct --ranks 8 --cluster ethernet-10g --nbytes 8e6 --wire", wire)
@@ -201,26 +180,21 @@ def test_codes_cost_their_bytes_and_scales(wire):
     assert record["seconds"] == pytest.approx(2 * (60e-6 + 7 * chunk / 1.15e9))
 
 
-def test_time_of_coding_is_priced_where_the_cluster_says_its_speed(clusters):
+def test_time_of_coding_is_priced_where_the_cluster_says_its_speed(tmp_path):
+    files = [tmp_path / "slow.toml", tmp_path / "fast.toml"]
+    for file, speed in zip(files, ["code_gbytes_per_s = 0.5\n", ""], strict=True):
+        links = "[within]\nlatency_us = 10\ngbytes_per_s = 10\n[between]\nlatency_us = 50\ngbytes_per_s = 1\n"
+        file.write_text(f"gpus_per_node = 2\nreduce_gbytes_per_s = 5\n{speed}{links}")
     nbytes = 8 * 2048 * 4 * 100
     line = f"simulate exchange direct --ranks 8 --nbytes {nbytes} --wire int8 --cluster"
-    slow, fast = (told(line, file) for file in clusters)
+    slow, fast = (told(line, file) for file in files)
     values_s = nbytes / 0.5e9
     assert slow["coding_seconds"] == pytest.approx(2 * values_s)
     added_s = 7 / 8 * values_s * (1 - 0.5 / 5)  # decoded and added, instead of added alone
     assert slow["seconds"] - fast["seconds"] == pytest.approx(2 * values_s + added_s)
-    said = [invoke(line, file).stdout for file in clusters]
+    said = [invoke(line, file).stdout for file in files]
     assert "ms of it is for turning values into codes" in said[0]
     assert "quantizing is taken to need no time" in said[1]
-
-
-def test_a_step_on_a_wire_of_codes_is_coded_packed_and_exchanged(clusters):
-    line = "simulate step direct --ranks 8 --within 2 --model 1e6 --compute-ms 100 --wire int4 --cluster"
-    record = told(line, clusters[0])
-    assert record["steps"] == 4
-    after, under = record["exchanges"]
-    assert after["step_seconds"] == pytest.approx(0.1 + record["seconds"])
-    assert 0.1 < under["step_seconds"] < after["step_seconds"]
 
 
 SLOW_NETWORK = "plan step --ranks 64 --cluster ethernet-25g --model resnet50 --compute-ms 50"
@@ -250,12 +224,6 @@ def test_a_plan_of_a_buffer_takes_codes_too():
     assert record["best"]["exchange_seconds"] == pytest.approx(39.3e-3, rel=0.01)
 
 
-def test_backup_workers_are_planned_with_codes():
-    step = "--ranks 8 --cluster ethernet-10g --model resnet50 --compute-ms 50 --wire int8"
-    output = invoke(f"plan backups {step} --backups 1 --law slow --steps 200").stdout
-    assert "commrt.BackupWorkers(1, commrt.Direct()), wire=commrt.quantization.Int8()" in output
-
-
 # Local SGD.
 
 SETTING = "--ranks 8 --cluster ethernet-10g --model resnet50"
@@ -270,7 +238,6 @@ def step_ms(record):
     ("options", "hiding_delay", "expected_ms"),
     [
         ("100", 2, {0: 100 + 156 / 16, 1: 100 + 56 / 16, 2: 100, 4: 100, 8: 100, 16: 100}),
-        ("20", 8, {0: 20 + 156 / 16, 1: 20 + 136 / 16, 2: 20 + 116 / 16, 4: 20 + 76 / 16, 8: 20, 16: 20}),
         ("20 --fragments 4", 2, {0: 20 + 156 / 16, 1: 20 + 76 / 16, 2: 20, 4: 20, 8: 20, 16: 20}),
         (
             "5 --fragments 4",

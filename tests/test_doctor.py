@@ -48,9 +48,9 @@ TWO_NCCLS = GOOD | {"nvidia-nccl-cu12": "2.30.7"}
 
 
 def test_what_fits_is_ok():
-    found = [*packages(GOOD, "13.0")]
-    assert {each.verdict for each in found} == {"ok"}
-    assert "14.2.0 (cupy-cuda13x)" in {each.detail for each in found}
+    found = {each.detail: each.verdict for each in packages(GOOD, "13.0")}
+    assert "14.2.0 (cupy-cuda13x)" in found
+    assert {*found.values()} == {"ok"}
 
 
 @for_each(
@@ -58,13 +58,10 @@ def test_what_fits_is_ok():
     [
         (TWO_CUPYS, "13.0", "cupy-cuda13x and cupy-cuda12x", "pip uninstall .*, then install the one for CUDA 13.0"),
         (TWO_CUPYS, None, "cupy-cuda13x and cupy-cuda12x", "install the one for CUDA of your torch"),
-        (TWO_NCCLS, None, "nvidia-nccl-cu13 and nvidia-nccl-cu12", "pip uninstall .*, then install"),
         (TWO_NCCLS, "13.0", "nvidia-nccl-cu12", "then pip install nvidia-nccl-cu13"),
         ({"cupy-cuda12x": "14.2.0"}, "13.0", "cupy-cuda12x", "uninstall cupy-cuda12x, then pip install cupy-cuda13x"),
         ({"cupy-cuda12x": "13.6.0"}, None, "cupy", "'cupy-cuda12x>=14.2'"),
         ({"torch": "2.5.1"}, None, "torch", "'torch>=2.6'"),
-        ({"triton": "3.2.0"}, None, "triton", "'triton>=3.5'"),
-        ({"numba": "0.59.1"}, None, "numba", "'numba>=0.60'"),
     ],
 )
 def test_what_does_not_fit_is_a_problem_and_says_what_to_install(installed, cuda, name, advice):
@@ -100,10 +97,8 @@ def test_each_variable_of_the_table_is_found_when_it_hurts_and_not_otherwise(nam
 @for_each(
     ("name", "value", "verdict", "advice"),
     [
-        ("GLOO_SOCKET_IFNAME", "eth", "problem", "Set it to one of lo, eth0, or unset it."),
         ("GLOO_SOCKET_IFNAME", "lo,eth9", "problem", "Set it to one of lo, eth0, or unset it."),
         ("COMMRT_TRANPORT", "gloo", "warning", "Did you mean COMMRT_TRANSPORT?"),
-        ("COMMRT_TIMEOUT", "3", "warning", "Did you mean COMMRT_TIMEOUT_S?"),
     ],
 )
 def test_interfaces_that_are_not_there_and_variables_that_nobody_reads_are_found(name, value, verdict, advice):
@@ -119,24 +114,11 @@ def test_the_known_variables_are_those_that_the_package_reads():
 
 @for_each(
     ("env", "launch", "verdict"),
-    [
-        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, None, "warning"),
-        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, launch_of(2, 2), "ok"),
-        ({}, None, "ok"),
-    ],
+    [({"MASTER_PORT": "29500"}, None, "warning"), ({"MASTER_PORT": "29500"}, launch_of(2, 2), "ok"), ({}, None, "ok")],
 )
 def test_an_address_without_ranks_is_half_a_launch(env, launch, verdict):
     finding = only(launcher(env, launch))
     assert (finding.verdict, "makes a world of one" in finding.detail) == (verdict, launch is None)
-
-
-@for_each("half", ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
-def test_half_of_a_launch_is_a_problem(half, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setenv(half, "3")
-        found = {each.name: each for each in examine(quick=True)}
-    assert (found["launcher"].verdict, half in found["launcher"].detail) == ("problem", True)
-    assert "exchange" not in found
 
 
 # GPUs, which a stand-in for torch.cuda has.
@@ -160,10 +142,6 @@ def cuda_of(count=2, capability=(9, 0), peers=True, broken=None):
     )
 
 
-FAILING = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, run_kernel=None)
-"""A driver that answers nothing else."""
-
-
 @for_each(
     ("cuda", "built_for", "driver", "verdicts", "words"),
     [
@@ -171,7 +149,6 @@ FAILING = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, run
         (cuda_of(broken=1), "13.0", "/", ["ok", "problem", "ok"], "gpu 1 RuntimeError: no kernel image"),
         (cuda_of(capability=(7, 5)), "12.8", "/", ["warning", "warning", "ok"], "make gpu"),
         (cuda_of(3, peers=False), "13.0", "/", ["ok", "ok", "ok", "warning"], "GPUs 0 and 1, 0 and 2, 1 and 2:"),
-        (FAILING, "13.0", "/", ["problem", "problem", "problem"], "gpu links AttributeError"),
         (cuda_of(0), None, "/none", ["absent"], "commrt runs on the CPU here."),
         (cuda_of(0), None, "/", ["warning"], "built without CUDA"),
         (cuda_of(0), "13.0", "/", ["warning"], "torch for CUDA 13.0 can use no GPU"),
@@ -187,6 +164,11 @@ def test_gpus_are_named_with_what_is_wrong_with_them(cuda, built_for, driver, ve
 # The host.
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(doctor_machine, "LIMIT_S", 30.0)
+
+
 def test_too_few_files_for_the_ranks_of_a_launch_are_a_problem(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     finding = only(doctor_machine.files(launch_of(64, 8)))
@@ -196,16 +178,13 @@ def test_too_few_files_for_the_ranks_of_a_launch_are_a_problem(monkeypatch):
 
 
 @FORKS
-def test_a_rank_holds_as_many_files_as_was_counted():
+def test_a_rank_holds_at_most_as_many_files_as_was_counted():
     def held():
-        return len([*Path("/proc/self/fd").iterdir()])
-
-    def body():
         with commrt.init(20.0):
-            return held() - inherited
+            return {*Path("/proc/self/fd").iterdir()}
 
-    inherited = held()
-    assert max(run_workers(4, body).values()) <= doctor_machine.needed_files(4)
+    inherited = {*Path("/proc/self/fd").iterdir()}
+    assert max(len(files - inherited) for files in run_workers(4, held).values()) <= doctor_machine.needed_files(4)
 
 
 @for_each(("text", "cpus"), [("150000 100000", 1.5), ("max 100000", 8), ("800000 50000", 8), ("", 8)])
@@ -242,7 +221,6 @@ def test_two_processes_exchange_over_the_transport_that_was_chosen(transport, mo
     variables = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}
     for name, value in (variables | {"COMMRT_TRANSPORT": transport}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(doctor_machine, "LIMIT_S", 30.0)
     finding = only(doctor_machine.exchange())
     assert (finding.verdict, finding.facts["transport"]) == ("ok", transport), finding
     assert finding.facts["latency_us"] > 0
@@ -254,7 +232,6 @@ def test_two_processes_exchange_over_the_transport_that_was_chosen(transport, mo
 def test_sums_that_are_wrong_are_a_problem(monkeypatch):
     measure = doctor_machine.measure
     monkeypatch.setattr(doctor_machine, "measure", lambda schedule: measure(schedule)._replace(wrong=3))
-    monkeypatch.setattr(doctor_machine, "LIMIT_S", 30.0)
     finding = only(doctor_machine.exchange())
     assert (finding.verdict, "6 elements are wrong" in finding.detail) == ("problem", True)
 
@@ -307,8 +284,7 @@ def test_a_torch_that_cannot_be_imported_is_one_problem(monkeypatch):
 
 
 @FORKS
-def test_doctor_finds_nothing_wrong_here(monkeypatch):
-    monkeypatch.setattr(doctor_machine, "LIMIT_S", 30.0)
+def test_doctor_finds_nothing_wrong_here():
     record = json.loads(invoke("doctor --json").stdout)
     found = {finding["name"]: finding for finding in record["findings"]}
     assert record["ok"]

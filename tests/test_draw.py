@@ -88,39 +88,23 @@ def test_a_recorded_step_is_drawn_for_every_rank(key, options, step, tmp_path):
 @for_each(
     ("text", "says"),
     [
-        ("[1]", "is no timeline of chrome_trace"),
         ('{"traceEvents": []}', "holds no training step: record one, as examples/mnist/train.py --trace does"),
         (None, "trace.json holds steps 1 to 5"),
     ],
 )
-def test_a_file_that_cannot_be_drawn_is_refused_in_words(text, says, tmp_path):
+def test_a_step_that_was_not_recorded_is_refused_in_words(text, says, tmp_path):
     path = tmp_path / "trace.json"
     trace_of(path) if text is None else path.write_text(text)
     assert says in refused("draw recorded --step 9", path, "--out", tmp_path / "run.svg")
 
 
-def test_a_png_is_one(tmp_path):
-    path = tmp_path / "ring.png"
-    assert invoke("draw schedule ring --out", path).exit_code == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def schedule_of(ranks, steps):
-    return Schedule("mine", ranks, 1, lambda: iter(steps))
-
-
 STEP = Step.of(src=0, dst=1, lo=0, hi=1, combine=ADD)
 
 
-def test_a_schedule_of_too_many_ranks_is_refused_before_its_steps_are_made():
-    assert draw_schedule(schedule_of(64, [STEP]))
-    with pytest.raises(UsageError, match="mine has 65 ranks: a picture can show 64 ranks and 130 steps"):
-        draw_schedule(schedule_of(65, None))
-
-
-def test_a_schedule_without_an_end_is_refused_after_as_many_steps_as_a_picture_can_show():
-    with pytest.raises(UsageError, match="mine has more than 130 steps: a picture can show 64 ranks and 130 steps"):
-        draw_schedule(schedule_of(2, repeat(STEP)))
+@for_each(("ranks", "steps", "has"), [(65, None, "65 ranks"), (64, repeat(STEP), "more than 130 steps")])
+def test_a_schedule_larger_than_a_picture_can_show_is_refused_before_all_of_it_is_made(ranks, steps, has):
+    with pytest.raises(UsageError, match=f"mine has {has}: a picture can show 64 ranks and 130 steps"):
+        draw_schedule(Schedule("mine", ranks, 1, lambda: iter(steps)))
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import json
 from math import isfinite
 
 import pytest
-from cases import for_each, taking_turns
+from cases import for_each
 from commands import app, built, commands_of
 from fuzzed_lines import ALGORITHM, COUNT, FILE, MANY, RANKS, SIZE, STOPPED, drawn_options, mostly, told_or_refused
 from fuzzing import FILES, NUMBERS, ODD_TEXTS, TEXTS, VALUES, cases, met
@@ -18,10 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from commrt.algorithms.ring import Ring
-from commrt.errors import CommrtError, UsageError
+from commrt.errors import CommrtError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
-from commrt.store.launcher import LAUNCHERS, chosen_transport, default_timeout_s, first_host, launched
+from commrt.store.launcher import LAUNCHERS, chosen_transport, default_timeout_s, launched
 from commrt.tools.commands.draw import recorded
 from commrt.tools.measuring import probing
 from commrt.tools.pictures.files import compute_times_s, read_spans, read_times
@@ -139,31 +139,16 @@ def priced(text):
 @example(changed({"about": "9" * 5000}))
 @example("about = " + "[" * 5000)
 @example(changed({"compute.'a model'": "3"}))
-@example(changed({"about": "'😀 \\u007f'"}))
 @example(changed({"about": '"\\u007f"'}))
 @example(changed({"within.latency_us": "1e308"}))
 @example(changed({"within.gbytes_per_s": "5e-324"}))
-@example(changed({"racks.oversubscription": "1e308"}))
-@example(changed({"name": "3"}))
-@example(changed({"compute.resnet50": "'fast'"}))
-@example(changed({"kernel_efficiency.'4 '": "0.5"}))
 @example(changed({"kernel_efficiency." + "9" * 5000: "0.5"}))
 def test_a_document_is_a_cluster_or_is_refused_in_words(text):
     met(priced, text)
 
 
-def event(name, rank, begin, duration, step):
-    return {"ph": "X", "name": name, "pid": rank, "ts": begin, "dur": duration, "args": {"step": step}}
-
-
-RANGES = ["forward", "backward", "wait", "optimizer", "bucket", "hop", "combine", "other"]
-TIMES = st.integers(0, 10_000) | NUMBERS
-EVENTS = st.builds(
-    event, st.sampled_from(RANGES), st.integers(0, 2) | VALUES, TIMES, TIMES, st.none() | st.integers(0, 5) | VALUES
-)
-TRACES = st.fixed_dictionaries({"traceEvents": st.lists(EVENTS | VALUES, max_size=12) | VALUES})
 RUN = [
-    event(name, rank, 1000 * step + 10 * rank + 100 * number, 90, step)
+    {"ph": "X", "name": name, "pid": rank, "ts": 1000 * step + 100 * number, "dur": 90, "args": {"step": step}}
     for step in range(6)
     for rank in range(2)
     for number, name in enumerate(["forward", "backward", "wait", "optimizer"])
@@ -177,12 +162,12 @@ def changed_runs(draw):
     events = [*RUN]
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(events) - 1))
-        key = draw(st.sampled_from(["name", "pid", "ts", "dur", "args", "ph"]))
-        events[place] = events[place] | {key: draw(VALUES | NUMBERS)}
+        key = draw(st.sampled_from(["name", "pid", "ts", "dur", "args", "ph", None]))
+        events[place] = draw(VALUES) if key is None else RUN[place] | {key: draw(VALUES | NUMBERS)}
     return {"traceEvents": events}
 
 
-RECORDS = changed_runs() | TRACES | VALUES | st.lists(st.lists(NUMBERS, max_size=3), max_size=4)
+RECORDS = changed_runs() | VALUES | st.lists(st.lists(NUMBERS, max_size=3), max_size=4)
 LAYERS = st.fixed_dictionaries({"numel": st.integers(0, 9) | NUMBERS | VALUES, "work": NUMBERS | VALUES})
 WORKLOADS = st.fixed_dictionaries({"name": st.just("mine") | VALUES, "layers": st.lists(LAYERS, max_size=4) | VALUES})
 
@@ -257,43 +242,17 @@ def require_whole(env):
     | st.fixed_dictionaries({"SLURM_STEP_NODELIST": NODES}),
 )
 @example(JOB, {"LOCAL_RANK": "-1"})
-@example(JOB, {"LOCAL_WORLD_SIZE": "-4"})
 @example(JOB, {"TORCHELASTIC_RESTART_COUNT": "-1"})
 @example(JOB, {"MASTER_ADDR": " "})
 @example(JOB, {"MASTER_ADDR": "a\nb"})
 @example(JOB, {"MASTER_PORT": "29500x"})
 @example(SLURM, {"SLURM_STEP_ID": "²"})
 @example(SLURM, {"SLURM_STEP_ID": "9" * 5000})
-@example(SLURM, {"SLURM_STEP_NODELIST": ""})
 @example(SLURM, {"SLURM_STEP_NODELIST": "["})
 def test_an_environment_that_someone_changed_is_a_launch_or_is_refused_in_words(whole, changes):
     met(require_whole, whole | changes)
 
 
-NO_NUMBERS = ("", "two", "1_0", "1e0", "1.0", "0x1", "1 2", "1,2", "٣", "9" * 5000, "-1")
-
-
-@for_each(("name", "text"), taking_turns(["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"], NO_NUMBERS))
-def test_a_number_is_a_number_or_its_variable_is_named(name, text):
-    with pytest.raises(UsageError, match=name):
-        launched(JOB | {name: text})
-
-
-@for_each("text", ["4", "4(x2)", "4(x2),3", "4,3"])
+@for_each("text", ["4", "4(x2),3", "4,3"])
 def test_a_count_in_slurms_way_is_the_first_nodes(text):
     assert launched(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text}).local_size == 4
-
-
-@for_each(
-    ("nodes", "first"),
-    [
-        ("a1", "a1"),
-        ("r[1-2]n[3-4]", "r1n3"),
-        ("r[1-2]n[03-04]-ib", "r1n03-ib"),
-        ("r1n[07]", "r1n07"),
-        ("host-1.domain,host-2.domain", "host-1.domain"),
-        ("gpu[1,2]a", "gpu1a"),
-    ],
-)
-def test_the_first_host_of_a_list_is_where_rank_0_is(nodes, first):
-    assert first_host(nodes) == first

@@ -62,15 +62,11 @@ class Call:
 
     def rows(self) -> list[torch.Tensor]:
         """Return ones for each rank."""
-        return [self.row() for _ in range(self.group.size())]
-
-    def whole(self) -> torch.Tensor:
-        """Return ones for all ranks."""
-        return self.row(self.group.size())
+        return [self.row() for _ in range(RANKS)]
 
     def texts(self) -> list[Any]:
         """Return an object for each rank."""
-        return ["x" * self.numel] * self.group.size()
+        return ["x" * self.numel] * RANKS
 
     def at_root(self, listed: list[Any]) -> list[Any] | None:
         """Return `listed` at the root, else None."""
@@ -83,11 +79,11 @@ COLLECTIVES: dict[str, Doing] = {
     "broadcast": lambda c: dist.broadcast(c.row(), group_src=c.root, group=c.group),
     "reduce": lambda c: dist.reduce(c.row(), group_dst=c.root, group=c.group),
     "all_gather": lambda c: dist.all_gather(c.rows(), c.row(), group=c.group),
-    "all_gather_into_tensor": lambda c: dist.all_gather_into_tensor(c.whole(), c.row(), group=c.group),
+    "all_gather_into_tensor": lambda c: dist.all_gather_into_tensor(c.row(RANKS), c.row(), group=c.group),
     "gather": lambda c: dist.gather(c.row(), c.at_root(c.rows()), group_dst=c.root, group=c.group),
     "scatter": lambda c: dist.scatter(c.row(), c.at_root(c.rows()), group_src=c.root, group=c.group),
-    "reduce_scatter_tensor": lambda c: dist.reduce_scatter_tensor(c.row(), c.whole(), group=c.group),
-    "all_to_all_single": lambda c: dist.all_to_all_single(c.whole(), c.whole(), group=c.group),
+    "reduce_scatter_tensor": lambda c: dist.reduce_scatter_tensor(c.row(), c.row(RANKS), group=c.group),
+    "all_to_all_single": lambda c: dist.all_to_all_single(c.row(RANKS), c.row(RANKS), group=c.group),
     "barrier": lambda c: dist.barrier(group=c.group),
     "all_gather_object": lambda c: dist.all_gather_object(c.texts(), c.texts()[0], group=c.group),
     "broadcast_object_list": lambda c: dist.broadcast_object_list(c.texts(), group_src=c.root, group=c.group),
@@ -121,7 +117,7 @@ def _changed(change: Callable[[Call], Call]) -> Faulty:
 DISAGREEMENTS: dict[str, Faulty] = {
     "other shape": _changed(lambda call: replace(call, numel=call.numel - 1)),
     "other dtype": _changed(lambda call: replace(call, dtype=torch.int32)),
-    "other root": _changed(lambda call: replace(call, root=call.group.size() - 1)),
+    "other root": _changed(lambda call: replace(call, root=RANKS - 1)),
     "other collective": lambda name: ([COLLECTIVES[name]], [other(name)]),
     "wrong order": lambda name: ([COLLECTIVES[name], other(name)], [other(name), COLLECTIVES[name]]),
 }

@@ -14,26 +14,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise
-from multiprocessing.process import BaseProcess
 from random import Random
 from statistics import median
 from threading import Event
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.buckets.engine import Engine
-from commrt.schedule import Algorithm
-from commrt.testing.processes import RESTART, Outcome, run_processes
-from commrt.training.replica import Replica
+from commrt.testing.processes import RESTART, run_processes
 
 STEPS, STOP_S, SLOW_S = 12, 1.5, 0.5
 MORE = 8
@@ -78,18 +71,18 @@ class Fault:
     kind: str
     """``kill``, ``replace`` by another process, ``stop`` for a while, or ``slow``."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind} rank {self.rank} {self.where}"
 
 
-def network() -> nn.Module:
+def network():
     """Return the same network on every rank."""
     torch.manual_seed(0)
     layers = [layer for a, b in pairwise((16, 64, 64, 64, 4)) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers).double()
 
 
-def backward(model: nn.Module, rank: int, version: int) -> None:
+def backward(model, rank, version):
     """Compute the gradient of a rank, for weights of a version."""
     generator = torch.Generator().manual_seed(1000 * version + rank)
     x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
@@ -100,10 +93,10 @@ def backward(model: nn.Module, rank: int, version: int) -> None:
 class FaultInjector:
     """Faults of this process, at the places that its list names."""
 
-    def __init__(self, tell: Callable[[Any], None], faults: Sequence[Fault]) -> None:
+    def __init__(self, tell, faults):
         self._tell, self._faults = tell, list(faults)
 
-    def at(self, where: str, step: int) -> None:
+    def at(self, where, step):
         """Apply the faults of this place."""
         for fault in [fault for fault in self._faults if fault.where == where and fault.step <= step]:
             self._faults.remove(fault)
@@ -115,15 +108,16 @@ class FaultInjector:
                 self._tell(fault.kind)
                 Event().wait(0.2 if fault.kind == "stop" else 60.0)
 
-    def applies(self, _: Fault) -> bool:
+    def applies(self, _):
         """Return False if this fault is left out."""
         return True
 
-    def watch(self, engine: Engine) -> None:
-        """Add places on the communication thread: before and after the first bucket, and after the last one."""
+    def watch(self, replica):
+        """Add places: in the backward pass, before and after the first bucket, and after the last one."""
+        engine = replica._engine
         whole = engine.reduce_now
 
-        def reduce_now(bucket: Any, step: int) -> Any:
+        def reduce_now(bucket, step):
             if bucket.index == 0:
                 self.at("counted", step)
             span = whole(bucket, step)
@@ -133,120 +127,95 @@ class FaultInjector:
                 self.at("through", step)
             return span
 
-        engine.reduce_now = reduce_now  # type: ignore[method-assign]
+        engine.reduce_now = reduce_now
+        replica.model[2].weight.register_hook(lambda _: self.at("backward", replica.step))
 
 
-def work(
-    tell: Callable[[Any], None], algorithm: Algorithm, timeout_s: float, length: RunLength, faults: Sequence[Fault]
-) -> dict[str, Any]:
+class Trainee:
+    """One rank that trains the network, and notes who counted in each step in which it did."""
+
+    def __init__(self, world, algorithm, seed=0):
+        self.rank, self.seed = world.rank, seed
+        self.model = network()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        begin_s = time.perf_counter()
+        self.replica = commrt.attach(self.model, self.optimizer, algorithm, bucket_cap_mb=0.01)
+        self.attached_s = time.perf_counter() - begin_s if world.is_replacement else None
+        self.used: dict[int, tuple[int, ...]] = {}
+        self.longest_s = 0.0
+
+    def step(self, most_s):
+        """Make a step that computes for up to `most_s`; return True if it counted."""
+        begin_s, version = time.perf_counter(), self.replica.step
+        Event().wait(Random(f"{self.seed} {self.rank} {version}").uniform(0.0, most_s))
+        backward(self.model, self.rank, version)
+        self.optimizer.step()
+        self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
+        last = self.replica.last
+        if last is None or not last.counted:
+            return False
+        self.used[last.step] = last.members
+        return True
+
+    def report(self, **more):
+        """Return what the audit needs."""
+        params = [param.detach().numpy() for param in self.model.parameters()]
+        own = {"used": self.used, "params": params, "longest_s": self.longest_s, "attached_s": self.attached_s}
+        return own | more
+
+
+def work(tell, algorithm, timeout_s, length, faults):
     """Train on one rank, and report which gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
-        is_replacement = world.config is not None
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        begin_s = time.perf_counter()
-        replica = commrt.attach(model, optimizer, algorithm, bucket_cap_mb=0.01)
-        attached_s = time.perf_counter() - begin_s
-        injector = FaultInjector(tell, [each for each in faults if each.rank == world.rank and not is_replacement])
-        injector.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
-        model[2].weight.register_hook(lambda _: injector.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
+        trainee = Trainee(world, algorithm)
+        replica = trainee.replica
+        own = [fault for fault in faults if fault.rank == world.rank and not world.is_replacement]
+        injector = FaultInjector(tell, own)
+        injector.watch(replica)
         replica.before_giving_up(lambda: tell(("giving up", replica.step)))
-        if is_replacement:
-            _load_a_checkpoint(replica)
+        if world.is_replacement:  # an old checkpoint must not harm it
+            replica.model.load_state_dict({name: 0 * value for name, value in replica.model.state_dict().items()})
+            replica.load_state_dict({"step": 0})
         are_replaced = any(each.kind == "replace" for each in faults)
-        goal = partial(_goal, world, is_replacement) if are_replaced else lambda _: length.steps
-        log = StepLog(world.rank, max(length.most_s, MOST_S * are_replaced))
-        for _ in range(length.epochs or 1):
+
+        def is_over(batches):
             if length.epochs:
-                log.train_batches(replica, optimizer, length.steps)
-            else:
-                log.train_until(replica, optimizer, goal)
+                return batches == length.steps
+            return replica.step >= (_goal(world, trainee.used) if are_replaced else length.steps)
+
+        equal, together_s = True, 0.0
+        for _ in range(length.epochs or 1):
+            batches = 0
+            drained(replica)
+            while not is_over(batches):
+                trainee.step(max(length.most_s, MOST_S * are_replaced))
+                batches += 1
+                drained(replica)
             injector.at("gathered", replica.step)
-            log.compare(replica)
-        return {
-            "used": log.used,
-            "equal": all(log.equal),
-            "together_s": max(log.together_s),
-            "longest_s": max(log.times_s),
-            "attached_s": attached_s if is_replacement else None,
-            "params": [param.detach().numpy() for param in model.parameters()],
-            "lost": [loss.rank for loss in replica.lost],
-        }
+            begin_s = time.perf_counter()
+            equal = replica.replicas_equal() and equal
+            together_s = max(together_s, time.perf_counter() - begin_s)
+        return trainee.report(equal=equal, together_s=together_s, lost=[loss.rank for loss in replica.lost])
 
 
-def _load_a_checkpoint(replica: Replica) -> None:
-    """Load an old state, which must not harm a process that replaces another."""
-    model = replica.model
-    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
-    replica.load_state_dict({"step": 0})
-
-
-def _goal(world: commrt.World, is_replacement: bool, used: dict[int, tuple[int, ...]]) -> int:
+def _goal(world, used):
     """Return how many updates the run will have, if that is known."""
-    if is_replacement and used:
+    if world.is_replacement and used:
         world.store.compare_set("goal", "", str(min(used) + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else sys.maxsize
 
 
-@dataclass
-class StepLog:
-    """The record of one rank."""
-
-    rank: int
-    most_s: float
-    used: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """The ranks that counted in each step in which this rank did."""
-    times_s: list[float] = field(default_factory=list)
-    equal: list[bool] = field(default_factory=list)
-    together_s: list[float] = field(default_factory=list)
-
-    def train_until(
-        self, replica: Replica, optimizer: torch.optim.Optimizer, goal: Callable[[dict[int, tuple[int, ...]]], int]
-    ) -> None:
-        """Train until the weights have as many updates as `goal` says."""
-        while drained(replica).step < goal(self.used):
-            self._step(replica, optimizer)
-
-    def train_batches(self, replica: Replica, optimizer: torch.optim.Optimizer, batches: int) -> None:
-        """Train this many batches, whether they count or not."""
-        for _ in range(batches):
-            self._step(drained(replica), optimizer)
-
-    def _step(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
-        begin_s, version = time.perf_counter(), replica.step
-        Event().wait(Random(f"{self.rank} {version}").uniform(0.0, self.most_s))
-        backward(replica.model, self.rank, version)
-        optimizer.step()
-        self.times_s.append(time.perf_counter() - begin_s)
-        if replica.last is not None and replica.last.counted:
-            self.used[replica.last.step] = replica.last.members
-
-    def compare(self, replica: Replica) -> None:
-        """Compare the replicas, which is collective."""
-        begin_s = time.perf_counter()
-        self.equal.append(replica.replicas_equal())
-        self.together_s.append(time.perf_counter() - begin_s)
-
-
-def drained(replica: Replica) -> Replica:
+def drained(replica):
     """Return the replica, with the others' state if it was late."""
     replica.drain()
     return replica
 
 
-def run_with_faults(
-    ranks: int,
-    algorithm: Algorithm,
-    faults: Sequence[Fault],
-    length: RunLength = RunLength(),
-    *,
-    timeout_s: float = 15.0,
-    stop_s: float = STOP_S,
-) -> list[Outcome]:
+def run_with_faults(ranks, algorithm, faults, length=RunLength(), *, timeout_s=15.0, stop_s=STOP_S):
     """Run all ranks with these faults, and return how each one ended."""
 
-    def on_message(_: int, message: Any, process: BaseProcess) -> bool | str | None:
+    def on_message(_, message, process):
         if message in {"kill", "replace"}:
             process.kill()
             return RESTART if message == "replace" else True
@@ -259,15 +228,15 @@ def run_with_faults(
     return run_processes(ranks, work, algorithm, timeout_s, length, faults, limit_s=limit_s, on_message=on_message)
 
 
-def reference_holds(ends: Sequence[Outcome], needed: int, least: int = STEPS) -> None:
+def reference_holds(ends, needed, least=STEPS):
     """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each of at least `least` steps."""
     used: dict[int, tuple[int, ...]] = {}
     for end in ends:
         for step, members in end.value["used"].items():
             if used.setdefault(step, members) != members:
                 raise AssertionError(f"step {step}: {members} and {used[step]}")
-    steps = max(used) + 1
-    if steps < least or sorted(used) != list(range(steps)) or any(len(members) != needed for members in used.values()):
+    are_as_many = all(len({*members}) == needed for members in used.values())
+    if len(used) < least or sorted(used) != list(range(len(used))) or not are_as_many:
         raise AssertionError(f"not {needed} gradients in each step: {used}")
     wanted = list(same_steps(used).parameters())
     for end in ends:
@@ -276,7 +245,7 @@ def reference_holds(ends: Sequence[Outcome], needed: int, least: int = STEPS) ->
                 raise AssertionError(f"rank {end.rank} has other weights than the same steps in one process give")
 
 
-def same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
+def same_steps(used):
     """Return the network after the steps of one process with the gradients of these ranks in each."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -286,7 +255,7 @@ def same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
             backward(model, rank, step)
             gradients.append([deepcopy(param.grad) for param in model.parameters()])
         for param, *parts in zip(model.parameters(), *gradients, strict=True):
-            param.grad = sum(part for part in parts if part is not None) / len(parts)  # type: ignore[assignment]
+            param.grad = sum(part for part in parts if part is not None) / len(parts)
         optimizer.step()
     return model
 
@@ -294,7 +263,7 @@ def same_steps(used: dict[int, tuple[int, ...]]) -> nn.Module:
 UPDATES, EPOCHS = RunLength(), RunLength(epochs=2, most_s=0.02)
 
 
-def cases(pairs: bool) -> Iterator[tuple[RunLength, list[Fault]]]:
+def cases(pairs):
     """Yield cases: one fault among four ranks, or two among six."""
     for kind, where in [*PLACES, *REPLACED, *TOGETHER]:
         yield UPDATES, [Fault(2, 4, where, kind)]
@@ -310,7 +279,7 @@ def cases(pairs: bool) -> Iterator[tuple[RunLength, list[Fault]]]:
             yield EPOCHS, [Fault(2, 4, where, kind), Fault(4, 4, "gathered", "kill")]
 
 
-def measure(length: RunLength, faults: Sequence[Fault], inner: Algorithm, runs: int) -> str:
+def measure(length, faults, inner, runs):
     """Run `runs` times and return the times; raise if a step was lost or done twice, or a rank ended wrongly."""
     ranks, backups = 2 + 2 * len(faults), len(faults)
     least = length.steps // 2 if length.epochs else length.steps
@@ -329,18 +298,18 @@ def measure(length: RunLength, faults: Sequence[Fault], inner: Algorithm, runs: 
     return seconds(waits_s) + (f", let in after {median(attached_s):.2f} s" if attached_s else "")
 
 
-def require_equal(ends: Sequence[Outcome]) -> None:
+def require_equal(ends):
     """Raise unless all ranks came to the end, with replicas that they found equal."""
     if broken := [f"rank {end.rank}: {end.error}" for end in ends if end.value is None or not end.value["equal"]]:
         raise RuntimeError("; ".join(broken))
 
 
-def seconds(times_s: Sequence[float]) -> str:
+def seconds(times_s):
     """Return median and maximum in words."""
     return f"{median(times_s):6.2f} s, at most {max(times_s):.2f} s"
 
 
-def random_arrivals(steps: int) -> str:
+def random_arrivals(steps):
     """Run without faults, but with random compute times; check which ranks counted in each step."""
     ends = run_with_faults(6, commrt.BackupWorkers(2), [], RunLength(steps, most_s=0.01))
     require_equal(ends)
@@ -350,19 +319,7 @@ def random_arrivals(steps: int) -> str:
     return f"{steps} steps, {len(quorums)} different quorums, the longest step of a rank: {longest}"
 
 
-def death_of_the_store(inner: Algorithm, runs: int) -> str:
-    """Kill the store's process; return the time to the last survivor's error, which must name that process."""
-    waits_s = []
-    for _ in range(runs):
-        ends = run_with_faults(4, commrt.BackupWorkers(1, inner), [Fault(0, 4, "backward", "kill")])
-        for end in ends[1:]:
-            if end.error is None or "the process that holds the store" not in end.error:
-                raise RuntimeError(f"rank {end.rank}: {end.error}")
-        waits_s.append(max(end.seconds for end in ends[1:]))
-    return seconds(waits_s)
-
-
-def main() -> None:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each case")
@@ -377,8 +334,6 @@ def main() -> None:
         for length, faults in cases(options.pairs):
             case = " + ".join(map(str, faults)) + ", in epochs" * bool(length.epochs)
             print(f"{name:<8} {case:<50} {measure(length, faults, inner, options.runs)}", flush=True)
-        case = "kill rank 0, which holds the store: an error"
-        print(f"{name:<8} {case:<50} {death_of_the_store(inner, options.runs)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ steps and in collectives. The command exits with 1 unless, in every run,
 * every rank that was not killed, and not stopped for long, comes to the end,
 * every rank that does not come to the end, and was not killed, ends with `Evicted`,
 * with backup workers: the final weights are those of the reported gradients, each applied once (in float64, to 1e-12);
-  a scheduler and an average of the weights have counted each update once,
-* all ranks that come to the end have the same weights, bit for bit, and saw the same results of each collective.
+* all ranks that come to the end have the same weights, bit for bit, and saw the same results of each collective,
+* a sum in which a rank is lost is the sum over all ranks, or over those that are left.
 """
 
 from __future__ import annotations
@@ -20,21 +20,17 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from random import Random
 from threading import Event, Thread
 from time import perf_counter
-from typing import Any
 
 import torch
-from fault_cost import backward, network, same_steps
-from torch.optim.swa_utils import AveragedModel
+from fault_cost import Trainee, drained, reference_holds
 
 import commrt
-from commrt.testing.processes import Outcome, run_processes
+from commrt.testing.processes import run_processes
 
 ROUNDS, BATCHES = 9, 5
 """Collectives of a run, and batches of each rank before each."""
@@ -58,11 +54,11 @@ class Fault:
     """None for SIGKILL."""
 
     @property
-    def is_short(self) -> bool:
+    def is_short(self):
         """True if the rank is back before the timeout."""
         return self.stopped_s is not None and self.stopped_s < TIMEOUT_S
 
-    def __str__(self) -> str:
+    def __str__(self):
         what = "kill" if self.stopped_s is None else f"stop {self.stopped_s:.2f} s"
         return f"rank {self.rank}: {what} after {self.after_s:.2f} s"
 
@@ -80,14 +76,14 @@ class Case:
     faults: tuple[Fault, ...]
 
     @property
-    def algorithm(self) -> commrt.Algorithm:
+    def algorithm(self):
         """What the ranks train with."""
         if self.backups is None:
             return commrt.Gossip(staleness=int(self.option))
         return commrt.BackupWorkers(self.backups, early=self.option)
 
 
-def cases(seeds: Sequence[int]) -> Iterator[Case]:
+def cases(seeds):
     """One case for each seed."""
     for seed in seeds:
         rng = Random(seed)
@@ -100,49 +96,31 @@ def cases(seeds: Sequence[int]) -> Iterator[Case]:
         yield Case(seed, ranks, backups, option, tuple(fault for fault in faults if fault is not None))
 
 
-def _fault(rng: Random, rank: int, *, is_lost: bool) -> Fault | None:
+def _fault(rng, rank, *, is_lost):
     after_s = rng.uniform(0.0, SPAN_S)
     if is_lost:
         return Fault(rank, after_s, None if rng.random() < 0.5 else rng.uniform(*LONG) * TIMEOUT_S)
     return Fault(rank, after_s, rng.uniform(*SHORT) * TIMEOUT_S) if rng.random() < 0.3 else None
 
 
-def work(tell: Callable[[Any], None], case: Case) -> dict[str, Any]:
+def work(tell, case):
     """Train on one rank, and report which of its gradients counted."""
     torch.set_num_threads(1)
     with commrt.init(TIMEOUT_S, start_timeout_s=60.0) as world:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1_000_000)  # it counts, and changes nothing
-        average = AveragedModel(model)
-        replica = commrt.attach(model, optimizer, case.algorithm, bucket_cap_mb=0.01, also=[scheduler, average])
+        trainee = Trainee(world, case.algorithm, case.seed)
+        replica = trainee.replica
         tell("began")
-        used: dict[int, tuple[int, ...]] = {}
         found: list[list[float]] = []
-        rng = Random(f"{case.seed} {world.rank}")
         for number in range(ROUNDS):
             for _ in range(BATCHES):
-                replica.drain()
-                Event().wait(rng.uniform(0.0, MOST_S))
-                backward(model, world.rank, replica.step)
-                optimizer.step()
-                scheduler.step()
-                average.update_parameters(model)
-                if replica.last is not None and replica.last.counted:
-                    used[replica.last.step] = replica.last.members
+                drained(replica)
+                trainee.step(MOST_S)
             found.append(_collective(world, replica, number))
         replica.consolidate()
-        return {
-            "used": used,
-            "found": found,
-            "equal": replica.replicas_equal(),
-            "params": [param.detach().numpy() for param in model.parameters()],
-            "average": [param.detach().numpy() for param in average.parameters()],
-            "updates": [replica.step, scheduler.last_epoch, int(average.n_averaged)],
-        }
+        return trainee.report(found=found, equal=replica.replicas_equal())
 
 
-def _collective(world: commrt.World, replica: commrt.Replica, number: int) -> list[float]:
+def _collective(world, replica, number):
     match number % 3:
         case 0:
             total = torch.zeros(world.size + 1)
@@ -156,25 +134,23 @@ def _collective(world: commrt.World, replica: commrt.Replica, number: int) -> li
             return [float(replica.replicas_equal())]
 
 
-def run(case: Case) -> list[Outcome]:
+def run(case):
     """Run `case`, and return how each rank ended."""
-    began, over = Counter[str](), Event()
+    over, processes = Event(), {}
 
-    def on_message(rank: int, _: Any, process: BaseProcess) -> None:
-        began[rank] += 1
+    def on_message(rank, _, process):
         processes[rank] = process
-        if len(began) == case.ranks:
+        if len(processes) == case.ranks:
             for fault in case.faults:
                 Thread(target=_strike, args=(processes[fault.rank], fault, over), daemon=True).start()
 
-    processes: dict[int, BaseProcess] = {}
     try:
         return run_processes(case.ranks, work, case, limit_s=LIMIT_S, on_message=on_message, holds_store=True)
     finally:
         over.set()
 
 
-def _strike(process: BaseProcess, fault: Fault, over: Event) -> None:
+def _strike(process, fault, over):
     if over.wait(fault.after_s) or process.pid is None:
         return
     with suppress(ProcessLookupError):
@@ -186,7 +162,7 @@ def _strike(process: BaseProcess, fault: Fault, over: Event) -> None:
         os.kill(process.pid, signal.SIGCONT)
 
 
-def wrong(case: Case, ends: Sequence[Outcome]) -> Iterator[str]:
+def wrong(case, ends):
     """Yield what is wrong, in words."""
     may_end = {fault.rank for fault in case.faults if not fault.is_short}
     for end in ends:
@@ -194,48 +170,37 @@ def wrong(case: Case, ends: Sequence[Outcome]) -> Iterator[str]:
         was_evicted = end.rank in may_end and (end.error or "").startswith("Evicted")
         if end.value is None and not was_killed and not was_evicted:
             yield f"rank {end.rank}: {end.error or f'exit code {end.exit_code}'}"
-    values = {end.rank: end.value for end in ends if end.value is not None}
-    if not values:
+    alive = [end for end in ends if end.value is not None]
+    if not alive:
         yield "no rank came to the end"
         return
-    yield from _differences(values)
+    yield from _differences(alive)
     if case.backups is not None:
-        yield from _audit(values, case.ranks - case.backups)
+        try:
+            reference_holds(alive, case.ranks - case.backups, least=0)
+        except AssertionError as error:
+            yield str(error)
 
 
-def _differences(values: dict[int, Any]) -> Iterator[str]:
-    first = next(iter(values.values()))
-    for rank, value in values.items():
-        if not value["equal"]:
-            yield f"rank {rank} found that replicas differ"
-        if any((a != b).any() for a, b in zip(first["params"], value["params"], strict=True)):
-            yield f"rank {rank} has other weights than the first"
-        if value["found"] != first["found"]:
-            yield f"rank {rank} saw {value['found']} in collectives, and the first {first['found']}"
+def _differences(alive):
+    first = alive[0].value
+    for end in alive:
+        if not end.value["equal"]:
+            yield f"rank {end.rank} found that replicas differ"
+        if any((a != b).any() for a, b in zip(first["params"], end.value["params"], strict=True)):
+            yield f"rank {end.rank} has other weights than the first"
+        if not all(_is_sum(total, number) for number, total in enumerate(end.value["found"]) if number % 3 == 0):
+            yield f"rank {end.rank} has a sum that counts a rank in part or twice: {end.value['found']}"
+        if end.value["found"] != first["found"]:
+            yield f"rank {end.rank} saw {end.value['found']} in collectives, and the first {first['found']}"
 
 
-def _audit(values: dict[int, Any], needed: int) -> Iterator[str]:
-    used: dict[int, tuple[int, ...]] = {}
-    for value in values.values():
-        for step, members in value["used"].items():
-            if used.setdefault(step, members) != members:
-                yield f"step {step}: {members} counted for one rank, {used[step]} for another"
-    if sorted(used) != list(range(len(used))) or any(len({*members}) != needed for members in used.values()):
-        yield f"not {needed} gradients in each step: {used}"
-        return
-    wanted = list(same_steps(used).parameters())
-    average = next(iter(values.values()))["average"]
-    for rank, value in values.items():
-        if value["updates"] != [len(used)] * 3:
-            yield f"rank {rank} counts {value['updates']} updates (weights, scheduler, average) of {len(used)}"
-        if any((a != b).any() for a, b in zip(average, value["average"], strict=True)):
-            yield f"rank {rank} has another average of the weights than the first"
-        pairs = zip(wanted, value["params"], strict=True)
-        if not all(torch.allclose(param, torch.from_numpy(found), rtol=0, atol=1e-12) for param, found in pairs):
-            yield f"rank {rank} has other weights than the same {len(used)} steps in one process"
+def _is_sum(total, number):
+    *ranks, numbers = total
+    return {*ranks} <= {0.0, 1.0} and numbers == number * sum(ranks)
 
 
-def main() -> None:
+def main():
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
@@ -253,13 +218,10 @@ def main() -> None:
         counts["stopped shortly"] += sum(fault.is_short for fault in case.faults)
         counts["evicted"] += sum((end.error or "").startswith("Evicted") for end in ends)
         counts["steps audited"] += max((len(end.value["used"]) for end in ends if end.value is not None), default=0)
-        name = str(case.algorithm)
         said = "; ".join(complaints) or "ok"
         faults = ", ".join(map(str, case.faults)) or "no fault"
-        print(
-            f"{case.seed}: {case.ranks} ranks, {name}, {faults}: {said} ({perf_counter() - run_begin_s:.1f} s)",
-            flush=True,
-        )
+        lasted_s = perf_counter() - run_begin_s
+        print(f"{case.seed}: {case.ranks} ranks, {case.algorithm}, {faults}: {said} ({lasted_s:.1f} s)", flush=True)
     print(", ".join(f"{count} {what}" for what, count in counts.items()), f"in {perf_counter() - begin_s:.0f} s")
     sys.exit(bool(counts["wrong runs"]))
 

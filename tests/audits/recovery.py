@@ -72,14 +72,10 @@ def _rows(root: Path, transport: str, runs: int) -> Iterator[tuple[str, list[flo
     for stage, row in joins(found.events).items():
         yield f"a new process, {stage}", row
     both = [each for pair in zip(stopped, kills, strict=True) for each in pair]
-    yield (
-        "killed beside a stopped rank, until the next update",
-        until_next_updates(_run(root, "backup2", transport, both)),
-    )
-    yield (
-        "torchrun starts all again, until the next update",
-        until_next_updates(_run(root, "ddp-commrt", transport, kills)),
-    )
+    beside = _run(root, "backup2", transport, both)
+    yield "killed beside a stopped rank, until the next update", until_next_updates(beside)
+    again = _run(root, "ddp-commrt", transport, kills)
+    yield "torchrun starts all again, until the next update", until_next_updates(again)
     if transport == "gloo":
         yield "the same of DDP over Gloo", until_next_updates(_run(root, "ddp", transport, kills))
 

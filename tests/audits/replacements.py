@@ -9,16 +9,12 @@ gradients that counted in each step. Rank 0 is not killed: it holds the store.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from random import Random
 from statistics import median
-from threading import Event
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from fault_cost import MOST_S, Fault, FaultInjector, backward, drained, network, reference_holds, require_equal
+from fault_cost import MOST_S, Fault, FaultInjector, Trainee, drained, reference_holds, require_equal
 
 import commrt
 from commrt.testing.processes import RESTART, run_processes
@@ -47,7 +43,7 @@ class Replacements(NamedTuple):
 class RandomDeaths(FaultInjector):
     """Kills as many ranks at once as there are backups, up to a total."""
 
-    def __init__(self, tell: Callable[[Any], None], world: commrt.World, backups: int, deaths: int, begin: int) -> None:
+    def __init__(self, tell, world, backups, deaths, begin):
         self._store, self._backups, self._deaths = world.store, backups, deaths
         self._counts_as_gone = world.is_replacement
         rng = Random(f"{world.rank} {begin}")
@@ -55,7 +51,7 @@ class RandomDeaths(FaultInjector):
         faults = (Fault(world.rank, next(steps), rng.choice(PLACES), "replace") for _ in range(50))
         super().__init__(tell, [*faults] if world.rank else [])
 
-    def applies(self, _: Fault) -> bool:
+    def applies(self, _):
         """Return False if this fault is left out; see `FaultInjector`."""
         if self._counts_as_gone:
             return False
@@ -64,60 +60,45 @@ class RandomDeaths(FaultInjector):
         self._store.add("gone", -1)
         return False
 
-    def count_step(self) -> None:
+    def count_step(self):
         """Count a step of this process."""
         if self._counts_as_gone:
             self._counts_as_gone = False
             self._store.add("gone", -1)
 
 
-def _every(rng: Random, begin: int) -> Iterator[int]:
+def _every(rng, begin):
     while True:
         begin += rng.randint(*EVERY)
         yield begin
 
 
-def work(tell: Callable[[Any], None], backups: int, deaths: int, timeout_s: float) -> dict[str, Any]:
+def work(tell, backups, deaths, timeout_s):
     """Train in one process, until all deaths are over."""
     torch.set_num_threads(1)
     with commrt.init(timeout_s, start_timeout_s=60.0) as world:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        begin_s = time.perf_counter()
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(backups), bucket_cap_mb=0.01)
-        attached_s = time.perf_counter() - begin_s
+        trainee = Trainee(world, commrt.BackupWorkers(backups))
+        replica = trainee.replica
         deaths_at_random = RandomDeaths(tell, world, backups, deaths, replica.step)
-        deaths_at_random.watch(replica._engine)  # type: ignore[attr-defined]  # there is no other way in
-        model[2].weight.register_hook(lambda _: deaths_at_random.at("backward", replica.step))  # type: ignore[index, union-attr, operator]
-        longest_s = 0.0
-        while (version := drained(replica).step) < _goal(world, deaths, replica.step):
-            begin_s = time.perf_counter()
-            Event().wait(Random(f"{world.rank} {version}").uniform(0.0, MOST_S))
-            backward(model, world.rank, version)
-            optimizer.step()
-            longest_s = max(longest_s, time.perf_counter() - begin_s)
-            if replica.last is not None and replica.last.counted:
+        deaths_at_random.watch(replica)
+        while drained(replica).step < _goal(world, deaths, replica.step):
+            if trainee.step(MOST_S):
                 tell((replica.last.step, replica.last.members))
             deaths_at_random.count_step()
-        return {
-            "equal": replica.replicas_equal(),
-            "params": [param.detach().numpy() for param in model.parameters()],
-            "attached_s": attached_s if world.is_replacement else None,
-            "longest_s": longest_s,
-        }
+        return trainee.report(equal=replica.replicas_equal())
 
 
-def _goal(world: commrt.World, deaths: int, version: int) -> float:
+def _goal(world, deaths, version):
     """Return how many updates the run will have."""
     if not world.store.check(["goal"]) and world.store.add("deaths", 0) >= deaths and not world.store.add("gone", 0):
         world.store.compare_set("goal", "", str(version + MORE))
     return int(world.store.get("goal")) if world.store.check(["goal"]) else float("inf")
 
 
-def train_with_deaths(ranks: int, backups: int, deaths: int, timeout_s: float = 15.0) -> Replacements:
+def train_with_deaths(ranks, backups, deaths, timeout_s=15.0):
     """Run once; raise if a step was lost or done twice, or a rank ended wrongly."""
 
-    def on_message(_: int, message: Any, process: BaseProcess) -> str | None:
+    def on_message(_, message, process):
         if message == "replace":
             process.kill()
             return RESTART
@@ -135,7 +116,7 @@ def train_with_deaths(ranks: int, backups: int, deaths: int, timeout_s: float = 
     return Replacements(dead, len(used), len({*used.values()}), median(attached_s), max(attached_s), longest_s)
 
 
-def main() -> None:
+def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=6, help="number of ranks")
