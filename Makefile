@@ -46,8 +46,8 @@ PYTEST = $(BIN)/pytest -n 4 --dist worksteal# on two cores: two of the four wait
 fast-tests: venv
 	$(PYTEST) -m 'not slow'
 
-test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds, all pages
-	$(PYTEST) -m slow
+test-slow: venv  # tests that take seconds each: real processes under faults, many ranks, builds, pages; not of studies
+	$(PYTEST) -m slow -k 'not studies'
 
 prove inspect: export PYTHONPATH = $(CURDIR):$(CURDIR)/dev
 prove: venv  # all schedules, for 1 to 64 ranks and some for more, in 1 to 2 minutes
