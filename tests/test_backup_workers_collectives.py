@@ -30,7 +30,7 @@ from late_ranks import (
 )
 
 import commrt
-from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
+from commrt.errors import CommrtError, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 
 
@@ -83,27 +83,6 @@ def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
     assert most >= ends[0][0] >= min(batches)  # each counts once in a step at most
     assert all(equal for _, equal, _ in ends)
     assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
-
-
-def test_a_late_rank_does_not_wait_for_a_silent_one_while_others_wait_in_a_collective():
-    progress, all_are_dropped = Progress(), threading.Event()
-
-    def body(world):
-        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
-        if world.rank == LATE:
-            progress.wait_for(1)
-        for _ in range(20 if world.rank == LATE else 1):
-            backward(model, world.rank, replica.step)
-            optimizer.step()
-        if world.rank == LATE:
-            all_are_dropped.set()
-        progress.tell(1)
-        if world.rank == 1:
-            all_are_dropped.wait(LIMIT_S)  # silent: it says that it trains
-        replica.consolidate()
-        return replica.step, replica.replicas_equal()
-
-    assert run_ranks(3, body, timeout_s=4.0) == [(1, True)] * 3
 
 
 @for_each("timeout_s", [0.8, 4.0])
@@ -223,22 +202,6 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
     assert run_ranks(4, body)[:2] == [(0, 1), (0, 1)]
 
 
-def test_a_collective_that_live_ranks_do_not_join_ends_at_its_timeout():
-    is_over = threading.Event()
-
-    def body(world):
-        replica = trainee(world, commrt.BackupWorkers(1))[2]
-        if world.rank:
-            return is_over.wait(30)
-        with pytest.raises(DeadlineExceeded):
-            replica.replicas_equal()
-        is_over.set()
-        world.abort(DeadlineExceeded("the test is over"))
-        return True
-
-    assert all(run_ranks(3, body, timeout_s=0.5))
-
-
 def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
     def body(loop, world):
         rank = Trainee(loop, world)
@@ -341,30 +304,6 @@ def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_g
     for rank, (said, total) in enumerate(ends):
         assert said.startswith("UsageError" if rank == 1 else "DisagreementError: rank 1 refused: no schedule of so")
         assert total == [4.0, 4.0]
-
-
-@for_each("is_broken", [False, True])
-def test_a_refusal_after_a_collective_inside_another_is_passed_on(is_broken):
-    def body(world):
-        trainee(world, commrt.BackupWorkers(1))
-        membership, failures = world.membership, [PeerLost("a cut wire", Place(0))] * (is_broken and world.rank == 0)
-
-        def fail_once():
-            if failures:
-                raise failures.pop()
-
-        with membership.collective("the outer one"):
-            membership.together(int)
-            with membership.collective("the inner one"):
-                membership.together(fail_once)
-            assert membership.number >= is_broken  # rank 1 may have refused already
-            if world.rank == 1:
-                raise UsageError("not this one")
-            return membership.together(int)
-
-    said = run_ranks(3, lambda world: told(lambda: body(world)), timeout_s=LIMIT_S)
-    assert said[1] == "UsageError: not this one"
-    assert all(each.startswith("DisagreementError: rank 1 refused: not this one") for each in said[::2])
 
 
 @for_each(("times", "says"), [(1, None), (9, "not all 3 ranks connected")])

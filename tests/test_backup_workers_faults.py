@@ -12,7 +12,6 @@ from failing_collectives import (
     dying_in_a_sum,
     late_beside_a_stopped_one,
     missing_a_call,
-    refused_as_one_dies,
 )
 
 import commrt
@@ -90,16 +89,6 @@ def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_shoul
     assert len({members for end in ends for members in end.value["used"].values()}) > 2
 
 
-@pytest.mark.slow
-def test_one_more_than_there_are_backups_ends_all_in_words_after_a_checkpoint():
-    faults = [Fault(1, AT, "backward", "kill"), Fault(2, AT, "counted", "kill")]
-    ends = run_with_faults(4, commrt.BackupWorkers(1), faults)
-    for end in (ends[0], ends[3]):
-        assert end.error is not None
-        assert "gradients make a step" in end.error
-        assert any(message[0] == "giving up" for message in end.messages)
-
-
 def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
     ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(0, AT, "backward", "kill")])
     for end in ends[1:]:
@@ -124,11 +113,6 @@ def test_a_rank_that_misses_the_deadline_of_a_collective_is_evicted_and_the_othe
 def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm):
     ends = survivors(run_processes(4, dying_in_a_sum, algorithm, 2), {2})
     assert [(end.error, end.value) for end in ends] == [(None, [3.0])] * 3
-
-
-def test_a_death_as_all_refuse_a_sum_leaves_the_others_refusing_it_and_the_world_going_on():
-    ends = survivors(run_processes(4, refused_as_one_dies, limit_s=60), {3})
-    assert [(end.error, end.value) for end in ends] == [(None, ("DisagreementError", True))] * 3
 
 
 def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights_until_their_deadline():

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backup workers under loops that do more than step: teachers, buffers of their own, skipped batches, own counters."""
+"""Backup workers under loops that do more than step: own buffers, skipped batches, own counters, several optimizers."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
 import torch
-from cases import for_each, on_ranks
+from cases import for_each, on_ranks, taking_turns
 from late_ranks import AT, MODEL, Loop, Progress, Trainee, all_are_equal, at, backward, batch, on_loop, trainee, weights
 from torch import nn
 
@@ -204,9 +203,10 @@ def test_a_ring_shuffle_is_refused_as_ranks_do_different_numbers_of_steps(world)
         list(commrt.RingShuffle(torch.ones(4, 2), batch_size=2, world=world))
 
 
-# loops that set the learning rate from a counter of their own, as nanoGPT's does
+STEPS, LATE_FROM = 9, 5
+"""In loops with several optimizers, a rank is late in each step from `LATE_FROM` on."""
 
-STEPS, ACCUMULATED = 7, 3
+# loops that set the learning rate from a counter of their own, as nanoGPT's does
 
 
 def rate(iter_num):
@@ -214,13 +214,9 @@ def rate(iter_num):
 
 
 def iterate(model, optimizer, replica, iter_num):
-    """Sets the rate, accumulates gradients, and steps: one iteration of nanoGPT's loop."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate(iter_num)
-    for micro_step in range(ACCUMULATED):
-        with nullcontext() if micro_step == ACCUMULATED - 1 else replica.no_sync():
-            loss = model(batch(micro_step, iter_num)).square().mean() / ACCUMULATED
-            loss.backward()
+    """Sets the rate and steps: one iteration of nanoGPT's loop; returns the step that counted, with its rate."""
+    optimizer.param_groups[0]["lr"] = rate(iter_num)
+    model(batch(0, iter_num)).square().mean().backward()
     used = replica.last.step, optimizer.param_groups[0]["lr"]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -311,3 +307,154 @@ def test_a_loaded_checkpoint_makes_all_ranks_equal_whatever_each_had_before():
         return [*weights(rank.model), *momenta]
 
     assert all_are_equal(Loop().run(body))
+
+
+# several optimizers, of which some do not step after every backward pass
+
+
+class Parts(nn.Sequential):
+    """A generator, a part between, and a critic; a loop may call all or some of them."""
+
+    def call(self, numbers, x):
+        """Call these parts, and not the module that was attached."""
+        for number in numbers:
+            x = self[number](x)
+        return x
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    PARTS = Parts(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
+
+
+def drawn(version, width):
+    """A batch that is the same on all ranks, so that the weights do not depend on whose gradients count."""
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(version), dtype=torch.float64)
+
+
+def turns(parts, version):
+    """Two steps of the critic, then one of the generator, whose gradients reach the critic, too."""
+    return (parts.call([2], drawn(version, 4)), [2]) if version % 3 < 2 else (parts(drawn(version, 3)), [0])
+
+
+def no_pass_in_common(parts, version):
+    return (parts.call([0], drawn(version, 3)), [0]) if version % 2 else (parts.call([2], drawn(version, 4)), [2])
+
+
+def whole(which):
+    """All parts are called; ``which(version)`` are the optimizers that step."""
+    return lambda parts, version: (parts(drawn(version, 3)), which(version))
+
+
+all_of_them = whole(lambda _: [0, 1, 2])
+LOOPS = {
+    "turns": turns,
+    "no pass in common": no_pass_in_common,
+    "all of them": all_of_them,
+    "one never": whole(lambda _: [0, 1]),
+    "one that a scaler skips at times": whole(lambda version: [0, 1] if version % 3 == 2 else [0, 1, 2]),
+}
+ZEROED = ["first", "after forward", "last"]
+
+
+def optimizers_of(parts):
+    return [torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01) for part in parts]
+
+
+def step(parts, optimizers, loop, version, zero, between=lambda: None):
+    """One iteration that zeroes all gradients `zero` (at the begin, after the forward pass, at the end)."""
+    if zero == "first":
+        parts.zero_grad()
+    out, which = loop(parts, version)
+    if zero == "after forward":
+        parts.zero_grad()
+    out.square().mean().backward()
+    for number in which:
+        optimizers[number].step()
+        between()
+    if zero == "last":
+        parts.zero_grad()
+
+
+def trained_alone(loop, zero):
+    parts = deepcopy(PARTS)
+    optimizers = optimizers_of(parts)
+    for version in range(STEPS):
+        step(parts, optimizers, loop, version, zero)
+    return weights(parts)
+
+
+def trained_with_a_late_rank(loop, zero, late=1, backups=1, ranks=3):
+    progress = Progress()
+
+    def body(world):
+        parts = deepcopy(PARTS)
+        optimizers = optimizers_of(parts)
+        replica = commrt.attach(parts, optimizers, commrt.BackupWorkers(backups), world=world)
+        while replica.drain() or replica.step < STEPS:
+            if world.rank == late and replica.step >= LATE_FROM:
+                progress.wait_for(min(replica.step + 1, STEPS))
+            step(parts, optimizers, loop, replica.step, zero)
+            progress.tell_of(replica)
+        return replica.replicas_equal(), replica.step, replica.lost, weights(parts)
+
+    return run_ranks(ranks, body)
+
+
+def check(loop, zero, **options):
+    """If gradients are never zeroed, they depend on whose count, and ranks are compared with each other alone."""
+    wanted = None if zero == "never" else trained_alone(loop, zero)
+    for equal, reached, lost, found in trained_with_a_late_rank(loop, zero, **options):
+        assert (equal, reached, lost) == (True, STEPS, ())
+        assert wanted is None or all(
+            torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, wanted, strict=True)
+        )
+
+
+@pytest.mark.slow
+@for_each(("loop", "zero"), [*taking_turns(LOOPS, ZEROED), ("turns", "after forward"), ("turns", "last")])
+def test_a_late_rank_gets_the_others_weights_whichever_optimizers_step(loop, zero):
+    check(LOOPS[loop], zero)
+
+
+@for_each(
+    ("late", "backups", "ranks", "loop", "zero"),
+    [(0, 1, 3, turns, "first"), (2, 2, 5, turns, "first"), (1, 1, 3, turns, "never"), (1, 1, 3, all_of_them, "never")],
+)
+def test_any_rank_may_be_late_in_a_loop_whose_optimizers_take_turns(late, backups, ranks, loop, zero):
+    check(loop, zero, late=late, backups=backups, ranks=ranks)
+
+
+@for_each("zero", ["first", "never"])
+def test_replicas_are_equal_in_a_collective_between_two_optimizers_steps(zero):
+    progress = Progress()
+
+    def body(world):
+        parts, seen = deepcopy(PARTS), []
+        optimizers = optimizers_of(parts)
+        replica = commrt.attach(parts, optimizers, commrt.BackupWorkers(1), world=world)
+
+        def compare():
+            progress.tell(number + 1)  # in a collective, the others wait for the late rank
+            seen.append(replica.replicas_equal())
+
+        for number in range(4):
+            if world.rank == 1:
+                progress.wait_for(number + 1)
+            step(parts, optimizers, all_of_them, number, zero, compare)
+        return seen, replica.step, replica.lost
+
+    assert run_ranks(3, body) == [([True] * 12, 4, ())] * 3
+
+
+@for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0)])
+@on_ranks(2)
+def test_ranks_that_step_different_optimizers_are_told_so_in_the_next_pass(world, algorithm):
+    parts = deepcopy(PARTS)
+    optimizers = optimizers_of(parts)
+    commrt.attach(parts, optimizers, algorithm, world=world)
+    step(parts, optimizers, whole(lambda _: [world.rank]), 0, "first")
+    with pytest.raises(
+        DisagreementError, match=r"stepped different optimizers: .* choose the optimizer by replica\.step"
+    ):
+        step(parts, optimizers, all_of_them, 1, "first")

@@ -236,14 +236,6 @@ def test_warmup_is_synchronous_training():
     assert not np.allclose(found[9][0][0], found[9][0][1])
 
 
-def test_one_period_of_local_sgd_is_synchronous_sgd():
-    h, c, start = problem(4)
-    x = start
-    for weights, _ in trained(LocalSGD(1), 4):
-        x = x - (RATE * h * (x - c)).mean(0)
-        require_close(weights, np.tile(x, (4, 1)), "weights")
-
-
 RULES = [HeavyBall, Nesterov, SlowMomentum]
 
 

@@ -35,16 +35,6 @@ def test_anchor_and_momentum_are_bitwise_equal_on_all_ranks(algorithm, ranks):
         assert not same(weights, own) or algorithm.delay == 0
 
 
-@for_each("merge", ["correct", Mix(0.5)])
-def test_weights_are_averaged_in_each_step_of_the_warmup(merge):
-    def body(world):
-        loop = Loop(world, LocalSGD(4, 2, merge, warmup=3))
-        return [params(loop.run(1).model) for _ in range(4)]
-
-    first, second = run_ranks(2, body)
-    assert [same(own, other) for own, other in zip(first, second, strict=True)] == [True, True, True, False]
-
-
 @ends_equal(2)
 def test_what_no_optimizer_steps_has_no_outer_rule(world):
     model = model_of()
@@ -54,21 +44,6 @@ def test_what_no_optimizer_steps_has_no_outer_rule(world):
         local_step(model, optimizer, step, world.rank)
     replica.consolidate()
     return params(model)
-
-
-class Rateless(torch.optim.Optimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": None})
-
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data -= 0.01 * param.grad
-
-
-@ends_equal(2)
-def test_an_optimizer_need_not_have_a_learning_rate(world):
-    return params(Loop(world, LocalSGD(2), make=Rateless).run(4).model)
 
 
 @for_each(("algorithm", "steps"), taking_turns([*ALGORITHMS, GOSSIPING], [8, 9, 10]))

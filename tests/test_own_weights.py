@@ -55,14 +55,6 @@ def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches,
         assert same(weights, found[0][4])
 
 
-@ends_equal(2, timeout_s=PATIENT_S)
-def test_ranks_run_out_of_data_where_two_models_train_alone(world):
-    loop, _ = Loop(world, LocalSGD(2, 1)), Loop(world, LocalSGD(1000))
-    with loop.replica.join():
-        loop.run(2 + 3 * world.rank)
-    return params(loop.model)
-
-
 @on_ranks(1)
 def test_join_inside_join_is_refused(world):
     replica = Loop(world, Gossip()).replica
@@ -116,18 +108,6 @@ def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts_with_the_settings_of
     assert loop.replica.step == 8
     assert scaler.get_scale() == (4.0 / 2 ** len(skipped) if world.rank == 1 else 4.0)
     return params(loop.model)
-
-
-@for_each("delay", [0, 2])
-@ends_equal(2)
-def test_a_checkpoint_after_a_step_that_one_rank_skipped_can_be_loaded(world, delay):
-    loop = Loop(world, LocalSGD(4, delay))
-    scaled(loop, 4, skipped=(3,))
-    saved = loop.state()
-    again = Loop(world, LocalSGD(4, delay)).load(saved).run(3)
-    again.replica.consolidate()
-    assert again.replica.step == 7
-    return params(again.model)
 
 
 @for_each("algorithm", WAYS)

@@ -189,21 +189,6 @@ def test_a_ring_shuffle_loses_only_the_samples_of_a_lost_rank(data):
     assert len(left) == len(set(left)) == kept * (ranks - 1)
 
 
-def test_a_ring_shuffle_works_on_the_last_remaining_rank():
-    def body(world):
-        loop = gossip_loop(world, Gossip())
-        ring = commrt.RingShuffle((torch.arange(8) + 8 * world.rank,), batch_size=2, world=world)
-        for _ in range(1 if world.rank else 3):
-            for _ in ring:
-                loop.run(1)
-        if world.rank == 0:
-            loop.replica.consolidate()
-        return ring.state_dict()["samples"][0]
-
-    alone, *_ = run_ranks(3, body)
-    assert len(alone) == 8
-
-
 def test_the_remaining_ranks_load_a_checkpoint_after_a_loss():
     def body(world):
         replica = finished(world, Gossip(), {1: 4}).replica
@@ -226,13 +211,7 @@ def two_models(world):
     return [gossip_loop(world, Gossip(), model_of(seed)) for seed in (0, 1)]
 
 
-def two_models_of_which_one_was_detached(world):
-    first, other = two_models(world)
-    other.replica.detach()
-    return [first]
-
-
-@for_each("make_loops", [one_of_gradients, two_models, two_models_of_which_one_was_detached])
+@for_each("make_loops", [one_of_gradients, two_models])
 def test_what_has_no_weights_of_its_own_or_no_step_in_common_ends_with_a_lost_rank(make_loops):
     def body(world):
         loops = make_loops(world)
@@ -423,12 +402,3 @@ def test_a_process_that_is_stopped_for_longer_than_the_timeout_is_evicted():
     outcomes = run_processes(4, failing_ranks.gossiping, Gossip(), 2.0, (), 2, on_message=on_message)
     assert_they_went_on(outcomes, {2: None})
     assert outcomes[2].error.startswith("Evicted: this process was evicted, and generation 1 goes on without it")
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_the_death_of_the_rank_that_holds_the_store_ends_the_others_in_words():
-    outcomes = struck({0: 7})
-    for outcome in outcomes[1:]:
-        assert "the process that holds the store" in outcome.error
-        assert outcome.seconds < PATIENT_S

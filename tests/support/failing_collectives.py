@@ -13,9 +13,7 @@ import torch
 from failing_ranks import joined, model_of, one_step
 
 import commrt
-from commrt.errors import PeerLost, Place
 from commrt.runtime.executor import BoundProgram
-from commrt.runtime.membership import ConsistencyCheck
 from commrt.store import client
 from commrt.store.client import call_store, clone_connection
 
@@ -150,30 +148,3 @@ def late_beside_a_stopped_one(tell, timeout_s):
     last = replica.replicas_equal()
     world.close()
     return counted, last
-
-
-def refused_as_one_dies(tell):
-    """All sum tensors of different sizes; rank 3 dies as it has learned that, and rank 1 does not learn it.
-
-    What each makes of that, and of the next call.
-    """
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), 4.0, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    gather = ConsistencyCheck._gather
-
-    def odd(comparison, *what):
-        ConsistencyCheck._gather = gather
-        found = gather(comparison, *what)
-        if world.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise PeerLost("the last message was lost", Place(1, 3)) if found else AssertionError
-
-    if world.rank in (1, 3):
-        ConsistencyCheck._gather = odd
-    try:
-        found = world.all_reduce(torch.ones(64 * (1 + world.rank)), "sum")
-    except commrt.CommrtError as error:
-        found = type(error).__name__
-    last = replica.replicas_equal()
-    world.close()
-    return found, last
