@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import replacement_ranks
 import torch
 from cases import for_each
+from failing_collectives import collectives_at, ends_early
 from torch.distributed import HashStore
 
 import commrt
@@ -68,12 +68,7 @@ def test_a_replacement_with_another_transport_is_refused():
 @for_each(
     ("model", "claim", "kind", "says"),
     [
-        (
-            2,
-            CONFIG.claim,
-            UsageError,
-            "number 1, and this process.* attaches its number",
-        ),
+        (2, CONFIG.claim, UsageError, "number 1, and this process.* attaches its number"),
         (1, {"algorithm": "ring", "buffers": "none"}, DisagreementError, "about algorithm: 'ring' against 'backup'"),
         (1, {"algorithm": "backup"}, DisagreementError, "about buffers: 'nothing' against 'none'"),
         (1, {**CONFIG.claim, "more": "x"}, DisagreementError, "about more: 'x' against 'nothing'"),
@@ -88,10 +83,8 @@ def test_a_replacement_with_another_model_is_told_what_differs(model, claim, kin
     "call",
     [
         lambda world: world.agree("anything"),
-        lambda world: world.run(commrt.Ring().schedule(0, 4), torch.zeros(8)),
-        lambda world: commrt.attach(torch.nn.Linear(2, 2), world=world),
         lambda world: commrt.attach(torch.nn.Linear(2, 2), algorithm=commrt.Gossip(), world=world),
-        lambda world: commrt.RingShuffle([torch.zeros(8)], 2, world=world),
+        lambda world: world.run(commrt.Ring().schedule(0, 4), torch.zeros(8)),
     ],
 )
 def test_a_replacement_cannot_call_collectives_before_it_is_admitted(call):
@@ -137,7 +130,7 @@ def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_holder_of_the_store_waits_for_ranks_that_train_longer_than_the_timeout():
-    ends = run_processes(3, replacement_ranks.ends_early, 45)
+    ends = run_processes(3, ends_early, 45)
     assert [end.error for end in ends] == [None] * 3
     assert all(end.value >= 35 for end in ends[1:])
 
@@ -149,7 +142,7 @@ def killed(_, message, process):
 
 @pytest.mark.processes
 def test_a_replacement_makes_the_collectives_after_its_first_step():
-    ends = run_processes(4, replacement_ranks.collectives_at, (10, 12, 40), on_message=killed)
+    ends = run_processes(4, collectives_at, (10, 12, 40), on_message=killed)
     assert [end.error for end in ends] == [None] * 4
     assert all(equal for end in ends for _, equal in end.value)
     assert [end.value[-1][0] for end in ends] == [40] * 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes of tests in which a rank is late, stopped, killed or refused in a collective of all ranks."""
+"""Worker processes of tests in which a rank is late, stopped, killed or replaced in a collective of all ranks."""
 
 from __future__ import annotations
 
@@ -148,3 +148,30 @@ def late_beside_a_stopped_one(tell, timeout_s):
     last = replica.replicas_equal()
     world.close()
     return counted, last
+
+
+def ends_early(tell, batches, timeout_s=2.0):
+    """Rank 0, which holds the store, has few batches; the others take many times the deadline."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    for number in range(5 if world.rank == 0 else batches):
+        replica.drain()
+        Event().wait(0.1)
+        one_step(model, optimizer, world.rank, number)
+    world.close()
+    return replica.step
+
+
+def collectives_at(tell, goals, timeout_s=8.0):
+    """Make a collective after each of `goals` updates; a replacement makes those after its first step."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    made, equal = replica.step if world.is_replacement else 0, []
+    for goal in (goal for goal in goals if goal > made):
+        while replica.drain() or replica.step < goal:
+            if world.rank == 2 and not world.is_replacement and replica.step >= goals[0] - 2:
+                tell("replace")
+                Event().wait(60.0)
+            Event().wait(0.03)
+            one_step(model, optimizer, world.rank, replica.step)
+        equal.append((goal, replica.replicas_equal()))
+    world.close()
+    return equal

@@ -93,8 +93,3 @@ def mixed(models, share, source, sent):
 
 def same(one, other):
     return all(map(torch.equal, one, other))
-
-
-def means(outcomes):
-    """Parameters of all ranks, before and after."""
-    return [[before[0] for before, _ in outcomes], [after[0] for _, after in outcomes]]
