@@ -310,10 +310,8 @@ def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_g
 def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_come(times, says):
     def body(world):
         model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
-        failures, connect = (
-            [commrt.TransportError("not all 3 ranks connected")] * times,
-            world.reconnect_options.connect,
-        )
+        failures = [commrt.TransportError("not all 3 ranks connected")] * times
+        connect = world.reconnect_options.connect
 
         def unlucky(*where):
             if failures:

@@ -425,28 +425,6 @@ def test_any_rank_may_be_late_in_a_loop_whose_optimizers_take_turns(late, backup
     check(loop, zero, late=late, backups=backups, ranks=ranks)
 
 
-@for_each("zero", ["first", "never"])
-def test_replicas_are_equal_in_a_collective_between_two_optimizers_steps(zero):
-    progress = Progress()
-
-    def body(world):
-        parts, seen = deepcopy(PARTS), []
-        optimizers = optimizers_of(parts)
-        replica = commrt.attach(parts, optimizers, commrt.BackupWorkers(1), world=world)
-
-        def compare():
-            progress.tell(number + 1)  # in a collective, the others wait for the late rank
-            seen.append(replica.replicas_equal())
-
-        for number in range(4):
-            if world.rank == 1:
-                progress.wait_for(number + 1)
-            step(parts, optimizers, all_of_them, number, zero, compare)
-        return seen, replica.step, replica.lost
-
-    assert run_ranks(3, body) == [([True] * 12, 4, ())] * 3
-
-
 @for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0)])
 @on_ranks(2)
 def test_ranks_that_step_different_optimizers_are_told_so_in_the_next_pass(world, algorithm):

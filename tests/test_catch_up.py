@@ -28,7 +28,7 @@ from late_ranks import (
     weights,
 )
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
@@ -67,33 +67,20 @@ def test_a_rank_that_catches_up_copies_schedulers_weight_averages_and_buffers():
     assert all_are_equal(Loop(late_by=4).run(body))
 
 
-def scheduled(loop, world, *, at_the_top=False, is_named=True):
-    """Train with a scheduler, until one rank has left and both others must count; its updates."""
-    model = deepcopy(MODEL)
-    optimizer = sgd(model)
-    scheduler = CosineAnnealingLR(optimizer, 30)
-    rank = Trainee(loop, world, model, optimizer, also=[scheduler] if is_named else [])
-    try:
-        while at(rank.replica) < 20 and (world.rank or rank.replica.step < AT + 4):
-            if at_the_top and rank.replica.step:
-                scheduler.step()
-            rank.step()
-            if not at_the_top:
-                scheduler.step()
-    finally:
-        loop.progress.tell(20)  # nobody need wait for who has failed
-    return scheduler.last_epoch + at_the_top
-
-
-@for_each("at_the_top", [False, True])
-def test_schedulers_may_be_stepped_anywhere_between_two_passes(at_the_top):
-    ends = Loop(3, late_by=3).run(lambda loop, world: scheduled(loop, world, at_the_top=at_the_top))
-    assert ends[1:] == [20, 20]
-
-
 def test_a_scheduler_that_was_not_named_in_also_is_an_error():
+    def body(loop, world):
+        """Train until one rank has left and both others must count."""
+        rank = Trainee(loop, world)
+        scheduler = ExponentialLR(rank.optimizer, 0.9)
+        try:
+            while at(rank.replica) < 20 and (world.rank or rank.replica.step < AT + 4):
+                rank.step()
+                scheduler.step()
+        finally:
+            loop.progress.tell(20)  # nobody need wait for who has failed
+
     with pytest.raises(DisagreementError, match="settings"):
-        Loop(3, late_by=3).run(lambda loop, world: scheduled(loop, world, is_named=False))
+        Loop(3, late_by=3).run(body)
 
 
 @for_each(("ranks", "collective_first"), [(3, False), (4, True)])
@@ -309,12 +296,6 @@ def test_state_that_others_could_not_load_is_refused_at_once():
 # whom a late rank asks
 
 
-def catching_up(elastic, rank, store=None, state=None):
-    options = SimpleNamespace(towards="127.0.0.1")
-    world = SimpleNamespace(rank=rank, timeout_s=60.0, config=None, reconnect_options=options)
-    return world, CatchUp(world, elastic, store, state)
-
-
 def gone():
     raise Evicted("it did not come to consolidate() within 2 s", Place(2), 1, 0)
 
@@ -330,7 +311,8 @@ def gone():
 def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_meanwhile(current, kind, says):
     on_store = SimpleNamespace(is_gone=lambda rank: True, current=current)
     elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=on_store)
-    _, catch_up = catching_up(elastic, 2)
+    world = SimpleNamespace(rank=2, config=None, reconnect_options=SimpleNamespace(towards="127.0.0.1"))
+    catch_up = CatchUp(world, elastic, None, None)
     catch_up.close()
     with pytest.raises(kind, match=says):
         catch_up.fetch(3, [0, 1])
@@ -340,7 +322,6 @@ def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_mea
     ("members", "asked"),
     [
         ((0, 1, 2, 3), {4: [0, 1, 2, 3], 5: [1, 2, 3, 0]}),
-        ((1, 2, 4, 5), {0: [1, 2, 4, 5], 3: [2, 4, 5, 1]}),
         ((2, 5), {0: [2, 5], 1: [5, 2], 3: [2, 5], 4: [5, 2]}),
         ((), {0: [1, 2, 3, 4, 5], 2: [3, 4, 5, 0, 1], 5: [0, 1, 2, 3, 4]}),
         ((2,), {2: [3, 4, 5, 0, 1]}),  # a process of this rank before this one

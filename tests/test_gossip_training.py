@@ -31,7 +31,6 @@ from torch import nn
 import commrt
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import DisagreementError, UsageError
-from commrt.local_sgd import LocalSGD
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
 
@@ -181,23 +180,13 @@ def test_gossip_of_gradients_averages_what_two_have_and_nothing_else(ranks):
 def test_the_report_says_what_a_step_cost():
     def body(world):
         _, replica = trained(world, Gossip())
-        return replica.last, replica.stats(), len(replica.buckets)
+        return replica.last, dataclasses.asdict(replica.stats()), len(replica.buckets)
 
-    for last, stats, buckets in run_ranks(2, body):
+    for last, totals, buckets in run_ranks(2, body):
         assert [span.bucket for span in last.spans][-buckets:] == [*range(buckets)]
-        assert stats.nbytes_sent > 0
         assert last.exposed_s >= 0
-
-
-@for_each("algorithm", [Gossip(), LocalSGD(1)])
-@on_ranks(2)
-def test_totals_are_a_dataclass_that_can_be_written_as_one(world, algorithm):
-    _, replica = trained(world, algorithm)
-    totals = dataclasses.asdict(replica.stats())
-    assert [*totals][:5] == ["steps", "comm_s", "exposed_s", "nbytes_sent", "received_from"]
-    assert (totals["steps"], totals["counted"]) == (STEPS, STEPS)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        replica.stats().steps = 0
+        assert totals["nbytes_sent"] > 0
+        assert (totals["steps"], totals["counted"]) == (STEPS, STEPS)
 
 
 # loops that save, copy, compile or take the model apart
@@ -211,20 +200,6 @@ def test_saving_a_model_waits_for_what_is_under_way():
         return [value.clone() for value in model.state_dict().values()]
 
     assert all(map(same, run_ranks(2, body), simulated(Gossip(staleness=1), 2, steps=3)))
-
-
-@on_ranks(2)
-def test_the_next_forward_pass_exchanges_a_step_that_no_optimizer_took(world):
-    """As under a `GradScaler` that met an infinity."""
-    model, optimizer, replica = trainee(world, Gossip(), bucket_cap_mb=1e-4)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        model(batch(step, world.rank)).square().sum().backward()
-        if (step, world.rank) not in {(2, 1), (STEPS - 1, 0)}:
-            optimizer.step()
-    model(batch(0, 0))
-    assert replica.step == STEPS
-    assert replica.disagreement() < 1e-6
 
 
 @on_ranks(2)

@@ -21,7 +21,6 @@ from local_loops import ALGORITHMS, Loop
 
 import commrt
 from commrt import Direct, Gossip
-from commrt.buckets.engine import Engine
 from commrt.errors import Place, UsageError
 from commrt.local_sgd import HeavyBall, LocalSGD, Nesterov
 from commrt.quantization import Int8
@@ -284,20 +283,6 @@ def test_after_a_loss_only_gossip_of_weights_can_be_attached():
 
     first, _, *others = run_ranks(4, body)
     assert all(same(first, other) for other in others)
-
-
-def test_no_rank_can_be_lost_while_another_one_still_connects_in_attach(monkeypatch):
-    """Rank 1 has no transfer with rank 5, so nothing but `attach` itself makes it wait for that rank."""
-    connect = Engine._connect_peers
-
-    def slow_on_rank_5(engine, *args):
-        if engine.world.rank == 5:
-            threading.Event().wait(0.5)
-        connect(engine, *args)
-
-    monkeypatch.setattr(Engine, "_connect_peers", slow_on_rank_5)
-    algorithm = LocalSGD(2)
-    require_they_went_on(run_ranks(6, lambda world: finished(world, algorithm, {1: 0}, steps=4)), algorithm, {1})
 
 
 @for_each(("algorithm", "number"), taking_turns([*ALGORITHMS[2:4], ALGORITHMS[5]], [0, 1, 3]))

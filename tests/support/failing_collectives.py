@@ -18,24 +18,20 @@ from commrt.store import client
 from commrt.store.client import call_store, clone_connection
 
 
-def missing_a_call(tell, victim, timeout_s, what):
-    """Two sums, and between them another collective, for which `victim` is stopped until the others have made it."""
-    model = model_of()
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
+def missing_a_call(tell, victim, timeout_s):
+    """Three sums; `victim` is stopped before the second until the others have made it."""
+    _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
 
     def summed(number):
         world.all_reduce(total := torch.tensor([1.0, number]), "sum")
         return total.tolist()
 
-    def between():
-        return {"sum": lambda: summed(1), "equal": replica.replicas_equal}[what]()
-
     first = summed(0)
     if world.rank == victim:
         world.store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    found = between()
+    found = summed(1)
     if world.rank == min({*range(world.size)} - {victim}):
         os.kill(int(world.store.get("stopped")), signal.SIGCONT)
     last = summed(2)
