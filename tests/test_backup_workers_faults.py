@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backup workers in real processes that are slow, stopped, or killed, at every place of a step."""
+"""Backup workers in real processes that are slow, stopped, killed or replaced, at every place of a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from failing_collectives import (
+    collectives_at,
     dying_in_a_disagreement,
     dying_in_a_sum,
+    ends_early,
     late_beside_a_stopped_one,
     missing_a_call,
 )
@@ -17,10 +19,11 @@ from failing_collectives import (
 import commrt
 from commrt.elastic.barrier import Barrier
 from commrt.runtime.executor import BoundProgram
-from commrt.testing.processes import run_processes
+from commrt.testing.processes import RESTART, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent / "audits"))
 from fault_cost import Fault, RunLength, reference_holds, run_with_faults
+from replacements import train_with_deaths
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
 AT, STEPS, STOP_S = 4, 16, 6.0
@@ -135,3 +138,41 @@ def test_a_death_as_ranks_disagree_leaves_the_others_disagreeing_and_the_world_g
         assert said.startswith("lunch: rank 1 disagrees with rank 0 about dish: 'number 1' against 'number 0'. Start")
         assert equal
         assert waited_s < 15  # half of the deadline
+
+
+# another process takes the place of a killed one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["backward", "reducing"])
+def test_a_replacement_copies_the_weights_of_the_others_and_counts(where):
+    ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(2, AT, where, "replace")])
+    assert [end.error for end in ends] == [None] * 4
+    reference_holds(ends, needed=3)
+    assert all(end.value["equal"] and not end.value["lost"] for end in ends)
+    assert any(2 in members and step > AT for step, members in ends[2].value["used"].items())
+
+
+@pytest.mark.slow
+def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
+    found = train_with_deaths(6, 2, deaths=3)
+    assert found.deaths == 3
+
+
+@pytest.mark.slow
+def test_the_holder_of_the_store_waits_for_ranks_that_train_longer_than_the_timeout():
+    ends = run_processes(3, ends_early, 45)
+    assert [end.error for end in ends] == [None] * 3
+    assert all(end.value >= 35 for end in ends[1:])
+
+
+def killed(_, message, process):
+    process.kill()
+    return RESTART if message == "replace" else True
+
+
+def test_a_replacement_makes_the_collectives_after_its_first_step():
+    ends = run_processes(4, collectives_at, (10, 12, 40), on_message=killed)
+    assert [end.error for end in ends] == [None] * 4
+    assert all(equal for end in ends for _, equal in end.value)
+    assert [end.value[-1][0] for end in ends] == [40] * 4

@@ -151,7 +151,7 @@ def test_gradients_that_were_accumulated_are_dropped_or_counted_together(rank):
         with rank.replica.no_sync():
             rank.model(batch(rank.rank, version)).square().mean().backward()
         rank.wait()
-        rank.model(batch(rank.rank + 50, version)).square().mean().backward()
+        rank.model(input=batch(rank.rank + 50, version)).square().mean().backward()
         rank.optimizer.step()
         assert rank.replica.last.samples == 24
         rank.tell()
