@@ -30,7 +30,7 @@ from late_ranks import (
 )
 
 import commrt
-from commrt.errors import CommrtError, Place, QuorumLost, UsageError
+from commrt.errors import CommrtError, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 
 
@@ -304,6 +304,30 @@ def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_g
     for rank, (said, total) in enumerate(ends):
         assert said.startswith("UsageError" if rank == 1 else "DisagreementError: rank 1 refused: no schedule of so")
         assert total == [4.0, 4.0]
+
+
+@for_each("is_broken", [False, True])
+def test_a_refusal_after_a_collective_inside_another_is_passed_on(is_broken):
+    def body(world):
+        trainee(world, commrt.BackupWorkers(1))
+        membership, failures = world.membership, [PeerLost("a cut wire", Place(0))] * (is_broken and world.rank == 0)
+
+        def fail_once():
+            if failures:
+                raise failures.pop()
+
+        with membership.collective("the outer one"):
+            membership.together(int)
+            with membership.collective("the inner one"):
+                membership.together(fail_once)
+            assert membership.number >= is_broken  # rank 1 may have refused already
+            if world.rank == 1:
+                raise UsageError("not this one")
+            return membership.together(int)
+
+    said = run_ranks(3, lambda world: told(lambda: body(world)), timeout_s=LIMIT_S)
+    assert said[1] == "UsageError: not this one"
+    assert all(each.startswith("DisagreementError: rank 1 refused: not this one") for each in said[::2])
 
 
 @for_each(("times", "says"), [(1, None), (9, "not all 3 ranks connected")])

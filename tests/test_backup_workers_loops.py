@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from copy import deepcopy
 
 import pytest
@@ -17,7 +14,6 @@ from torch import nn
 import commrt
 from commrt.backup_workers.catch_up import FinalCalls
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, QuorumLost, UsageError
-from commrt.testing.processes import free_port
 from commrt.testing.ranks import run_ranks
 from commrt.training.model_state import dump, load
 
@@ -145,44 +141,6 @@ def test_final_calls_run_once_before_an_error_that_ends_training(error):
 
 def test_final_calls_do_not_run_before_an_error_that_a_loop_may_survive():
     FinalCalls([lambda: pytest.fail("called")]).make(UsageError())
-
-
-UNCLOSED = """
-import torch, commrt
-world = commrt.init(20.0, start_timeout_s=60.0)
-model = torch.nn.Linear(5, 3)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1))
-while replica.step < 5:
-    optimizer.zero_grad()
-    loss = model(torch.ones(4, 5)).square().mean()
-    if world.rank == 2 and replica.step == 4:
-        world.store.wait(["0 is through", "1 is through"])
-    loss.backward()
-    optimizer.step()
-if world.rank < 2:
-    world.store.set(f"{world.rank} is through", "")
-replica.drain()
-print(replica.step, model.weight.sum().item())
-"""
-
-
-@pytest.mark.slow
-def test_late_ranks_copy_weights_from_a_program_that_ends_without_closing_its_world():
-    variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", UNCLOSED],
-            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    said = [process.communicate(timeout=100) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], said
-    assert len({out for out, _ in said}) == 1
 
 
 @on_ranks(3)

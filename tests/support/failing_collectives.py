@@ -14,8 +14,10 @@ from failing_ranks import joined, model_of, one_step
 
 import commrt
 from commrt.runtime.executor import BoundProgram
+from commrt.runtime.init import _at_exit
 from commrt.store import client
 from commrt.store.client import call_store, clone_connection
+from commrt.training.model_state import fingerprint
 
 
 def missing_a_call(tell, victim, timeout_s):
@@ -39,37 +41,34 @@ def missing_a_call(tell, victim, timeout_s):
     return first, found, last
 
 
-def dying_in_a_sum(tell, algorithm, victim):
-    """`victim` is killed when it has the sum, which others lack for that, or have as well."""
-    _, optimizer, world = joined(algorithm, 4.0, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
+def die_after_the_next_exchange():
     run = BoundProgram.run
 
     def run_once(program, *where):
         run(program, *where)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    BoundProgram.run = run_once
+
+
+def dying_in_a_sum(tell, algorithm, victim):
+    """`victim` is killed when it has the sum, which others lack for that, or have as well."""
+    _, optimizer, world = joined(algorithm, 4.0, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
     world.all_reduce(total := torch.ones(64), "sum")  # they compare what they do, once
     if world.rank == victim:
-        BoundProgram.run = run_once
+        die_after_the_next_exchange()
     world.all_reduce(total.fill_(1), "sum")
     world.close()
     return total.unique().tolist()
 
 
-def dying_in_a_disagreement(tell, algorithm, victim, when):
-    """All claim something else; `victim` is killed when it has done `when`, a method of an owner."""
-    _, optimizer, world = joined(algorithm, 30.0, model := model_of())
+def dying_in_a_disagreement(tell, victim):
+    """All claim something else; `victim` is killed when it knows that."""
+    _, optimizer, world = joined(commrt.BackupWorkers(1), 30.0, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    owner, name = when
-    does = getattr(owner, name)
-
-    def do_once(self, *args):
-        does(self, *args)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if world.rank == victim:
-        setattr(owner, name, do_once)
+        die_after_the_next_exchange()
     begin_s = monotonic()
     try:
         world.agree("lunch", dish=f"number {world.rank}")
@@ -171,3 +170,17 @@ def collectives_at(tell, goals, timeout_s=8.0):
         equal.append((goal, replica.replicas_equal()))
     world.close()
     return equal
+
+
+def ends_without_closing(tell):
+    """Rank 2 is late in the last step, and copies weights from ranks whose programs have come to their end."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), 20.0, model := model_of())
+    while replica.drain() or replica.step < 5:
+        if world.rank == 2 and replica.step == 4:
+            world.store.wait(["0 is through", "1 is through"])
+        one_step(model, optimizer, world.rank, replica.step)
+    world.store.set(f"{world.rank} is through", "")
+    replica.drain()
+    found = replica.step, fingerprint(model)
+    _at_exit()  # processes of a test end without it
+    return found
