@@ -185,23 +185,6 @@ def test_a_death_at_the_end_of_an_epoch_does_not_stop_ranks_at_different_steps(d
     assert ends[:2] + ends[3:] == [(0, 1, 3)] * 3
 
 
-def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
-    all_are_done, both_are_left = threading.Barrier(4), threading.Barrier(2)
-
-    def body(world):
-        replica = trainee(world, commrt.BackupWorkers(1))[2]
-        if world.rank > 1:
-            replica.detach()
-        all_are_done.wait()
-        if world.rank < 2:
-            lost = commrt.PeerLost("made up", Place(world.rank))
-            world.comm_thread.submit(lambda: world.membership.recover(lost)).result()
-            both_are_left.wait(LIMIT_S)
-        return tuple(world.members)
-
-    assert run_ranks(4, body)[:2] == [(0, 1), (0, 1)]
-
-
 def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
     def body(loop, world):
         rank = Trainee(loop, world)

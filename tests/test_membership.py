@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from threading import Event
 from time import monotonic
 
@@ -16,7 +16,7 @@ from moved_clock import moved_clock
 from store_members import LONG_S, member_of, members_of
 
 from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Generation, Head, arrival_key, joining_key
-from commrt.errors import CommrtError, DeadlineExceeded, Evicted, TransportClosed, UsageError
+from commrt.errors import CommrtError, DeadlineExceeded, Evicted, QuorumLost, TransportClosed, UsageError
 from commrt.runtime.membership import Loss
 from commrt.threads.deadline import Deadline
 
@@ -216,6 +216,17 @@ def test_waiting_ends_when_the_world_does(members):
 
     with pytest.raises(TransportClosed):
         members(2)[0].roll_call(0, refuse)
+
+
+@for_each("finished", [False, True])
+def test_too_few_remaining_ranks_are_no_error_if_the_others_finished(finished):
+    with members_of(4, needed=3) as found:
+        for member in found[2:]:
+            member.depart("it has no more data", finished=finished)
+        generation, _ = roll_call(found[:2], [4, 4])
+        assert generation.ranks == (0, 1)
+        with nullcontext() if finished else pytest.raises(QuorumLost, match=r"\[0, 1\] are left, fewer than the 3"):
+            found[0].require_enough(generation, 4)
 
 
 # collectives

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
-from gossip_models import batch, local_step, model_of, params, same
-from local_loops import ALGORITHMS, GOSSIPING, PATIENT_S, Loop, ends_equal
+from gossip_models import PATIENT_S, batch, local_step, model_of, params, same
+from local_loops import ALGORITHMS, GOSSIPING, Loop, ends_equal
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 

@@ -34,10 +34,10 @@ run_ranks = partial(rank_threads.run_ranks, timeout_s=PATIENT_S)
 gossip_loop = partial(Loop, make=torch.optim.SGD)
 
 
-def finished(world, algorithm, ends, steps=STEPS):
+def finished(world, algorithm, ends):
     """Train up to this rank's end; those who work to the last become equal. Notes whom each heard, and who is left."""
     loop, heard = gossip_loop(world, algorithm), []
-    for _ in range(ends.get(world.rank, steps)):
+    for _ in range(ends.get(world.rank, STEPS)):
         loop.run(1)
         if isinstance(algorithm, Gossip):
             loop.replica.drain()
