@@ -28,7 +28,7 @@ from late_ranks import (
     weights,
 )
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import commrt
@@ -71,7 +71,7 @@ def test_a_scheduler_that_was_not_named_in_also_is_an_error():
     def body(loop, world):
         """Train until one rank has left and both others must count."""
         rank = Trainee(loop, world)
-        scheduler = ExponentialLR(rank.optimizer, 0.9)
+        scheduler = CosineAnnealingLR(rank.optimizer, 30)
         try:
             while at(rank.replica) < 20 and (world.rank or rank.replica.step < AT + 4):
                 rank.step()
@@ -311,7 +311,7 @@ def gone():
 def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_meanwhile(current, kind, says):
     on_store = SimpleNamespace(is_gone=lambda rank: True, current=current)
     elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=on_store)
-    world = SimpleNamespace(rank=2, config=None, reconnect_options=SimpleNamespace(towards="127.0.0.1"))
+    world = SimpleNamespace(rank=2, timeout_s=60.0, config=None, reconnect_options=SimpleNamespace(towards="127.0.0.1"))
     catch_up = CatchUp(world, elastic, None, None)
     catch_up.close()
     with pytest.raises(kind, match=says):
