@@ -30,7 +30,7 @@ from late_ranks import (
 )
 
 import commrt
-from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, QuorumLost, UsageError
+from commrt.errors import CommrtError, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 
 
@@ -83,27 +83,6 @@ def test_no_rank_waits_for_ranks_that_ran_out_of_data(batches):
     assert most >= ends[0][0] >= min(batches)  # each counts once in a step at most
     assert all(equal for _, equal, _ in ends)
     assert ends[batches.index(max(batches))][2].ended or max(batches) < 30
-
-
-def test_a_late_rank_does_not_wait_for_a_silent_one_while_others_wait_in_a_collective():
-    progress, all_are_dropped = Progress(), threading.Event()
-
-    def body(world):
-        model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
-        if world.rank == LATE:
-            progress.wait_for(1)
-        for _ in range(20 if world.rank == LATE else 1):
-            backward(model, world.rank, replica.step)
-            optimizer.step()
-        if world.rank == LATE:
-            all_are_dropped.set()
-        progress.tell(1)
-        if world.rank == 1:
-            all_are_dropped.wait(LIMIT_S)  # silent: it says that it trains
-        replica.consolidate()
-        return replica.step, replica.replicas_equal()
-
-    assert run_ranks(3, body, timeout_s=4.0) == [(1, True)] * 3
 
 
 @for_each("timeout_s", [0.8, 4.0])
@@ -204,39 +183,6 @@ def test_a_death_at_the_end_of_an_epoch_does_not_stop_ranks_at_different_steps(d
     ends = ended(4, body, timeout_s=8.0)
     assert isinstance(ends[2], OnPurposeError)
     assert ends[:2] + ends[3:] == [(0, 1, 3)] * 3
-
-
-def test_too_few_remaining_ranks_are_no_error_if_the_others_finished():
-    all_are_done, both_are_left = threading.Barrier(4), threading.Barrier(2)
-
-    def body(world):
-        replica = trainee(world, commrt.BackupWorkers(1))[2]
-        if world.rank > 1:
-            replica.detach()
-        all_are_done.wait()
-        if world.rank < 2:
-            lost = commrt.PeerLost("made up", Place(world.rank))
-            world.comm_thread.submit(lambda: world.membership.recover(lost)).result()
-            both_are_left.wait(LIMIT_S)
-        return tuple(world.members)
-
-    assert run_ranks(4, body)[:2] == [(0, 1), (0, 1)]
-
-
-def test_a_collective_that_live_ranks_do_not_join_ends_at_its_timeout():
-    is_over = threading.Event()
-
-    def body(world):
-        replica = trainee(world, commrt.BackupWorkers(1))[2]
-        if world.rank:
-            return is_over.wait(30)
-        with pytest.raises(DeadlineExceeded):
-            replica.replicas_equal()
-        is_over.set()
-        world.abort(DeadlineExceeded("the test is over"))
-        return True
-
-    assert all(run_ranks(3, body, timeout_s=0.5))
 
 
 def test_world_run_does_not_send_weights_that_the_loop_has_swapped():
@@ -371,10 +317,8 @@ def test_a_refusal_after_a_collective_inside_another_is_passed_on(is_broken):
 def test_connections_that_fail_are_made_in_the_next_attempt_with_the_ranks_that_come(times, says):
     def body(world):
         model, optimizer, replica = trainee(world, commrt.BackupWorkers(1))
-        failures, connect = (
-            [commrt.TransportError("not all 3 ranks connected")] * times,
-            world.reconnect_options.connect,
-        )
+        failures = [commrt.TransportError("not all 3 ranks connected")] * times
+        connect = world.reconnect_options.connect
 
         def unlucky(*where):
             if failures:

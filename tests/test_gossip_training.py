@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training by gossip: the bits of a simulation in one process, and the mean is kept."""
+"""Training by gossip, also by loops that save, copy or compile the model: the bits of a simulation in one process."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import threading
+from copy import deepcopy
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ from gossip_models import (
     STEPS,
     batch,
     local_step,
-    means,
     model_of,
     optimizer_of,
     params,
@@ -30,7 +31,6 @@ from torch import nn
 import commrt
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import DisagreementError, UsageError
-from commrt.local_sgd import LocalSGD
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
 
@@ -89,7 +89,8 @@ def apart(world, algorithm, wire, rounds=6):
 @for_each(("wire", "staleness"), pairwise([None, *WIRES[1:]], [0, 1]))
 def test_mixing_keeps_the_mean_also_where_the_wire_rounds(wire, staleness):
     outcomes = run_ranks(4, lambda world: apart(world, Gossip(staleness=staleness), wire))
-    before, after = ([torch.stack(parts).mean(0) for parts in zip(*bits, strict=True)] for bits in means(outcomes))
+    bits = [[before[0] for before, _ in outcomes], [after[0] for _, after in outcomes]]
+    before, after = ([torch.stack(parts).mean(0) for parts in zip(*each, strict=True)] for each in bits)
     for was, now in zip(before, after, strict=True):
         assert torch.allclose(was, now, rtol=0, atol=3e-7)
     for (_, apart_before), (_, apart_after) in outcomes:
@@ -179,20 +180,85 @@ def test_gossip_of_gradients_averages_what_two_have_and_nothing_else(ranks):
 def test_the_report_says_what_a_step_cost():
     def body(world):
         _, replica = trained(world, Gossip())
-        return replica.last, replica.stats(), len(replica.buckets)
+        return replica.last, dataclasses.asdict(replica.stats()), len(replica.buckets)
 
-    for last, stats, buckets in run_ranks(2, body):
+    for last, totals, buckets in run_ranks(2, body):
         assert [span.bucket for span in last.spans][-buckets:] == [*range(buckets)]
-        assert stats.nbytes_sent > 0
         assert last.exposed_s >= 0
+        assert totals["nbytes_sent"] > 0
+        assert (totals["steps"], totals["counted"]) == (STEPS, STEPS)
 
 
-@for_each("algorithm", [Gossip(), LocalSGD(1)])
+# loops that save, copy, compile or take the model apart
+
+
+def test_saving_a_model_waits_for_what_is_under_way():
+    def body(world):
+        model, optimizer, _ = trainee(world, Gossip(staleness=1), bucket_cap_mb=1e-4)
+        for step in range(3):
+            local_step(model, optimizer, step, world.rank)
+        return [value.clone() for value in model.state_dict().values()]
+
+    assert all(map(same, run_ranks(2, body), simulated(Gossip(staleness=1), 2, steps=3)))
+
+
 @on_ranks(2)
-def test_totals_are_a_dataclass_that_can_be_written_as_one(world, algorithm):
-    _, replica = trained(world, algorithm)
-    totals = dataclasses.asdict(replica.stats())
-    assert [*totals][:5] == ["steps", "comm_s", "exposed_s", "nbytes_sent", "received_from"]
-    assert (totals["steps"], totals["counted"]) == (STEPS, STEPS)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        replica.stats().steps = 0
+def test_copies_and_pickles_of_a_model_do_not_gossip(world):
+    model, _, replica = trainee(world, Gossip())
+    copied = deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    model(batch(0, 0)).sum().backward()
+    for other in (copied, loaded):
+        other(batch(0, world.rank)).sum().backward()
+    assert replica.step == 0
+
+
+def part_by_part(model):
+    """Calls the parts, never the module that is attached."""
+
+    def call(x):
+        for part in model:
+            x = part(x)
+        return x
+
+    return model, call
+
+
+def compiled_after_attach(model):
+    return model, torch.compile(model, backend="eager")
+
+
+@for_each("prepare", [part_by_part, compiled_after_attach])
+def test_parameters_are_mixed_in_time_however_the_model_is_called(prepare):
+    def body(world):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        attached, call = prepare(model)
+        replica = commrt.attach(attached, optimizer, Gossip(), world=world, bucket_cap_mb=1e-6)
+        for step in range(STEPS):
+            local_step(call, optimizer, step, world.rank)
+        replica.drain()
+        return params(model)
+
+    assert all(map(same, run_ranks(3, body), simulated(Gossip(), 3)))
+
+
+def test_ranks_at_different_steps_are_told_so():
+    def body(world):
+        replica = trainee(world, Gossip(rotate=False))[2]
+        replica._restart_at_step(world.rank)
+        replica.average()
+        replica.drain()
+
+    with pytest.raises(DisagreementError, match="the ranks are at different steps"):
+        run_ranks(2, body)
+
+
+@on_ranks(2)
+def test_a_parameter_that_came_later_is_refused(world):
+    model, _, replica = trainee(world, Gossip())
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(UsageError, match="the model has changed since attach"):
+        replica.average()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gossip and local SGD, where each rank has weights of its own, under the same loops: the questions are those of both.
+"""Gossip and local SGD, where each rank has weights of its own, under the loops of users.
 
 Ranks run out of data, have no batch, skip a step or accumulate; states are saved and loaded; models leave and come.
 """
@@ -12,14 +12,16 @@ from functools import partial
 import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
-from gossip_models import batch, local_step, model_of, params, same
-from local_loops import ALGORITHMS, GOSSIPING, PATIENT_S, Loop, ends_equal
+from gossip_models import PATIENT_S, batch, local_step, model_of, params, same
+from local_loops import ALGORITHMS, GOSSIPING, Loop, ends_equal
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import commrt
-from commrt import Gossip
-from commrt.errors import UsageError
-from commrt.local_sgd import LocalSGD, SlowMomentum
+from commrt import Direct, Gossip
+from commrt.errors import DisagreementError, UsageError
+from commrt.local_sgd import LocalSGD, Mix, Nesterov, SlowMomentum
+from commrt.quantization import Int4
 from commrt.testing.ranks import run_ranks
 
 WAYS = [Gossip(), Gossip(staleness=1), LocalSGD(3, 2), LocalSGD(2), GOSSIPING]
@@ -53,14 +55,6 @@ def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches,
         assert (steps, epoch, last) == (most, most, most + 2 + ranks - 1)
         assert same(joined, found[0][2])
         assert same(weights, found[0][4])
-
-
-@ends_equal(2, timeout_s=PATIENT_S)
-def test_ranks_run_out_of_data_where_two_models_train_alone(world):
-    loop, _ = Loop(world, LocalSGD(2, 1)), Loop(world, LocalSGD(1000))
-    with loop.replica.join():
-        loop.run(2 + 3 * world.rank)
-    return params(loop.model)
 
 
 @on_ranks(1)
@@ -116,18 +110,6 @@ def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts_with_the_settings_of
     assert loop.replica.step == 8
     assert scaler.get_scale() == (4.0 / 2 ** len(skipped) if world.rank == 1 else 4.0)
     return params(loop.model)
-
-
-@for_each("delay", [0, 2])
-@ends_equal(2)
-def test_a_checkpoint_after_a_step_that_one_rank_skipped_can_be_loaded(world, delay):
-    loop = Loop(world, LocalSGD(4, delay))
-    scaled(loop, 4, skipped=(3,))
-    saved = loop.state()
-    again = Loop(world, LocalSGD(4, delay)).load(saved).run(3)
-    again.replica.consolidate()
-    assert again.replica.step == 7
-    return params(again.model)
 
 
 @for_each("algorithm", WAYS)
@@ -220,3 +202,214 @@ def test_a_detached_model_trains_alone_and_can_be_attached_again(world, algorith
     again.consolidate()
     assert (loop.replica.step, again.step) == (4, 4)
     return params(loop.model)
+
+
+# local SGD alone: what ranks keep equal, models of all kinds, and what is refused
+
+
+def alike(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@for_each(("algorithm", "ranks"), [*taking_turns(ALGORITHMS, [3, 2]), (ALGORITHMS[2], 1)])
+def test_anchor_and_momentum_are_bitwise_equal_on_all_ranks(algorithm, ranks):
+    def body(world):
+        loop = Loop(world, algorithm)
+        return [loop.run(1).agreed() for _ in range(10)], params(loop.model)
+
+    (first, weights), *others = run_ranks(ranks, body)
+    assert not alike(first[0], first[-1])
+    for found, own in others:
+        assert all(map(alike, first, found))
+        assert not same(weights, own) or algorithm.delay == 0
+
+
+@ends_equal(2)
+def test_what_no_optimizer_steps_has_no_outer_rule(world):
+    model = model_of()
+    optimizer = torch.optim.SGD(model[:2].parameters(), lr=0.05)
+    replica = commrt.attach(model, optimizer, LocalSGD(2, outer=SlowMomentum()), world=world)
+    for step in range(4):
+        local_step(model, optimizer, step, world.rank)
+    replica.consolidate()
+    return params(model)
+
+
+@for_each(("algorithm", "steps"), taking_turns([*ALGORITHMS, GOSSIPING], [8, 9, 10]))
+def test_consolidate_sets_the_weights_to_the_anchor(algorithm, steps):
+    def body(world):
+        loop = Loop(world, algorithm).run(steps)
+        loop.replica.consolidate()
+        return params(loop.model), loop.anchors(), loop.replica.replicas_equal()
+
+    found = run_ranks(2, body)
+    for weights, anchors, equal in found:
+        assert same(weights, anchors)
+        assert same(weights, found[0][0])
+        assert equal
+
+
+@ends_equal(3)
+def test_the_averages_of_variances_stay_positive(world):
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, momentum=0.9))
+    loop = Loop(world, LocalSGD(3, 2), model)
+    for step in range(11):
+        loop.optimizer.zero_grad()
+        scale = 100.0 if (step + world.rank) % 3 else 0.01
+        model(scale * batch(step, world.rank)).square().sum().backward()
+        loop.optimizer.step()
+        assert (model[1].running_var >= 0).all()
+    loop.replica.consolidate()
+    assert model[1].num_batches_tracked == 11
+    return [*model.buffers()]
+
+
+def test_with_a_wire_of_codes_buffers_stay_local_until_consolidate():
+    def body(world):
+        model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+        loop = Loop(world, LocalSGD(2, inner=Direct(), wire=Int4()), model).run(4)
+        before = model[1].running_var.clone()
+        loop.replica.consolidate()
+        return before, model[1].running_var.clone()
+
+    (own, first), (other, second) = run_ranks(2, body)
+    assert not torch.equal(own, other)
+    assert torch.equal(first, own)
+    assert torch.equal(second, own)
+
+
+@ends_equal(2)
+def test_frozen_and_tied_parameters(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 5))
+    model[2].weight = model[0].weight
+    model[3].requires_grad_(False)
+    loop = Loop(world, LocalSGD(2, 1, fragments=2), model)
+    frozen = model[3].weight.clone()
+    loop.run(7).replica.consolidate()
+    assert torch.equal(model[3].weight, frozen)
+    assert [name for kind, name in loop.agreed() if kind == "anchors"] == ["0.weight", "0.bias", "2.bias"]
+    return params(model)
+
+
+@ends_equal(3)
+def test_weights_of_16_bits_have_anchors_of_32(world):
+    loop = Loop(world, LocalSGD(2, 1, outer=Nesterov(0.7, 0.5)), model_of().bfloat16(), make=torch.optim.SGD)
+    for step in range(9):
+        loop.optimizer.zero_grad()
+        loop.model(batch(step, world.rank).bfloat16()).square().sum().backward()
+        loop.optimizer.step()
+    loop.replica.consolidate()
+    assert {tensor.dtype for tensor in loop.agreed().values()} == {torch.float32}
+    assert {param.dtype for param in params(loop.model)} == {torch.bfloat16}
+    return params(loop.model)
+
+
+@on_ranks(2)
+def test_ranks_with_other_settings_are_told(world):
+    loop = Loop(world, LocalSGD(2))
+    loop.optimizer.param_groups[0]["lr"] = 0.1 if world.rank else 0.2
+    with pytest.raises(DisagreementError, match="settings"):
+        loop.run(2)
+
+
+REFUSED_BY_ATTACH = [
+    (LocalSGD(wire=Int4()), {}, r"commrt\.Direct\(\)"),
+    (LocalSGD(wire=torch.float16), {"wire": torch.bfloat16}, "give it once"),
+    (LocalSGD(inner=Gossip()), {"wire": torch.bfloat16}, "would be rounded"),
+    (LocalSGD(inner=Gossip(), wire=torch.bfloat16), {}, "would be rounded"),
+    (
+        LocalSGD(inner=Direct()),
+        {"wire": commrt.quantization.Adaptive(commrt.quantization.dq(1.0, 10))},
+        "bits follow gradients",
+    ),
+    (LocalSGD(), {"graphs": True}, "leave graphs out"),
+]
+
+
+@for_each(("algorithm", "options", "message"), REFUSED_BY_ATTACH)
+@on_ranks(8)
+def test_attach_refuses_what_local_sgd_cannot_do(world, algorithm, options, message):
+    with pytest.raises(UsageError, match=message):
+        Loop(world, algorithm, **options)
+
+
+@on_ranks(2)
+def test_optimizers_must_be_named(world):
+    with pytest.raises(UsageError, match="needs the optimizers whose steps it counts"):
+        commrt.attach(model_of(), algorithm=LocalSGD(2), world=world)
+
+
+def test_unwise_settings_are_logged(caplog):
+    run_ranks(1, lambda world: Loop(world, LocalSGD(4, 3, Mix(0))))
+    assert "throws away" in caplog.text
+
+
+# checkpoints of local SGD
+
+
+@pytest.mark.slow
+@for_each(
+    ("steps", "period", "delay", "is_refused"), [(5, 3, 3, True), (8, 4, 3, True), (5, 6, 4, True), (3, 5, 1, False)]
+)
+@on_ranks(2)
+def test_period_and_delay_change_only_where_nothing_is_under_way(world, steps, period, delay, is_refused):
+    state = Loop(world, LocalSGD(4, 4)).run(steps).state()
+    loop = Loop(world, LocalSGD(period, delay))
+    if not is_refused:
+        assert loop.load(state).run(4).replica.step == steps + 4
+        return
+    with pytest.raises(UsageError, match=rf"averages in flight of period=4, delay=4.*period={period}, delay={delay}"):
+        loop.load(state)
+
+
+@on_ranks(2)
+def test_a_checkpoint_holds_what_is_under_way(world):
+    loop = Loop(world, LocalSGD(4, 3, fragments=2)).run(5)
+    assert [part["in_flight"] is not None for part in loop.replica.state_dict()["fragments"]] == [True, False]
+
+
+@on_ranks(2)
+def test_a_state_of_other_training_begins_anew_from_the_weights(world):
+    loop = Loop(world, commrt.Torus2D()).run(3)
+    other = Loop(world, LocalSGD(2, outer=Nesterov()), model_of(1))
+    other.load(loop.state())
+    assert (same(other.anchors(), params(loop.model)), other.replica.step) == (True, 3)
+
+
+@ends_equal(2)
+def test_other_weights_are_taken_for_the_anchor_by_overwrite_with_first(world):
+    loop = Loop(world, LocalSGD(4, 2)).run(5)
+    loop.model.load_state_dict(model_of(2 + world.rank).state_dict())
+    loop.replica.overwrite_with_first()
+    assert same(loop.anchors(), params(model_of(2)))
+    return loop.anchors()
+
+
+@for_each(
+    ("change", "message"),
+    [
+        (lambda state: {**state, "fragments": state["fragments"][:1]}, "1 fragments .* attached with 2"),
+        (lambda state: {**state, "step": -1}, "without a step number"),
+        (
+            lambda state: {**state, "fragments": [{**part, "anchors": {}} for part in state["fragments"]]},
+            "none as the anchor",
+        ),
+    ],
+)
+@on_ranks(2)
+def test_a_state_that_does_not_fit_is_refused(world, change, message):
+    loop = Loop(world, LocalSGD(4, 2, fragments=2)).run(5)
+    with pytest.raises(UsageError, match=message):
+        loop.replica.load_state_dict(change(loop.replica.state_dict()))
+    assert loop.replica.step == 5
+
+
+@on_ranks(2)
+def test_ranks_that_load_other_anchors_are_told(world):
+    loop = Loop(world, LocalSGD(4)).run(5)
+    state = loop.replica.state_dict()
+    if world.rank:
+        state["fragments"][0]["anchors"]["0.bias"][0] += 1
+    with pytest.raises(DisagreementError, match="anchors"):
+        loop.replica.load_state_dict(state)

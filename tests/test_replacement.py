@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process takes the place of a dead rank while the others train, or is told in words why it cannot."""
+"""A process that comes to take the place of a dead rank is told in words why it cannot."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import replacement_ranks
 import torch
 from cases import for_each
 from torch.distributed import HashStore
@@ -17,14 +14,8 @@ import commrt
 from commrt.errors import DisagreementError, TransportClosed, UsageError
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
-from commrt.testing.processes import RESTART, run_processes
 from commrt.transport.protocol import NullTransport, P2PGroup, P2PMessage
 
-sys.path.insert(0, str(Path(__file__).parent / "audits"))
-from fault_cost import Fault, reference_holds, run_with_faults
-from replacements import train_with_deaths
-
-AT = 4
 CONFIG = WorldConfig(4, "here", 1, {"algorithm": "backup", "buffers": "none"})
 
 
@@ -68,12 +59,7 @@ def test_a_replacement_with_another_transport_is_refused():
 @for_each(
     ("model", "claim", "kind", "says"),
     [
-        (
-            2,
-            CONFIG.claim,
-            UsageError,
-            "number 1, and this process.* attaches its number",
-        ),
+        (2, CONFIG.claim, UsageError, "number 1, and this process.* attaches its number"),
         (1, {"algorithm": "ring", "buffers": "none"}, DisagreementError, "about algorithm: 'ring' against 'backup'"),
         (1, {"algorithm": "backup"}, DisagreementError, "about buffers: 'nothing' against 'none'"),
         (1, {**CONFIG.claim, "more": "x"}, DisagreementError, "about more: 'x' against 'nothing'"),
@@ -88,10 +74,8 @@ def test_a_replacement_with_another_model_is_told_what_differs(model, claim, kin
     "call",
     [
         lambda world: world.agree("anything"),
-        lambda world: world.run(commrt.Ring().schedule(0, 4), torch.zeros(8)),
-        lambda world: commrt.attach(torch.nn.Linear(2, 2), world=world),
         lambda world: commrt.attach(torch.nn.Linear(2, 2), algorithm=commrt.Gossip(), world=world),
-        lambda world: commrt.RingShuffle([torch.zeros(8)], 2, world=world),
+        lambda world: world.run(commrt.Ring().schedule(0, 4), torch.zeros(8)),
     ],
 )
 def test_a_replacement_cannot_call_collectives_before_it_is_admitted(call):
@@ -114,42 +98,3 @@ def test_a_replacement_sends_nothing_before_it_is_admitted():
     assert transport.allocate(3, torch.float32).tolist() == [0.0] * 3
     with pytest.raises(TransportClosed, match="have not admitted this rank yet"):
         transport.bind(P2PGroup([P2PMessage(0, torch.zeros(1))], []))
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("where", ["backward", "reducing"])
-def test_a_replacement_copies_the_weights_of_the_others_and_counts(where):
-    ends = run_with_faults(4, commrt.BackupWorkers(1), [Fault(2, AT, where, "replace")])
-    assert [end.error for end in ends] == [None] * 4
-    reference_holds(ends, needed=3)
-    assert all(end.value["equal"] and not end.value["lost"] for end in ends)
-    assert any(2 in members and step > AT for step, members in ends[2].value["used"].items())
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
-    found = train_with_deaths(6, 2, deaths=3)
-    assert found.deaths == 3
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_the_holder_of_the_store_waits_for_ranks_that_train_longer_than_the_timeout():
-    ends = run_processes(3, replacement_ranks.ends_early, 45)
-    assert [end.error for end in ends] == [None] * 3
-    assert all(end.value >= 35 for end in ends[1:])
-
-
-def killed(_, message, process):
-    process.kill()
-    return RESTART if message == "replace" else True
-
-
-@pytest.mark.processes
-def test_a_replacement_makes_the_collectives_after_its_first_step():
-    ends = run_processes(4, replacement_ranks.collectives_at, (10, 12, 40), on_message=killed)
-    assert [end.error for end in ends] == [None] * 4
-    assert all(equal for end in ends for _, equal in end.value)
-    assert [end.value[-1][0] for end in ends] == [40] * 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes of tests in which a rank is late, stopped, killed or refused in a collective of all ranks."""
+"""Worker processes of tests in which a rank is late, stopped, killed or replaced in a collective of all ranks."""
 
 from __future__ import annotations
 
@@ -13,31 +13,27 @@ import torch
 from failing_ranks import joined, model_of, one_step
 
 import commrt
-from commrt.errors import PeerLost, Place
 from commrt.runtime.executor import BoundProgram
-from commrt.runtime.membership import ConsistencyCheck
+from commrt.runtime.init import _at_exit
 from commrt.store import client
 from commrt.store.client import call_store, clone_connection
+from commrt.training.model_state import fingerprint
 
 
-def missing_a_call(tell, victim, timeout_s, what):
-    """Two sums, and between them another collective, for which `victim` is stopped until the others have made it."""
-    model = model_of()
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model)
+def missing_a_call(tell, victim, timeout_s):
+    """Three sums; `victim` is stopped before the second until the others have made it."""
+    _, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
     one_step(model, optimizer, world.rank, 0)
 
     def summed(number):
         world.all_reduce(total := torch.tensor([1.0, number]), "sum")
         return total.tolist()
 
-    def between():
-        return {"sum": lambda: summed(1), "equal": replica.replicas_equal}[what]()
-
     first = summed(0)
     if world.rank == victim:
         world.store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    found = between()
+    found = summed(1)
     if world.rank == min({*range(world.size)} - {victim}):
         os.kill(int(world.store.get("stopped")), signal.SIGCONT)
     last = summed(2)
@@ -45,37 +41,34 @@ def missing_a_call(tell, victim, timeout_s, what):
     return first, found, last
 
 
-def dying_in_a_sum(tell, algorithm, victim):
-    """`victim` is killed when it has the sum, which others lack for that, or have as well."""
-    _, optimizer, world = joined(algorithm, 4.0, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
+def die_after_the_next_exchange():
     run = BoundProgram.run
 
     def run_once(program, *where):
         run(program, *where)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    BoundProgram.run = run_once
+
+
+def dying_in_a_sum(tell, algorithm, victim):
+    """`victim` is killed when it has the sum, which others lack for that, or have as well."""
+    _, optimizer, world = joined(algorithm, 4.0, model := model_of())
+    one_step(model, optimizer, world.rank, 0)
     world.all_reduce(total := torch.ones(64), "sum")  # they compare what they do, once
     if world.rank == victim:
-        BoundProgram.run = run_once
+        die_after_the_next_exchange()
     world.all_reduce(total.fill_(1), "sum")
     world.close()
     return total.unique().tolist()
 
 
-def dying_in_a_disagreement(tell, algorithm, victim, when):
-    """All claim something else; `victim` is killed when it has done `when`, a method of an owner."""
-    _, optimizer, world = joined(algorithm, 30.0, model := model_of())
+def dying_in_a_disagreement(tell, victim):
+    """All claim something else; `victim` is killed when it knows that."""
+    _, optimizer, world = joined(commrt.BackupWorkers(1), 30.0, model := model_of())
     one_step(model, optimizer, world.rank, 0)
-    owner, name = when
-    does = getattr(owner, name)
-
-    def do_once(self, *args):
-        does(self, *args)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if world.rank == victim:
-        setattr(owner, name, do_once)
+        die_after_the_next_exchange()
     begin_s = monotonic()
     try:
         world.agree("lunch", dish=f"number {world.rank}")
@@ -152,28 +145,42 @@ def late_beside_a_stopped_one(tell, timeout_s):
     return counted, last
 
 
-def refused_as_one_dies(tell):
-    """All sum tensors of different sizes; rank 3 dies as it has learned that, and rank 1 does not learn it.
-
-    What each makes of that, and of the next call.
-    """
-    replica, optimizer, world = joined(commrt.BackupWorkers(1), 4.0, model := model_of())
-    one_step(model, optimizer, world.rank, 0)
-    gather = ConsistencyCheck._gather
-
-    def odd(comparison, *what):
-        ConsistencyCheck._gather = gather
-        found = gather(comparison, *what)
-        if world.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise PeerLost("the last message was lost", Place(1, 3)) if found else AssertionError
-
-    if world.rank in (1, 3):
-        ConsistencyCheck._gather = odd
-    try:
-        found = world.all_reduce(torch.ones(64 * (1 + world.rank)), "sum")
-    except commrt.CommrtError as error:
-        found = type(error).__name__
-    last = replica.replicas_equal()
+def ends_early(tell, batches, timeout_s=2.0):
+    """Rank 0, which holds the store, has few batches; the others take many times the deadline."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    for number in range(5 if world.rank == 0 else batches):
+        replica.drain()
+        Event().wait(0.1)
+        one_step(model, optimizer, world.rank, number)
     world.close()
-    return found, last
+    return replica.step
+
+
+def collectives_at(tell, goals, timeout_s=8.0):
+    """Make a collective after each of `goals` updates; a replacement makes those after its first step."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), timeout_s, model := model_of())
+    made, equal = replica.step if world.is_replacement else 0, []
+    for goal in (goal for goal in goals if goal > made):
+        while replica.drain() or replica.step < goal:
+            if world.rank == 2 and not world.is_replacement and replica.step >= goals[0] - 2:
+                tell("replace")
+                Event().wait(60.0)
+            Event().wait(0.03)
+            one_step(model, optimizer, world.rank, replica.step)
+        equal.append((goal, replica.replicas_equal()))
+    world.close()
+    return equal
+
+
+def ends_without_closing(tell):
+    """Rank 2 is late in the last step, and copies weights from ranks whose programs have come to their end."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), 20.0, model := model_of())
+    while replica.drain() or replica.step < 5:
+        if world.rank == 2 and replica.step == 4:
+            world.store.wait(["0 is through", "1 is through"])
+        one_step(model, optimizer, world.rank, replica.step)
+    world.store.set(f"{world.rank} is through", "")
+    replica.drain()
+    found = replica.step, fingerprint(model)
+    _at_exit()  # processes of a test end without it
+    return found

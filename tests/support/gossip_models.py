@@ -52,11 +52,9 @@ def params(model):
     return [param.detach().clone() for param in model.parameters()]
 
 
-def trained(world, algorithm, *, steps=STEPS, first=0, cap_mb=1e-4, wire=None, lr=0.1):
-    model = model_of()
-    optimizer = optimizer_of(model, lr)
-    replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=cap_mb, wire=wire)
-    for step in range(first, first + steps):
+def trained(world, algorithm, cap_mb=1e-4):
+    model, optimizer, replica = trainee(world, algorithm, bucket_cap_mb=cap_mb)
+    for step in range(STEPS):
         local_step(model, optimizer, step, world.rank)
     replica.drain()
     return params(model), replica
@@ -93,8 +91,3 @@ def mixed(models, share, source, sent):
 
 def same(one, other):
     return all(map(torch.equal, one, other))
-
-
-def means(outcomes):
-    """Parameters of all ranks, before and after."""
-    return [[before[0] for before, _ in outcomes], [after[0] for _, after in outcomes]]

@@ -15,9 +15,6 @@ from commrt import Direct, Gossip
 from commrt.local_sgd import HeavyBall, LocalSGD, Mix, Nesterov, SlowMomentum
 from commrt.quantization import Int4
 
-PATIENT_S = 20.0
-
-
 ALGORITHMS = [
     LocalSGD(3),
     LocalSGD(3, 2),
