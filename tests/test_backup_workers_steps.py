@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from copy import deepcopy
+from threading import Event
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ from pairwise import pairwise
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.backup_workers import quorum
+from commrt.backup_workers import backup_step, quorum
+from commrt.buckets.engine import Engine
+from commrt.elastic.elastic_membership import ATTEMPTS
 from commrt.errors import UsageError
 from commrt.testing.ranks import over_threads, run_ranks
 
@@ -179,6 +182,44 @@ def test_batches_of_one_accumulation_are_given_out_again_together():
         if number % 2:
             replica.last = commrt.training.StepReport(0, (), 0.0, (), counted=next(fates, True))
     assert "".join(seen) == "abcdcd"
+
+
+def test_a_slow_backward_pass_under_early_calls_nobody_to_a_new_generation(monkeypatch):
+    monkeypatch.setattr(backup_step, "STALLED_S", 0.01)
+
+    def body(world):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+        algorithm = commrt.BackupWorkers(0, commrt.Ring(), early=True)
+        replica = commrt.attach(model, sgd(model), algorithm, world=world, bucket_cap_mb=1e-6)
+        model(torch.ones(1, 3)).sum().backward()
+        monkeypatch.setattr(replica._backup_step, "_usual_s", 0.0)
+        if world.rank == 1:
+            model[0].weight.register_hook(lambda _: Event().wait(0.5) or None)
+        model(torch.ones(1, 3)).sum().backward()
+        return replica.last.counted, world.membership.number
+
+    assert run_ranks(2, body) == [(True, 0), (True, 0)]
+
+
+def test_ranks_that_call_each_other_out_of_slow_reductions_go_on(monkeypatch):
+    monkeypatch.setattr(backup_step, "STALLED_S", 1e-3)
+    reduce_now, calls = Engine.reduce_now, ATTEMPTS + 2
+
+    def slow(engine, bucket, step):
+        while step == 1 and engine.world.membership.number < calls and not engine.world.membership.is_called:
+            Event().wait(0.01)
+        return reduce_now(engine, bucket, step)
+
+    def body(world):
+        model = torch.nn.Linear(3, 2)
+        replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(0, commrt.Ring()), world=world)
+        model(torch.ones(1, 3)).sum().backward()
+        monkeypatch.setattr(replica._backup_step, "_usual_s", 0.0)
+        model(torch.ones(1, 3)).sum().backward()
+        return replica.last.counted
+
+    monkeypatch.setattr(Engine, "reduce_now", slow)
+    assert run_ranks(2, body) == [True, True]
 
 
 def test_one_rank_alone_is_legal():
