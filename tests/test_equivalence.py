@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 from equivalence import INDUCTOR, SCENARIOS, compare
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
+from inductor import what_inductor_lacks
 
 from commrt.testing.processes import run_processes
 
@@ -48,14 +45,6 @@ def judge(outcomes, farthest):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
 def test_training_equals_ddp_and_the_joined_batch(size, farthest):
     judge(run_processes(size, compare, SCENARIOS, limit_s=280), farthest)
-
-
-def what_inductor_lacks():
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "a C++ compiler"
-    return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python.h"
 
 
 @pytest.mark.slow
