@@ -88,7 +88,7 @@ def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_shoul
     ends = run_with_faults(5, commrt.BackupWorkers(2), [], length)
     assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
     reference_holds(ends, needed=3)
-    assert len({members for end in ends for members in end.value["used"].values()}) > 1  # a busy machine has favourites
+    assert len({members for end in ends for members in end.value["used"].values()}) > 2
 
 
 def test_the_death_of_the_process_that_holds_the_store_ends_all_in_words():
