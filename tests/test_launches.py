@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 
 def reported_by(program, **variables):
     """What a program says in a process in which Triton compiles instead of interpreting."""
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(HERE), **variables}
+    path = os.pathsep.join(map(str, (HERE, HERE.parent.parent)))
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, **variables}
     done = subprocess.run([sys.executable, HERE / program], check=False, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

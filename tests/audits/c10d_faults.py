@@ -36,8 +36,8 @@ from commrt.testing.processes import run_processes
 
 RANKS, VICTIM = 3, 1
 """Processes, and the one at fault."""
-TIMEOUT_S, MARGIN_S, LIMIT_S = 3.0, 5.0, 80.0
-"""Of the groups; how much later an error may come on a busy machine; after which a run counts as a hang."""
+START_S, TIMEOUT_S, MARGIN_S, LIMIT_S = 60.0, 3.0, 5.0, 80.0
+"""For groups to open; of their calls; how much later an error may come on a busy machine; when a run is a hang."""
 SMALL, LARGE = 100, 100_000
 """Elements: messages in one packet, and offers of memory."""
 
@@ -152,16 +152,20 @@ Endings = dict[str, Ending | None]
 """By collective; None for a rank that got no error."""
 
 
-def start(timeout_s: float) -> None:
+def start() -> None:
     """Join the default group."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of names that torch 2.13 has replaced, and keeps
-    dist.init_process_group("commrt", timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group("commrt", timeout=timedelta(seconds=START_S))
 
 
 def groups_for(names: Sequence[str], timeout_s: float, numel: int) -> dict[str, Call]:
-    """Return a call in a new group for each collective."""
-    return {name: Call(dist.new_group(timeout=timedelta(seconds=timeout_s)), numel) for name in names}
+    """Return a call in a new group for each collective, once all groups are open."""
+    calls = {name: Call(dist.new_group(timeout=timedelta(seconds=START_S)), numel) for name in names}
+    dist.barrier()
+    for call in calls.values():
+        call.group.set_timeout(timedelta(seconds=timeout_s))
+    return calls
 
 
 def ending(call: Call, doings: Sequence[Doing]) -> Ending | None:
@@ -185,7 +189,7 @@ def endings(calls: Mapping[str, Call], doings: Mapping[str, Sequence[Doing]]) ->
 
 def disagree(_: Callable[[Any], None], faults: Sequence[str], timeout_s: float, numel: int) -> dict[str, Endings]:
     """Return how all collectives end for each of `faults`, which the victim commits."""
-    start(timeout_s)
+    start()
     found = {}
     for fault in faults:
         calls = groups_for([name for name in COLLECTIVES if applies(fault, name)], timeout_s, numel)
@@ -197,7 +201,7 @@ def disagree(_: Callable[[Any], None], faults: Sequence[str], timeout_s: float, 
 
 def be_struck(tell: Callable[[Any], None], fault: str, timeout_s: float, numel: int) -> dict[str, Endings]:
     """Return how all collectives end; the victim is killed or stopped before them, or once its threads begin them."""
-    start(timeout_s)
+    start()
     calls = groups_for(list(COLLECTIVES), timeout_s, numel)
     doings = {name: [COLLECTIVES[name]] for name in calls}
     number, within = STRIKES[fault]
