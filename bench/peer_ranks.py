@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
@@ -287,12 +286,3 @@ def free_mib(device: torch.device) -> int:
     """Return the free memory of `device` in MiB."""
     waited(device)
     return torch.cuda.mem_get_info(device)[0] >> 20 if device != CPU else 0
-
-
-def summary(times: Times) -> dict[str, str]:
-    """Return medians in microseconds, and the ratio to torch's."""
-    base = times[TORCH]
-    return {
-        way: f"{1e6 * median(seconds):8.1f} us  {median(a / b for a, b in zip(seconds, base, strict=True)):.2f}"
-        for way, seconds in times.items()
-    }

@@ -19,7 +19,7 @@ import commrt
 from commrt.schedule import Algorithm
 from commrt.training.replica import Replica
 
-__all__ = ["ALGORITHMS", "Training"]
+__all__ = ["Training"]
 
 BLOCKS = 8
 CAP_MB = 4.0
@@ -35,9 +35,6 @@ def algorithms(hosts: int, per_host: int) -> dict[str, Algorithm]:
         "gossip, a step late": commrt.Gossip(staleness=1),
         "hierarchical gossip, a step late": commrt.Gossip(staleness=1, within=per_host),
     }
-
-
-ALGORITHMS = list(algorithms(1, 1))
 
 
 class _Block(Function):

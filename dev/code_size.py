@@ -6,9 +6,9 @@ With an older commit: ``git worktree add /tmp/before COMMIT`` and ``python dev/c
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median, quantiles
@@ -102,8 +102,9 @@ def measure(root: Path) -> dict[str, float]:
 
 def main() -> None:
     """Print a table."""
-    roots = [Path(each).resolve() for each in sys.argv[1:]] or [Path(__file__).resolve().parent.parent]
-    columns = [measure(root) for root in roots]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkouts", type=Path, nargs="*", default=[Path(__file__).parent.parent])
+    columns = [measure(root.resolve()) for root in parser.parse_args().checkouts]
     for row in columns[0]:
         print(f"{row:<42}" + "".join(f"{column[row]:>10,g}" for column in columns))
 

@@ -22,7 +22,6 @@ from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
 from commrt.kernels.packing import Parts
 
 DEV = Path(__file__).parent.parent / "dev"
-sys.path.insert(0, str(DEV))
 import inspect_quantize  # noqa: E402
 from inspect_kernels import ARCHS, PEERS, SHORT, cases  # noqa: E402
 

@@ -83,7 +83,7 @@ def test_a_deadline_counts_what_its_process_waited(monkeypatch, polls_s, between
 def test_a_process_that_is_stopped_beyond_its_limit_gets_an_answer_that_comes_soon_after():
     def stop(_, pid, process):
         os.kill(pid, signal.SIGSTOP)
-        Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+        Timer(5.5, os.kill, (pid, signal.SIGCONT)).start()
 
     (end,) = run_processes(1, stopped_while_it_asks, on_message=stop)
     assert (end.error, end.value) == (None, "an answer")

@@ -69,7 +69,7 @@ def test_ranks_whose_schedules_part_in_a_later_step_are_told_so(world):
         train(world, Moody((1, 2) if world.rank == 2 else (0, 1)))
 
 
-@on_ranks(4, timeout_s=2.0)
+@on_ranks(4, timeout_s=4.0)
 def test_a_rank_that_alone_runs_another_schedule_ends_the_step_on_every_rank(world):
     with pytest.raises(CommrtError):
         train(world, Moody((1, 2), since=2 if world.rank == 2 else 100))

@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "dev"))
-
 from combining_races import TwoStreams, races, run_noted
 
 import commrt

@@ -14,7 +14,7 @@ import commrt
 from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 LIMIT_S = 80.0
 """Starting processes on a busy machine, the deadline, and what a failing rank takes to tell the others."""
 

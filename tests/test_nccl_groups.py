@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wide hop is sent in several NCCL groups, the same at both ends; `studies/nccl_cuts` shows why none may be larger.
 
-`bench/prove.py` counts the messages in the groups of every schedule.
+`dev/prove.py` counts the messages in the groups of every schedule.
 """
 
 from __future__ import annotations

@@ -143,10 +143,10 @@ def forked(body):
 
 def test_a_stopped_process_continues_and_a_killed_one_does_not():
     begin_s = monotonic()
-    stopped = forked(Fault("stop", 0, 0, seconds=0.5).strike)
+    stopped = forked(Fault("stop", 0, 0, seconds=2.0).strike)
     assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
     assert os.waitpid(stopped, 0)[1] == 0
-    assert 0.5 <= monotonic() - begin_s < 10
+    assert 2.0 <= monotonic() - begin_s < 20
     assert os.WTERMSIG(os.waitpid(forked(Fault("kill", 0, 0).strike), 0)[1]) == signal.SIGKILL
 
 
@@ -183,7 +183,7 @@ def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
 @pytest.mark.slow
 @pytest.mark.processes
 def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
-    faults = ["--inject", "kill:rank=2,step=4", "--inject", "slow:rank=4,prob=1,seconds=0.1"]
+    faults = ["--inject", "kill:rank=2,step=4", "--inject", "slow:rank=4,prob=1,seconds=0.6"]
     result = trained("--workers", "5", "--algorithm", "backup", "--backups", "2", *faults)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)

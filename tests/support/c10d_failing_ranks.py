@@ -118,8 +118,9 @@ def aborted(tell):
 
 def destroyed(tell, comes):
     """Rank 0 destroys the group in the middle of a collective, to which the other rank comes late, or never."""
-    rank, store = begin(2)
+    rank, store = begin(60)
     dist.barrier()
+    dist.group.WORLD.set_timeout(timedelta(seconds=2))
     if rank == LATE:
         store.wait(["destroying" if comes else "destroyed"], timedelta(seconds=60))
         return failed(lambda: dist.all_reduce(torch.ones(100_000)))
@@ -162,7 +163,8 @@ def left_open():
 
 def sending_first(tell, sender):
     """A rank sends for the first time to one that does nothing before that has ended."""
-    rank, store = begin(2)
+    rank, store = begin(8)
+    dist.barrier()
     if rank != sender:
         store.wait(["sent"], timedelta(seconds=60))
         return None
