@@ -7,8 +7,12 @@ A message says what happened, what was expected, and what to do. `UsageError` is
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
+
+IN_SOURCE = re.compile(r"\[[^\]]*/[^\]]*\] *")
+"""Where in its own source a library of torch failed, such as ``[enforce fail at /gloo/device.cc:83]``."""
 
 
 class CommrtError(Exception):
@@ -61,6 +65,16 @@ class TransportError(CommrtError):
         where = str(self.place)
         here = f"{self.what} [{where}]" if where else self.what
         return f"{here}. {self.elsewhere}" if self.elsewhere else here
+
+
+def cause_of(error: BaseException) -> str:
+    """Return what a library says in `error`: the first line, without places in its own source.
+
+    >>> cause_of(RuntimeError("[enforce fail at /gloo/device.cc:83] Unable to find address for: eth7"))
+    'Unable to find address for: eth7'
+    """
+    first = next(iter(str(error).splitlines()), "")
+    return IN_SOURCE.sub("", first)[:300].strip() or type(error).__name__
 
 
 class DeadlineExceeded(TransportError, TimeoutError):

@@ -41,9 +41,13 @@ def test_a_port_where_something_listens_but_never_answers_is_an_error():
         meet(launch(1, silent.getsockname()[1]), 0.3)
 
 
-def test_a_port_where_nobody_listens_is_an_error():
-    with pytest.raises(DeadlineExceeded, match=r"no store at 127\.0\.0\.1:\d+ within 0\.3 s"):
-        meet(launch(1, free_port()), 0.3)
+@for_each(
+    ("address", "why"), [("127.0.0.1", "Connection refused"), ("no-such-host.invalid", "not known|failure in name")]
+)
+def test_an_address_where_nobody_listens_is_an_error_that_says_why(address, why):
+    says = rf"no store at {address}:\d+ within \d\.\d s: .*({why})"
+    with pytest.raises(DeadlineExceeded, match=says):
+        meet(launch(1, free_port(), address), 0.3)
 
 
 def test_a_port_that_is_taken_is_an_error_at_once():

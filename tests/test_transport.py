@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import gc
+import resource
+import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pkgutil import resolve_name
@@ -16,12 +19,14 @@ from cases import for_each
 from torch.distributed import HashStore
 from transports import gloo, local, nccl, nccl_of_one, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
+from commrt.store.client import listen
 from commrt.store.launcher import GPU_TRANSPORTS
 from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
+from commrt.transport import descriptors
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
@@ -144,6 +149,68 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(body, range(3))) == [True] * 3
+
+
+def test_a_rank_that_cannot_listen_is_named_by_all_at_once():
+    store = HashStore()
+
+    def body(rank):
+        address = "2001:db8::1" if rank == 1 else "127.0.0.1"  # for documents only
+        with pytest.raises(TransportError, match="rank 1 cannot listen for the others: ") as raised:
+            GlooTransport(store, rank, range(3), 60.0, address)
+        return raised.value.place.peer
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(body, range(3))) == [1] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_nobody_connects_to_gloo_once_all_ranks_have():
+    before = listening()
+    first, second = gloo(2, 10.0)
+    for address in listening() - before:
+        with pytest.raises(OSError, match="timed out"):
+            socket.create_connection(address, 0.1)
+    data = torch.ones(1)
+    works = [first.post(data, 1, 7, is_send=True), second.post(torch.zeros(1), 0, 7, is_send=False)]
+    assert all(work.wait() for work in works)
+    assert len(listening() - before) == 2
+    for transport in (first, second):
+        transport.close()
+
+
+def listening():
+    """The addresses at which this process listens."""
+    found = set()
+    for end in descriptors._sockets():
+        if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            found.add(end.getsockname())
+        end.detach()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_only_the_named_socket_refuses_connections():
+    with closing(listen()) as named, closing(listen()) as other:
+        early = socket.create_connection(named.getsockname())
+        descriptors.refuse_connections(b"before" + descriptors._sockaddr(named) + b"after")
+        with pytest.raises(OSError, match="timed out"):
+            socket.create_connection(named.getsockname(), 0.1)
+        early.sendall(b"still here")
+        with closing(named.accept()[0]) as accepted:
+            assert accepted.recv(10) == b"still here"
+        socket.create_connection(other.getsockname(), 10.0).close()
+        early.close()
+
+
+def test_the_soft_limit_of_files_becomes_the_hard_one():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        descriptors.raise_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, descriptors.MOST_FILES), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank])

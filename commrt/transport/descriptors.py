@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file descriptors of this process: how many it may have, and connections that strangers make to Gloo.
+
+Gloo listens for as long as its transport lives (torch 2.15). It accepts every connection and keeps it. A process
+without free descriptors is aborted by it. The sockets are Gloo's, so they cannot be closed here; a filter in the kernel
+drops what arrives for them. Connections that exist are not affected.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+MOST_FILES = 1 << 20
+"""Linux's own limit (``fs.nr_open``). Where the hard limit is infinite, some programs close all numbers up to it."""
+SO_ATTACH_FILTER = 26
+"""Linux's number."""
+DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
+"""A program of the kernel's packet filter: return 0 bytes of each packet."""
+
+
+def raise_limit() -> None:
+    """Let this process open as many files as its hard limit allows, where the system has such limits."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # noqa: PLC0415  # not on all systems
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def refuse_connections(published: bytes) -> None:
+    """Let nobody connect any more to this process's listening sockets whose addresses are in `published`.
+
+    These are addresses as C has them. Does nothing where the system has no such filters.
+    """
+    for end in _sockets():
+        with suppress(OSError):  # it was closed meanwhile, or the system refuses
+            listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and _sockaddr(end) in published:
+                program = ctypes.create_string_buffer(DROP_ALL)
+                filter_of = struct.pack("HP", 1, ctypes.addressof(program))
+                end.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_of)
+        end.detach()  # whoever opened it closes it
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yield all TCP sockets of this process; the caller detaches them."""
+    links = [*Path("/proc/self/fd").iterdir()] if Path("/proc/self/fd").exists() else []
+    for link in links:
+        with suppress(OSError):  # it was closed meanwhile
+            if str(link.readlink()).startswith("socket:"):
+                end = socket.socket(fileno=int(link.name))
+                if end.family in {socket.AF_INET, socket.AF_INET6}:
+                    yield end
+                else:
+                    end.detach()
+
+
+def _sockaddr(end: socket.socket) -> bytes:
+    """Return the family, the port and the address of `end`, one after the other as in ``struct sockaddr``."""
+    host, port, *more = end.getsockname()
+    flow = struct.pack("!I", more[0]) if more else b""
+    return struct.pack("=H", end.family) + struct.pack("!H", port) + flow + socket.inet_pton(end.family, host)
