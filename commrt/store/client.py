@@ -9,13 +9,14 @@ asks the store to cancel the request, and waits without limit for its answer (to
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from types import UnionType
@@ -30,9 +31,11 @@ from commrt.threads.future import start_call
 
 ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
+SLOW_LOOKUP_S = 2.0
 STORE_HOLDER = "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, struct.error)
 
+_log = logging.getLogger("commrt")
 _held: dict[tuple[str, int], Store] = {}
 """Stores that live in this process until it ends: the next world uses the same port."""
 
@@ -161,10 +164,35 @@ def network_address(store: Store) -> str | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
+        time_reverse_lookup(store.host)
         route = _route(store.host)
         return None if route is None else route[0]
     route = _route(socket.gethostname())
     return None if route is None or is_loopback(route[0]) else route[0]
+
+
+@cache
+def time_reverse_lookup(host: str) -> None:
+    """Log a warning, soon, if the name server is slow to find the name of the address of `host`.
+
+    torch asks for it whenever it connects to a store (2.15), and waits.
+    """
+    start_call(partial(_time_reverse_lookup, host))
+
+
+def _time_reverse_lookup(host: str) -> None:
+    if (route := _route(host)) is None:
+        return
+    begun_s = clock.now_s()
+    with suppress(OSError):
+        socket.getnameinfo((route[0], 0), socket.NI_NUMERICSERV)
+    if (passed_s := clock.now_s() - begun_s) >= SLOW_LOOKUP_S:
+        _log.warning(
+            "commrt: the name server took %.1f s to look up %s, and torch waits for that at each connection to the "
+            'store: add the address to /etc/hosts, or set RES_OPTIONS="timeout:1 attempts:1"',
+            passed_s,
+            route[0],
+        )
 
 
 def _route(host: str) -> tuple[str, str] | None:
@@ -202,6 +230,7 @@ def _number(address: str) -> IPv4Address | IPv6Address | None:
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
     listener = _listener(launch) if holds_it else None
+    time_reverse_lookup(launch.address)
     # With multi_tenant, groups of torch.distributed in this process can share it.
     make = partial(TCPStore, launch.address, launch.port, is_master=holds_it, wait_for_workers=False, multi_tenant=True)
     limit, begun_s = timedelta(seconds=timeout_s), clock.now_s()
