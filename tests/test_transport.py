@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import socket
 import sys
@@ -17,7 +18,18 @@ import pytest
 import torch
 from cases import for_each
 from torch.distributed import HashStore
-from transports import gloo, local, nccl, nccl_of_one, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
+from transports import (
+    gloo,
+    hierarchical,
+    local,
+    nccl,
+    nccl_of_one,
+    over_nccl,
+    pairs_on_a_host,
+    peers,
+    shared,
+    two_hosts_in_turn,
+)
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
@@ -162,6 +174,20 @@ def test_a_rank_that_cannot_listen_is_named_by_all_at_once():
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(body, range(3))) == [1] * 3
+
+
+def test_a_rank_alone_on_its_host_needs_no_shared_memory(monkeypatch):
+    transports = hierarchical([0, 0, 1], 10.0)
+    monkeypatch.delattr(os, "memfd_create")
+    data = transports[2].allocate(100_000, torch.float32)
+    landing = torch.zeros(100_000)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(transports[2].bind(P2PGroup([P2PMessage(0, data.fill_(3))], [])), Tag(0, 0))
+        transports[0].bind(P2PGroup([], [P2PMessage(2, landing)]))(Tag(0, 0))
+        sent.result()
+    assert landing.unique().tolist() == [3.0]
+    for transport in transports:
+        transport.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")

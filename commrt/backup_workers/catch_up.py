@@ -28,11 +28,12 @@ from torch.distributed import Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.generations import Listener
-from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
+from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost, TransportError
 from commrt.runtime.world import World
 from commrt.store.client import MALFORMED, TimedStore, malformed, parse, parse_int, require, typed
 from commrt.store.launcher import LOOPBACK
 from commrt.threads.deadline import Deadline, Timeouts
+from commrt.threads.starting import start_thread
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
 _log = logging.getLogger("commrt")
@@ -299,10 +300,9 @@ class StateServer(Listener):
             if len(self._silent) > MAX_SILENT:
                 with suppress(OSError):  # it has left
                     self._silent.popleft().shutdown(socket.SHUT_RDWR)  # which wakes its thread
-        thread = threading.Thread(target=self._serve, args=(client,), daemon=True, name="commrt-state-server")
         try:
-            thread.start()
-        except RuntimeError:  # the system has no more threads
+            start_thread(self._serve, "commrt-state-server", client)
+        except TransportError:  # the system has no more threads
             self._is_silent_no_more(client)
             client.close()
 

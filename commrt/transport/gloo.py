@@ -241,14 +241,16 @@ class HierarchicalTransport(Transport):
     ) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
+        self._local: Transport = self._remote
         try:
-            self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
+            if len(neighbours) > 1:  # a rank that is alone on its host needs no shared memory, and may have none
+                self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
         except BaseException:
             self._remote.close()  # others may be connected already, and wait for this rank
             raise
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return shared memory, which sockets can read too."""
+        """Return memory that the ranks of this host share, and that sockets can read too."""
         return self._local.allocate(numel, dtype, device)
 
     def bind(self, group: P2PGroup) -> Exchange:
