@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 IN_SOURCE = re.compile(r"\[[^\]]*/[^\]]*\] *")
-"""Where in its own source a library of torch failed, such as ``[enforce fail at /gloo/device.cc:83]``."""
+"""Where in its own source a library failed, such as ``[enforce fail at /gloo/device.cc:83]``."""
 
 
 class CommrtError(Exception):
@@ -70,8 +70,8 @@ class TransportError(CommrtError):
 def cause_of(error: BaseException) -> str:
     """Return what a library says in `error`: the first line, without places in its own source.
 
-    >>> cause_of(RuntimeError("[enforce fail at /gloo/device.cc:83] Unable to find address for: eth7"))
-    'Unable to find address for: eth7'
+    >>> cause_of(RuntimeError("[enforce fail at /gloo/socket.cc:83] connect: timed out"))
+    'connect: timed out'
     """
     first = next(iter(str(error).splitlines()), "")
     return IN_SOURCE.sub("", first)[:300].strip() or type(error).__name__

@@ -56,7 +56,7 @@ class Start(NamedTuple):
     hosts: Mapping[int, str]
     """The host of each member, as `host_identity` says."""
     towards: str | None
-    """An address in the network through which the ranks see each other; None if no rank knows one."""
+    """An address in the network between the ranks; None if no rank knows one."""
 
 
 def connect_hosts(store: Store, rank: int, start: Start, timeout_s: float) -> Transport:
@@ -72,7 +72,7 @@ def connect_hosts(store: Store, rank: int, start: Start, timeout_s: float) -> Tr
 
 
 def listening_address(start: Start) -> str | None:
-    """Return the address of this host at which the others reach it; None for the cards of GLOO_SOCKET_IFNAME.
+    """Return the address at which the others reach this host; None with GLOO_SOCKET_IFNAME.
 
     Raises `UsageError` if no rank knows an address in their network.
     """
@@ -80,8 +80,9 @@ def listening_address(start: Start) -> str | None:
         return None
     if start.towards is None:
         raise UsageError(
-            f"the name of this host, {gethostname()}, leads to no address that other hosts reach: set "
-            "GLOO_SOCKET_IFNAME to its network card, or start the ranks with a MASTER_ADDR instead of a file"
+            f"the name of this host, {gethostname()}, leads to no address that other hosts reach: "
+            "set GLOO_SOCKET_IFNAME to its network card, or start the ranks with a MASTER_ADDR "
+            "instead of a file"
         )
     return own_address(start.towards)
 
@@ -114,12 +115,14 @@ def compare_starts(store: Store, rank: int, members: Sequence[int], timeout_s: f
         "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS": choice,
     }
     identity = host_identity()
-    own = _Start(identity or f"none that rank {rank} can share", claim, network_address(store) or "")
+    host = identity or f"none that rank {rank} can share"
+    own = _Start(host, claim, network_address(store) or "")
     try:
         for some in (members[:1], members):  # a rank that differs from the first one need not wait for all
             found = call_store(partial(gather, store, rank, some, own, timeout_s, _parse_start), timeout_s)
             starts = {**found, rank: own}
-            if error := find_disagreement("init", {peer: each.claim for peer, each in starts.items()}):
+            claims = {peer: each.claim for peer, each in starts.items()}
+            if error := find_disagreement("init", claims):
                 raise error
         hosts = {peer: starts[peer].host for peer in members}
         connects = transport_called(asked)
@@ -134,7 +137,8 @@ def compare_starts(store: Store, rank: int, members: Sequence[int], timeout_s: f
         raise
     call_store(lambda: store.add("read", 1), rank=rank)
     is_near = identity is not None and set(hosts.values()) == {identity}
-    return Start(hosts, LOOPBACK if is_near else _towards([own.address, *(starts[peer].address for peer in members)]))
+    seen = [own.address, *(starts[peer].address for peer in members)]
+    return Start(hosts, LOOPBACK if is_near else _towards(seen))
 
 
 class _Start(NamedTuple):
@@ -147,9 +151,10 @@ class _Start(NamedTuple):
 def _towards(addresses: Sequence[str]) -> str | None:
     """Return the first of `addresses` that leads into a network; a loopback one if all are.
 
-    On the host of the store, its name may resolve to the loopback; then another rank's address leads there.
+    On the host of the store, its name may resolve to the loopback. Then another rank's address
+    leads there.
 
-    >>> _towards(["127.0.1.1", "", "10.0.0.1"]), _towards(["127.0.0.1", "127.0.0.1"]), _towards(["", ""])
+    >>> _towards(["127.0.1.1", "", "10.0.0.1"]), _towards(["127.0.0.1"]), _towards(["", ""])
     ('10.0.0.1', '127.0.0.1', None)
     """
     return min(filter(None, addresses), key=is_loopback, default=None)

@@ -147,7 +147,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this host that leads to the host `towards`; raises `TransportError` if none does."""
+    """Return the address of this host that leads to `towards`; raises `TransportError` if none does."""
     if (route := _route(towards)) is None:
         raise TransportError(
             f"no network of this host leads to {towards}: does its name resolve here, and is there a route"
@@ -158,8 +158,8 @@ def own_address(towards: str) -> str:
 def network_address(store: Store) -> str | None:
     """Return an address in the network of the ranks: of the host of `store`, as this host sees it.
 
-    A store without a host, such as a file, gives the address of this host's name, unless that is the loopback. None if
-    there is none.
+    A store without a host, such as a file, gives the address of this host's name, unless that is
+    the loopback. None if there is none.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -175,7 +175,7 @@ def network_address(store: Store) -> str | None:
 def time_reverse_lookup(host: str) -> None:
     """Log a warning, soon, if the name server is slow to find the name of the address of `host`.
 
-    torch asks for it whenever it connects to a store (2.15), and waits.
+    torch asks for it whenever it connects to a store (2.13), and waits.
     """
     start_call(partial(_time_reverse_lookup, host))
 
@@ -188,15 +188,16 @@ def _time_reverse_lookup(host: str) -> None:
         socket.getnameinfo((route[0], 0), socket.NI_NUMERICSERV)
     if (passed_s := clock.now_s() - begun_s) >= SLOW_LOOKUP_S:
         _log.warning(
-            "commrt: the name server took %.1f s to look up %s, and torch waits for that at each connection to the "
-            'store: add the address to /etc/hosts, or set RES_OPTIONS="timeout:1 attempts:1"',
+            "commrt: the name server took %.1f s to look up %s, and torch waits for that at each "
+            "connection to the store: add the address to /etc/hosts, or set "
+            'RES_OPTIONS="timeout:1 attempts:1"',
             passed_s,
             route[0],
         )
 
 
 def _route(host: str) -> tuple[str, str] | None:
-    """Return an address of `host`, and the one of this host that leads to it; loopback ones only if it has no other."""
+    """Return an address of `host`, and the one of this host that leads to it; the loopback last."""
     routes = []
     with suppress(OSError, UnicodeError):  # the name does not resolve
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):  # 9: discard
@@ -243,13 +244,14 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
             raise TransportError(what, Place(rank=launch.rank)) from error
         if (why := _why_unreachable(launch.address, launch.port)) is None:
             what = (
-                f"what listens at {at} did not answer as a store within {passed_s:.1f} s: is it rank 0 of this job, "
-                "and not stopped? If it is another program, set MASTER_PORT to a free port on every rank"
+                f"what listens at {at} did not answer as a store within {passed_s:.1f} s: is it "
+                "rank 0 of this job, and not stopped? If it is another program, set MASTER_PORT to "
+                "a free port on every rank"
             )
         else:
             what = (
-                f"no store at {at} within {passed_s:.1f} s: {why}. Is rank 0 running there, and do MASTER_ADDR and "
-                "MASTER_PORT say the same on every rank"
+                f"no store at {at} within {passed_s:.1f} s: {why}. Is rank 0 running there, and do "
+                "MASTER_ADDR and MASTER_PORT say the same on every rank"
             )
         is_late = isinstance(error, DeadlineExceeded) or passed_s >= timeout_s
         raise (DeadlineExceeded if is_late else TransportError)(what, place) from error
@@ -257,8 +259,9 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
 
 def _why_unreachable(host: str, port: int) -> str | None:
     """Return why nobody can connect to `host` now; None if one can."""
+    where = host, port
     try:
-        start_call(lambda: socket.create_connection((host, port), ANSWER_S).close()).result(ANSWER_S)
+        start_call(lambda: socket.create_connection(where, ANSWER_S).close()).result(ANSWER_S)
     except TimeoutError:
         return "the host, or the name server, does not answer"
     except (OSError, UnicodeError) as error:

@@ -10,13 +10,16 @@ from commrt.errors import TransportError
 
 
 def start_thread(work: Callable[..., object], name: str, *args: object) -> threading.Thread:
-    """Return a new daemon thread that calls ``work(*args)``; raises `TransportError` if the system allows none."""
+    """Return a new daemon thread that calls ``work(*args)``.
+
+    Raises `TransportError` if the system allows none.
+    """
     thread = threading.Thread(target=work, name=name, args=args, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
         raise TransportError(
-            f"the thread {name} cannot be started ({error}): raise the limit on processes (`ulimit -u`, or the "
-            "container's), or on memory (`ulimit -v`)"
+            f"the thread {name} cannot be started ({error}): raise the limit on processes "
+            "(`ulimit -u`, or the container's), or on memory (`ulimit -v`)"
         ) from error
     return thread

@@ -57,8 +57,8 @@ DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
     """Return a socket to each other member.
 
-    Raises `DeadlineExceeded`, `PeerLost` for a rank that came and left, and `TransportError` on all ranks if one of
-    them can open no sockets.
+    Raises `DeadlineExceeded`, `PeerLost` for a rank that came and left, and `TransportError` on
+    all ranks if one of them can open no sockets.
     """
     deadline, own = clock.now_s() + timeout_s, secrets.token_bytes(SECRET_NBYTES)
     with ExitStack() as opened:
@@ -74,8 +74,11 @@ def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -
         others = gather(store, rank, members, [own.hex(), problem], timeout_s, _parse_caller)
         for peer, other in others.items():
             if other.problem:
-                what = f"rank {peer} can open no sockets within its host ({other.problem})"
-                raise TransportError(f"{what}: is there a limit on open files (`ulimit -n`)", Place(rank, peer))
+                raise TransportError(
+                    f"rank {peer} can open no sockets within its host ({other.problem}): is there "
+                    "a limit on open files (`ulimit -n`)",
+                    Place(rank, peer),
+                )
         for peer, end in sockets.items():
             _call(end, others[peer].secret, Place(rank, peer))
         callers = {_name(others[peer].secret, rank): peer for peer in members if peer > rank}

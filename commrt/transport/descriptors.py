@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file descriptors of this process: how many it may have, and connections that strangers make to Gloo.
+"""The file descriptors of this process: how many it may have, and those that strangers take.
 
-Gloo listens for as long as its transport lives (torch 2.15). It accepts every connection and keeps it. A process
-without free descriptors is aborted by it. The sockets are Gloo's, so they cannot be closed here; a filter in the kernel
-drops what arrives for them. Connections that exist are not affected.
+Gloo listens for as long as its transport lives (torch 2.14). It accepts every connection, keeps it,
+and aborts a process without free descriptors. The sockets are Gloo's, so they cannot be closed here.
+A filter in the kernel drops what arrives for them; connections that exist are not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MOST_FILES = 1 << 20
-"""Linux's own limit (``fs.nr_open``). Where the hard limit is infinite, some programs close all numbers up to it."""
+"""Linux's own limit (``fs.nr_open``). Some programs close all numbers up to their limit."""
 SO_ATTACH_FILTER = 26
 """Linux's number."""
 DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
@@ -24,7 +24,7 @@ DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
 
 
 def raise_limit() -> None:
-    """Let this process open as many files as its hard limit allows, where the system has such limits."""
+    """Let this process open as many files as its hard limit allows, where there are such limits."""
     with suppress(ImportError, OSError, ValueError):
         import resource  # noqa: PLC0415  # not on all systems
 
@@ -35,9 +35,9 @@ def raise_limit() -> None:
 
 
 def refuse_connections(published: bytes) -> None:
-    """Let nobody connect any more to this process's listening sockets whose addresses are in `published`.
+    """Let nobody connect any more to those of this process's sockets that are `published`.
 
-    These are addresses as C has them. Does nothing where the system has no such filters.
+    That text has their addresses as C has them. Does nothing where the system has no such filters.
     """
     for end in _sockets():
         with suppress(OSError):  # it was closed meanwhile, or the system refuses
@@ -63,7 +63,8 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _sockaddr(end: socket.socket) -> bytes:
-    """Return the family, the port and the address of `end`, one after the other as in ``struct sockaddr``."""
+    """Return the family, the port and the address of `end`, as in ``struct sockaddr``."""
     host, port, *more = end.getsockname()
     flow = struct.pack("!I", more[0]) if more else b""
-    return struct.pack("=H", end.family) + struct.pack("!H", port) + flow + socket.inet_pton(end.family, host)
+    address = socket.inet_pton(end.family, host)
+    return struct.pack("=H", end.family) + struct.pack("!H", port) + flow + address

@@ -84,7 +84,7 @@ class GlooTransport(Transport):
         release_in_forked_child(self)
 
     def _connect(self, store: Store, address: str | None) -> None:
-        """Connect once all ranks have said that they can listen; with lazy connections, only listen."""
+        """Connect once all ranks can listen; with lazy connections, only listen."""
         begun_s, devices, problem = clock.now_s(), list[Any](), ""
         try:
             devices = _devices(address, lazy=self._lazy)
@@ -94,8 +94,9 @@ class GlooTransport(Transport):
         for rank, why in problems.items():
             if why:
                 raise TransportError(
-                    f"rank {rank} cannot listen for the others: {why}. Between hosts, GLOO_SOCKET_IFNAME names the "
-                    "network card; `ulimit -n` and `ulimit -v` limit open files and memory",
+                    f"rank {rank} cannot listen for the others: {why}. Between hosts, "
+                    "GLOO_SOCKET_IFNAME names the network card; `ulimit -n` and `ulimit -v` limit "
+                    "open files and memory",
                     Place(self.rank, rank),
                 )
         place, ranks = self.members.index(self.rank), len(self.members)
@@ -106,9 +107,9 @@ class GlooTransport(Transport):
         except (RuntimeError, MemoryError, TransportError) as error:
             passed_s = min(clock.now_s() - begun_s, self.timeout_s)
             raise TransportError(
-                f"not all {ranks} ranks connected within {passed_s:.1f} s: {cause_of(error)}. Look at the output of "
-                "the other ranks. Between hosts, a firewall must let all ports through, and GLOO_SOCKET_IFNAME names "
-                "the network card",
+                f"not all {ranks} ranks connected within {passed_s:.1f} s: {cause_of(error)}. Look "
+                "at the output of the other ranks. Between hosts, a firewall must let all ports "
+                "through, and GLOO_SOCKET_IFNAME names the network card",
                 Place(self.rank),
             ) from error
         if not self._lazy:
@@ -116,9 +117,9 @@ class GlooTransport(Transport):
             refuse_connections(call_store(addresses, rank=self.rank))
 
     def _gather(self, store: Store, problem: str) -> dict[int, str]:
-        said = PrefixStore("listens", store)
-        request = partial(gather, said, self.rank, self.members, [problem], self.timeout_s, _parse_problem)
-        return call_store(request, self.timeout_s, self.rank)
+        said, limit_s = PrefixStore("listens", store), self.timeout_s
+        request = partial(gather, said, self.rank, self.members, [problem], limit_s, _parse_problem)
+        return call_store(request, limit_s, self.rank)
 
     @property
     def process_group(self) -> ProcessGroupGloo:
@@ -243,7 +244,7 @@ class HierarchicalTransport(Transport):
         self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
         self._local: Transport = self._remote
         try:
-            if len(neighbours) > 1:  # a rank that is alone on its host needs no shared memory, and may have none
+            if len(neighbours) > 1:  # a rank alone on its host may have no shared memory
                 self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
         except BaseException:
             self._remote.close()  # others may be connected already, and wait for this rank

@@ -149,8 +149,8 @@ class SharedTransport(Transport):
             return self._arena.allocate(numel, dtype)
         except OSError as error:
             raise TransportError(
-                f"this rank has no shared memory for a buffer ({error}): is there a limit on memory, on open files or "
-                "on the size of files (`ulimit -v`, `-n`, `-f`, or the container's)",
+                f"this rank has no shared memory for a buffer ({error}): is there a limit on memory, "
+                "on open files or on the size of files (`ulimit -v`, `-n`, `-f`, or the container's)",
                 Place(self.rank, nbytes=numel * dtype.itemsize),
             ) from error
 
