@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
@@ -225,25 +224,6 @@ def test_a_rank_that_left_while_the_others_came_is_lost():
         SharedTransport(store, 0, range(2), 0.1)
     with pytest.raises(PeerLost, match="listens no more"):
         SharedTransport(store, 1, range(2), PATIENT_S)
-
-
-def test_a_rank_that_can_open_no_sockets_is_named_by_all_at_once(monkeypatch):
-    store, opened = HashStore(), channel._socket
-
-    def limited(name):
-        if threading.current_thread() is one:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return opened(name)
-
-    def connect(rank):
-        with pytest.raises(TransportError, match=r"rank 1 can open no sockets within its host .*Too many open files"):
-            channel.connect(store, rank, range(2), PATIENT_S)
-
-    monkeypatch.setattr(channel, "_socket", limited)
-    one = threading.Thread(target=connect, args=(1,))
-    one.start()
-    connect(0)
-    one.join()
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])

@@ -39,27 +39,27 @@ def refuse_connections(published: bytes) -> None:
 
     That text has their addresses as C has them. Does nothing where the system has no such filters.
     """
-    for end in _sockets():
-        with suppress(OSError):  # it was closed meanwhile, or the system refuses
-            listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and _sockaddr(end) in published:
-                program = ctypes.create_string_buffer(DROP_ALL)
-                filter_of = struct.pack("HP", 1, ctypes.addressof(program))
-                end.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_of)
-        end.detach()  # whoever opened it closes it
+    for end in _listening():
+        if _sockaddr(end) in published:
+            program = ctypes.create_string_buffer(DROP_ALL)
+            attached = struct.pack("HP", 1, ctypes.addressof(program))
+            with suppress(OSError):  # the system refuses
+                end.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, attached)
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """Yield all TCP sockets of this process; the caller detaches them."""
+def _listening() -> Iterator[socket.socket]:
+    """Yield the TCP sockets on which this process listens, which stay open."""
     links = [*Path("/proc/self/fd").iterdir()] if Path("/proc/self/fd").exists() else []
     for link in links:
         with suppress(OSError):  # it was closed meanwhile
             if str(link.readlink()).startswith("socket:"):
                 end = socket.socket(fileno=int(link.name))
-                if end.family in {socket.AF_INET, socket.AF_INET6}:
-                    yield end
-                else:
-                    end.detach()
+                try:
+                    listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if listens and end.family in {socket.AF_INET, socket.AF_INET6}:
+                        yield end
+                finally:
+                    end.detach()  # whoever opened it closes it
 
 
 def _sockaddr(end: socket.socket) -> bytes:

@@ -88,7 +88,7 @@ class GlooTransport(Transport):
         begun_s, devices, problem = clock.now_s(), list[Any](), ""
         try:
             devices = _devices(address, lazy=self._lazy)
-        except (RuntimeError, MemoryError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             problem = cause_of(error)
         problems = {self.rank: problem} if self._lazy else self._gather(store, problem)
         for rank, why in problems.items():
