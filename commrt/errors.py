@@ -7,8 +7,15 @@ A message says what happened, what was expected, and what to do. `UsageError` is
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
+
+IN_SOURCE = re.compile(
+    r"\[enforce fail at [^\]]*\] [^.]*\. (-?\d+ vs -?\d+\. )?"
+    r"|\[[^\]]*/[^\]]*\] *"
+)
+"""Where in its own source a library failed, and the condition that did not hold there."""
 
 
 class CommrtError(Exception):
@@ -61,6 +68,18 @@ class TransportError(CommrtError):
         where = str(self.place)
         here = f"{self.what} [{where}]" if where else self.what
         return f"{here}. {self.elsewhere}" if self.elsewhere else here
+
+
+def cause_of(error: BaseException) -> str:
+    """Return what a library says in `error`: the first line, without places in its own source.
+
+    >>> cause_of(RuntimeError("[enforce fail at /a/b.cc:8] rv != -1. -1 vs -1. pipe: Too many open files"))
+    'pipe: Too many open files'
+    >>> cause_of(RuntimeError("Gloo failed with [/a/b.cc:1] timed out, remote=[127.0.0.1]:30"))
+    'Gloo failed with timed out, remote=[127.0.0.1]:30'
+    """
+    first = next(iter(str(error).splitlines()), "")
+    return IN_SOURCE.sub("", first)[:300].strip() or type(error).__name__
 
 
 class DeadlineExceeded(TransportError, TimeoutError):

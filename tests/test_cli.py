@@ -98,7 +98,7 @@ REFUSED = [
     ("simulate step ring --model resnet50 --batch 4 --compute-ms 5", "both say how long a step computes"),
     ("simulate step ring --model vgg", "--model vgg: give resnet50, vgg_a, overfeat_fast, cd_dnn, transformer:"),
     ("simulate step ring --model 1e6 --bucket-cap-mb inf", "--bucket-cap-mb inf: give a number"),
-    ("simulate step ring --model none.json", "'none.json' cannot be read"),
+    ("simulate step ring --model none.json", "none.json cannot be read"),
     (
         "simulate step ring --model 1e6 --compute-ms 1 --jitter 1 --steps 1000000000",
         "1,000,000,000 steps of 4 ranks are too many: give up to --steps 2500000",

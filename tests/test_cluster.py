@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 from cases import for_each
 from commands import told
 
+from commrt import files
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster, builtin_clusters
+from commrt.tools.pictures.files import read_spans, read_times
 from commrt.tools.planning.timeline import efficiency_at
+from commrt.tools.planning.workload import Workload
 
 WHOLE = """
 about = 'two "machines" under a desk'
@@ -127,8 +131,23 @@ def test_a_name_of_no_cluster_and_of_no_toml_file_is_refused_in_words():
         Cluster.named("nowhere")
 
 
-@for_each("name", ["none.toml", "bytes.toml"])
-def test_a_file_that_cannot_be_read_is_refused_in_words(name, tmp_path):
-    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="cannot be read: "):
-        Cluster.named(f"{tmp_path}/{name}")
+@for_each(
+    ("name", "why"),
+    [
+        ("none.toml", "No such file"),
+        ("bytes.toml", "codec can't decode"),
+        ("fifo.toml", "no regular file"),  # without a writer
+        ("zero.toml", "no regular file"),
+        ("large.toml", "larger than 1,000 bytes"),
+    ],
+)
+@for_each("read", [Cluster.named, Workload.read, read_times, read_spans])
+def test_a_file_that_cannot_be_read_is_refused_in_words(name, why, read, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_NBYTES", 1000)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x80")
+    (tmp_path / "large.toml").write_bytes(b" " * 1001)
+    if not (tmp_path / "zero.toml").exists():
+        os.mkfifo(tmp_path / "fifo.toml")
+        (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=f"cannot be read: .*{why}"):
+        read(f"{tmp_path}/{name}")

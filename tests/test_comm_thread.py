@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import commrt
-from commrt.errors import DeadlineExceeded, Place, TransportClosed, UsageError
+from commrt.errors import DeadlineExceeded, Place, TransportClosed, TransportError, UsageError
 from commrt.testing.faults import delay_at, with_faults
 from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.future import Future
+from commrt.threads.starting import start_thread
 
 LIMIT_S = 20.0
 
@@ -317,3 +318,12 @@ def test_a_wait_of_torch_in_a_callback_for_a_later_transfer_ends_the_world_at_th
 
     run_ranks(2, body, timeout_s=1.0, **LATE)
     assert "a callback of a future kept the communication thread waiting for longer than 1 s" in caplog.text
+
+
+def test_a_limit_on_threads_is_named(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", refuse)
+    with pytest.raises(TransportError, match=r"thread commrt-x cannot be started .*`ulimit -u`"):
+        start_thread(print, "commrt-x")

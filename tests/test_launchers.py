@@ -107,7 +107,7 @@ def of_one_world(*given):
 @pytest.mark.slow
 def test_torchrun_starts_ranks_that_meet_by_its_variables_or_in_a_group_of_torch_s(here, tmp_path):
     launch = [TORCHRUN, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    run([*here, *launch, WORKER, tmp_path, "1", "init", "group", "init"])
+    run([*here, *launch, WORKER, tmp_path, "1", "init", "gloo", "init"])
     ways = [world_of(PAIR, launcher, "shared", 3.0) for launcher in ("torchrun", "torch.distributed", "torchrun")]
     assert reports(tmp_path) == [list(worlds) for worlds in zip(*ways, strict=True)]
 
@@ -123,11 +123,14 @@ def test_two_agents_of_torchrun_that_meet_by_c10d_are_one_world(here, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not has_namespaces(), reason="needs util-linux, iproute2 and the right to make network namespaces")
 def test_on_two_hosts_torchrun_s_ranks_share_memory_within_and_use_sockets_between(two_hosts, tmp_path):
-    """Though both hosts' names lead to the loopback, as Debian's do."""
+    """Though both hosts' names lead to the loopback, as Debian's do; also in groups of the backend."""
     store = ["--master-addr", ADDRESSES[0], "--master-port", "29500"]
     node = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *store]
-    run(*([*to, *node, "--node-rank", rank, WORKER, tmp_path, "1", "init"] for rank, to in enumerate(two_hosts)))
-    assert reports(tmp_path) == of_one_world(TWO_NODES, "torchrun", "shared and gloo", 10.0)
+    ways = [WORKER, tmp_path, "1", "init", "commrt"]
+    run(*([*to, *node, "--node-rank", rank, *ways] for rank, to in enumerate(two_hosts)))
+    launchers = "torchrun", "torch.distributed"
+    worlds = [world_of(TWO_NODES, each, "shared and gloo", 10.0) for each in launchers]
+    assert reports(tmp_path) == [list(each) for each in zip(*worlds, strict=True)]
 
 
 OPEN_MPI = ["--allow-run-as-root", "--oversubscribe"]

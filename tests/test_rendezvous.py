@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import DeadlineExceeded, TransportError, UsageError
+from commrt.store import client
 from commrt.store.client import is_loopback, listen, meet
 from commrt.store.launcher import Launch, chosen_transport, default_timeout_s, is_on, launched
 from commrt.testing.processes import free_port, run_processes
@@ -41,9 +42,20 @@ def test_a_port_where_something_listens_but_never_answers_is_an_error():
         meet(launch(1, silent.getsockname()[1]), 0.3)
 
 
-def test_a_port_where_nobody_listens_is_an_error():
-    with pytest.raises(DeadlineExceeded, match=r"no store at 127\.0\.0\.1:\d+ within 0\.3 s"):
-        meet(launch(1, free_port()), 0.3)
+@for_each(
+    ("address", "why"), [("127.0.0.1", "Connection refused"), ("no-such-host.invalid", "not known|failure in name")]
+)
+def test_an_address_where_nobody_listens_is_an_error_that_says_why(address, why):
+    says = rf"no store at {address}:\d+ within \d\.\d s: .*({why})"
+    with pytest.raises(DeadlineExceeded, match=says):
+        meet(launch(1, free_port(), address), 0.3)
+
+
+@for_each(("slow_s", "warnings"), [(1e6, 0), (0.0, 1)])
+def test_a_slow_reverse_lookup_is_named_in_the_log(monkeypatch, caplog, slow_s, warnings):
+    monkeypatch.setattr(client, "SLOW_LOOKUP_S", slow_s)
+    client._time_reverse_lookup("127.0.0.1")
+    assert ["to look up 127.0.0.1" in record.getMessage() for record in caplog.records] == [True] * warnings
 
 
 def test_a_port_that_is_taken_is_an_error_at_once():

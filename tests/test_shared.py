@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import torch
 from torch.distributed import HashStore
 from transports import shared
 
-from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed
+from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, TransportError
 from commrt.testing.processes import run_processes
 from commrt.transport import channel
 from commrt.transport import shared as shared_module
@@ -225,12 +226,27 @@ def test_a_rank_that_left_while_the_others_came_is_lost():
         SharedTransport(store, 1, range(2), PATIENT_S)
 
 
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
+def test_a_limit_on_memory_is_named_with_the_rank(monkeypatch, call):
+    def refuse(*_):
+        raise OSError(errno.EFBIG, "File too large")
+
+    first, second = shared(2, PATIENT_S)
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(TransportError, match=r"no shared memory .*File too large.* `-f`.* \[rank 0, nbytes 400000\]"):
+        first.allocate(100_000, torch.float32)
+    with pytest.raises(TransportError, match="no shared memory"):  # to send from
+        first.bind(P2PGroup([P2PMessage(1, torch.empty(100_000))], []))
+    first.close()
+    second.close()
+
+
 def test_connections_from_other_sockets_are_ignored():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         zero = pool.submit(SharedTransport, store, 0, range(2), PATIENT_S)
         store.wait(["record/0"], timedelta(seconds=PATIENT_S))
-        (secret,) = json.loads(store.get("record/0"))
+        secret, _ = json.loads(store.get("record/0"))
         listening = channel._name(bytes.fromhex(secret))
         for name in ("", channel._name(bytes(channel.SECRET_NBYTES), 0)):
             with channel._socket(name) as stranger:

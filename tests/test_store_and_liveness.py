@@ -10,6 +10,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
 from time import monotonic, sleep
 
@@ -20,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commrt.backup_workers.quorum import set_once
 from commrt.elastic.generations import Listener, probe
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place
+from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, UsageError
 from commrt.runtime import connection
 from commrt.store import agreement
 from commrt.store.agreement import gather, wait_until_read
@@ -148,6 +149,27 @@ def test_the_first_rank_leaves_after_all_others_have_read(store, monkeypatch):
     assert on_threads(range(3), leave) == [None] * 3
     assert sorted(order[:2]) == [1, 2]
     assert order[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("seen", "towards"),
+    [(("127.0.1.1", "10.0.0.1"), "10.0.0.1"), (("127.0.0.1",) * 2, "127.0.0.1"), ((None,) * 2, None)],
+)
+def test_ranks_of_two_hosts_find_their_network_by_the_store(monkeypatch, store, seen, towards):
+    """The store's host may find its own name on the loopback only."""
+    hosts, addresses = iter("ab"), iter(seen)
+    monkeypatch.setattr(connection, "host_identity", lambda: next(hosts))
+    monkeypatch.setattr(connection, "network_address", lambda _: next(addresses))
+    compared = partial(connection.compare_starts, store, members=range(2), timeout_s=PATIENT_S)
+    starts = on_threads(range(2), lambda rank: compared(rank=rank))
+    assert [start.towards for start in starts] == [towards] * 2
+
+
+def test_without_an_address_in_the_network_a_start_asks_for_the_card(monkeypatch):
+    start = connection.Start({0: "a", 1: "b"}, None)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(UsageError, match="set GLOO_SOCKET_IFNAME"):
+        connection.listening_address(start)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 2, 3)])

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
+import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pkgutil import resolve_name
@@ -14,14 +18,27 @@ import pytest
 import torch
 from cases import for_each
 from torch.distributed import HashStore
-from transports import gloo, local, nccl, nccl_of_one, over_nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
+from transports import (
+    gloo,
+    hierarchical,
+    local,
+    nccl,
+    nccl_of_one,
+    over_nccl,
+    pairs_on_a_host,
+    peers,
+    shared,
+    two_hosts_in_turn,
+)
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, UsageError
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
+from commrt.store.client import listen
 from commrt.store.launcher import GPU_TRANSPORTS
 from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
+from commrt.transport import descriptors
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
@@ -144,6 +161,82 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(body, range(3))) == [True] * 3
+
+
+@pytest.mark.parametrize(("open_one", "opens"), [(gloo_rank, "gloo._devices"), (SharedTransport, "channel._socket")])
+def test_a_rank_that_can_open_no_sockets_is_named_by_all_at_once(monkeypatch, open_one, opens):
+    store, limits = HashStore(), [OSError("Too many open files")]
+    open_sockets = resolve_name(f"commrt.transport.{opens}")
+
+    def limited(*given, **how):
+        if limits:
+            raise limits.pop()
+        return open_sockets(*given, **how)
+
+    def body(rank):
+        with pytest.raises(TransportError, match=r"rank \d can.*Too many open files.*ulimit -n") as raised:
+            open_one(store, rank, range(3), 60.0)
+        return raised.value.place.peer
+
+    monkeypatch.setattr(f"commrt.transport.{opens}", limited)
+    with ThreadPoolExecutor(3) as pool:
+        assert len({*pool.map(body, range(3))}) == 1
+
+
+def test_a_rank_alone_on_its_host_needs_no_shared_memory(monkeypatch):
+    transports = hierarchical([0, 0, 1], 10.0)
+    monkeypatch.delattr(os, "memfd_create")
+    data = transports[2].allocate(100_000, torch.float32)
+    landing = torch.zeros(100_000)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(transports[2].bind(P2PGroup([P2PMessage(0, data.fill_(3))], [])), Tag(0, 0))
+        transports[0].bind(P2PGroup([], [P2PMessage(2, landing)]))(Tag(0, 0))
+        sent.result()
+    assert landing.unique().tolist() == [3.0]
+    for transport in transports:
+        transport.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_nobody_connects_to_gloo_once_all_ranks_have():
+    before = listening()
+    first, second = gloo(2, 10.0)
+    opened = listening() - before
+    assert len(opened) == 2
+    for address in opened:
+        with pytest.raises(OSError, match="timed out"):
+            socket.create_connection(address, 0.1)
+    first.close()
+    second.close()
+
+
+def listening():
+    """The addresses at which this process listens."""
+    return {end.getsockname() for end in descriptors._listening()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+def test_only_the_named_socket_refuses_connections():
+    with closing(listen()) as named, closing(listen()) as other:
+        early = socket.create_connection(named.getsockname())
+        descriptors.refuse_connections(b"before" + descriptors._sockaddr(named) + b"after")
+        with pytest.raises(OSError, match="timed out"):
+            socket.create_connection(named.getsockname(), 0.1)
+        early.sendall(b"still here")
+        with closing(named.accept()[0]) as accepted:
+            assert accepted.recv(10) == b"still here"
+        socket.create_connection(other.getsockname(), 10.0).close()
+        early.close()
+
+
+def test_the_soft_limit_of_files_becomes_the_hard_one():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        descriptors.raise_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, descriptors.MOST_FILES), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("open_one", [SharedTransport, gloo_rank])

@@ -14,11 +14,11 @@ import secrets
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from operator import attrgetter
 from pickle import UnpicklingError
-from socket import gethostname
 from threading import Condition, Event
 from typing import NamedTuple
 
@@ -28,10 +28,12 @@ from torch.distributed import Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.generations import Listener
-from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
+from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost, TransportError
 from commrt.runtime.world import World
 from commrt.store.client import MALFORMED, TimedStore, malformed, parse, parse_int, require, typed
+from commrt.store.launcher import LOOPBACK
 from commrt.threads.deadline import Deadline, Timeouts
+from commrt.threads.starting import start_thread
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
 _log = logging.getLogger("commrt")
@@ -50,7 +52,9 @@ LIMIT_S = 60.0
 PASSWORD_S = 5.0
 """How long a client may be silent before it has sent the password."""
 MAX_CLIENTS = 256
-"""Clients at once; further ones are disconnected, and try again."""
+"""Clients at once that have sent the password; further ones are disconnected, and try again."""
+MAX_SILENT = 16
+"""Clients at once that have sent no password yet. One more disconnects the one that came first."""
 WRITES = attrgetter("_version")
 """Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``."""
 
@@ -214,7 +218,7 @@ class CatchUp:
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
         towards = None if world.reconnect_options is None else world.reconnect_options.towards
         self._server = StateServer(
-            towards or gethostname(),
+            towards or LOOPBACK,
             lambda version: state.give(version, Timeouts.of(world.timeout_s).probe_s * PASS_SHARE),
         )
 
@@ -284,29 +288,50 @@ class StateServer(Listener):
     def __init__(self, towards: str, give: Callable[[int], Generator[bytes]]) -> None:
         self._give, self._password = give, secrets.token_bytes(PASSWORD_NBYTES)
         self._free_slots = threading.Semaphore(MAX_CLIENTS)
+        self._silent: deque[socket.socket] = deque()
+        """Clients that have sent no password yet, in the order in which they came."""
+        self._lock = threading.Lock()
         super().__init__(towards, self._admit, "commrt-state-server")
         self.address += f" {self._password.hex()}"
 
     def _admit(self, client: socket.socket) -> None:
-        if self._free_slots.acquire(blocking=False):
-            with suppress(RuntimeError):  # the system has no more threads
-                threading.Thread(target=self._serve, args=(client,), daemon=True, name="commrt-state-server").start()
-                return
-            self._free_slots.release()
-        client.close()
+        with self._lock:
+            self._silent.append(client)
+            if len(self._silent) > MAX_SILENT:
+                with suppress(OSError):  # it has left
+                    self._silent.popleft().shutdown(socket.SHUT_RDWR)  # which wakes its thread
+        try:
+            start_thread(self._serve, "commrt-state-server", client)
+        except TransportError:  # the system has no more threads
+            self._is_silent_no_more(client)
+            client.close()
+
+    def _is_silent_no_more(self, client: socket.socket) -> bool:
+        """Forget that `client` is silent; return False if it was disconnected meanwhile."""
+        with self._lock, suppress(ValueError):
+            self._silent.remove(client)
+            return True
+        return False
 
     def _serve(self, client: socket.socket) -> None:
-        try:
-            with client, suppress(OSError):
-                self._answer(client)
-        finally:
-            self._free_slots.release()
+        with client, suppress(OSError):
+            try:
+                number = self._request(client)
+            finally:
+                is_kept = self._is_silent_no_more(client)
+            if number is not None and is_kept and self._free_slots.acquire(blocking=False):
+                try:
+                    self._answer(client, number)
+                finally:
+                    self._free_slots.release()
 
-    def _answer(self, client: socket.socket) -> None:
+    def _request(self, client: socket.socket) -> int | None:
+        """Return the version that `client` asks for, None without the password."""
         client.settimeout(PASSWORD_S)
         password, number = REQUEST.unpack(_receive(client, REQUEST.size))
-        if not secrets.compare_digest(password, self._password):
-            return
+        return number if secrets.compare_digest(password, self._password) else None
+
+    def _answer(self, client: socket.socket, number: int) -> None:
         client.settimeout(LIMIT_S)
         with closing(self._give(number)) as answer:
             if next(answer, None) is None:

@@ -27,7 +27,7 @@ from commrt.c10d.checked_calls import CheckedCalls
 from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection, parse_forced
-from commrt.runtime.connection import compare_starts, connect_hosts, local_rank
+from commrt.runtime.connection import compare_starts, connect_hosts, listening_address, local_rank
 from commrt.runtime.world import World
 from commrt.store.agreement import gather
 from commrt.store.client import call_store
@@ -51,10 +51,9 @@ class ProcessGroupWorld:
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
         require_deadlines(timeout=timeout_s)
         self.store = _unused(options.store, rank, size)
-        transport, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
+        transport, self._host, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, self.store, local_rank(), "torch.distributed")
         self.requests, self.engine = CheckedCalls(rank, size), CallEngine(self.world, selection, options.group_id)
-        self._host = LOOPBACK if transport.one_host else None
         # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
         gloo = self.open_gloo("messages", timeout_s / CONNECT_TRIES)
         self.host_messages = HostMessages(gloo, self.world)
@@ -214,21 +213,24 @@ def _unused(store: Store, rank: int, size: int) -> Store:
 
 def _connect(
     store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int]
-) -> tuple[Transport, Selection]:
+) -> tuple[Transport, str | None, Selection]:
     given = variable("COMMRT_CLUSTER")
     forced = parse_forced(variable("COMMRT_SCHEDULES"), same_bits=is_on("COMMRT_SAME_BITS"))
     cluster = Cluster.named(given or "host")
     if size == 1:
-        return Fabric(1).transport(0), Selection(cluster, [0], forced)
+        return Fabric(1).transport(0), LOOPBACK, Selection(cluster, [0], forced)
     choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])
-    found = compare_starts(store, rank, range(size), timeout_s, choice)
-    transport, hosts = connect_hosts(store, rank, found, timeout_s), [*found.values()]
+    start = compare_starts(store, rank, range(size), timeout_s, choice)
+    transport = connect_hosts(store, rank, start, timeout_s)
+    address = LOOPBACK if transport.one_host else listening_address(start)
+    hosts = [*start.hosts.values()]
     if not transport.one_host:  # no rank goes on, and perhaps ends, while others still connect to it
         gather(PrefixStore("connected", store), rank, range(size), None, timeout_s, json.loads)
     if given:
-        return transport, Selection(cluster, global_ranks, forced)
+        return transport, address, Selection(cluster, global_ranks, forced)
     per_host = max(map(hosts.count, hosts))
-    return transport, Selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced)
+    selection = Selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced)
+    return transport, address, selection
 
 
 def _places(hosts: Sequence[str], per_host: int) -> list[int]:

@@ -16,18 +16,18 @@ import errno
 import json
 import re
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Event
 from types import MappingProxyType
 from typing import NamedTuple
 
-from commrt.errors import UsageError
+from commrt.errors import TransportError, UsageError
 from commrt.runtime.membership import Loss
 from commrt.store.client import TimedStore, listen, own_address, parse, parse_int, require, typed
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import Timeouts
+from commrt.threads.starting import start_thread
 
 HEAD = "head"
 ROLL_CALL = 0
@@ -152,10 +152,15 @@ class Listener:
         self, towards: str, serve: Callable[[socket.socket], None] = socket.socket.close, name: str = "commrt-liveness"
     ) -> None:
         host = own_address(towards)
-        self._socket = listen(host)
+        try:
+            self._socket = listen(host)
+        except OSError as error:
+            raise TransportError(
+                f"this process cannot listen at {host} ({error}): is there a limit on open files (`ulimit -n`)"
+            ) from error
         self.address = f"{host} {self._socket.getsockname()[1]}"
         release_in_forked_child(self)
-        threading.Thread(target=_accept, args=(self._socket, serve), daemon=True, name=name).start()
+        start_thread(_accept, name, self._socket, serve)
 
     def close(self) -> None:
         """Stop listening, so that the process counts as gone. Safe to call twice."""

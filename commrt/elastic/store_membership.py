@@ -36,6 +36,7 @@ from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, Transpor
 from commrt.runtime.membership import Loss
 from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection, parse, typed
 from commrt.threads.deadline import Deadline
+from commrt.threads.starting import start_thread
 
 POLL_S, POLL_MOST_S, POLL_CROWD_S = 0.002, 0.05, 1.0
 """Between two reads of the store: the first pause, and the longest; each is twice as long as the one before.
@@ -97,8 +98,7 @@ class StoreMembership:
     def _start(self) -> None:
         self._watched = self.generation.number + 1
         name, store = f"commrt-rank{self.rank}-membership", clone_connection(self.store.connection)
-        self._watcher = threading.Thread(target=self._watch, args=(store,), daemon=True, name=name)
-        self._watcher.start()
+        self._watcher = start_thread(self._watch, name, store)
 
     def _watch(self, store: Store) -> None:
         """Call `on_roll_call` for each generation that other ranks want to form."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from commrt.errors import UsageError
+from commrt.files import read_text
 
 T = TypeVar("T")
 FOLDER = resources.files("commrt.pricing").joinpath("clusters")
@@ -131,11 +132,7 @@ class Cluster:
         if path.suffix != ".toml":
             known = ", ".join(builtin_clusters())
             raise UsageError(f"no cluster is called {_short(name)}: there are {known}, or give a .toml file")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{name:.200} cannot be read: {error}") from error
-        return cls.parsed(text, path.stem)
+        return cls.parsed(read_text(path), path.stem)
 
     @classmethod
     def parsed(cls, text: str, name: str) -> Self:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from ipaddress import ip_address
 from pkgutil import resolve_name
+from socket import gethostname
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -15,8 +17,17 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.agreement import LINGER_S, find_disagreement, gather, wait_until_read
-from commrt.store.client import call_store, host_identity, require, typed
-from commrt.store.launcher import GPU_TRANSPORTS, TRANSPORTS, chosen_transport, launched
+from commrt.store.client import (
+    call_store,
+    host_identity,
+    is_loopback,
+    network_address,
+    own_address,
+    require,
+    typed,
+)
+from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS, chosen_transport, launched, variable
+from commrt.transport.descriptors import raise_limit
 from commrt.transport.protocol import Transport
 
 
@@ -39,16 +50,41 @@ class HostTransport(Protocol):
         """Connect `rank` with `members`, of which `neighbours` are on its host, which has `address`."""
 
 
-def connect_hosts(
-    store: Store, rank: int, hosts: Mapping[int, str], timeout_s: float, address: str | None = None
-) -> Transport:
-    """Connect the members for CPU tensors, whose `hosts` are what `compare_starts` returned. Collective.
+class Start(NamedTuple):
+    """What the ranks have told each other before they connect."""
 
-    COMMRT_TRANSPORT chooses the transport, or else the hosts (`suited`). This rank listens for others at `address`.
+    hosts: Mapping[int, str]
+    """The host of each member, as `host_identity` says."""
+    towards: str | None
+    """An address in the network between the ranks; None if no rank knows one."""
+
+
+def connect_hosts(store: Store, rank: int, start: Start, timeout_s: float) -> Transport:
+    """Connect the members for CPU tensors, after `compare_starts`. Collective.
+
+    COMMRT_TRANSPORT chooses the transport, or else the hosts (`suited`).
     """
+    hosts = start.hosts
     connects = transport_called(chosen_transport()) or suited([*hosts.values()])
     neighbours = [peer for peer, host in hosts.items() if host == hosts[rank]]
+    address = listening_address(start)
     return connects(PrefixStore(connects.kind, store), rank, [*hosts], timeout_s, address, neighbours)
+
+
+def listening_address(start: Start) -> str | None:
+    """Return the address at which the others reach this host; None with GLOO_SOCKET_IFNAME.
+
+    Raises `UsageError` if no rank knows an address in their network.
+    """
+    if variable("GLOO_SOCKET_IFNAME"):
+        return None
+    if start.towards is None:
+        raise UsageError(
+            f"the name of this host, {gethostname()}, leads to no address that other hosts reach: "
+            "set GLOO_SOCKET_IFNAME to its network card, or start the ranks with a MASTER_ADDR "
+            "instead of a file"
+        )
+    return own_address(start.towards)
 
 
 def transport_called(name: str | None) -> HostTransport | None:
@@ -66,27 +102,29 @@ def suited(hosts: Sequence[str | None]) -> HostTransport:
     return cast("HostTransport", resolve_name(TRANSPORTS["shared"] if is_one_host else between))
 
 
-def compare_starts(
-    store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: str = ""
-) -> dict[int, str]:
-    """Return the host of each of `members`, once all else that they start with is the same. Collective.
+def compare_starts(store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: str = "") -> Start:
+    """Return where `members` are, once all else that they start with is the same. Collective.
 
     `choice` is what else must be equal. Raises `DisagreementError`, and `UsageError` if COMMRT_TRANSPORT cannot be.
     """
-    asked, starts = chosen_transport(), dict[int, tuple[str, Mapping[str, str]]]()
+    raise_limit()
+    asked, starts = chosen_transport(), dict[int, _Start]()
     claim = {
         "world size": str(len(members)),
         "COMMRT_TRANSPORT": asked or "not set",
         "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS": choice,
     }
-    own = host_identity() or f"none that rank {rank} can share", claim
+    identity = host_identity()
+    host = identity or f"none that rank {rank} can share"
+    own = _Start(host, claim, network_address(store) or "")
     try:
         for some in (members[:1], members):  # a rank that differs from the first one need not wait for all
             found = call_store(partial(gather, store, rank, some, own, timeout_s, _parse_start), timeout_s)
             starts = {**found, rank: own}
-            if error := find_disagreement("init", {peer: each for peer, (_, each) in starts.items()}):
+            claims = {peer: each.claim for peer, each in starts.items()}
+            if error := find_disagreement("init", claims):
                 raise error
-        hosts = {peer: starts[peer][0] for peer in members}
+        hosts = {peer: starts[peer].host for peer in members}
         connects = transport_called(asked)
         if connects is not None and connects.one_host and len(set(hosts.values())) > 1:
             raise UsageError(  # after all ranks have read why
@@ -98,13 +136,35 @@ def compare_starts(
             call_store(lambda: wait_until_read(store, rank, members), LINGER_S)
         raise
     call_store(lambda: store.add("read", 1), rank=rank)
-    return hosts
+    is_near = identity is not None and set(hosts.values()) == {identity}
+    seen = [own.address, *(starts[peer].address for peer in members)]
+    return Start(hosts, LOOPBACK if is_near else _towards(seen))
 
 
-def _parse_start(text: bytes) -> tuple[str, Mapping[str, str]]:
-    host, claim = typed(json.loads(text), str, dict)
-    require(all(isinstance(value, str) for value in claim.values()))
-    return host, claim
+class _Start(NamedTuple):
+    host: str
+    claim: Mapping[str, str]
+    address: str
+    """`network_address`, as this rank sees it; empty if there is none."""
+
+
+def _towards(addresses: Sequence[str]) -> str | None:
+    """Return the first of `addresses` that leads into a network; a loopback one if all are.
+
+    On the host of the store, its name may resolve to the loopback. Then another rank's address
+    leads there.
+
+    >>> _towards(["127.0.1.1", "", "10.0.0.1"]), _towards(["127.0.0.1"]), _towards(["", ""])
+    ('10.0.0.1', '127.0.0.1', None)
+    """
+    return min(filter(None, addresses), key=is_loopback, default=None)
+
+
+def _parse_start(text: bytes) -> _Start:
+    start = _Start(*typed(json.loads(text), str, dict, str))
+    require(all(isinstance(value, str) for value in start.claim.values()))
+    require(not start.address or ip_address(start.address))
+    return start
 
 
 NCCL_BINDING = "commrt.transport.nccl_communicator:load"

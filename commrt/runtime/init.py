@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import TransportClosed, UsageError
-from commrt.runtime.connection import Connect, ReconnectOptions, compare_starts, connect_hosts, local_rank
+from commrt.runtime.connection import Connect, ReconnectOptions, Start, compare_starts, connect_hosts, local_rank
 from commrt.runtime.membership import Hooks
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
-from commrt.store.client import call_store, clone_connection, host_identity, is_loopback, meet, own_address
-from commrt.store.launcher import LOOPBACK, Launch, chosen_transport, default_timeout_s, launched, variable
+from commrt.store.client import call_store, clone_connection, host_identity, meet
+from commrt.store.launcher import Launch, chosen_transport, default_timeout_s, launched
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.transport.local import Fabric
@@ -32,6 +32,8 @@ _opened = 0
 """Worlds that this process has opened; keeps their keys apart on one store."""
 _joined: set[tuple[str, int]] = set()
 """Addresses of the stores where this process has met other ranks."""
+TOWARDS = "towards"
+"""The key of `Start.towards`, for processes that come later."""
 _inherited: list[object] = []
 """Addresses and groups of the parent of this forked process. The parent is a rank there, so the child cannot be one."""
 
@@ -103,10 +105,8 @@ def _join_group(timeout_s: float) -> World:
     _require_not_inherited(dist.group.WORLD)
     default = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch offers no other way to it
     store = PrefixStore(f"commrt/{_opened}", default)
-    connect = _connector(store, rank)
-    transport = connect(0, range(size), timeout_s)
-    towards = _address_towards(None, is_near=transport.one_host)  # a group does not say where the others are
-    options = ReconnectOptions(connect, towards)
+    transport, start = _connected(store, rank, 0, range(size), timeout_s)
+    options = ReconnectOptions(_connector(store, rank), start.towards)
     return World(transport, store, local, "torch.distributed", holds_store=rank == 0, reconnect_options=options)
 
 
@@ -114,51 +114,37 @@ def _join_launch(launch: Launch, timeout_s: float) -> World:
     _require_not_inherited((launch.address, launch.port))
     store = PrefixStore(f"commrt/{launch.job}/{launch.attempt}/{_opened}", meet(launch, timeout_s))
     _joined.add((launch.address, launch.port))
-    connect = _connector(store, launch.rank, _gloo_address(launch.address))
     config = call_store(lambda: WorldConfig.read(store), rank=launch.rank)
     if config is None:
-        transport: Transport = connect(0, range(launch.size), timeout_s)
-        is_near = transport.one_host
+        transport, start = _connected(store, launch.rank, 0, range(launch.size), timeout_s)
+        towards = start.towards or ""
+        call_store(lambda: store.set(TOWARDS, towards), rank=launch.rank)
     else:
         config.require_place(launch.rank, launch.size, host_identity(), chosen_transport())
         transport = NullTransport(launch.rank, range(launch.size), timeout_s)
-        is_near = config.host is not None
+        towards = call_store(lambda: store.get(TOWARDS), rank=launch.rank).decode()
     return World(
         transport,
         store,
         launch.local_rank,
         launch.launcher,
         holds_store=launch.rank == 0 and not launch.store_exists,
-        reconnect_options=ReconnectOptions(connect, _address_towards(launch.address, is_near=is_near)),
+        reconnect_options=ReconnectOptions(_connector(store, launch.rank), towards or None),
         config=config,
     )
 
 
-def _gloo_address(address: str) -> str | None:
-    """Return the local address that leads to `address`; None lets Gloo choose, by its variables or the host's name."""
-    if is_loopback(address):
-        return LOOPBACK
-    ours = own_address(address)
-    return None if variable("GLOO_SOCKET_IFNAME") or is_loopback(ours) else ours
+def _connected(
+    store: Store, rank: int, generation: int, members: Sequence[int], timeout_s: float
+) -> tuple[Transport, Start]:
+    ours = clone_connection(store) if generation else store  # an earlier attempt may still wait on the first
+    part = PrefixStore(f"generation {generation}", ours)
+    start = compare_starts(part, rank, members, timeout_s)
+    return connect_hosts(part, rank, start, timeout_s), start
 
 
-def _address_towards(address: str | None, *, is_near: bool) -> str | None:
-    """Return an address in the network between the ranks, for liveness checks; None if it is not known.
-
-    On the host of `address` it is not known, since that host may have a name of its own there.
-    """
-    if is_near or address is None or is_loopback(address):
-        return LOOPBACK if is_near or address else None
-    return None if is_loopback(own_address(address)) else address
-
-
-def _connector(store: Store, rank: int, host: str | None = None) -> Connect:
-    def connect(generation: int, members: Sequence[int], timeout_s: float) -> Transport:
-        ours = clone_connection(store) if generation else store  # an earlier attempt may still wait on the first
-        part = PrefixStore(f"generation {generation}", ours)
-        return connect_hosts(part, rank, compare_starts(part, rank, members, timeout_s), timeout_s, host)
-
-    return connect
+def _connector(store: Store, rank: int) -> Connect:
+    return lambda *generation: _connected(store, rank, *generation)[0]
 
 
 def _require_not_inherited(place: object) -> None:

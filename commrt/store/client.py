@@ -9,30 +9,33 @@ asks the store to cancel the request, and waits without limit for its answer (to
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, Store, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
 from commrt.store.launcher import LOOPBACK, Launch
-from commrt.threads.deadline import Deadline
+from commrt.threads.deadline import Deadline, clock
 from commrt.threads.future import start_call
 
 ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
+SLOW_LOOKUP_S = 2.0
 STORE_HOLDER = "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, struct.error)
 
+_log = logging.getLogger("commrt")
 _held: dict[tuple[str, int], Store] = {}
 """Stores that live in this process until it ends: the next world uses the same port."""
 
@@ -144,11 +147,64 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this host that leads to the host `towards`."""
-    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]  # 9: discard
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # sends nothing: the kernel only chooses
-        return str(probe.getsockname()[0])
+    """Return the address of this host that leads to `towards`; raises `TransportError` if none does."""
+    if (route := _route(towards)) is None:
+        raise TransportError(
+            f"no network of this host leads to {towards}: does its name resolve here, and is there a route"
+        )
+    return route[1]
+
+
+def network_address(store: Store) -> str | None:
+    """Return an address in the network of the ranks: of the host of `store`, as this host sees it.
+
+    A store without a host, such as a file, gives the address of this host's name, unless that is
+    the loopback. None if there is none.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        time_reverse_lookup(store.host)
+        route = _route(store.host)
+        return None if route is None else route[0]
+    route = _route(socket.gethostname())
+    return None if route is None or is_loopback(route[0]) else route[0]
+
+
+@cache
+def time_reverse_lookup(host: str) -> None:
+    """Log a warning, soon, if the name server is slow to find the name of the address of `host`.
+
+    torch asks for it whenever it connects to a store (2.13), and waits.
+    """
+    start_call(partial(_time_reverse_lookup, host))
+
+
+def _time_reverse_lookup(host: str) -> None:
+    if (route := _route(host)) is None:
+        return
+    begun_s = clock.now_s()
+    with suppress(OSError):
+        socket.getnameinfo((route[0], 0), socket.NI_NUMERICSERV)
+    if (passed_s := clock.now_s() - begun_s) >= SLOW_LOOKUP_S:
+        _log.warning(
+            "commrt: the name server took %.1f s to look up %s, and torch waits for that at each "
+            "connection to the store: add the address to /etc/hosts, or set "
+            'RES_OPTIONS="timeout:1 attempts:1"',
+            passed_s,
+            route[0],
+        )
+
+
+def _route(host: str) -> tuple[str, str] | None:
+    """Return an address of `host`, and the one of this host that leads to it; the loopback last."""
+    routes = []
+    with suppress(OSError, UnicodeError):  # the name does not resolve
+        for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):  # 9: discard
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(target)  # sends nothing: the kernel only chooses
+                routes.append((str(target[0]), str(probe.getsockname()[0])))
+    return min(routes, key=lambda route: is_loopback(route[0]), default=None)
 
 
 def host_identity() -> str | None:
@@ -175,26 +231,42 @@ def _number(address: str) -> IPv4Address | IPv6Address | None:
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
     listener = _listener(launch) if holds_it else None
+    time_reverse_lookup(launch.address)
     # With multi_tenant, groups of torch.distributed in this process can share it.
     make = partial(TCPStore, launch.address, launch.port, is_master=holds_it, wait_for_workers=False, multi_tenant=True)
-    limit = timedelta(seconds=timeout_s)
+    limit, begun_s = timedelta(seconds=timeout_s), clock.now_s()
     try:
         return call_store(lambda: make(timeout=limit, master_listen_fd=listener), timeout_s, launch.rank)
-    except DeadlineExceeded as error:
-        what = (
-            f"what listens at {at} did not answer as a store within {timeout_s:g} s: is it rank 0 of this job, and "
-            "not stopped? If it is another program, set MASTER_PORT to a free port on every rank"
-        )
-        raise DeadlineExceeded(what, place) from error
-    except (RuntimeError, PeerLost) as error:
+    except (RuntimeError, PeerLost, DeadlineExceeded) as error:
+        passed_s = min(clock.now_s() - begun_s, timeout_s)
         if holds_it and "EADDRINUSE" in f"{error} {error.__cause__}":
             what = f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on every rank"
             raise TransportError(what, Place(rank=launch.rank)) from error
-        what = (
-            f"no store at {at} within {timeout_s:g} s: is rank 0 running there, is the port free, "
-            "and do MASTER_ADDR and MASTER_PORT say the same on every rank"
-        )
-        raise DeadlineExceeded(what, place) from error
+        if (why := _why_unreachable(launch.address, launch.port)) is None:
+            what = (
+                f"what listens at {at} did not answer as a store within {passed_s:.1f} s: is it "
+                "rank 0 of this job, and not stopped? If it is another program, set MASTER_PORT to "
+                "a free port on every rank"
+            )
+        else:
+            what = (
+                f"no store at {at} within {passed_s:.1f} s: {why}. Is rank 0 running there, and do "
+                "MASTER_ADDR and MASTER_PORT say the same on every rank"
+            )
+        is_late = isinstance(error, DeadlineExceeded) or passed_s >= timeout_s
+        raise (DeadlineExceeded if is_late else TransportError)(what, place) from error
+
+
+def _why_unreachable(host: str, port: int) -> str | None:
+    """Return why nobody can connect to `host` now; None if one can."""
+    where = host, port
+    try:
+        start_call(lambda: socket.create_connection(where, ANSWER_S).close()).result(ANSWER_S)
+    except TimeoutError:
+        return "the host, or the name server, does not answer"
+    except (OSError, UnicodeError) as error:
+        return str(error)
+    return None
 
 
 def _listener(launch: Launch) -> int | None:

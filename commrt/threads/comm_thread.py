@@ -21,6 +21,7 @@ from commrt.errors import DeadlineExceeded, Evicted, TransportClosed, TransportE
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import HOST, ON_COMM_THREAD, Future, StreamEvent
 from commrt.threads.recording import NOTHING, TORCH, Fact, Recorder, within_range
+from commrt.threads.starting import start_thread
 
 _log = logging.getLogger("commrt")
 
@@ -88,8 +89,7 @@ class CommThread:
         self._turn = threading.Lock()  # held by the thread that runs a task
         self._runner: threading.Thread | None = None  # the one that does so in `run`
         self._ended: Future[None] = Future()  # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._work, name)
 
     @property
     def listener(self) -> Recorder | None:
@@ -225,7 +225,7 @@ class CommThread:
         """Bound the time that callbacks take from now on. On the communication thread; does nothing on others."""
         if not self._is_watched and self.is_current:
             self._is_watched = True
-            threading.Thread(target=self._watch, name=f"{self._thread.name}-watch", daemon=True).start()
+            start_thread(self._watch, f"{self._thread.name}-watch")
 
     def _watch(self) -> None:
         seen, deadline = None, Deadline(self._limit_s())

@@ -25,6 +25,7 @@ import torch
 
 from commrt.errors import TransportClosed, UsageError
 from commrt.threads.deadline import clock
+from commrt.threads.starting import start_thread
 
 _log = logging.getLogger("commrt")
 
@@ -305,7 +306,7 @@ def start_call(call: Callable[[], T]) -> Future[T]:
         calls = _idle.pop()
     except IndexError:
         calls = SimpleQueue()
-        threading.Thread(target=_work, args=(calls,), daemon=True, name="commrt-store-call").start()
+        start_thread(_work, "commrt-store-call", calls)
     calls.put((call, future))
     return future
 

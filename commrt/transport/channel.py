@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
 from commrt.store.agreement import gather
 from commrt.store.client import require, typed
 from commrt.threads.deadline import clock
@@ -55,14 +55,35 @@ DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
-    """Return a socket to each other member; raises `DeadlineExceeded`, and `PeerLost` for a rank that came and left."""
+    """Return a socket to each other member.
+
+    Raises `DeadlineExceeded`, `PeerLost` for a rank that came and left, and `TransportError` on
+    all ranks if one of them can open no sockets.
+    """
     deadline, own = clock.now_s() + timeout_s, secrets.token_bytes(SECRET_NBYTES)
-    with ExitStack() as opened, _socket(_name(own)) as listener:
-        listener.listen(socket.SOMAXCONN)  # other programs may call too
-        others = gather(store, rank, members, [own.hex()], timeout_s, _parse_secret)
-        sockets = {peer: opened.enter_context(_call(rank, peer, own, others[peer])) for peer in members if peer < rank}
-        callers = {_name(others[peer], rank): peer for peer in members if peer > rank}
+    with ExitStack() as opened:
+        sockets, problem = dict[int, socket.socket](), ""
+        try:
+            listener = opened.enter_context(_socket(_name(own)))
+            listener.listen(socket.SOMAXCONN)  # other programs may call too
+            for peer in members:
+                if peer < rank:
+                    sockets[peer] = opened.enter_context(_socket(_name(own, peer)))
+        except OSError as error:
+            problem = str(error)
+        others = gather(store, rank, members, [own.hex(), problem], timeout_s, _parse_caller)
+        for peer, other in others.items():
+            if other.problem:
+                raise TransportError(
+                    f"rank {peer} can open no sockets within its host ({other.problem}): is there "
+                    "a limit on open files (`ulimit -n`)",
+                    Place(rank, peer),
+                )
+        for peer, end in sockets.items():
+            _call(end, others[peer].secret, Place(rank, peer))
+        callers = {_name(others[peer].secret, rank): peer for peer in members if peer > rank}
         sockets |= {peer: opened.enter_context(end) for peer, end in _accepted(listener, callers, deadline)}
+        listener.close()
         if missing := [*callers.values()]:
             what = f"ranks {missing} came and did not connect within {timeout_s:g} s: look at their output"
             raise DeadlineExceeded(what, Place(rank, missing[0]))
@@ -70,23 +91,26 @@ def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -
     return sockets
 
 
-def _call(rank: int, peer: int, own: bytes, theirs: bytes) -> socket.socket:
+def _call(end: socket.socket, secret: bytes, place: Place) -> None:
     """Connect to a rank that listens; the kernel accepts the call even if that process is busy."""
-    end = _socket(_name(own, peer))
     try:
         end.setblocking(False)  # the listener's queue has room for all ranks
-        end.connect(_name(theirs))
+        end.connect(_name(secret))
     except OSError as error:
-        end.close()
         what = "the peer listens no more: it failed while the world was starting; look at its own output"
-        raise PeerLost(what, Place(rank, peer)) from error
-    return end
+        raise PeerLost(what, place) from error
 
 
-def _parse_secret(data: bytes) -> bytes:
-    secret = bytes.fromhex(*typed(json.loads(data), str))
-    require(len(secret) == SECRET_NBYTES)
-    return secret
+class _Caller(NamedTuple):
+    secret: bytes
+    problem: str
+    """Why the rank can open no sockets; empty if it can."""
+
+
+def _parse_caller(data: bytes) -> _Caller:
+    secret, problem = typed(json.loads(data), str, str)
+    require(len(bytes.fromhex(secret)) == SECRET_NBYTES)
+    return _Caller(bytes.fromhex(secret), problem)
 
 
 def _accepted(

@@ -11,6 +11,7 @@ its size and its call: that keeps the order, and ranks that disagree end in a de
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,11 +24,20 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
-from commrt.store.client import call_store
+from commrt.errors import (
+    DeadlineExceeded,
+    PeerLost,
+    Place,
+    TransportClosed,
+    TransportError,
+    cause_of,
+)
+from commrt.store.agreement import gather
+from commrt.store.client import call_store, typed
 from commrt.store.launcher import variable
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import clock
+from commrt.transport.descriptors import refuse_connections
 from commrt.transport.protocol import CPU, EndLoan, Exchange, P2PGroup, Tag, Transport, require_cpu, split_self
 from commrt.transport.shared import SharedTransport
 
@@ -70,18 +80,46 @@ class GlooTransport(Transport):
         self._sent = {peer: count() for peer in members}
         self._received = {peer: count() for peer in members}
         self._lazy, self._gloo = lazy, cast("Any", None)
-        place, ranks = members.index(rank), len(members)
-        how = timeout_s, address, lazy
-        try:
-            self._gloo = call_store(lambda: ProcessGroupGloo(store, place, ranks, _options(*how)), timeout_s)
-        except (RuntimeError, TransportError) as error:
-            raise TransportError(
-                f"not all {ranks} ranks connected within {timeout_s:g} s: start all of them, with the same "
-                "world size, and look at the output of those that are missing; between hosts, GLOO_SOCKET_IFNAME names "
-                "the network card",
-                Place(rank),
-            ) from error
+        self._connect(store, address)
         release_in_forked_child(self)
+
+    def _connect(self, store: Store, address: str | None) -> None:
+        """Connect once all ranks can listen; with lazy connections, only listen."""
+        begun_s, devices, problem = clock.now_s(), list[Any](), ""
+        try:
+            devices = _devices(address, lazy=self._lazy)
+        except (OSError, RuntimeError, MemoryError) as error:
+            problem = cause_of(error)
+        problems = {self.rank: problem} if self._lazy else self._gather(store, problem)
+        for rank, why in problems.items():
+            if why:
+                raise TransportError(
+                    f"rank {rank} cannot listen for the others: {why}. Between hosts, "
+                    "GLOO_SOCKET_IFNAME names the network card; `ulimit -n` and `ulimit -v` limit "
+                    "open files and memory",
+                    Place(self.rank, rank),
+                )
+        place, ranks = self.members.index(self.rank), len(self.members)
+        left_s = max(begun_s + self.timeout_s - clock.now_s(), POLL_S)
+        try:
+            make = partial(ProcessGroupGloo, store, place, ranks, _options(devices, left_s))
+            self._gloo = call_store(make, left_s, self.rank)
+        except (RuntimeError, MemoryError, TransportError) as error:
+            passed_s = min(clock.now_s() - begun_s, self.timeout_s)
+            raise TransportError(
+                f"not all {ranks} ranks connected within {passed_s:.1f} s: {cause_of(error)}. Look "
+                "at the output of the other ranks. Between hosts, a firewall must let all ports "
+                "through, and GLOO_SOCKET_IFNAME names the network card",
+                Place(self.rank),
+            ) from error
+        if not self._lazy:
+            addresses = partial(_published, store, place, len(devices))
+            refuse_connections(call_store(addresses, rank=self.rank))
+
+    def _gather(self, store: Store, problem: str) -> dict[int, str]:
+        said, limit_s = PrefixStore("listens", store), self.timeout_s
+        request = partial(gather, said, self.rank, self.members, [problem], limit_s, _parse_problem)
+        return call_store(request, limit_s, self.rank)
 
     @property
     def process_group(self) -> ProcessGroupGloo:
@@ -204,14 +242,16 @@ class HierarchicalTransport(Transport):
     ) -> None:
         self.rank, self.members, self.timeout_s = rank, members, timeout_s
         self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
+        self._local: Transport = self._remote
         try:
-            self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
+            if len(neighbours) > 1:  # a rank alone on its host may have no shared memory
+                self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
         except BaseException:
             self._remote.close()  # others may be connected already, and wait for this rank
             raise
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return shared memory, which sockets can read too."""
+        """Return memory that the ranks of this host share, and that sockets can read too."""
         return self._local.allocate(numel, dtype, device)
 
     def bind(self, group: P2PGroup) -> Exchange:
@@ -245,20 +285,33 @@ class HierarchicalTransport(Transport):
         self._remote.abort()
 
 
-def _options(timeout_s: float, address: str | None, lazy: bool) -> Any:
-    """Return Gloo's options, with what it listens on: `address`, or its own choice."""
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
+def _devices(address: str | None, *, lazy: bool) -> list[Any]:
+    """Return what Gloo listens on: `address`, or its own choice."""
     # Early versions of torch (2.6) connect all at once.
-    how: Any = {"lazy_init": True} if lazy and "lazy_init" in str(ProcessGroupGloo.create_device.__doc__) else {}
+    is_known = "lazy_init" in str(ProcessGroupGloo.create_device.__doc__)
+    how: Any = {"lazy_init": True} if lazy and is_known else {}
     if address:
-        devices = [ProcessGroupGloo.create_device(hostname=address, **how)]
-    elif interfaces := variable("GLOO_SOCKET_IFNAME"):
-        devices = [ProcessGroupGloo.create_device(interface=each, **how) for each in interfaces.split(",")]
-    else:
-        devices = [ProcessGroupGloo.create_default_device(**how)]
+        return [ProcessGroupGloo.create_device(hostname=address, **how)]
+    if interfaces := variable("GLOO_SOCKET_IFNAME"):
+        return [ProcessGroupGloo.create_device(interface=each, **how) for each in interfaces.split(",")]
+    return [ProcessGroupGloo.create_default_device(**how)]
+
+
+def _options(devices: list[Any], timeout_s: float) -> Any:
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
     options._devices, options._threads = devices, 2 * len(devices)  # noqa: SLF001  # as torch without options
     return options
+
+
+def _published(store: Store, place: int, devices: int) -> bytes:
+    """Return the addresses that Gloo has written for the rank at `place`, under keys of its own."""
+    keys = [f"{number}/{place}" for number in range(devices)]
+    return b"".join(store.get(key) for key in keys if store.check([key]))
+
+
+def _parse_problem(text: bytes) -> str:
+    return str(*typed(json.loads(text), str))
 
 
 def _is_late(error: Exception) -> bool:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commrt.errors import Place, TransportClosed, TransportError, UsageError
+from commrt.errors import Place, TransportClosed, TransportError, UsageError, cause_of
 
 CPU = torch.device("cpu")
 
@@ -154,7 +154,13 @@ class Transport(ABC):
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Return zeros [numel] in ordinary memory, as an `Allocate`."""
-    return torch.zeros(numel, dtype=dtype, device=device)
+    try:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        what = f"this process has no memory for a buffer: {cause_of(error)}"
+        raise TransportError(what, Place(nbytes=numel * dtype.itemsize)) from error
 
 
 class Window(NamedTuple):

@@ -142,7 +142,17 @@ class SharedTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in memory from which sends need no copy on this side."""
         require_cpu(device)
-        return self._arena.allocate(numel, dtype)
+        return self._share(numel, dtype)
+
+    def _share(self, numel: int, dtype: torch.dtype) -> Tensor:
+        try:
+            return self._arena.allocate(numel, dtype)
+        except OSError as error:
+            raise TransportError(
+                f"this rank has no shared memory for a buffer ({error}): is there a limit on memory, "
+                "on open files or on the size of files (`ulimit -v`, `-n`, `-f`, or the container's)",
+                Place(self.rank, nbytes=numel * dtype.itemsize),
+            ) from error
 
     def bind(self, group: P2PGroup) -> Exchange:
         rest, copies = split_self(group, self.rank, self.members)
@@ -171,7 +181,7 @@ class SharedTransport(Transport):
         outside = {id(data): data for data in large if self._arena.find(data) is None}
         need = sum(aligned(data.nbytes) for data in outside.values())
         if need > len(self._staging):
-            self._staging = self._arena.allocate(max(need, 2 * len(self._staging)), torch.uint8)
+            self._staging = self._share(max(need, 2 * len(self._staging)), torch.uint8)
         slots, at = {}, 0
         for key, data in outside.items():
             slots[key] = self._staging[at : at + data.nbytes]

@@ -2,7 +2,7 @@
 """Worker processes of test_launchers: each joins the world, adds up with the others, and reports what it saw.
 
 ``python launched_ranks.py FOLDER NUMBER WAY...``: ranks write to FOLDER; each adds NUMBER plus its rank. The ways are
-`init`, and `group` for an init within a group of torch's.
+`init`, and `gloo` and `commrt` for an init within a group of torch's with that backend.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def report(number, start_timeout_s=60):
 
 
 @contextmanager
-def group(**given):
+def group(backend="gloo", **given):
     """Torch's; without more as its own launcher wants it."""
-    dist.init_process_group("gloo", **given)
+    dist.init_process_group(backend, **given)
     try:
         yield
     finally:
@@ -65,7 +65,7 @@ def main(folder, number, *ways):
     torch.set_num_threads(1)
     reports = []
     for way in ways:
-        with group() if way == "group" else nullcontext():
+        with nullcontext() if way == "init" else group(way):
             reports.append(report(int(number)))
     Path(folder, f"{os.getpid()}.json").write_text(json.dumps(reports))
 

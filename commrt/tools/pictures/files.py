@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from commrt.errors import CommrtError, UsageError
+from commrt.files import read_text
 from commrt.tools.planning.stragglers import Times
 
 if TYPE_CHECKING:
@@ -102,18 +103,11 @@ def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def read_spans(file: str) -> list[TimelineSpan]:
     """Return all ranges in `file`, a timeline as `chrome_trace` makes it; raise `UsageError` for another file."""
-    text = _read_text(file, "utf-8")
+    text = read_text(file)
     try:
         return spans_of(json.loads(text)["traceEvents"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{file} is no timeline of chrome_trace: {error!r:.200}") from error
-
-
-def _read_text(file: str, encoding: str) -> str:
-    try:
-        return Path(file).read_text(encoding=encoding)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
 
 
 def spans_of(events: Iterable[dict[str, Any]]) -> list[TimelineSpan]:
@@ -149,7 +143,7 @@ def compute_times_s(spans: Sequence[TimelineSpan]) -> list[list[float]]:
 
 def read_times(path: str) -> Times:
     """Return the step times in `path`: a timeline, JSON or CSV; raise `UsageError` that names the malformed place."""
-    text = _read_text(path, "utf-8-sig").strip()
+    text = read_text(path, "utf-8-sig").strip()
     steps = _parse_json(path, text) if text.startswith(("[", "{")) else _parse_csv(path, text)
     if not steps:
         raise UsageError(f"{path} holds no step: {TIMES_FORMAT}")

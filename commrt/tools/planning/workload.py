@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from commrt.errors import CommrtError, UsageError
+from commrt.files import read_text
 from commrt.quantizer import Quantizer
 from commrt.tools.planning.wires import GRADIENT_NBYTES, Item, wire_nbytes
 
@@ -127,11 +128,7 @@ class Workload:
     @classmethod
     def read(cls, file: str | Path) -> Self:
         """Return the workload in `file`, which `save` wrote; raises `UsageError`."""
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{str(file)!r:.200} cannot be read: {error}; write one with Workload.save") from error
-        return cls.parsed(text, str(file))
+        return cls.parsed(read_text(file), str(file))
 
     @classmethod
     def parsed(cls, text: str, source: str) -> Self:
