@@ -162,6 +162,8 @@ class GradientBucket:
         feeds_back = quantized is not None and quantized.feedback
         self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
         """What rounding lost, behind the head, for the next step; None without feedback."""
+        gaps = [] if quantized is None else layout.gaps()
+        self._gaps = torch.tensor(gaps, device=wire.device) - self.head_numel if gaps else None
         self.names = tuple(name for name, _ in params)  # in wire order
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
         self._overlaps.buckets += 1
@@ -218,7 +220,15 @@ class GradientBucket:
         """Write the gradients times `scale` to the wire, zeros for absent ones."""
         self._require_unchanged()
         self._scale = scale
+        self._clear_gaps()
         self._packing.pack(self._grads, scale, self._word)
+
+    def _clear_gaps(self) -> None:
+        """Write zeros between gradients that will be quantized: what lies there would change scales of their blocks."""
+        if self._gaps is not None:
+            self.wire[self.head_numel :].index_fill_(0, self._gaps, 0.0)
+            if self.residual is not None:
+                self.residual.index_fill_(0, self._gaps, 0.0)
 
     def unpack(self, parts: Parts = NO_PARTS) -> None:
         """Write the wire, of which `parts` lie elsewhere, to the gradients; one that no rank had stays None.
@@ -279,7 +289,8 @@ class GradientBucket:
         self._made = {i: self._memory_for(i) for i in missing if present[i]}
         residuals = self.residuals()
         for i in (i for i in missing if residuals and not present[i]):  # nobody will use what ranks have sent for it
-            residuals[self.names[i]].add_(self.layout.tensor(self.wire, i), alpha=self._scale)
+            sent = self.layout.tensor(self.wire, i).nan_to_num(0.0, 0.0, 0.0)  # of a block that was not finite: nothing
+            residuals[self.names[i]].add_(sent, alpha=self._scale)
         return [self._made.get(i, grad) for i, grad in enumerate(self._grads)]
 
     def _memory_for(self, place: int) -> Tensor:
