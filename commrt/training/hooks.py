@@ -185,6 +185,12 @@ class StepGuard:
         scales = self._scales.values() if self._scales.known else ()
         return self.steps, settings_digest(self._optimizers, step, scales)
 
+    def restart(self, also: Iterable[object]) -> None:
+        """Count steps and learn of scalers anew, but for those in `also`: ranks may have stepped different numbers."""
+        self.steps = 0
+        self._have_stepped.clear()
+        self._scales.begin(also)
+
     def open(self) -> None:
         """Allow each optimizer a step: all gradients have been averaged."""
         self.held_back, self._refusal = False, ""

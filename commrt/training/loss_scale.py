@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from torch.amp import GradScaler
@@ -19,18 +20,18 @@ _MODULE = GradScaler.__module__
 class LossScales:
     """The scales that one rank knows.
 
-    A scale on a GPU is read once, when its scaler becomes known, because reading waits for the GPU. With
-    `reads_gpu` False it is not read at all.
+    A scale on a GPU is read once, as reading waits for the GPU. With `reads_gpu` False it is not read at all.
     """
 
     def __init__(self, owners: Iterable[object] = (), *, reads_gpu: bool = True) -> None:
         self._reads_gpu = reads_gpu
         self.known: dict[int, tuple[object, Callable[[], float]]] = {}
         """By id, a scaler and what returns its scale."""
-        self.know(owners)
+        self.begin(owners)
 
-    def know(self, owners: Iterable[object]) -> None:
-        """Know those of `owners` that have a scale."""
+    def begin(self, owners: Iterable[object]) -> None:
+        """Know those of `owners` that have a scale, and no others."""
+        self.known.clear()
         for owner in owners:
             if callable(getattr(owner, "get_scale", None)):
                 self._note(owner)
@@ -50,8 +51,7 @@ class LossScales:
         if getattr(scaler, "_device", "cpu") == "cpu":
             self.known[id(scaler)] = scaler, scaler.get_scale
         elif self._reads_gpu:
-            scale = scaler.get_scale()
-            self.known[id(scaler)] = scaler, lambda: scale
+            self.known[id(scaler)] = scaler, cache(scaler.get_scale)  # at first use: `attach` makes scalers equal
 
     def values(self) -> list[float]:
         """Return the scales in order, as ranks may come to know scalers in different orders."""

@@ -64,7 +64,7 @@ class SynchronousReplica(Replica):
         named = [named for bucket in engine.buckets for named in bucket.params]
         super().__init__(request.model, named, request.optimizers, request.algorithm, request.world)
         self._engine, self._build_buckets = engine, request.build_buckets
-        params, self._scales = [param for _, param in named], request.scales
+        params = [param for _, param in named]
         self._guard = StepGuard(self._optimizers, params, partial(self._average, LATE), request.scales)
         self._alone = self._world.size == 1
         self._moves_in = isinstance(engine.buckets[0], ViewBucket) and not self._alone
@@ -228,8 +228,7 @@ class SynchronousReplica(Replica):
             self._engine.submit_has_data(False, self._step).result()
         overwrite_model(self._world, self.model, self._step, last[0])
         overwrite_states(self._world, [*self._optimizers, *also], self._step, last[0])
-        self._guard.steps = 0
-        self._scales.know(also)  # a rank that had no data has not seen them step
+        self._guard.restart(also)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the rest; with feedback, each rank saves its own."""
