@@ -70,8 +70,8 @@ class BackupWorkersReplica(Replica):
     def __init__(self, request: Request, engine: Engine) -> None:
         world, membership = request.world, make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(request.model, named, request.optimizers, request.algorithm, world)
-        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also]
+        super().__init__(request.model, named, request.optimizers, request.algorithm, world, request.copies)
+        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also, request.copies]
         self._final_calls = FinalCalls()
         self._phase, self._pass_number = Phase.READY, -1
         self._wanted, self._sources = 0, [world.rank]  # the version that it needs while it is late, and who has it

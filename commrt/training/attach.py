@@ -34,6 +34,7 @@ from commrt.training.hooks import EMBEDDINGS
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, attached_params
+from commrt.training.weight_copies import WeightCopies
 
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,6 +60,7 @@ class Request:
     graphs: bool | None
     same_bits: bool
     scales: LossScales
+    copies: WeightCopies
 
     def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
         """Return buckets for `params`, given in ready order."""
@@ -90,6 +92,7 @@ class Request:
             "buffers": describe_buffers(self.model),
             "optimizers": ", ".join(f"{type(each).__name__} of {count} parameters" for each, count in counts),
             "kinds in also=": ", ".join(type(each).__name__ for each in self.also),
+            "second copies of weights": f"{len(self.copies.found)} in the optimizers",
         }
 
     def agree(self, claim: dict[str, str]) -> None:
@@ -186,7 +189,9 @@ def attach(  # noqa: PLR0913  # each has its default
     chosen = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs, same_bits
     trained_by = getattr(algorithm, "trained_by", SYNCHRONOUS)  # an all-reduce says nothing
     scales = LossScales(also, reads_gpu=trained_by == SYNCHRONOUS)  # else ranks may come late, when scales have moved
-    request = Request(world, model, params, optimizers, also, algorithm, wire, *chosen, scales)
+    copies = WeightCopies(optimizers)
+    copies.find()
+    request = Request(world, model, params, optimizers, also, algorithm, wire, *chosen, scales, copies)
     return cast("Replica", import_module(trained_by).attach(request))
 
 

@@ -62,7 +62,7 @@ class SynchronousReplica(Replica):
 
     def __init__(self, request: Request, engine: Engine, *, broadcast_buffers: bool) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(request.model, named, request.optimizers, request.algorithm, request.world)
+        super().__init__(request.model, named, request.optimizers, request.algorithm, request.world, request.copies)
         self._engine, self._build_buckets = engine, request.build_buckets
         params = [param for _, param in named]
         self._guard = StepGuard(self._optimizers, params, partial(self._average, LATE), request.scales)
@@ -227,7 +227,7 @@ class SynchronousReplica(Replica):
             self._step += 1
             self._engine.submit_has_data(False, self._step).result()
         overwrite_model(self._world, self.model, self._step, last[0])
-        overwrite_states(self._world, [*self._optimizers, *also], self._step, last[0])
+        overwrite_states(self._world, [*self._optimizers, *also, self._copies], self._step, last[0])
         self._guard.restart(also)
 
     def state_dict(self) -> dict[str, Any]:
