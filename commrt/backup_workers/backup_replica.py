@@ -71,7 +71,7 @@ class BackupWorkersReplica(Replica):
         world, membership = request.world, make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
         super().__init__(request.model, named, request.optimizers, request.algorithm, world, request.copies)
-        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also, request.copies]
+        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also, *request.copies.owners()]
         self._final_calls = FinalCalls()
         self._phase, self._pass_number = Phase.READY, -1
         self._wanted, self._sources = 0, [world.rank]  # the version that it needs while it is late, and who has it

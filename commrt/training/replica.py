@@ -221,8 +221,8 @@ class Replica(ABC):
         if not buffers_only:
             self._copies.find()
         world.membership.together(lambda: overwrite_model(world, self.model, self.step, buffers_only=buffers_only))
-        if self._copies.found and not buffers_only:
-            world.membership.together(lambda: overwrite_states(world, [self._copies], self.step))
+        if not buffers_only:
+            world.membership.together(lambda: overwrite_states(world, self._copies.owners(), self.step))
 
     def replicas_equal(self) -> bool:
         """Return True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`.

@@ -227,7 +227,7 @@ class SynchronousReplica(Replica):
             self._step += 1
             self._engine.submit_has_data(False, self._step).result()
         overwrite_model(self._world, self.model, self._step, last[0])
-        overwrite_states(self._world, [*self._optimizers, *also, self._copies], self._step, last[0])
+        overwrite_states(self._world, [*self._optimizers, *also, *self._copies.owners()], self._step, last[0])
         self._guard.restart(also)
 
     def state_dict(self) -> dict[str, Any]:

@@ -56,6 +56,10 @@ class WeightCopies:
         self.found: dict[str, _Copy] = {}
         """By a name that is the same on all ranks."""
 
+    def owners(self) -> list[WeightCopies]:
+        """Return what is sent along with the optimizers' state: nothing if there are no copies."""
+        return [self] if self.found else []
+
     def find(self) -> None:
         """Look for more copies: tensors that hold the values of all parameters they stand for, as they are now."""
         for number, optimizer in enumerate(self._optimizers):
