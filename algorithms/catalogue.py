@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import cast
 
 from commrt.algorithms import bruck, chain, direct, double_tree, halving_doubling, ring, tree
 from commrt.algorithms.backup import BackupWorkers
@@ -34,15 +35,18 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
 
 
 def by_name(name: str) -> Algorithm:
-    """Return the algorithm called `name` with its defaults; raises `UsageError` that lists the names.
+    """Return the algorithm called `name`, or of the class of that name, with its defaults.
 
-    >>> by_name("torus2d")
-    Torus2D(grid=None, both_ways=False)
+    Raises `UsageError` that lists the names.
+
+    >>> by_name("torus2d"), by_name("Torus2D")
+    (Torus2D(grid=None, both_ways=False), Torus2D(grid=None, both_ways=False))
     """
     offered = {**ALGORITHMS, GOSSIP: Gossip, BACKUP: BackupWorkers, LOCAL: LocalSGD}
-    if name not in offered:
+    classes = {cast("type", each).__name__: each for each in offered.values()}
+    if name not in offered and name not in classes:
         raise UsageError(f"no algorithm is called {name!r}: choose one of {', '.join(sorted(offered))}")
-    return offered[name]()
+    return (offered | classes)[name]()
 
 
 COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {

@@ -22,6 +22,7 @@ from commrt.errors import ScheduleError as ScheduleError
 from commrt.errors import TransportError as TransportError
 from commrt.errors import UsageError as UsageError
 from commrt.proof.replay import prove as prove
+from commrt.runtime.init import current as current
 from commrt.runtime.init import init as init
 from commrt.runtime.work import Work as Work
 from commrt.runtime.world import World as World

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of a wire buffer: a header, the flags, then the tensors.
 
-Each part begins at a multiple of 16 elements, so that accesses of 16 bytes are aligned in every dtype. Elements between
-two tensors are never written, and stay 0.
+Each part begins at a multiple of 16 elements, so that accesses of 16 bytes are aligned in every dtype. Kernels do not
+write the elements between two parts. Nobody reads them, except who codes a whole wire in blocks: see `Layout.gaps`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NoReturn
 
 from torch import Tensor
@@ -49,6 +49,15 @@ class Layout:
     def tensor(self, wire: Tensor, index: int) -> Tensor:
         """Return the view of `wire` that holds tensor `index`, [counts[index]]."""
         return wire[self.places[index] : self.places[index] + self.counts[index]]
+
+    def gaps(self) -> list[int]:
+        """Return the indices of the elements that follow a tensor and belong to none.
+
+        >>> layout_of([15, 16, 14]).gaps()
+        [95, 126, 127]
+        """
+        ends = (place + count for place, count in zip(self.places, self.counts, strict=True))
+        return [*chain.from_iterable(map(range, ends, [*self.places[1:], self.numel]))]
 
 
 def padded(count: int) -> int:

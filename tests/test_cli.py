@@ -59,6 +59,10 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
     ("line", "words"),
     [
         ("verify torus2d", "0  add  0->1 [2:4)"),
+        ("verify Torus2D", "0  add  0->1 [2:4)"),
+        ("verify BackupWorkers --ranks 3", "3 ranks is a correct all_reduce"),
+        ("verify ring --json", '"shown": ["ring'),
+        ("verify barrier --json", '"shown": "'),
         ("verify ring", "adds in several orders: chunk 0 as (0 + (3 + (1 + 2))), and chunk 1 as "),
         ("verify all_to_all --ranks 3 --schedule pairwise", "1  copy  0->2 [2:3)"),
         ("verify all_to_all --ranks 3 --schedule pairwise", "3 ranks is a correct all_to_all: 2 steps, 6 transfers"),

@@ -197,6 +197,12 @@ def test_time_of_coding_is_priced_where_the_cluster_says_its_speed(tmp_path):
     assert "quantizing is taken to need no time" in said[1]
 
 
+def test_a_wire_that_saves_nothing_is_not_recommended():
+    hidden = told("plan step --cluster h100 --model gpt2 --ranks 8 --compute-ms 10000")
+    assert (hidden["best"]["wire"], hidden["plans"][0]["wire"]) == ("fp32", "fp32")
+    assert told("plan step --cluster h100 --model llama2_7b --ranks 64")["best"]["efficiency"] > 0.5
+
+
 SLOW_NETWORK = "plan step --ranks 64 --cluster ethernet-25g --model resnet50 --compute-ms 50"
 
 

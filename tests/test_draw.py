@@ -20,7 +20,8 @@ from commrt.tools.pictures.drawing import draw_schedule
 
 def drawn(path, line, *more):
     """Return what the SVG says that it shows: matplotlib writes its texts as comments."""
-    assert invoke(line, *more, "--out", path).exit_code == 0
+    done = invoke(line, *more, "--out", path)
+    assert (done.exit_code, done.stdout) == (0, f"wrote {path}\n")
     return re.findall(r"<!-- (.*?) -->", path.read_text())
 
 

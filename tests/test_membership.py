@@ -225,8 +225,13 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished(finished):
             member.depart("it has no more data", finished=finished)
         generation, _ = roll_call(found[:2], [4, 4])
         assert generation.ranks == (0, 1)
-        with nullcontext() if finished else pytest.raises(QuorumLost, match=r"\[0, 1\] are left, fewer than the 3"):
+        text = r"rank 3 .*: it has no more data. Ranks \[0, 1\] are left, fewer than the 3"
+        with nullcontext() if finished else pytest.raises(QuorumLost, match=text) as raised:
             found[0].require_enough(generation, 4)
+        if not finished:  # and the same where the first of those that are left has ended by that already
+            ended = Loss(0, 4, f"it failed: {raised.value}")
+            with pytest.raises(QuorumLost, match=text):
+                found[1].require_enough(generation, 4, [ended])
 
 
 # collectives

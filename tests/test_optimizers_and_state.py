@@ -113,6 +113,60 @@ def test_settings_that_come_to_differ_are_noticed_before_the_next_step(world, ch
         backward_often(model, world.rank)
 
 
+def scaler_of(rank, scale=2.0**10, **settings):
+    """A `GradScaler` with these settings on rank 1, and the usual ones on others."""
+    return torch.amp.GradScaler("cpu", **({"init_scale": scale, "growth_interval": 2} | settings if rank == 1 else {}))
+
+
+def scaled(model, optimizer, scaler, rank, steps=5):
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = data(rank, step)
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def loaded(rank):
+    """A `GradScaler` that rank 0 alone has resumed."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    if rank == 0:
+        scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=2.0**14).state_dict())
+    return scaler
+
+
+SCALERS = {
+    "another scale": scaler_of,
+    "loaded on rank 0": loaded,
+    "off on one rank": lambda rank: torch.amp.GradScaler("cpu", enabled=rank == 0),
+    "another interval": lambda rank: torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2 + rank),
+}
+
+
+@for_each("make", [*SCALERS.values()])
+@for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0)])
+@on_ranks(2)
+def test_scalers_that_differ_are_noticed_with_their_scales(world, make, algorithm):
+    model, optimizer, _ = trainee(world, algorithm=algorithm)
+    with pytest.raises(
+        DisagreementError, match=r"a GradScaler's scale, .* attach\(also=\).*has lr=.* GradScaler scale="
+    ):
+        scaled(model, optimizer, make(world.rank), world.rank)
+
+
+@for_each("make", [scaler_of, loaded, SCALERS["another interval"]])
+@for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0), commrt.Gossip(), commrt.local_sgd.LocalSGD(2)])
+@on_ranks(2)
+def test_what_is_given_to_also_begins_as_on_rank_0(world, make, algorithm):
+    model, scaler = net(), make(world.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = commrt.attach(model, optimizer, algorithm, world=world, also=[scaler])
+    begun = scaler.get_scale()
+    scaled(model, optimizer, scaler, world.rank)
+    replica.consolidate()
+    assert (begun, replica.replicas_equal()) == (make(0).get_scale(), True)
+
+
 @on_ranks(3)
 def test_settings_that_are_equal_in_value_are_equal_in_any_form(world):
     model = net()

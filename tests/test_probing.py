@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 from cases import for_each
 from forked_commands import command
 from hypothesis import given
@@ -70,4 +73,9 @@ def test_probe_writes_a_file_to_simulate_with(tmp_path):
     done = command("probe", "--workers", "2", "--out", path)
     assert done.returncode == 0, done.stderr
     assert "GB/s inside a host" in done.stdout
-    assert Cluster.named(str(path)).gpus_per_node == 2
+    cluster = Cluster.named(str(path))
+    assert cluster.gpus_per_node == 2
+    assert re.search(
+        rf"On 20..-..-.. \(UTC\), from \S+, with commrt \S+ and torch {re.escape(torch.__version__)}", cluster.about
+    )
+    assert len(f"{cluster.within.latency_us:g}".replace(".", "").strip("0")) <= 3

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from itertools import cycle, repeat
+from threading import Barrier
 
 import pytest
 import torch
@@ -172,6 +174,84 @@ def test_a_value_that_is_not_finite_gets_through_and_is_forgotten(wire):
         return bool(x[700].isfinite()), bool(x[1024:].isfinite().all()), bool(after.isfinite().all())
 
     assert run_ranks(3, body) == [(False, True, True)] * 3
+
+
+class Odd(nn.Module):
+    """A model of odd sizes, with buffers, and a layer that only some batches reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(7, 37), nn.BatchNorm1d(37), nn.Linear(37, 3)
+        self.rare = nn.Linear(37, 3)
+
+    def forward(self, x, step):
+        hidden = self.norm(self.first(x))
+        return self.last(hidden) + (0.0 if step % 2 else self.rare(hidden))
+
+
+def odd_training(wire, *, spoil=False, bad=None, **options):
+    """The weights and gradients after each of six steps; with `spoil` all that a step should not read is NaN before it.
+
+    In step 1 a gradient of one rank is `bad`, and no rank steps.
+    """
+    allocated, meeting = defaultdict(list), Barrier(3)
+    torch.manual_seed(0)
+    untrained = Odd()
+
+    def remembering(transport):
+        def allocate(*given):
+            allocated[transport.rank].append(plain(*given))
+            return allocated[transport.rank][-1]
+
+        plain, transport.allocate = transport.allocate, allocate
+        return transport
+
+    def body(world):
+        trained, source, found = copy.deepcopy(untrained), torch.Generator().manual_seed(world.rank), []
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.02)
+        replica = commrt.attach(trained, optimizer, world=world, wire=wire, bucket_cap_mb=0.001, **options)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = trained(torch.randn(5, 7, generator=source), step).square().mean()
+            (loss * bad if bad is not None and step == 1 and world.rank == 1 else loss).backward()
+            if step != 1:
+                optimizer.step()
+                replica.drain()
+            tensors = [*trained.parameters(), *(p.grad for p in trained.parameters() if p.grad is not None)]
+            found.append(torch.cat([tensor.detach().flatten() for tensor in tensors]))
+            meeting.wait()
+            for memory in allocated[world.rank] if spoil else ():
+                memory.view(torch.uint8).fill_(0xFF)
+            for bucket in getattr(replica, "buckets", ()) if spoil else ():
+                if getattr(bucket, "residual", None) is not None:
+                    bucket.residual[torch.tensor(bucket.layout.gaps()) - bucket.head_numel] = float("nan")
+            meeting.wait()
+        return found
+
+    return run_ranks(3, body, wrap=remembering)
+
+
+STEPS = [
+    *({"wire": wire, "algorithm": Direct()} for wire in (None, torch.bfloat16, *WIRES)),
+    {"wire": Adaptive(dq(30.0, 20), feedback=True), "algorithm": Direct()},
+    {"wire": Int8(), "algorithm": commrt.BackupWorkers(0, inner=Direct())},
+    {"wire": Int4(), "algorithm": commrt.local_sgd.LocalSGD(2, inner=Direct(), fragments=2)},
+    {"wire": torch.bfloat16, "algorithm": commrt.Gossip()},
+]
+
+
+@pytest.mark.parametrize(
+    "options", STEPS, ids=lambda options: f"{options['wire']} {type(options['algorithm']).__name__}"
+)
+def test_no_memory_that_a_step_does_not_write_decides_what_ranks_get(options):
+    for plain, spoilt in zip(odd_training(**options), odd_training(**options, spoil=True), strict=True):
+        assert all(map(torch.equal, plain, spoilt))
+
+
+@pytest.mark.parametrize("wire", [*WIRES, Adaptive(dq(30.0, 20), feedback=True)], ids=str)
+def test_a_gradient_that_is_not_finite_is_gone_in_the_next_step(wire):
+    for found in odd_training(wire, algorithm=Direct(), bad=float("nan")):
+        assert [bool(each.isfinite().all()) for each in found] == [step != 1 for step in range(6)]
 
 
 def test_a_gradient_that_only_some_ranks_have_is_averaged_and_one_that_none_has_stays_none():

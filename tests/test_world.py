@@ -321,7 +321,7 @@ def helper(fails=False):
 
 def test_the_outermost_with_statement_closes_a_world():
     with commrt.init() as world:
-        assert helper() is world
+        assert helper() is commrt.current() is world
         with pytest.raises(OSError, match="of the helper"):
             helper(fails=True)
         assert not world.closed

@@ -70,8 +70,8 @@ class BackupWorkersReplica(Replica):
     def __init__(self, request: Request, engine: Engine) -> None:
         world, membership = request.world, make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(request.model, named, request.optimizers, request.algorithm, world)
-        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also]
+        super().__init__(request.model, named, request.optimizers, request.algorithm, world, request.copies)
+        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also, *request.copies.owners()]
         self._final_calls = FinalCalls()
         self._phase, self._pass_number = Phase.READY, -1
         self._wanted, self._sources = 0, [world.rank]  # the version that it needs while it is late, and who has it
@@ -79,7 +79,7 @@ class BackupWorkersReplica(Replica):
         self._has_warned = False  # of batches that were dropped because the others had stopped
         params = [param for _, param in named]
         self._state = ReplicaState(request.model, params, self._owners_of_state)
-        self._guard = SkippingGuard(request.optimizers, params, self._state.shut)
+        self._guard = SkippingGuard(request.optimizers, params, self._state.shut, request.scales)
         self._is_founder, needed = world.config is None, cast("BackupWorkers", request.algorithm).needed(world.size)
         membership.begin(self, world.attached, alone=True, needed=needed, founds=self._is_founder)
         store = PrefixStore(f"backed {world.attached}", world.store)
@@ -327,7 +327,6 @@ def attach(request: Request) -> Replica:
     engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed)
     claim = request.claim(engine.schedule(0), engine.buckets) | {
         "broadcast_buffers": str(request.broadcast_buffers),
-        "kinds in also=": ", ".join(type(one).__name__ for one in request.also),
     }
     if world.config is not None:
         world.config.require_same(world.rank, world.attached, claim | _frozen(request.model))

@@ -9,7 +9,7 @@ somebody had.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, NoReturn
@@ -46,7 +46,7 @@ class Header(NamedTuple):
     step: int
     bucket: int
     settings: int
-    """A digest of the optimizers' numeric settings."""
+    """A digest of the optimizers' numeric settings, and of the scales of losses."""
 
 
 WIDTHS = Header(late=1, model=6, optimizer_steps=5, step=6, bucket=6, settings=8)
@@ -63,9 +63,10 @@ EXPLANATIONS = {
     "replica.drain() first in each iteration, and choose the optimizer by replica.step, not by a counter of the loop",
     "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
     "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
-    "settings": "the optimizers' settings (learning rate, momentum, ...) have come to differ between ranks: drive "
-    "schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a rank's own data. Pass "
-    "them to replica.join() if ranks run out of data at different times. With BackupWorkers, pass them to "
+    "settings": "the optimizers' settings (learning rate, momentum, ...), or a GradScaler's scale, have come to differ "
+    "between ranks: drive schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a "
+    "rank's own data, and give a GradScaler to attach(also=), so that all ranks begin with rank 0's. Pass them to "
+    "replica.join() if ranks run out of data at different times. With BackupWorkers, pass schedulers too to "
     "attach(also=); if the loop has a counter of its own, put `iter_num = replica.step` at its top",
 }
 
@@ -162,6 +163,8 @@ class GradientBucket:
         feeds_back = quantized is not None and quantized.feedback
         self.residual = torch.zeros_like(wire[self.head_numel :]) if feeds_back else None
         """What rounding lost, behind the head, for the next step; None without feedback."""
+        gaps = [] if quantized is None else [place - self.head_numel for place in layout.gaps()]
+        self._gaps = torch.tensor(gaps, device=wire.device) if gaps else None
         self.names = tuple(name for name, _ in params)  # in wire order
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
         self._overlaps.buckets += 1
@@ -172,6 +175,8 @@ class GradientBucket:
         self._packing = packing(wire, layout, self._like)
         self.repeatable = repeatable(self._packing)
         """Launches that a device graph can hold; None where plain torch packs, as on a CPU."""
+        self.own_settings: Callable[[], str] = str
+        """Returns what this rank's settings are, for errors."""
         self._scale = 1.0  # of the gradients on the wire
         self._word = 0  # the header that the wire must show after the reduction
         self._grads: list[Tensor | None] = []  # on their way
@@ -218,7 +223,15 @@ class GradientBucket:
         """Write the gradients times `scale` to the wire, zeros for absent ones."""
         self._require_unchanged()
         self._scale = scale
+        if self._gaps is not None:
+            self._clear_gaps(self._gaps)
         self._packing.pack(self._grads, scale, self._word)
+
+    def _clear_gaps(self, gaps: Tensor) -> None:
+        """Write zeros between gradients that will be quantized: what lies there would change scales of their blocks."""
+        self.wire[self.head_numel :].index_fill_(0, gaps, 0.0)
+        if self.residual is not None:
+            self.residual.index_fill_(0, gaps, 0.0)
 
     def unpack(self, parts: Parts = NO_PARTS) -> None:
         """Write the wire, of which `parts` lie elsewhere, to the gradients; one that no rank had stays None.
@@ -279,7 +292,8 @@ class GradientBucket:
         self._made = {i: self._memory_for(i) for i in missing if present[i]}
         residuals = self.residuals()
         for i in (i for i in missing if residuals and not present[i]):  # nobody will use what ranks have sent for it
-            residuals[self.names[i]].add_(self.layout.tensor(self.wire, i), alpha=self._scale)
+            sent = self.layout.tensor(self.wire, i).nan_to_num(0.0, 0.0, 0.0)  # of a block that was not finite: nothing
+            residuals[self.names[i]].add_(sent, alpha=self._scale)
         return [self._made.get(i, grad) for i, grad in enumerate(self._grads)]
 
     def _memory_for(self, place: int) -> Tensor:
@@ -287,6 +301,8 @@ class GradientBucket:
 
     def _refuse_sum(self) -> NoReturn:
         why = explain_mismatch(self.layout.header(self.wire))
+        if why is EXPLANATIONS["settings"] and (settings := self.own_settings()):
+            why += f". This rank has {settings}"
         raise DisagreementError(f"bucket {self.index} was summed with something else: {why}")
 
     def _require_unchanged(self) -> None:

@@ -88,6 +88,8 @@ class ViewBucket(GradientBucket):
             return
         self._require_unchanged()
         self._scale = scale
+        if self._gaps is not None:
+            self._clear_gaps(self._gaps)
         for place, grad in enumerate(self._grads):
             if place not in self._moved:
                 self._torch.pack_one(place, grad, scale)

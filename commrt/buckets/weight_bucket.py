@@ -66,6 +66,10 @@ class WeightPart:
         self._views: list[Tensor] = []  # of the values that are compared
         self._values: Tensor | None = None
 
+    def tensors(self) -> list[Tensor | None]:
+        """Return what lies in the slots now."""
+        return [slot.place.get(slot.key) for slot in self.held]
+
     def note(self, *, anyway: bool = False) -> None:
         """Take the weights as they are now, if they are relied on: an optimizer or commrt has written them."""
         if self._watched and (anyway or self.in_flight or self.is_relied_on):

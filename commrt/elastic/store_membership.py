@@ -47,6 +47,7 @@ PATIENCE_S, MOST_HASTE = 0.2, 10
 """For so long a roll call of backup workers waits for ranks that it can do without; twice as long after each
 `Generation.haste`, at most so often."""
 DEPARTED = "departed"
+MAKE_A_STEP = "whose gradients make a step"
 """The key under which each process that leaves writes a line: rank, incarnation, why, and whether it has finished."""
 WATCH_LIMIT = timedelta(days=7)
 """One wait of the watcher thread."""
@@ -237,10 +238,12 @@ class StoreMembership:
         gone = {loss.rank for loss in departed}
         left = [rank for rank in generation.ranks if rank not in gone]
         if not self._are_enough(left, generation, departed):
-            lost = [loss for loss in (*generation.lost, *departed) if not loss.finished]
+            also_ended = {loss.rank for loss in departed if MAKE_A_STEP in loss.why}  # by this error, before this rank
+            lost = [loss for loss in (*generation.lost, *departed) if not (loss.finished or loss.rank in also_ended)]
+            left = [rank for rank in generation.ranks if rank not in gone - also_ended]
             self.current()
             raise QuorumLost(
-                f"{lost[-1]}. Ranks {left} are left, fewer than the {self.needed} whose gradients make a step: start "
+                f"{lost[-1]}. Ranks {left} are left, fewer than the {self.needed} {MAKE_A_STEP}: start "
                 "again from a checkpoint, with more backups or fewer ranks",
                 Place(self.rank, lost[-1].rank, step),
             )

@@ -251,7 +251,6 @@ class FragmentExchange:
     def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:
         self.world, self.fragments, self._request = request.world, fragments, request
         self.algorithm = cast("LocalSGD", request.algorithm)
-        self._shares_memory = self.algorithm.at_once < len(fragments)
         self._number, self._votes = request.world.attached, Counter[int]()
         self._membership = make_elastic(self.world)
         self._agreed = self._membership.number  # the generation of the latest average that all ranks have
@@ -288,8 +287,6 @@ class FragmentExchange:
         for bucket in buckets:
             header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
             bucket.take(header, bucket.names)
-            if self._shares_memory:
-                bucket.wire.zero_()  # codes of what another fragment left between the tensors would change scales
         in_flight.buckets = buckets
         if self.engine.quantizer is not None:  # remember the residuals, for an exchange that is done again
             own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}

@@ -135,6 +135,7 @@ class LocalReplica(AfterStepReplica):
         with self._world.collective("consolidate()"):
             for fragment in self._fragments:
                 fragment.land()
+            self._copies.settle()
             self._take_from_first(buffers_only=True)
 
     @contextmanager

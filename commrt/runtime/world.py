@@ -54,18 +54,27 @@ class World:
         reconnect_options: ReconnectOptions | None = None,
         config: WorldConfig | None = None,
     ) -> None:
-        self.config, self.is_replacement = config, config is not None
-        """The configuration that this process must fit until it has taken a lost rank's place; whether it takes one."""
+        self.config = config
+        """The configuration that this process must fit until it has taken a lost rank's place; None for others."""
+        self.is_replacement = config is not None
+        """True if this process takes the place of a lost rank."""
         self.rank = transport.rank
         """This rank, 0..size-1."""
         self.size = len(transport.members)
         """The number of ranks at the start."""
         self.transport = TransportByDevice(transport)
-        self.store, self.local_rank, self.launcher = store, local_rank, launcher
+        """Moves bytes between the ranks, in the memory of any device."""
+        self.store = store
+        """torch's store, which the ranks share; put your own keys behind a `PrefixStore`."""
+        self.local_rank = local_rank
+        """This rank's number on its host, from the launcher."""
+        self.launcher = launcher
+        """The launcher's name."""
         self.comm_thread = CommThread(self._on_failure, f"commrt-rank{self.rank}", lambda: self.timeout_s)
         self.holds_store = holds_store
         """True if the store ends with this process."""
         self.attached = 0
+        """How many models were attached so far."""
         self.joined: object = None
         """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = NO_HOOKS

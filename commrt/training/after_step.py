@@ -31,6 +31,8 @@ from commrt.training.replica import Replica, StepReport
 
 MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
+LOOKS = 3
+"""Steps after which to look for copies of weights, as optimizers make their state in their first steps."""
 LOOK_S = 0.005
 """Between two reads of the store in ``join()``."""
 
@@ -46,7 +48,9 @@ class AfterStepReplica(Replica):
     """
 
     def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:
-        super().__init__(request.model, request.params, request.optimizers, request.algorithm, request.world)
+        super().__init__(
+            request.model, request.params, request.optimizers, request.algorithm, request.world, request.copies
+        )
         self._number, self._parts = request.world.attached, parts
         self._checks = [part.require_unwritten for part in parts]
         self._passes = 0  # backward passes so far; the steps of those after `_step` have not ended
@@ -95,8 +99,11 @@ class AfterStepReplica(Replica):
         if not self._stepping:
             part.require_unwritten()
         begin_s = perf_counter()
+        before = self._copies.before(part.tensors()) if self._copies.found else ()
         with self._world.comm_thread.within_range("wait", number=part.index):
             yield
+        if before:
+            self._copies.follow(before)
         part.note()
         self._exposed_s += perf_counter() - begin_s
 
@@ -132,6 +139,8 @@ class AfterStepReplica(Replica):
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         for part in self._parts:
             part.note()
+        if self._step < LOOKS:
+            self._copies.find()
         self._stepped[id(optimizer)] = self._used_passes = self._passes
         if len(self._stepped) == len(self._optimizers) and min(self._stepped.values()) > self._step:
             self._end_steps(self._passes)

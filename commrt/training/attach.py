@@ -31,8 +31,10 @@ from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
 from commrt.schedule import SYNCHRONOUS, Algorithm, Schedule
 from commrt.training.hooks import EMBEDDINGS
+from commrt.training.loss_scale import LossScales
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, attached_params
+from commrt.training.weight_copies import WeightCopies
 
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,11 +59,20 @@ class Request:
     broadcast_buffers: bool
     graphs: bool | None
     same_bits: bool
+    scales: LossScales
+    copies: WeightCopies
 
     def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
         """Return buckets for `params`, given in ready order."""
         world, allocate = self.world, self.world.transport.allocate_shared
-        return build_buckets(params, self.wire, self.cap_nbytes, world.attached, allocate, kind=self.kind)
+        buckets = build_buckets(params, self.wire, self.cap_nbytes, world.attached, allocate, kind=self.kind)
+        for bucket in buckets:
+            bucket.own_settings = self._own_settings
+        return buckets
+
+    def _own_settings(self) -> str:
+        rates = [f"lr={group['lr']:g}" for each in self.optimizers for group in each.param_groups if "lr" in group]
+        return ", ".join([*rates, str(self.scales)] if self.scales.known else rates)
 
     def require_nobody_lost(self) -> None:
         """Raise `UsageError` in a world that has lost a rank."""
@@ -80,6 +91,8 @@ class Request:
             "buckets": "; ".join(bucket.description() for bucket in buckets),
             "buffers": describe_buffers(self.model),
             "optimizers": ", ".join(f"{type(each).__name__} of {count} parameters" for each, count in counts),
+            "kinds in also=": ", ".join(type(each).__name__ for each in self.also),
+            "second copies of weights": f"{len(self.copies.found)} in the optimizers",
         }
 
     def agree(self, claim: dict[str, str]) -> None:
@@ -92,8 +105,9 @@ class Request:
         try:
             replica.overwrite_with_first()
             groups = [(each, group) for each in self.optimizers for group in each.param_groups]
-            if any(param in each.state for each, group in groups for param in group["params"]):  # ranks have agreed so
-                self.world.membership.together(lambda: overwrite_states(self.world, self.optimizers, 0))
+            have_state = any(param in each.state for each, group in groups for param in group["params"])
+            owners = [*self.optimizers, *self.also] if have_state else self.also  # the same ones, as ranks have agreed
+            self.world.membership.together(lambda: overwrite_states(self.world, owners, 0))
         except BaseException:
             replica.detach()
             raise
@@ -152,8 +166,8 @@ def attach(  # noqa: PLR0913  # each has its default
       cannot do.
     - `same_bits`: refuse an algorithm unless it adds all elements in one order, as `Direct` does. An average then has
       the same bits however gradients are cut into buckets (docs/same_bits.md).
-    - `also`: with `BackupWorkers` a late rank takes the state of another. Name here what goes along with the
-      optimizers, such as learning rate schedulers, a ``GradScaler``, an average of the weights.
+    - `also`: what goes along with the optimizers, such as a ``GradScaler``, learning rate schedulers, an average of the
+      weights. All ranks begin with rank 0's state of it. With `BackupWorkers` a late rank takes it from another.
 
     Raises `UsageError` for a model that cannot be averaged, `ScheduleError` for an algorithm that does not keep
     its promise, `DisagreementError` if ranks differ.
@@ -173,8 +187,11 @@ def attach(  # noqa: PLR0913  # each has its default
         world.connect(device)
     world.attached += 1
     chosen = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs, same_bits
-    request = Request(world, model, params, optimizers, also, algorithm, wire, *chosen)
     trained_by = getattr(algorithm, "trained_by", SYNCHRONOUS)  # an all-reduce says nothing
+    scales = LossScales(also, reads_gpu=trained_by == SYNCHRONOUS)  # else ranks may come late, when scales have moved
+    copies = WeightCopies(optimizers)
+    copies.find()
+    request = Request(world, model, params, optimizers, also, algorithm, wire, *chosen, scales, copies)
     return cast("Replica", import_module(trained_by).attach(request))
 
 

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.gradient_bucket import WIDTHS
 from commrt.errors import UsageError
+from commrt.training.loss_scale import LossScales
 
 NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -162,21 +163,33 @@ class StepGuard:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], params: Sequence[Tensor], take_part: Callable[[], None]
+        self,
+        optimizers: Sequence[Optimizer],
+        params: Sequence[Tensor],
+        take_part: Callable[[], None],
+        scales: LossScales,
     ) -> None:
-        self._optimizers, self._take_part = optimizers, take_part
+        self._optimizers, self._take_part, self._scales = optimizers, take_part, scales
         self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
         self.held_back = False  # True after a backward pass that added to gradients without averaging them
         self._refusal = ""  # why no optimizer may step now
         self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
+        self._have_stepped: set[int] = set()
         self.steps = 0
         """The sum of all steps, each with the weight of its optimizer: it shows if ranks step different optimizers."""
 
     def close(self, step: int) -> tuple[int, int]:
         """Refuse steps, as gradients are on their way; return what ranks compare: steps so far, digest of settings."""
         self._refusal = MIDWAY
-        return self.steps, settings_digest(self._optimizers, step)
+        scales = self._scales.values() if self._scales.known else ()
+        return self.steps, settings_digest(self._optimizers, step, scales)
+
+    def restart(self, also: Iterable[object]) -> None:
+        """Count steps and learn of scalers anew, but for those in `also`: ranks may have stepped different numbers."""
+        self.steps = 0
+        self._have_stepped.clear()
+        self._scales.begin(also)
 
     def open(self) -> None:
         """Allow each optimizer a step: all gradients have been averaged."""
@@ -233,8 +246,12 @@ class StepGuard:
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Note that `optimizer` has stepped."""
-        self._unused_by.discard(id(optimizer))
-        self.steps += self._weights[id(optimizer)]
+        number = id(optimizer)
+        self._unused_by.discard(number)
+        self.steps += self._weights[number]
+        if number not in self._have_stepped:
+            self._have_stepped.add(number)
+            self._scales.notice()
         if self.held_back:  # a closure was given, and not called
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 
@@ -253,14 +270,14 @@ def closure_in(args: Any, kwargs: Any) -> Callable[..., Any] | None:
     return cast("Callable[..., Any] | None", args[1] if len(args) > 1 else kwargs.get("closure"))
 
 
-def settings_digest(optimizers: Sequence[Optimizer], step: int) -> int:
-    """Return 8 bits of all numeric settings of `optimizers`, the same in every process.
+def settings_digest(optimizers: Sequence[Optimizer], step: int, scales: Sequence[float] = ()) -> int:
+    """Return 8 bits of all numeric settings of `optimizers`, and of `scales`, the same in every process.
 
     Ranks compare them in each step, since schedulers change settings. Two different settings have equal bits once in
     256 times, and other ones in another `step`: a difference that lasts is found. Numbers on a GPU are left out,
     because reading them would wait for it. Cost: 8 us for AdamW with one group.
     """
-    numbers, salt = list[float](), step % (1 << WIDTHS.step)
+    numbers, salt = [*scales], step % (1 << WIDTHS.step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             values = [*map(group.get, sorted(group.keys() - {"params"}, reverse=True))]  # loaded ones in other orders

@@ -105,7 +105,7 @@ class FlatBuffer:
         self._copy(self._own, tensors, read)
         if not torch.equal(self._now, self.flat):
             for i in read:
-                piece = slice(self._ends[i], self._ends[i + 1])
+                piece = slice(self._ends[i], self._ends[i] + tensors[i].nbytes)
                 if not torch.equal(self._now[piece], self.flat[piece]):
                     with torch.no_grad():
                         tensors[i].copy_(self.parts[i])

@@ -25,7 +25,17 @@ from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
 from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, wrapped_as
-from commrt.training.model_state import Stateful, fingerprint, flatten, gather_values, mean, overwrite_model, restore
+from commrt.training.model_state import (
+    Stateful,
+    fingerprint,
+    flatten,
+    gather_values,
+    mean,
+    overwrite_model,
+    overwrite_states,
+    restore,
+)
+from commrt.training.weight_copies import WeightCopies
 
 
 class Replica(ABC):
@@ -41,10 +51,13 @@ class Replica(ABC):
         optimizers: Sequence[Optimizer],
         algorithm: Algorithm,
         world: World,
+        copies: WeightCopies,
     ) -> None:
         self.model = model
+        """The model, as it was given to `attach`."""
+        self._copies = copies
         self.last: StepReport | None = None
-        """The latest step."""
+        """The report of the latest step; None before the first."""
         self._params, self._optimizers, self._algorithm, self._world = params, optimizers, algorithm, world
         self._parameters, self._averaged = ParameterList(model), {id(param) for _, param in params}
         self._stepping: list[Optimizer] = []  # those of `optimizers` whose steps have begun, the outermost first
@@ -173,7 +186,9 @@ class Replica(ABC):
             tensors = [slot.tensor() for slot in exchanged_tensors(self.model)]
             values = self._world.membership.together(lambda: mean(self._world, tensors, self.step))
             means = [value.to(tensor.dtype) for tensor, value in zip(tensors, values, strict=True)]
+            self._copies.find()
             restore(flatten(means), tensors)
+            self._copies.settle()
             self._take_from_first(buffers_only=True)
 
     def disagreement(self) -> float:
@@ -203,7 +218,11 @@ class Replica(ABC):
 
     def _take_from_first(self, *, buffers_only: bool = False) -> None:
         world = self._world
+        if not buffers_only:
+            self._copies.find()
         world.membership.together(lambda: overwrite_model(world, self.model, self.step, buffers_only=buffers_only))
+        if not buffers_only:
+            world.membership.together(lambda: overwrite_states(world, self._copies.owners(), self.step))
 
     def replicas_equal(self) -> bool:
         """Return True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`.

@@ -62,9 +62,10 @@ class SynchronousReplica(Replica):
 
     def __init__(self, request: Request, engine: Engine, *, broadcast_buffers: bool) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(request.model, named, request.optimizers, request.algorithm, request.world)
+        super().__init__(request.model, named, request.optimizers, request.algorithm, request.world, request.copies)
         self._engine, self._build_buckets = engine, request.build_buckets
-        self._guard = StepGuard(self._optimizers, [param for _, param in named], partial(self._average, LATE))
+        params = [param for _, param in named]
+        self._guard = StepGuard(self._optimizers, params, partial(self._average, LATE), request.scales)
         self._alone = self._world.size == 1
         self._moves_in = isinstance(engine.buckets[0], ViewBucket) and not self._alone
         self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
@@ -226,8 +227,8 @@ class SynchronousReplica(Replica):
             self._step += 1
             self._engine.submit_has_data(False, self._step).result()
         overwrite_model(self._world, self.model, self._step, last[0])
-        overwrite_states(self._world, [*self._optimizers, *also], self._step, last[0])
-        self._guard.steps = 0
+        overwrite_states(self._world, [*self._optimizers, *also, *self._copies.owners()], self._step, last[0])
+        self._guard.restart(also)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the rest; with feedback, each rank saves its own."""

@@ -90,8 +90,9 @@ class TritonPacking:
 
         A captured launch reads 16 bytes at once. Tensors that are less aligned are copied here, and back by `repeated`.
         """
-        if odd := [i for i, tensor in enumerate(tensors) if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES]:
-            self._staged = {place: self._stage(place, cast("Tensor", tensors[place])) for place in odd}
+        odd = [i for i, tensor in enumerate(tensors) if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES]
+        self._staged = {place: self._stage(place, cast("Tensor", tensors[place])) for place in odd}
+        if odd:
             tensors = [self._staged.get(place, tensor) for place, tensor in enumerate(tensors)]
         self.tables.point_at(tensors)
         self._scale.at(scale)

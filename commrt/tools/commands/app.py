@@ -16,7 +16,7 @@ from commrt.tools.commands.machine import doctor, probe
 from commrt.tools.commands.options import spread
 from commrt.tools.commands.simulate_backups import backups
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 PRICE, MACHINE = "Prove, price and draw", "Look at a machine"
 MAX_CHARACTERS = 1500

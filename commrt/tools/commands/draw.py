@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,15 @@ from commrt.tools.planning.bounds import ring_count
 from commrt.tools.planning.timeline import blocking_step, overlapped_step, phases
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 RANK_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def _save(figure: Figure, out: str) -> None:
+    save_picture(figure, out)
+    print(f"wrote {out}")
 
 
 def schedule(
@@ -35,7 +43,7 @@ def schedule(
     """Draw a schedule: an arrow for each transfer."""
     chosen = choose(algorithm, shape, Cluster.named(cluster))
     require_picture(out)
-    save_picture(draw_schedule(chosen.schedule(0, ranks)), out)
+    _save(draw_schedule(chosen.schedule(0, ranks)), out)
 
 
 def recorded(
@@ -48,7 +56,7 @@ def recorded(
     figure = draw_recorded_step(read_spans(file), Path(file).name, step)
     if figure is None:
         raise UsageError(f"{file} holds no training step: record one, as examples/mnist/train.py --trace does")
-    save_picture(figure, out)
+    _save(figure, out)
 
 
 def step(algorithm: opt.AlgorithmName, out: opt.Out, options: opt.StepOptions, shape: opt.ShapeOptions) -> None:
@@ -66,7 +74,7 @@ def step(algorithm: opt.AlgorithmName, out: opt.Out, options: opt.StepOptions, s
     }
     place = f"{options.ranks:,} ranks of {cluster.name}"
     title = f"{found.workload.name} on {place}: {pricing.schedule.name}, {options.wire}"
-    save_picture(draw_simulated_step(title, ways, phases(pricing, nbytes)), out)
+    _save(draw_simulated_step(title, ways, phases(pricing, nbytes)), out)
 
 
 def scaling(
@@ -96,4 +104,4 @@ def scaling(
         efficiencies[name] = [compute_s / (compute_s + each.price.seconds) for each in estimates]
     where = f"exchanged after the step, on {place.name}"
     title = f"{workload.name}, {wire}, {where} ({1e3 * compute_s:.1f} ms to compute)"
-    save_picture(draw_scaling(title, counts, efficiencies), out)
+    _save(draw_scaling(title, counts, efficiencies), out)

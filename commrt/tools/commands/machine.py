@@ -8,7 +8,9 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import commrt
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.store.launcher import default_timeout_s, launched
@@ -97,9 +100,15 @@ def probe(
     launch, path = launched(), Path(out)
     cluster = probed(launch, workers, timeout_s)
     if launch is None or launch.rank == 0:  # one writes it
-        text = replace(cluster, name=path.stem).text()
+        text = replace(cluster, name=path.stem, about=f"{cluster.about} {_circumstances()}").text()
         write("--out", out, lambda: path.write_text(text, encoding="utf-8"))
         print(_sentence(cluster, out))
+
+
+def _circumstances() -> str:
+    """Return when, where and with which versions this was measured."""
+    day, versions = datetime.now(UTC).date(), f"commrt {commrt.__version__} and torch {version('torch')}"
+    return f"On {day} (UTC), from {platform.node()}, with {versions}."
 
 
 def _sentence(cluster: Cluster, out: str) -> str:

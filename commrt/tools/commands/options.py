@@ -22,10 +22,11 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.tools.planning.timeline import efficiency_at
 from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
-from commrt.tools.planning.workload import MODELS, MOST_NUMEL, Workload
+from commrt.tools.planning.workload import MODELS, MOST_NUMEL, TRANSFORMERS, Workload
 
 BATCH, CLUSTER = 32, "abci"
-FORMS = f"{', '.join(MODELS)}, transformer:WIDTHxDEPTHxTOKENS, a .json file of commrt.tools.workload_of(...).save"
+_SHAPES = f"transformer:WIDTHxDEPTHxTOKENS, {', '.join(TRANSFORMERS)}"
+FORMS = f"{', '.join(MODELS)}, {_SHAPES}, a .json file of commrt.tools.workload_of(...).save"
 """What --model takes, besides a number of parameters."""
 
 Wire = StrEnum("Wire", ["fp32", "bf16", "fp16", "int8", "int4", "int2", "float8"])
@@ -246,6 +247,7 @@ def compute_of(
     if workload.name not in cluster.compute:
         raise UsageError(
             f"how long a step of {workload.name} computes on {cluster.name} is not known: give --compute-ms"
+            + (f", or --model, of which it knows {', '.join(cluster.compute)}" if cluster.compute else "")
         )
     rate = cluster.compute[workload.name] * efficiency_at(cluster, batch or BATCH)
     return (batch or BATCH) / rate, rate
@@ -253,7 +255,7 @@ def compute_of(
 
 def workload_of(model: str) -> Workload:
     """Return the workload that --model describes; raises `UsageError`."""
-    if model in MODELS:
+    if model in MODELS or model in TRANSFORMERS:
         return Workload.named(model)
     if model.endswith(".json"):
         return Workload.read(model)

@@ -38,6 +38,8 @@ from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing
 SHOWN = 8
 MIN_WIDTH = 124
 """Of the table: names that are cut off cannot be told apart."""
+FEWEST = 3
+"""Columns that are shown however narrow a terminal is; others are left out from the right."""
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
 EXPOSED = 0.2
@@ -152,8 +154,12 @@ def _record(plan: Plan) -> dict[str, Any]:
 def _show(title: str, plans: Sequence[Plan]) -> None:
     """Print `plans` as a table, the first one in bold, without columns that are empty."""
     shown = {name: cell for name, cell in COLUMNS.items() if any(cell(plan) for plan in plans)}
+    widths = {name: max(len(name), *(len(cell(plan) or "-") for plan in plans)) for name, cell in shown.items()}
+    console = Console()
+    while console.is_terminal and len(shown) > FEWEST and sum(widths[name] + 3 for name in shown) >= console.width:
+        shown.popitem()
     rows = ([cell(plan) or "-" for cell in shown.values()] for plan in plans)
-    Console(width=max(Console().width, MIN_WIDTH)).print(opt.table_of(title, [*shown], rows))
+    Console(width=max(console.width, MIN_WIDTH)).print(opt.table_of(title, [*shown], rows))
 
 
 def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
@@ -167,7 +173,8 @@ def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
     other = next((plan for plan in others if isinstance(plan.algorithm, Ring | Rings)), others[0])
     sides = _gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
     hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
-    return f"{best.name} against {other.name}, all at once: {sides}{hidden}"
+    known = f"{other.name} (as NCCL's rings)" if isinstance(other.algorithm, Rings) else other.name
+    return f"{best.name} against {known}, all at once: {sides}{hidden}"
 
 
 def _gains(seconds: float, latency_s: float, digits: int) -> str:

@@ -125,7 +125,9 @@ def _verify_algorithm(algorithm: Algorithm, ranks: int, show: bool, as_json: boo
     worst = next((proof for proof in proofs if not proof.ok), proofs[0])
     mixed = _mixing(algorithm, schedules[: steps // PERIODS]) if isinstance(algorithm, Gossip) else {}
     if as_json:
-        print(json_of({"algorithm": repr(algorithm)} | _record(worst, schedules[proofs.index(worst)]) | mixed))
+        shown = {"shown": [str(each) for each in schedules]} if show else {}
+        record = {"algorithm": repr(algorithm)} | _record(worst, schedules[proofs.index(worst)]) | mixed
+        print(json_of(record | shown))
         return worst.ok
     if show:
         print(*schedules, sep="\n")
@@ -150,7 +152,10 @@ def _verify_collective(
     }
     ok = all(proof.ok for proof in proofs.values())
     if as_json:
-        records = {each: _record(proof, schedules[each]) for each, proof in proofs.items()}
+        records = {
+            each: _record(proof, schedules[each]) | ({"shown": str(schedules[each])} if show else {})
+            for each, proof in proofs.items()
+        }
         print(json_of({"ok": ok, "schedules": records}))
         return ok
     if show:

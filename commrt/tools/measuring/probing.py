@@ -128,13 +128,22 @@ def _cluster(world: World, per_host: int, within: Link, far: Line, shared: Line 
         name="probed",
         about=f"Measured by commrt probe: {world.size} ranks, {per_host} per host, {way}.",
         gpus_per_node=per_host,
-        within=within,
-        between=Between(1e6 * (shared or far).latency_s, of_host_bytes_per_s / nics / 1e9, nics),
+        within=Link(
+            _rounded(within.latency_us),
+            _rounded(within.gbytes_per_s),
+            None if within.bus_gbytes_per_s is None else _rounded(within.bus_gbytes_per_s),
+        ),
+        between=Between(_rounded(1e6 * (shared or far).latency_s), _rounded(of_host_bytes_per_s / nics / 1e9), nics),
         nodes=1 if world.size == per_host else None,
-        message_us=_message_us(world),
-        reduce_gbytes_per_s=1e-9 / add_s_per_byte,
-        code_gbytes_per_s=1e-9 / code_s_per_byte,
+        message_us=_rounded(_message_us(world)),
+        reduce_gbytes_per_s=_rounded(1e-9 / add_s_per_byte),
+        code_gbytes_per_s=_rounded(1e-9 / code_s_per_byte),
     )
+
+
+def _rounded(value: float) -> float:
+    """Return `value` with the three digits that a measurement tells."""
+    return float(f"{value:.3g}")
 
 
 def _measure(world: World, rings: Rings) -> Line:

@@ -39,10 +39,13 @@ COMPARED_RANKS = 1024
 MOST_DIRECT = 64
 """Most ranks of a host that are tried to exchange with all others at once. Between hosts that is not tried: many that
 send to one host at once share its card, which no price here knows."""
+WORTH = 0.01
+"""The share of a step that another wire than that of the gradients must save to be recommended: it rounds them."""
 TREE_SLICES = 4, 32
 """Slices of a double tree: few for short buffers, many for long ones."""
 IN_ALGORITHMS = ("DoubleTree", "Rings", "Sliced")
 """Classes that users find there, and not in `commrt`."""
+OWN_WIRE = "fp32"
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in QUANTIZERS}
 
@@ -271,7 +274,11 @@ def step_plans(
                 plan = _step_plan(candidate, workload, compute_s, wire, overlaps=not cost.backups)
                 slower_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
                 found.append(replace(plan, step_s=slower_s, backups=cost.backups, updates=cost.updates))
-    return sorted(found, key=lambda plan: plan.sort_key)
+    best, *others = sorted(found, key=lambda plan: plan.sort_key)
+    own = next((plan for plan in others if plan.wire == OWN_WIRE and plan.seconds <= (1 + WORTH) * best.seconds), None)
+    if best.wire == OWN_WIRE or own is None:
+        return [best, *others]
+    return [own, best, *(plan for plan in others if plan is not own)]
 
 
 def tried_in_steps(candidates: Sequence[Candidate], nbytes: float) -> list[Candidate]:

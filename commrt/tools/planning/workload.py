@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +19,13 @@ from commrt.tools.planning.wires import GRADIENT_NBYTES, Item, wire_nbytes
 MODELS = ("resnet50", "vgg_a", "overfeat_fast", "cd_dnn")
 """Models that ship as files in `FOLDER`: of images of 224 x 224 pixels, and 231 x 231 for `overfeat_fast`. `cd_dnn` has
 seven hidden layers for speech (Das et al., 2016)."""
+TRANSFORMERS = {
+    "bert_large": (1024, 24, 512, 30_522),
+    "gpt2": (768, 12, 1024, 50_257),
+    "gpt2_xl": (1600, 48, 1024, 50_257),
+    "llama2_7b": (4096, 32, 4096, 32_000),
+}
+"""Width, depth, tokens and vocabulary of known models, each as a GPT of that shape: within 4 % of their parameters."""
 FOLDER = resources.files("commrt.tools.planning").joinpath("models")
 
 FORWARD = 1 / 3
@@ -98,12 +105,14 @@ class Workload:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the workload of one of `MODELS`; layers take time in proportion to their multiplications.
+        """Return the workload of one of `MODELS` or `TRANSFORMERS`; layers take time as they multiply.
 
         >>> model = Workload.named("resnet50")
         >>> model.numel, round(model.work / 1e9, 2)
         (25557032, 4.09)
         """
+        if name in TRANSFORMERS:
+            return replace(cls.transformer(*TRANSFORMERS[name]), name=name)
         return cls.parsed(FOLDER.joinpath(f"{name}.json").read_text(encoding="utf-8"), name)
 
     @classmethod

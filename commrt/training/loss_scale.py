@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that multiply a model's gradients, and must be equal on all ranks: the scales of `GradScaler` objects.
+
+A scaler is known if it was given to `attach`, or once it has stepped an optimizer. Ranks compare scales in the headers
+of the steps that follow, with the optimizers' settings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from torch.amp import GradScaler
+
+_MODULE = GradScaler.__module__
+
+
+class LossScales:
+    """The scales that one rank knows.
+
+    A scale on a GPU is read once, as reading waits for the GPU. With `reads_gpu` False it is not read at all.
+    """
+
+    def __init__(self, owners: Iterable[object] = (), *, reads_gpu: bool = True) -> None:
+        self._reads_gpu = reads_gpu
+        self.known: dict[int, tuple[object, Callable[[], float]]] = {}
+        """By id, a scaler and what returns its scale."""
+        self.begin(owners)
+
+    def begin(self, owners: Iterable[object]) -> None:
+        """Know those of `owners` that have a scale, and no others."""
+        self.known.clear()
+        for owner in owners:
+            if callable(getattr(owner, "get_scale", None)):
+                self._note(owner)
+
+    def notice(self) -> None:
+        """Know the scaler in whose ``step`` the caller is, if there is one."""
+        frame = sys._getframe().f_back  # noqa: SLF001  # an optimizer does not know who steps it
+        while frame is not None:
+            if frame.f_globals.get("__name__") == _MODULE and "self" in frame.f_code.co_varnames:
+                self._note(frame.f_locals["self"])
+                return
+            frame = frame.f_back
+
+    def _note(self, scaler: Any) -> None:
+        if id(scaler) in self.known:
+            return
+        if getattr(scaler, "_device", "cpu") == "cpu":
+            self.known[id(scaler)] = scaler, scaler.get_scale
+        elif self._reads_gpu:
+            self.known[id(scaler)] = scaler, cache(scaler.get_scale)  # at first use: `attach` makes scalers equal
+
+    def values(self) -> list[float]:
+        """Return the scales in order, as ranks may come to know scalers in different orders."""
+        return sorted(float(scale()) for _, scale in self.known.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{type(scaler).__name__} scale={scale():g}" for scaler, scale in self.known.values())

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second copies of weights that an optimizer keeps, such as fp32 masters of bf16 parameters.
+
+Such an optimizer writes its copies over the parameters in each step. So whatever commrt writes to a parameter must
+reach its copies too, or the next step undoes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+DEEPEST = 5
+"""Steps from an optimizer to a copy, as in ``optimizer.inner.state[param]["master"]``."""
+Path = tuple[tuple[bool, Any], ...]
+"""How to get from an optimizer to a tensor: (is an attribute, name or key) of each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A tensor with the values of `param`, or a part of a flat one; looked up each time, as it may be replaced."""
+
+    name: str
+    optimizer: Optimizer
+    path: Path
+    param: Tensor
+    begin: int | None = None
+    """Where it begins in a flat tensor."""
+
+    def tensor(self) -> Tensor | None:
+        """Return the copy, in the shape of the parameter; None if it is gone."""
+        here: Any = self.optimizer
+        try:
+            for is_attribute, key in self.path:
+                here = getattr(here, key) if is_attribute else here[key]
+            if self.begin is not None:
+                here = here.detach()[self.begin : self.begin + self.param.numel()]
+            return here.detach().view(self.param.shape)  # type: ignore[no-any-return]
+        except (AttributeError, LookupError, TypeError, RuntimeError):
+            return None
+
+
+class WeightCopies:
+    """The copies that were found in `optimizers`: in their state, and in attributes, lists, dicts and flat tensors."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self.found: dict[str, _Copy] = {}
+        """By a name that is the same on all ranks."""
+
+    def owners(self) -> list[WeightCopies]:
+        """Return what is sent along with the optimizers' state: nothing if there are no copies."""
+        return [self] if self.found else []
+
+    def find(self) -> None:
+        """Look for more copies: tensors that hold the values of all parameters they stand for, as they are now."""
+        for number, optimizer in enumerate(self._optimizers):
+            self.found |= {copy.name: copy for copy in _copies_in(optimizer, number)}
+
+    def before(self, params: Iterable[Tensor | None]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return each copy of `params`, its parameter, and what that is now."""
+        wanted = {id(param) for param in params}
+        pairs = ((each.tensor(), each.param) for each in self.found.values() if id(each.param) in wanted)
+        return [(copy, param, param.detach().clone()) for copy, param in pairs if copy is not None]
+
+    @torch.no_grad()
+    def follow(self, before: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Move copies by what their parameters have moved by since `before`."""
+        for copy, param, old in before:
+            copy.add_(param.to(copy) - old.to(copy))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Set copies to what their parameters are."""
+        for each in self.found.values():
+            if (copy := each.tensor()) is not None:
+                copy.copy_(each.param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the copies by name."""
+        named = ((name, each.tensor()) for name, each in self.found.items())
+        return {name: copy.clone() for name, copy in named if copy is not None}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Take the copies of another rank."""
+        for name, each in self.found.items():
+            if name in state and (copy := each.tensor()) is not None:
+                copy.copy_(state[name])
+
+
+def _copies_in(optimizer: Optimizer, number: int) -> Iterator[_Copy]:
+    """Yield the copies in `optimizer`, the one with this `number`.
+
+    Tensors that are kept alike, such as ``state[param]["master"]`` of all parameters or the items of a list, are copies
+    if all of them hold their parameters' values. So none is taken for one by chance.
+    """
+    own = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    numbers = {id(param): i for i, param in enumerate(own)}
+    families = defaultdict[tuple[object, ...], list[tuple[Path, Tensor]]](list)
+    for path, tensor in _tensors(optimizer, (), {id(optimizer)}):
+        keys = [id(key) if isinstance(key, Tensor) else key for _, key in path]
+        families["items", *keys[:-1]].append((path, tensor))
+        families[tuple("*" if isinstance(key, int) else key for key in keys)].append((path, tensor))
+    for family in families.values():
+        for path, param, begin in _paired(family, own, numbers):
+            names = (str(key) for _, key in path if isinstance(key, str))
+            yield _Copy(f"{number}.{'.'.join(names)} of {numbers[id(param)]}", optimizer, path, param, begin)
+
+
+def _tensors(value: object, path: Path, seen: set[int]) -> Iterator[tuple[Path, Tensor]]:
+    """Yield the tensors that `value` holds, and how to get there."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    items: Iterable[tuple[bool, Any, Any]] = ()
+    if isinstance(value, dict):
+        items = ((False, key, each) for key, each in [*value.items()])
+    elif isinstance(value, list | tuple):
+        items = ((False, place, each) for place, each in enumerate(value))
+    elif hasattr(value, "__dict__") and not (callable(value) or isinstance(value, nn.Module | ModuleType)):
+        items = ((True, name, each) for name, each in [*vars(value).items()])
+    for is_attribute, key, each in items:
+        if len(path) < DEEPEST and (isinstance(each, Tensor) or id(each) not in seen):
+            seen.add(id(each))
+            yield from _tensors(each, (*path, (is_attribute, key)), seen)
+
+
+def _paired(
+    family: Sequence[tuple[Path, Tensor]], own: Sequence[Tensor], numbers: Mapping[int, int]
+) -> list[tuple[Path, Tensor, int | None]]:
+    """Return each path with its parameter, if `family` are copies; with a place in the tensor if that is flat."""
+    keys = [key for path, _ in family for _, key in path if id(key) in numbers]
+    narrow = [param for param in own if param.dtype.itemsize < torch.float32.itemsize]
+    for params in (keys, own, narrow):
+        if len(params) == len(family) and _are_copies(params, [tensor for _, tensor in family]):
+            return [(path, param, None) for (path, _), param in zip(family, params, strict=True)]
+    path, flat = family[0]
+    for params in (own, narrow) if len(family) == 1 < len(own) and flat.dim() == 1 else ():
+        sizes = [param.numel() for param in params]
+        if sum(sizes) == flat.numel() and _are_copies(params, torch.split(flat.detach(), sizes)):
+            begins = accumulate(sizes, initial=0)
+            return [(path, param, begin) for param, begin in zip(params, begins, strict=False)]
+    return []
+
+
+def _are_copies(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Return True if each tensor holds what its parameter has, in other memory, and that is not one number only."""
+    return all(map(_is_copy, params, tensors)) and any(bool((param != param.flatten()[:1]).any()) for param in params)
+
+
+def _is_copy(param: Tensor, tensor: Tensor) -> bool:
+    if tensor.numel() != param.numel() or not (tensor.is_floating_point() and tensor.is_contiguous()):
+        return False
+    if tensor.is_meta or tensor.data_ptr() == param.data_ptr():
+        return False
+    return torch.equal(tensor.detach().to(param.device, param.dtype).flatten(), param.detach().flatten())
