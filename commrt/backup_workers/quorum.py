@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError, Store
 from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
 from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, clone_connection, malformed
+from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, call_store, clone_connection, malformed
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.future import Future, start_call
 
@@ -216,7 +216,7 @@ class QuorumVote:
             return self._answer(partial(_get, self._connection, key), check)
         except BaseException:  # or the store's thread would wait for ever
             with suppress(Exception):
-                set_once(self._store, key, FAILED if members else NO_MEMBERS)
+                call_store(partial(set_once, self._store.connection, key, FAILED if members else NO_MEMBERS))
             raise
 
     def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:

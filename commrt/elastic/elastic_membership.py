@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -26,7 +25,6 @@ from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import (
     CommrtError,
     DisagreementError,
-    Evicted,
     PeerLost,
     Place,
     TransportClosed,
@@ -35,13 +33,15 @@ from commrt.errors import (
 )
 from commrt.runtime.membership import LOST, REFUSALS, Begin, Membership, count_kept
 from commrt.runtime.world import World
-from commrt.threads.comm_thread import RecoveredError
+from commrt.threads.comm_thread import RecoveredError, refusal_after
+from commrt.threads.deadline import clock
 from commrt.threads.future import Future, start_call
 from commrt.transport.protocol import CPU
 
 T = TypeVar("T")
 ATTEMPTS = 5
-"""Generations of the same members, with no exchange done in between, before an error is final."""
+"""Failures among the same members, with no exchange done in between, after which the next one is final. So is a second
+one that comes a timeout after the first: a roll call has found no rank at fault, and the same would happen again."""
 LOOK_S = 0.05
 """Between two looks whether other ranks make a roll call: less than it waits (`PATIENCE_S`)."""
 _log = logging.getLogger("commrt")
@@ -74,6 +74,7 @@ class ElasticMembership(Membership):
         """The generation to come to before the next exchange: others form it, or this rank broke its connections."""
         self.failures = 0
         """Since an exchange was completed; whoever completes one sets it to 0, on any thread."""
+        self._failing_s = 0.0  # when the first of them came
         self._part: Generation | None = None  # of the collective part that is next or runs; None once refused
         self.submitted_steps = 0
         """Gossip steps so far."""
@@ -125,8 +126,13 @@ class ElasticMembership(Membership):
         self.ensure_generation()
 
     def _count(self, failure: TransportError) -> None:
-        self.failures += 0 if self.is_called else 1  # what others call is no failure
-        if self.failures > ATTEMPTS:
+        if self.is_called:  # what others call is no failure
+            return
+        if self.failures == 0:
+            self._failing_s = clock.now_s()
+        self.failures += 1
+        failing_s = clock.now_s() - self._failing_s
+        if self.failures > ATTEMPTS or failing_s >= self._transport.timeout_s:
             raise failure
 
     def ensure_generation(self, number: int = 0) -> Generation:
@@ -220,11 +226,9 @@ class ElasticMembership(Membership):
 
     def require_open(self) -> None:
         """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
-        if self._comm_thread.failure is not None:
+        if (failure := self._comm_thread.failure) is not None:
             self._transport.abort()
-            if isinstance(self._comm_thread.failure, Evicted):
-                raise copy(self._comm_thread.failure) from self._comm_thread.failure
-            raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._comm_thread.failure
+            raise refusal_after(failure) from failure
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
