@@ -248,7 +248,7 @@ class QuorumVote:
     def _check_members(self, key: str, members: tuple[int, ...], waited_s: float) -> None:
         """Probe the next member of the reduction: each member probes one, so that all are probed."""
         membership = self._membership
-        is_lost = self._elastic.is_called or membership.is_gone(membership.next_member(members))
+        is_lost = self._elastic.is_called or membership.gone([membership.next_member(members)])
         if is_lost or waited_s > membership.timeout_s():
             set_once(self._store, key, FAILED)
 

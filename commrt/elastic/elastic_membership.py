@@ -193,7 +193,7 @@ class ElasticMembership(Membership):
             with suppress(TimeoutError):
                 future.exception(LOOK_S)
             self.require_open()
-            if not future.done() and (self.is_called or any(map(self.on_store.is_gone, ranks))):
+            if not future.done() and (self.is_called or self.on_store.gone(ranks)):
                 raise PeerLost("a rank was lost meanwhile", Place(self._transport.rank))
         return future.result()
 
@@ -288,7 +288,7 @@ class ElasticMembership(Membership):
 
     def any_gone(self, ranks: Collection[int]) -> bool:
         """Return True if others form a new generation, or one of `ranks` is lost."""
-        return self.is_elastic and (self.is_called or any(self.on_store.is_gone(rank) for rank in ranks))
+        return self.is_elastic and (self.is_called or bool(self.on_store.gone(ranks)))
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:

@@ -247,13 +247,13 @@ class StoreMembership:
         departed |= {rank: Loss(rank, 0, "its process is gone") for rank in gone}
         return [departed[rank] for rank in sorted(departed)], [rank for rank in away if rank not in departed]
 
-    def is_gone(self, rank: int) -> bool:
-        """Return True if `rank` was evicted, or its process does not live."""
-        incarnation = self.generation.members.get(rank)
-        if incarnation is not None:
-            return bool(self.processes.gone({rank: incarnation}))
-        has_finished = any(loss.finished for loss in self.generation.lost if loss.rank == rank)
-        return not has_finished or not self.processes.answers(rank)
+    def gone(self, ranks: Collection[int]) -> set[int]:
+        """Return those of `ranks` that were evicted, or whose processes do not live."""
+        members = self.generation.members
+        found = {*self.processes.gone({rank: members[rank] for rank in ranks if rank in members})}
+        finished = {loss.rank for loss in self.generation.lost if loss.finished}
+        others = {*ranks}.difference(members)
+        return found | {rank for rank in others if rank not in finished or not self.processes.answers(rank)}
 
     def require_enough(self, generation: Generation, step: int, departed: Sequence[Loss] = ()) -> None:
         """Raise `QuorumLost` if fewer than `needed` ranks are left when these of the generation have `departed`.
