@@ -51,13 +51,18 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
         with suppress(TimeoutError):  # what counts is whether the answer is there when we look
             future.exception(min(left_s, deadline.poll_s))
     if not future.done():
-        what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped or cannot be reached"
-        raise DeadlineExceeded(what, Place(rank=rank, peer=0))
+        raise no_answer(limit_s, rank)
     try:
         return future.result()
     except DistNetworkError as error:
         what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
         raise PeerLost(what, Place(rank=rank, peer=0)) from error
+
+
+def no_answer(limit_s: float, rank: int | None) -> DeadlineExceeded:
+    """Return the error of a request of `rank` that the store has not answered within `limit_s`."""
+    what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped, or this host does not reach it"
+    return DeadlineExceeded(what, Place(rank=rank, peer=0))
 
 
 class TimedStore:
