@@ -34,14 +34,13 @@ from commrt.errors import (
 from commrt.runtime.membership import LOST, REFUSALS, Begin, Membership, count_kept
 from commrt.runtime.world import World
 from commrt.threads.comm_thread import RecoveredError, refusal_after
-from commrt.threads.deadline import clock
 from commrt.threads.future import Future, start_call
 from commrt.transport.protocol import CPU
 
 T = TypeVar("T")
-ATTEMPTS = 5
-"""Failures among the same members, with no exchange done in between, after which the next one is final. So is a second
-one that comes a timeout after the first: a roll call has found no rank at fault, and the same would happen again."""
+ATTEMPTS, MISSED = 5, 3
+"""Failures among the same members, with no exchange done in between, after which the next one is final; and as how many
+a missed deadline counts. So a second one is final: the roll call after the first has found no rank at fault."""
 LOOK_S = 0.05
 """Between two looks whether other ranks make a roll call: less than it waits (`PATIENCE_S`)."""
 _log = logging.getLogger("commrt")
@@ -74,7 +73,6 @@ class ElasticMembership(Membership):
         """The generation to come to before the next exchange: others form it, or this rank broke its connections."""
         self.failures = 0
         """Since an exchange was completed; whoever completes one sets it to 0, on any thread."""
-        self._failing_s = 0.0  # when the first of them came
         self._part: Generation | None = None  # of the collective part that is next or runs; None once refused
         self.submitted_steps = 0
         """Gossip steps so far."""
@@ -126,13 +124,11 @@ class ElasticMembership(Membership):
         self.ensure_generation()
 
     def _count(self, failure: TransportError) -> None:
-        if self.is_called:  # what others call is no failure
+        is_broken = isinstance(failure, PeerLost | TransportClosed)
+        if is_broken and self.is_called:  # what others call is no failure
             return
-        if self.failures == 0:
-            self._failing_s = clock.now_s()
-        self.failures += 1
-        failing_s = clock.now_s() - self._failing_s
-        if self.failures > ATTEMPTS or failing_s >= self._transport.timeout_s:
+        self.failures += 1 if is_broken else MISSED
+        if self.failures > ATTEMPTS:
             raise failure
 
     def ensure_generation(self, number: int = 0) -> Generation:
