@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which processes live, which ranks reach each other, and who must leave where two do not.
 
-The members of a generation send to each other, so each must reach all others: not only with small packets. A rank that
-answers a roll call therefore asks every member's `Listener` for a message that no single packet holds.
+The members of a generation send to each other, so each must reach all others: not only with
+small packets. A rank that answers a roll call therefore asks every member's `Listener` for a
+message that no single packet holds.
 
-All are asked at once: a host that is out of reach takes longest, and there may be many of them. Sockets keep the time
-of the machine, whatever a test's clock says.
+All are asked at once: a host that is out of reach takes longest, and there may be many of them.
+Sockets keep the time of the machine, whatever a test's clock says.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import suppress
 from time import monotonic
 
 MESSAGE = bytes(1 << 15)
-"""What a `Listener` sends to each caller: larger than any usual packet, so that one that is too large is noticed."""
+"""What a `Listener` sends to each caller: larger than usual packets, to notice if those are dropped."""
 LOOK_S = 0.1
 """Healthy ranks answer much sooner."""
 RECEIVED_NBYTES = 1 << 16
@@ -26,7 +27,7 @@ RECEIVED_NBYTES = 1 << 16
 
 
 def begin_connection(address: str) -> tuple[socket.socket, int]:
-    """Return a socket that connects to a `Listener.address`, and an error number if that has failed already."""
+    """Return a socket that connects to a `Listener.address`, and the error number if that failed."""
     host, port = address.split()
     family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     connection = socket.socket(family, kind)
@@ -36,7 +37,7 @@ def begin_connection(address: str) -> tuple[socket.socket, int]:
 
 
 def probe(addresses: Collection[str], limit_s: float) -> dict[str, bool | None]:
-    """Return, by `Listener.address`, True if a process listens there, False if none does, None if its host is silent.
+    """Return, by `Listener.address`, whether a process listens there; None if its host is silent.
 
     A host that does not answer within `limit_s` may be alive.
     """
@@ -72,10 +73,10 @@ def send_message(client: socket.socket) -> None:
 
 
 def cut_off(unreached: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
-    """Return the ranks that must leave so that all others reach each other, and whom each of them does not reach.
+    """Return the ranks that must leave so that all others reach each other, and whom they do not reach.
 
-    `unreached` has, for each rank, those that do not reach it. As long as a link is broken, the rank with most broken
-    links leaves; of several, the highest. A link is broken if one of its ends says so.
+    `unreached` has, for each rank, those that do not reach it. As long as a link is broken, the rank
+    with most broken links leaves; of several, the highest. One end is enough to say so.
 
     >>> cut_off({0: [], 1: [3], 2: [], 3: [1]})
     {3: [1]}
@@ -97,7 +98,7 @@ def cut_off(unreached: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
 
 
 class LinkCheck:
-    """Asks ranks, by their `addresses`, for `MESSAGE`; again every `again_s`. Used by one thread, which closes it."""
+    """Asks ranks, by their `addresses`, for `MESSAGE`; again every `again_s`. One thread uses it."""
 
     def __init__(self, addresses: Mapping[int, str], again_s: float) -> None:
         self.unreached = set(addresses)
