@@ -124,4 +124,4 @@ class Evicted(TransportError):
 
 
 class QuorumLost(TransportError):
-    """Fewer ranks are left than backup workers need gradients for a step."""
+    """Too few ranks are left: fewer than half of the last ones, or than backup workers need gradients for a step."""

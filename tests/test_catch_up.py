@@ -309,7 +309,7 @@ def gone():
     ids=["a member", "evicted"],
 )
 def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_meanwhile(current, kind, says):
-    on_store = SimpleNamespace(is_gone=lambda rank: True, current=current)
+    on_store = SimpleNamespace(gone=set, current=current)
     elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=on_store)
     world = SimpleNamespace(rank=2, timeout_s=60.0, config=None, reconnect_options=SimpleNamespace(towards="127.0.0.1"))
     catch_up = CatchUp(world, elastic, None, None)

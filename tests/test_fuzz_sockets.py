@@ -16,7 +16,8 @@ from rendezvous_ranks import where_a_world_listens
 
 from commrt.backup_workers import catch_up
 from commrt.backup_workers.catch_up import NBYTES, YES, StateServer, request_state
-from commrt.elastic.generations import Listener, probe
+from commrt.elastic.generations import Listener
+from commrt.elastic.links import probe
 from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
 
@@ -99,5 +100,5 @@ def test_a_liveness_listener_goes_on_after_any_bytes(said):
     host, port = listener.address.split()
     with suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
         line.sendall(said)
-    assert probe(listener.address, 5.0)
+    assert probe([listener.address], 5.0)[listener.address]
     listener.close()

@@ -7,17 +7,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from threading import Event
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 from cases import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moved_clock import moved_clock
+from small_models import backward, trainee
 from store_members import LONG_S, member_of, members_of
 
-from commrt.elastic.generations import GATHERING, OPEN, RUNNING, Generation, Head, arrival_key, joining_key
-from commrt.errors import CommrtError, DeadlineExceeded, Evicted, QuorumLost, TransportClosed, UsageError
+import commrt
+from commrt.elastic.generations import GATHERING, OPEN, ROLL_CALL, RUNNING, Generation, Head, arrival_key, joining_key
+from commrt.errors import (
+    CommrtError,
+    DeadlineExceeded,
+    Evicted,
+    QuorumLost,
+    TransportClosed,
+    TransportError,
+    UsageError,
+)
 from commrt.runtime.membership import Loss
+from commrt.testing.ranks import run_ranks
 from commrt.threads.deadline import Deadline
 
 
@@ -101,7 +113,7 @@ def test_a_head_reads_as_it_was_written(incarnations, step, why, finished, phase
 @given(st.data())
 def test_ranks_that_answer_a_roll_call_form_one_generation_from_the_latest_step(data):
     ranks = data.draw(st.integers(2, 6))
-    gone = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks - 1))
+    gone = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=ranks // 2))
     steps = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
     stay = [rank for rank in range(ranks) if rank not in gone]
     with members_of(ranks) as found:
@@ -208,6 +220,64 @@ def test_a_collective_waits_for_a_member_that_was_silent_in_a_roll_call(members)
     assert until_the_deadline(arrivals(found[:2])) == [(0, 1)] * 2
     with pytest.raises(Evicted, match=r"did not come to save\(\) within"):
         found[2].current()
+
+
+# links
+
+
+def break_links(found, links, heal=Event()):  # noqa: B008  # one that never happens
+    """Let the first rank of each link hear nothing of the second, until `heal` is set."""
+    for member in found:
+        unreached = {peer for rank, peer in links if rank == member.rank}
+
+        def check(_, unreached=unreached):
+            return SimpleNamespace(look=lambda *_: set() if heal.is_set() else set(unreached), close=int)
+
+        member.processes.check_links = check
+
+
+@for_each(
+    ("links", "leaving"),
+    [
+        ([(1, 3), (3, 1)], {3: [1]}),
+        ([(1, 3)], {3: [1]}),
+        ([(3, 1)], {3: [1]}),
+        ([(1, 0), (1, 2), (3, 1)], {1: [0, 2, 3]}),
+        ([(0, 2), (1, 3)], {3: [1], 2: [0]}),
+    ],
+)
+def test_of_ranks_that_do_not_reach_each_other_as_few_as_possible_are_evicted_and_all_ends_named(links, leaving):
+    with members_of(4) as found:
+        break_links(found, links)
+        evicted = [result for result in until_the_deadline(roll_calls(found, [4] * 4)) if isinstance(result, Evicted)]
+        agreed = found[0].current()
+        assert {error.place.rank for error in evicted} == {loss.rank for loss in agreed.lost} == leaving.keys()
+        for loss in agreed.lost:
+            assert f"it and ranks {leaving[loss.rank]} did not reach each other within 20 s" in loss.why
+
+
+def test_a_link_that_works_again_before_the_deadline_costs_no_rank(members):
+    found, heal = members(3), Event()
+    break_links(found, [(1, 2)], heal)
+    with ThreadPoolExecutor(1) as pool:
+        results = pool.submit(roll_call, found, [4] * 3)
+        while not found[1].arrivals(arrival_key(found[0].generation, ROLL_CALL)).get(1):
+            Event().wait(0.01)
+        assert found[0].latest().generation.number == 0
+        heal.set()
+        assert {generation.ranks for generation in results.result(LONG_S)} == {(0, 1, 2)}
+
+
+@for_each(("ranks", "left", "go_on"), [(2, 1, True), (3, 1, False), (4, 1, False), (4, 2, True), (5, 2, False)])
+@for_each(("how", "error"), [("silent", DeadlineExceeded), ("gone", QuorumLost)])
+def test_a_generation_has_at_least_half_of_the_ranks_of_the_last_one(ranks, left, go_on, how, error):
+    with members_of(ranks) as found:
+        if how == "gone":
+            for member in found[left:]:
+                member.processes.close()
+        results = until_the_deadline(roll_calls(found[:left], [4] * left))
+        assert [type(result) for result in results] == [Generation if go_on else error] * left
+        assert found[0].latest().generation.ranks == tuple(range(left if go_on else ranks))
 
 
 def test_waiting_ends_when_the_world_does(members):
@@ -434,3 +504,51 @@ def test_a_replacement_is_refused_where_all_others_have_finished(members):
     found[0].depart("it closed its world", finished=True)
     with pytest.raises(UsageError, match="all others have finished or are gone"):
         come(replacement(found, 1))
+
+
+# how long until a rank gives up
+
+
+def without_answers(clock, timeout_s):
+    """Return what wraps transports so that each transfer after step 0 misses its deadline, as rank 0's clock says."""
+
+    def wrap(transport):
+        bind = transport.bind
+
+        def bind_lost(group):
+            run = bind(group)
+
+            def exchange(tag):
+                if tag.step == 0:
+                    return run(tag)
+                clock.advance(timeout_s if transport.rank == 0 else 0.0)
+                raise DeadlineExceeded("no answer")
+
+            return exchange
+
+        transport.bind = bind_lost
+        return transport
+
+    return wrap
+
+
+@for_each("algorithm", [commrt.Gossip(), commrt.local_sgd.LocalSGD(2), commrt.BackupWorkers(0)])
+def test_a_rank_gives_up_two_timeouts_after_a_fault_that_no_roll_call_finds(algorithm):
+    def train(world):
+        model, optimizer, _ = trainee(world, algorithm=algorithm)
+        for step in range(99):
+            backward(model, world.rank, step)
+            optimizer.step()
+
+    def failure(world):
+        try:
+            train(world)
+        except TransportError as error:
+            return str(error)
+        return "none: the other rank gave up first, and half of the ranks go on"
+
+    with moved_clock() as clock:
+        begin_s = clock.now_s()
+        failures = run_ranks(2, failure, LONG_S, without_answers(clock, LONG_S))
+        assert any("no answer" in each for each in failures), failures
+        assert clock.now_s() - begin_s <= 2 * LONG_S + 5.0

@@ -9,23 +9,27 @@ import os
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
 from threading import Event, Thread
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import failing_ranks
 import pytest
+from cases import for_each
 from moved_clock import moved_clock
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commrt.backup_workers.quorum import set_once
-from commrt.elastic.generations import Listener, probe
+from commrt.elastic.generations import Listener
+from commrt.elastic.links import MESSAGE, LinkCheck, probe, send_message
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, UsageError
 from commrt.runtime import connection
 from commrt.store import agreement
 from commrt.store.agreement import gather, wait_until_read
-from commrt.store.client import call_store, typed
+from commrt.store.client import TimedStore, call_store, typed
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import run_ranks
 
@@ -33,11 +37,15 @@ LIMIT_S = 20.0
 PATIENT_S = 30.0
 
 
+def lives(address):
+    return probe([address], LIMIT_S)[address]
+
+
 def test_a_listener_answers_until_it_is_closed():
     listener = Listener("127.0.0.1")
-    assert [probe(listener.address, LIMIT_S) for _ in range(3)] == [True] * 3
+    assert [lives(listener.address) for _ in range(3)] == [True] * 3
     listener.close()
-    assert probe(listener.address, LIMIT_S) is False
+    assert lives(listener.address) is False
     listener.close()
 
 
@@ -48,16 +56,55 @@ def test_only_a_refusal_says_that_a_process_is_gone(monkeypatch, error):
     def fail(*_):
         raise error
 
-    assert probe("127.0.0.1 1", LIMIT_S) is False
-    monkeypatch.setattr(socket, "create_connection", fail)
-    assert probe("127.0.0.1 1", LIMIT_S) is None
+    assert lives("127.0.0.1 1") is False
+    monkeypatch.setattr(socket, "socket", fail)
+    assert lives("127.0.0.1 1") is None
 
 
 def test_a_listener_answers_more_often_than_a_queue_is_long(monkeypatch):
     monkeypatch.setattr(socket, "SOMAXCONN", 2)
     listener = Listener("127.0.0.1")
-    assert [probe(listener.address, LIMIT_S) for _ in range(20)] == [True] * 20
+    assert [lives(listener.address) for _ in range(20)] == [True] * 20
     listener.close()
+
+
+def test_silent_hosts_are_asked_at_once():
+    with socket.create_server(("", 0), backlog=0) as listener, ExitStack() as stack:
+        port = listener.getsockname()[1]
+        for _ in range(4):  # a full queue: the kernel drops all further calls
+            (client := stack.enter_context(socket.socket())).setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        addresses = [f"127.0.0.{number} {port}" for number in range(1, 101)]
+        begin_s = monotonic()
+        assert probe(addresses, 0.2) == dict.fromkeys(addresses)
+        assert monotonic() - begin_s < 100 * 0.2 / 2
+
+
+@for_each(
+    ("serve", "reaches"),
+    [
+        (send_message, True),
+        (lambda client: client.send(MESSAGE[1:]) and client.close(), False),
+    ],
+)
+def test_a_rank_reaches_this_one_once_a_whole_large_message_has_come(serve, reaches):
+    listener = Listener("127.0.0.1", serve)
+    with closing(LinkCheck({3: listener.address}, again_s=LIMIT_S)) as links:
+        assert links.look(LIMIT_S if reaches else 0.1) == (set() if reaches else {3})
+    listener.close()
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once():
+    never = Event()
+    store = TimedStore(SimpleNamespace(get=lambda _: never.wait(PATIENT_S)), 1, lambda: LIMIT_S)
+    with moved_clock() as clock, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store.get, "a key")
+        clock.wait_for_readers(1)
+        clock.advance_until(first.done)
+        for request in (lambda: store.get("another"), lambda: store.read("a third")):
+            with pytest.raises(DeadlineExceeded, match="the store gave no answer within 22 s"):
+                request()
+    never.set()
 
 
 @pytest.mark.processes
@@ -65,10 +112,10 @@ def test_a_stopped_process_answers_and_a_killed_one_does_not_even_if_its_child_l
     def on_message(_, message, process):
         address, child = message
         os.kill(process.pid, signal.SIGSTOP)
-        before = probe(address, LIMIT_S) is False
+        before = lives(address) is False
         process.kill()
         process.join()
-        found.append((before, probe(address, LIMIT_S) is False))
+        found.append((before, lives(address) is False))
         os.kill(child, signal.SIGKILL)
         return True
 

@@ -238,20 +238,22 @@ class CatchUp:
         limits = Timeouts.of(self._world.timeout_s)
         limit = Deadline(limits.collective_s, limits.probe_s + limits.step_s)
         while True:
-            is_late, connected = limit.left_s <= 0, self._membership.generation.connected
+            connected = self._membership.generation.connected
             for rank in sources:
                 address = self._store.read(f"service/{rank}") if rank in connected else b""
                 # A rank that has the state may take long to copy it.
                 if address and (packed := request_state(address, version, limits.probe_s, limits.step_s)) is not None:
                     return unpack(packed)
-            self._require_sources(version, sources, is_late=is_late)
+                if limit.left_s <= 0:
+                    break
+            self._require_sources(version, sources, is_late=limit.left_s <= 0)
             Event().wait(AGAIN_S)
 
     def _require_sources(self, version: int, sources: Sequence[int], *, is_late: bool) -> None:
         membership = self._membership
         membership.require_open()
         members, place = membership.generation.members, Place(self._world.rank, sources[0], version)
-        gone = {rank for rank in sources if rank not in members or membership.on_store.is_gone(rank)}
+        gone = {rank for rank in sources if rank not in members} | membership.on_store.gone(sources)
         if (is_late or len(gone) == len(sources)) and self._world.config is None:  # it is or was a member
             membership.on_store.current()  # raises Evicted if the others went on without this rank
         if len(gone) == len(sources):
@@ -264,7 +266,7 @@ class CatchUp:
             raise DeadlineExceeded(
                 f"this rank was late and needs the weights of one of ranks {sources}, but within "
                 f"{self._world.timeout_s:g} s none of them came to its next forward pass or a collective, or closed "
-                "its world: look at their output",
+                "its world, or what they sent did not arrive: look at their output, and at this host's network",
                 place,
             )
 

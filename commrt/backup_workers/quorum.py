@@ -24,7 +24,7 @@ from torch.distributed import DistNetworkError, Store
 from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
 from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, clone_connection, malformed
+from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, call_store, clone_connection, malformed, no_answer
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.future import Future, start_call
 
@@ -216,7 +216,7 @@ class QuorumVote:
             return self._answer(partial(_get, self._connection, key), check)
         except BaseException:  # or the store's thread would wait for ever
             with suppress(Exception):
-                set_once(self._store, key, FAILED if members else NO_MEMBERS)
+                call_store(partial(set_once, self._store.connection, key, FAILED if members else NO_MEMBERS))
             raise
 
     def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:
@@ -242,13 +242,12 @@ class QuorumVote:
     def _require_answer(self, waited_s: float) -> None:
         limit_s = self._membership.timeout_s() + ANSWER_S
         if waited_s > limit_s:
-            what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped or cannot be reached"
-            raise DeadlineExceeded(what, Place(rank=self._membership.rank, peer=0))
+            raise no_answer(limit_s, self._membership.rank)
 
     def _check_members(self, key: str, members: tuple[int, ...], waited_s: float) -> None:
         """Probe the next member of the reduction: each member probes one, so that all are probed."""
         membership = self._membership
-        is_lost = self._elastic.is_called or membership.is_gone(membership.next_member(members))
+        is_lost = self._elastic.is_called or membership.gone([membership.next_member(members)])
         if is_lost or waited_s > membership.timeout_s():
             set_once(self._store, key, FAILED)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -26,7 +25,6 @@ from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import (
     CommrtError,
     DisagreementError,
-    Evicted,
     PeerLost,
     Place,
     TransportClosed,
@@ -35,13 +33,14 @@ from commrt.errors import (
 )
 from commrt.runtime.membership import LOST, REFUSALS, Begin, Membership, count_kept
 from commrt.runtime.world import World
-from commrt.threads.comm_thread import RecoveredError
+from commrt.threads.comm_thread import RecoveredError, refusal_after
 from commrt.threads.future import Future, start_call
 from commrt.transport.protocol import CPU
 
 T = TypeVar("T")
-ATTEMPTS = 5
-"""Generations of the same members, with no exchange done in between, before an error is final."""
+ATTEMPTS, MISSED = 5, 3
+"""Failures among the same members, with no exchange done in between, after which the next one is final; and as how many
+a missed deadline counts. So a second one is final: the roll call after the first has found no rank at fault."""
 LOOK_S = 0.05
 """Between two looks whether other ranks make a roll call: less than it waits (`PATIENCE_S`)."""
 _log = logging.getLogger("commrt")
@@ -125,7 +124,10 @@ class ElasticMembership(Membership):
         self.ensure_generation()
 
     def _count(self, failure: TransportError) -> None:
-        self.failures += 0 if self.is_called else 1  # what others call is no failure
+        is_broken = isinstance(failure, PeerLost | TransportClosed)
+        if is_broken and self.is_called:  # what others call is no failure
+            return
+        self.failures += 1 if is_broken else MISSED
         if self.failures > ATTEMPTS:
             raise failure
 
@@ -187,7 +189,7 @@ class ElasticMembership(Membership):
             with suppress(TimeoutError):
                 future.exception(LOOK_S)
             self.require_open()
-            if not future.done() and (self.is_called or any(map(self.on_store.is_gone, ranks))):
+            if not future.done() and (self.is_called or self.on_store.gone(ranks)):
                 raise PeerLost("a rank was lost meanwhile", Place(self._transport.rank))
         return future.result()
 
@@ -220,11 +222,9 @@ class ElasticMembership(Membership):
 
     def require_open(self) -> None:
         """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
-        if self._comm_thread.failure is not None:
+        if (failure := self._comm_thread.failure) is not None:
             self._transport.abort()
-            if isinstance(self._comm_thread.failure, Evicted):
-                raise copy(self._comm_thread.failure) from self._comm_thread.failure
-            raise TransportClosed("the world was given up", Place(self._transport.rank)) from self._comm_thread.failure
+            raise refusal_after(failure) from failure
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
@@ -284,7 +284,7 @@ class ElasticMembership(Membership):
 
     def any_gone(self, ranks: Collection[int]) -> bool:
         """Return True if others form a new generation, or one of `ranks` is lost."""
-        return self.is_elastic and (self.is_called or any(self.on_store.is_gone(rank) for rank in ranks))
+        return self.is_elastic and (self.is_called or bool(self.on_store.gone(ranks)))
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:

@@ -22,6 +22,7 @@ from threading import Event
 from types import MappingProxyType
 from typing import NamedTuple
 
+from commrt.elastic.links import LOOK_S, LinkCheck, probe, send_message
 from commrt.errors import TransportError, UsageError
 from commrt.runtime.membership import Loss
 from commrt.store.client import TimedStore, listen, own_address, parse, parse_int, require, typed
@@ -37,6 +38,8 @@ OPEN, GATHERING, RUNNING = "open", "gathering", "running"
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
 NOBODY: Mapping[int, int] = MappingProxyType({})
+UNKNOWN, REPLACED = NO_ADDRESSES = "", "another process has its place"
+"""In place of the address of a process."""
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
 
 
@@ -119,6 +122,8 @@ class Arrival(NamedTuple):
 
     step: int
     what: str = ""
+    unreached: Sequence[int] = ()
+    """In a roll call: the members that do not reach this rank. Its latest line counts."""
 
 
 def arrival_key(generation: Generation, collective: int) -> str:
@@ -173,21 +178,6 @@ class Listener:
         self._socket.close()
 
 
-def probe(address: str, limit_s: float) -> bool | None:
-    """Return True if a process listens at a `Listener.address`, False if none does, None if its host is silent.
-
-    A host that does not answer within `limit_s` may be alive.
-    """
-    host, port = address.split()
-    try:
-        socket.create_connection((host, int(port)), limit_s).close()
-    except ConnectionRefusedError:
-        return False
-    except (OSError, UnicodeError):  # too slow, out of reach, no name, or this process has no sockets left
-        return None
-    return True
-
-
 def _accept(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
     while listener.fileno() >= 0:
         try:
@@ -209,8 +199,9 @@ class Processes:
 
     def __init__(self, store: TimedStore, rank: int, host: str | None, timeout_s: Callable[[], float]) -> None:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
-        self._listener = None if host is None else Listener(host)
+        self._listener = None if host is None else Listener(host, send_message)
         self._addresses: dict[tuple[int, int], str] = {}  # by rank and incarnation
+        self._silent = frozenset[str]()  # addresses whose hosts gave no answer the last time
         self.incarnation = 0
         """Of this process."""
 
@@ -237,20 +228,39 @@ class Processes:
     def answers(self, rank: int) -> bool:
         """Return True if the latest process of `rank` lives, as far as this host can tell."""
         latest = self._latest(rank)
-        return latest is not None and self._probe(latest[1]) is True
+        return latest is not None and probe([latest[1]], self._probe_s)[latest[1]] is True
 
-    def is_gone(self, rank: int, incarnation: int) -> bool:
-        """Return True if that process of `rank` does not live. An unreachable host may be alive, and takes longest."""
+    def gone(self, processes: Mapping[int, int]) -> list[int]:
+        """Return the ranks of those `processes`, given with their incarnations, that do not live.
+
+        A process on an unreachable host may be alive, and takes longest; but only the first time.
+        """
         if self._listener is None:
-            return False
+            return []
+        addresses = {rank: self._address(rank, each) for rank, each in processes.items()}
+        known = {*addresses.values()}.difference(NO_ADDRESSES)
+        found = probe(known - self._silent, self._probe_s) | probe(known & self._silent, LOOK_S)
+        self._silent = (self._silent - known) | {address for address, answer in found.items() if answer is None}
+        return [rank for rank, address in addresses.items() if address == REPLACED or found.get(address) is False]
+
+    def _address(self, rank: int, incarnation: int) -> str:
+        """Return the address of that process of `rank`, or `REPLACED` or `UNKNOWN`."""
         if (rank, incarnation) not in self._addresses:
             if (latest := self._latest(rank)) is None or latest[0] != incarnation:
-                return latest is not None and latest[0] > incarnation  # another process has its place
+                return REPLACED if latest is not None and latest[0] > incarnation else UNKNOWN
             self._addresses[rank, incarnation] = latest[1]
-        return self._probe(self._addresses[rank, incarnation]) is False
+        return self._addresses[rank, incarnation]
 
-    def _probe(self, address: str) -> bool | None:
-        return probe(address, Timeouts.of(self._timeout_s()).probe_s)
+    def check_links(self, members: Mapping[int, int]) -> LinkCheck:
+        """Begin to check who of `members`, given with their incarnations, reaches this process."""
+        others = {rank: each for rank, each in members.items() if rank != self._rank} if self._listener else {}
+        addresses = {rank: self._address(rank, each) for rank, each in others.items()}
+        known = {rank: address for rank, address in addresses.items() if address not in NO_ADDRESSES}
+        return LinkCheck(known, self._probe_s)
+
+    @property
+    def _probe_s(self) -> float:
+        return Timeouts.of(self._timeout_s()).probe_s
 
     def _latest(self, rank: int) -> tuple[int, str] | None:
         """Return the incarnation and the address of the latest process of `rank`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from math import inf
 from threading import Event
@@ -32,6 +32,7 @@ from commrt.elastic.generations import (
     joining_key,
     wake_key,
 )
+from commrt.elastic.links import LOOK_S, cut_off
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.runtime.membership import Loss
 from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection, parse, typed
@@ -158,21 +159,27 @@ class StoreMembership:
         With backup workers it ends after `PATIENCE_S` if there are enough ranks for a step, or as soon as there are;
         after twice as long for each generation before that left out another rank, or ranks that are slow to answer
         would leave out each other for ever. Those that are silent then stay members, without connections; but in a
-        collective, whose work needs all members, they are waited for, and evicted.
+        collective, whose work needs all members, they are waited for, and evicted. So are ranks that answer, but do not
+        reach each other (`cut_off`).
         """
-        target = self.generation.number + 1
+        target, key = self.generation.number + 1, arrival_key(self.generation, ROLL_CALL)
         self.call_members(self.generation)
-        self.arrive(key := arrival_key(self.generation, ROLL_CALL), step)
         why = f"it did not answer a roll call within {self.timeout_s():g} s"
         limit = Deadline(self.timeout_s())
         patience_s = min(PATIENCE_S * 2 ** min(self.generation.haste, MOST_HASTE), self.timeout_s())
-        for pause_s in self.pauses(limit, patience_s / 4):
-            head = self.head()
-            if head.generation.number >= target:
-                break
-            require_open()
-            if not self.evict_absent(head, self.arrivals(key), why, limit, patience_s if self.needed else inf):
-                Event().wait(pause_s)
+        with closing(self.processes.check_links(self.generation.members)) as links:
+            unreached, written = links.look(LOOK_S), None
+            for pause_s in self.pauses(limit, patience_s / 4):
+                if unreached != written:
+                    self.arrive(key, step, unreached=sorted(unreached))
+                    written = unreached
+                head = self.head()
+                if head.generation.number >= target:
+                    break
+                require_open()
+                if not self.evict_absent(head, self.arrivals(key), why, limit, patience_s if self.needed else inf):
+                    Event().wait(pause_s)
+                    unreached = links.look()
         return head.generation
 
     def evict_absent(
@@ -180,32 +187,51 @@ class StoreMembership:
     ) -> bool:
         """Propose the generation of the ranks that are `here`, and new processes; another rank may propose one first.
 
-        Return False, and do nothing, while others may come before `limit`. After `patience_s`, unless a collective
-        runs, those that are silent stay members, and are not waited for, if the others are enough for a step. Raises
-        `DeadlineExceeded` if too few are here for a step of backup workers, though others live.
+        Return False, and do nothing, while others may come, or reach each other, before `limit`. After `patience_s`,
+        unless a collective runs, those that are silent stay members, and are not waited for, if the others are enough.
+        Raises `DeadlineExceeded` if too few would stay though others live, `QuorumLost` if more than half have died.
         """
         generation, joined = head.generation, self._joining(head)
         lost, silent = self.absent(generation, come := {*here, *joined})
+        leaving = cut_off({rank: arrival.unreached for rank, arrival in here.items()})
         can_leave_silent = head.phase != RUNNING and limit.waited_s >= patience_s
-        if silent and not (can_leave_silent and self._are_enough(come, generation)):
+        if leaving or (silent and not (can_leave_silent and self._are_enough(come, generation))):
             if limit.left_s > 0:
                 return False
+            missing = [Loss(rank, 0, why) for rank in silent]
+            missing += [Loss(rank, 0, self._apart(peers)) for rank, peers in leaving.items()]
+            come -= leaving.keys()
             if not self._are_enough(come, generation, lost):
                 raise DeadlineExceeded(
-                    f"ranks {silent} are missing ({why}), and without them fewer than {self.needed} ranks are "
-                    "left: look at their output, or raise timeout_s",
-                    Place(self.rank, silent[0], step=here[self.rank].step),
+                    f"ranks {[loss.rank for loss in missing]} are missing ({missing[0].why}), and without them fewer "
+                    f"than {self._least(generation)} ranks are left: look at their output, or raise timeout_s",
+                    Place(self.rank, missing[0].rank, step=here[self.rank].step),
                 )
-            lost, silent = [*lost, *(Loss(rank, 0, why) for rank in silent)], []
+            lost, silent = [*lost, *missing], []
         start = max(arrival.step for arrival in here.values())
         losses = [loss._replace(step=start, by=self.rank) for loss in lost]
-        if self.change(head, generation=generation.successor(losses, start, silent=silent, joined=joined)):
+        after = generation.successor(losses, start, silent=silent, joined=joined)
+        if not (self.needed or self._are_enough(after.ranks, generation, losses)):
+            raise self._quorum_lost(after.ranks, losses, f"fewer than half of {[*generation.ranks]}", start)
+        if self.change(head, generation=after):
             self.call_members(generation)
         return True
 
+    def _least(self, generation: Generation) -> int:
+        """Return how many of `generation` must stay: half of them, and with backup workers enough for a step."""
+        return max(self.needed, -(-len(generation.members) // 2))
+
     def _are_enough(self, ranks: Collection[int], generation: Generation, departed: Sequence[Loss] = ()) -> bool:
-        """Return True if `ranks` make a step of backup workers; with those that finished, who do not count as lost."""
-        return len(ranks) + sum(loss.finished for loss in (*generation.lost, *departed)) >= self.needed
+        """Return True if `ranks` may go on after `generation`; those that finished do not count as lost."""
+        finished = sum(loss.finished for loss in departed)
+        is_half = 2 * (len(ranks) + finished) >= len(generation.members)
+        return is_half and len(ranks) + finished + sum(loss.finished for loss in generation.lost) >= self.needed
+
+    def _apart(self, peers: Sequence[int]) -> str:
+        return (
+            f"it and ranks {[*peers]} did not reach each other within {self.timeout_s():g} s, in a roll call: look at "
+            "the network between them (a broken link, a firewall, large packets that are dropped)"
+        )
 
     def next_member(self, ranks: Sequence[int]) -> int:
         """Return the rank that follows this one in the ring of `ranks`."""
@@ -218,17 +244,17 @@ class StoreMembership:
             return [], []
         lines = self._lines(DEPARTED, int, int, str, bool)
         departed = {rank: Loss(rank, 0, why, finished) for rank, each, why, finished in lines if away.get(rank) == each}
-        gone = [rank for rank, each in away.items() if rank not in departed and self.processes.is_gone(rank, each)]
+        gone = self.processes.gone({rank: each for rank, each in away.items() if rank not in departed})
         departed |= {rank: Loss(rank, 0, "its process is gone") for rank in gone}
         return [departed[rank] for rank in sorted(departed)], [rank for rank in away if rank not in departed]
 
-    def is_gone(self, rank: int) -> bool:
-        """Return True if `rank` was evicted, or its process does not live."""
-        incarnation = self.generation.members.get(rank)
-        if incarnation is not None:
-            return self.processes.is_gone(rank, incarnation)
-        has_finished = any(loss.finished for loss in self.generation.lost if loss.rank == rank)
-        return not has_finished or not self.processes.answers(rank)
+    def gone(self, ranks: Collection[int]) -> set[int]:
+        """Return those of `ranks` that were evicted, or whose processes do not live."""
+        members = self.generation.members
+        found = {*self.processes.gone({rank: members[rank] for rank in ranks if rank in members})}
+        finished = {loss.rank for loss in self.generation.lost if loss.finished}
+        others = {*ranks}.difference(members)
+        return found | {rank for rank in others if rank not in finished or not self.processes.answers(rank)}
 
     def require_enough(self, generation: Generation, step: int, departed: Sequence[Loss] = ()) -> None:
         """Raise `QuorumLost` if fewer than `needed` ranks are left when these of the generation have `departed`.
@@ -239,14 +265,19 @@ class StoreMembership:
         left = [rank for rank in generation.ranks if rank not in gone]
         if not self._are_enough(left, generation, departed):
             also_ended = {loss.rank for loss in departed if MAKE_A_STEP in loss.why}  # by this error, before this rank
-            lost = [loss for loss in (*generation.lost, *departed) if not (loss.finished or loss.rank in also_ended)]
+            losses = [*generation.lost, *departed]
+            first = [loss for loss in losses if not (loss.finished or loss.rank in also_ended)] or losses
             left = [rank for rank in generation.ranks if rank not in gone - also_ended]
+            half = f"half of {[*generation.ranks]}"
             self.current()
-            raise QuorumLost(
-                f"{lost[-1]}. Ranks {left} are left, fewer than the {self.needed} {MAKE_A_STEP}: start "
-                "again from a checkpoint, with more backups or fewer ranks",
-                Place(self.rank, lost[-1].rank, step),
-            )
+            too_few = f"fewer than {f'the {self.needed} {MAKE_A_STEP}' if self.needed else half}"
+            raise self._quorum_lost(left, first, too_few, step)
+
+    def _quorum_lost(self, left: Sequence[int], losses: Sequence[Loss], too_few: str, step: int) -> QuorumLost:
+        last = [loss for loss in losses if not loss.finished][-1]
+        what = f"{last}. Ranks {[*left]} are left, {too_few}: start again from a checkpoint"
+        more = ", with more backups or fewer ranks" if self.needed else ""
+        return QuorumLost(what + more, Place(self.rank, last.rank, step))
 
     def has_lost_neighbor(self, generation: Generation) -> bool:
         """Return True if the next member does not live; each rank probes one, so that all are probed."""
@@ -319,7 +350,8 @@ class StoreMembership:
         """Return the processes that take the places of lost ranks now, by rank: with the latest collective in them."""
         lines = self._lines(joining_key(head.generation), int, int, int) if self.needed and head.phase == OPEN else []
         found = {rank: process for rank, process, collective in lines if collective == head.collective}
-        return {rank: process for rank, process in found.items() if not self.processes.is_gone(rank, process)}
+        gone = self.processes.gone(found)
+        return {rank: process for rank, process in found.items() if rank not in gone}
 
     def depart(self, why: str, *, finished: bool = False) -> None:
         """Tell the others not to wait for this rank any more; from any thread, and safe to call twice."""
@@ -342,17 +374,17 @@ class StoreMembership:
         self.processes.close()
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
-        """Return the ranks that have come, from the lines under `key`."""
-        return {rank: Arrival(step, what) for rank, step, what in self._lines(key, int, int, str)}
+        """Return the ranks that have come, from the lines under `key`: each rank's latest."""
+        return {rank: Arrival(*arrival) for rank, *arrival in self._lines(key, int, int, str, list)}
 
     def _lines(self, key: str, *kinds: type) -> list[list[Any]]:
         """Return the fields of the lines under `key`: each is a JSON list of these kinds."""
         text = self.store.read(key)
         return parse(key, text, lambda text: [typed(json.loads(line), *kinds) for line in text.splitlines()])
 
-    def arrive(self, key: str, step: int, what: str = "") -> None:
+    def arrive(self, key: str, step: int, what: str = "", unreached: Sequence[int] = ()) -> None:
         """Add this rank to those that have come, under `key`."""
-        self.store.append(key, json.dumps([self.rank, step, what]) + "\n")
+        self.store.append(key, json.dumps([self.rank, *Arrival(step, what, [*unreached])]) + "\n")
 
     def pauses(self, limit: Deadline, most_s: float = POLL_CROWD_S) -> Iterator[float]:
         """Yield the seconds to wait between two reads of the store, at most `most_s`."""

@@ -305,11 +305,13 @@ class World:
         if isinstance(failure, Evicted):  # the others go on, and must not hear from this process
             self.transport.abort()
             return
-        self.membership.depart(f"it failed: {failure}")
-        leave_report(self.store, self.rank, failure)
+        is_answered = leave_report(self.store, self.rank, failure)
+        if is_answered:  # by the store: else each further request would only wait
+            self.membership.depart(f"it failed: {failure}")
         self.transport.abort()
-        diagnose(self.store, self.rank, self.size, failure)
-        if self.holds_store:
+        if is_answered:
+            diagnose(self.store, self.rank, self.size, failure)
+        if is_answered and self.holds_store:
             wait_for_readers(self.store)
 
     def _on_late_failure(self, failure: TransportError) -> None:

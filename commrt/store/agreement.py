@@ -167,11 +167,16 @@ def _parse_config(text: bytes) -> WorldConfig | None:
     return config
 
 
-def leave_report(store: Store, rank: int, failure: BaseException) -> None:
-    """Write what `rank` saw to `store`."""
+def leave_report(store: Store, rank: int, failure: BaseException) -> bool:
+    """Write what `rank` saw to `store`; return False if that does not answer."""
     peer = failure.place.peer if isinstance(failure, TransportError) else None
     report = json.dumps([peer, f"{type(failure).__name__}: {failure}"])
-    _answered(lambda: store.set(f"report/{rank}", report))
+
+    def write() -> bool:
+        store.set(key := f"report/{rank}", report)
+        return bool(store.check([key]))  # torch does not wait for an answer to `set`
+
+    return bool(_answered(write))
 
 
 def diagnose(store: Store, rank: int, size: int, failure: BaseException) -> None:

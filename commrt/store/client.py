@@ -15,6 +15,7 @@ import socket
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from functools import cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -53,8 +54,7 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
         with suppress(TimeoutError):  # what counts is whether the answer is there when we look
             future.exception(min(left_s, deadline.poll_s))
     if not future.done():
-        what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped or cannot be reached"
-        raise DeadlineExceeded(what, Place(rank=rank, peer=0))
+        raise no_answer(limit_s, rank)
     try:
         return future.result()
     except DistNetworkError as error:
@@ -62,20 +62,39 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
         raise PeerLost(what, Place(rank=rank, peer=0)) from error
 
 
+def no_answer(limit_s: float, rank: int | None) -> DeadlineExceeded:
+    """Return the error of a request of `rank` that the store has not answered within `limit_s`."""
+    what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped, or this host does not reach it"
+    return DeadlineExceeded(what, Place(rank=rank, peer=0))
+
+
 class TimedStore:
-    """The requests of torch's store, made by `rank`; each ends in time, see `call_store`. On any thread."""
+    """The requests of torch's store, made by `rank`; each ends in time, see `call_store`. On any thread.
+
+    After one that was not answered all others fail at once: a rank waits for a lost store once only.
+    """
 
     def __init__(self, connection: Store, rank: int, timeout_s: Callable[[], float]) -> None:
         self.connection = connection
         self._rank, self._timeout_s = rank, timeout_s
+        self._silence: DeadlineExceeded | None = None
 
     def __getattr__(self, request: str) -> Callable[..., Any]:
-        return lambda *args: call_store(lambda: getattr(self.connection, request)(*args), self._timeout_s(), self._rank)
+        return lambda *args: self._call(lambda: getattr(self.connection, request)(*args))
 
     def read(self, key: str) -> bytes:
         """Return what stands under `key`, empty if nothing does."""
         store = self.connection
-        return call_store(lambda: store.get(key) if store.check([key]) else b"", self._timeout_s(), self._rank)
+        return self._call(lambda: store.get(key) if store.check([key]) else b"")
+
+    def _call(self, request: Callable[[], T]) -> T:
+        if self._silence is not None:
+            raise copy(self._silence)
+        try:
+            return call_store(request, self._timeout_s(), self._rank)
+        except DeadlineExceeded as silence:
+            self._silence = silence
+            raise
 
 
 def clone_connection(store: Store) -> Store:

@@ -169,7 +169,7 @@ class CommThread:
             self.require_other_thread()
             self.require_open()
         if self.failure is not None:
-            raise _refusal_after(self.failure) from self.failure
+            raise refusal_after(self.failure) from self.failure
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -197,7 +197,7 @@ class CommThread:
         try:
             self.streams.wait_event(before)
             if self.failure is not None:
-                raise _refusal_after(self.failure) from self.failure  # noqa: TRY301  # as of a task
+                raise refusal_after(self.failure) from self.failure  # noqa: TRY301  # as of a task
             with torch.no_grad():
                 value = task()
             end = self.streams.record_event()
@@ -273,7 +273,8 @@ class CommThread:
             self._ended.set_result(None)
 
 
-def _refusal_after(failure: BaseException) -> TransportError:
+def refusal_after(failure: BaseException) -> TransportError:
+    """Return the error of a call that comes after `failure` ended the world: it says what that was."""
     if isinstance(failure, Evicted):
         return copy(failure)
     text = failure.what if isinstance(failure, TransportError) else str(failure)

@@ -90,7 +90,7 @@ def cases(seeds):
         ranks = rng.randint(2, 5)
         backups = None if ranks == 2 or rng.random() < 0.25 else (ranks - 1) // 2
         option = rng.random() < 0.3
-        lost = rng.randint(0, ranks - 1 if backups is None else backups)
+        lost = rng.randint(0, ranks // 2 if backups is None else backups)  # the others must be half
         victims = rng.sample(range(ranks), ranks)
         faults = [_fault(rng, rank, is_lost=number < lost) for number, rank in enumerate(victims)]
         yield Case(seed, ranks, backups, option, tuple(fault for fault in faults if fault is not None))

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which processes live, which ranks reach each other, and who must leave where two do not.
+
+The members of a generation send to each other, so each must reach all others: not only with
+small packets. A rank that answers a roll call therefore asks every member's `Listener` for a
+message that no single packet holds.
+
+All are asked at once: a host that is out of reach takes longest, and there may be many of them.
+Sockets keep the time of the machine, whatever a test's clock says.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from time import monotonic
+
+MESSAGE = bytes(1 << 15)
+"""What a `Listener` sends to each caller: larger than usual packets, to notice if those are dropped."""
+LOOK_S = 0.1
+"""Healthy ranks answer much sooner."""
+RECEIVED_NBYTES = 1 << 16
+"""At most so much is taken at once."""
+
+
+def begin_connection(address: str) -> tuple[socket.socket, int]:
+    """Return a socket that connects to a `Listener.address`, and the error number if that failed."""
+    host, port = address.split()
+    family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    connection = socket.socket(family, kind)
+    connection.setblocking(False)
+    error = connection.connect_ex(target)
+    return connection, 0 if error == errno.EINPROGRESS else error
+
+
+def probe(addresses: Collection[str], limit_s: float) -> dict[str, bool | None]:
+    """Return, by `Listener.address`, whether a process listens there; None if its host is silent.
+
+    A host that does not answer within `limit_s` may be alive.
+    """
+    found = dict[str, bool | None].fromkeys(addresses)
+    end_s = monotonic() + limit_s
+    with selectors.DefaultSelector() as selector:
+        for address in found:
+            with suppress(OSError, UnicodeError):  # no name, or this process has no sockets left
+                connection, error = begin_connection(address)
+                if error == 0:
+                    selector.register(connection, selectors.EVENT_WRITE, address)
+                else:
+                    found[address] = False if error == errno.ECONNREFUSED else None
+                    connection.close()
+        while selector.get_map() and (left_s := end_s - monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                connection = key.fileobj  # type: ignore[assignment]
+                error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                found[key.data] = {0: True, errno.ECONNREFUSED: False}.get(error)
+                selector.unregister(connection)
+                connection.close()
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return found
+
+
+def send_message(client: socket.socket) -> None:
+    """Send `MESSAGE` to `client`, which is not waited for, and close the connection."""
+    with client, suppress(OSError):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(MESSAGE))
+        client.setblocking(False)
+        client.send(MESSAGE)
+
+
+def cut_off(unreached: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
+    """Return the ranks that must leave so that all others reach each other, and whom they do not reach.
+
+    `unreached` has, for each rank, those that do not reach it. As long as a link is broken, the rank
+    with most broken links leaves; of several, the highest. One end is enough to say so.
+
+    >>> cut_off({0: [], 1: [3], 2: [], 3: [1]})
+    {3: [1]}
+    >>> cut_off({0: [1], 1: [], 2: [1], 3: [1]})
+    {1: [0, 2, 3]}
+    """
+    broken: dict[int, set[int]] = {rank: set() for rank in unreached}
+    for rank, peers in unreached.items():
+        for peer in broken.keys() & set(peers) - {rank}:
+            broken[rank].add(peer)
+            broken[peer].add(rank)
+    leaving = {}
+    while any(broken.values()):
+        rank = max(broken, key=lambda each: (len(broken[each]), each))
+        leaving[rank] = sorted(broken.pop(rank))
+        for peers in broken.values():
+            peers.discard(rank)
+    return leaving
+
+
+class LinkCheck:
+    """Asks ranks, by their `addresses`, for `MESSAGE`; again every `again_s`. One thread uses it."""
+
+    def __init__(self, addresses: Mapping[int, str], again_s: float) -> None:
+        self.unreached = set(addresses)
+        """The ranks that have not sent a whole message so far."""
+        self._addresses, self._again_s = addresses, again_s
+        self._selector = selectors.DefaultSelector()
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asked_s = monotonic()
+        for rank in self.unreached:
+            with suppress(OSError):  # no sockets left: ask again
+                connection, _ = begin_connection(self._addresses[rank])  # an error comes up when it is read
+                self._selector.register(connection, selectors.EVENT_READ, [rank, len(MESSAGE)])
+
+    def look(self, wait_s: float = 0.0) -> set[int]:
+        """Receive for at most `wait_s` what ranks send, and return a copy of `unreached`."""
+        if monotonic() - self._asked_s >= self._again_s:
+            self._hang_up()
+            self._ask()
+        end_s = monotonic() + wait_s
+        while self._selector.get_map():
+            for key, _ in (ready := self._selector.select(max(end_s - monotonic(), 0.0))):
+                self._receive(key)
+            if not ready:
+                break
+        return set(self.unreached)
+
+    def _receive(self, key: selectors.SelectorKey) -> None:
+        connection, missing = key.fileobj, key.data
+        with suppress(OSError):  # it refused, or broke
+            if nbytes := len(connection.recv(RECEIVED_NBYTES)):  # type: ignore[union-attr]  # a socket
+                missing[1] -= nbytes
+                if missing[1] > 0:
+                    return
+                self.unreached.discard(missing[0])
+        self._end(connection)
+
+    def _end(self, connection: object) -> None:
+        self._selector.unregister(connection)  # type: ignore[arg-type]
+        connection.close()  # type: ignore[attr-defined]
+
+    def _hang_up(self) -> None:
+        for key in list((self._selector.get_map() or {}).values()):
+            self._end(key.fileobj)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._hang_up()
+        self._selector.close()
