@@ -25,7 +25,16 @@ from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
 from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, wrapped_as
-from commrt.training.model_state import Stateful, fingerprint, flatten, gather_values, mean, overwrite_model, restore
+from commrt.training.model_state import (
+    Stateful,
+    fingerprint,
+    flatten,
+    gather_values,
+    mean,
+    overwrite_model,
+    restore,
+    total_of,
+)
 
 
 class Replica(ABC):
@@ -183,9 +192,9 @@ class Replica(ABC):
         """
         with self._collective("disagreement()"):
             self.drain()
-            count = len(self._world.members)
             own = torch.cat([param.detach().double().reshape(-1) for _, param in self._params])
-            (total,) = self._world.membership.together(lambda: mean(self._world, [count * own], self.step))
+            counted = [own, own.new_ones(1)]  # one more for each rank whose parameters are in the sum
+            total, count = self._world.membership.together(lambda: total_of(self._world, counted, self.step))
             norm = (total / count).norm().clamp(min=torch.finfo(torch.float64).tiny)  # of zeros too
             share = float((own - total / count).norm() / norm)
             shares = self._world.membership.together(lambda: gather_values(self._world, share, self.step))
