@@ -11,6 +11,7 @@ from failing_collectives import (
     ends_early,
     ends_without_closing,
     late_beside_a_stopped_one,
+    leaves_in_the_middle,
     missing_a_call,
 )
 from fault_cost import Fault, RunLength, reference_holds, run_with_faults
@@ -130,6 +131,13 @@ def test_late_ranks_copy_weights_from_a_program_that_ends_without_closing_its_wo
     assert [end.error for end in ends] == [None] * 3
     assert ends[0].value[0] == 5
     assert len({end.value for end in ends}) == 1
+
+
+@pytest.mark.parametrize("how", ["exit", *(pytest.param(each, marks=pytest.mark.slow) for each in ("detach", "close"))])
+def test_ranks_that_leave_in_the_middle_have_not_finished(how):
+    first, *_ = run_processes(3, leaves_in_the_middle, how, limit_s=60)
+    assert first.error.startswith("QuorumLost: ")
+    assert how != "exit" or "its process ended without world.close(), which says that its data has ended" in first.error
 
 
 # another process takes the place of a killed one

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import commrt
 from commrt.errors import CommrtError, UsageError
+from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
 
 
@@ -152,6 +154,35 @@ def test_a_model_that_changed_since_attach_is_refused(world, change, what):
     change(model)
     with pytest.raises(UsageError, match=rf"the model has changed since attach\(\), {what}: detach\(\) and attach\(\)"):
         replica.average()
+
+
+def drop(layer):
+    layer.bias = None
+
+
+def renew(layer):
+    layer.bias = nn.Parameter(layer.bias.detach().clone())
+
+
+EXCHANGED_LATER = [commrt.Gossip(), commrt.Gossip(staleness=1), LocalSGD(2, 1)]
+
+
+@for_each(("change", "algorithm"), product([drop, renew], EXCHANGED_LATER))
+@on_ranks(2)
+def test_a_parameter_that_is_replaced_while_weights_are_on_their_way_is_refused_in_these_words_too(
+    world, change, algorithm
+):
+    model, optimizer, _ = trainee(world, algorithm=algorithm)
+
+    def step(number):
+        backward(model, world.rank, number)
+        optimizer.step()
+
+    for number in range(3):
+        step(number)
+    change(model[2])
+    with pytest.raises(UsageError, match=r"changed since attach\(\), 2\.bias was replaced or removed: detach\(\) and"):
+        step(3)
 
 
 @on_ranks(2)

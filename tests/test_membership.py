@@ -22,6 +22,7 @@ from commrt.elastic.generations import GATHERING, OPEN, ROLL_CALL, RUNNING, Gene
 from commrt.errors import (
     CommrtError,
     DeadlineExceeded,
+    DisagreementError,
     Evicted,
     QuorumLost,
     TransportClosed,
@@ -346,6 +347,22 @@ def test_a_member_that_has_left_is_not_waited_for(members, how):
     assert at_once(arrivals(found[::2])) == [(0, 2)] * 2
     assert monotonic() - begin_s < LONG_S / 2
     assert [loss.finished for loss in found[0].current().lost] == [how == "finished"]
+
+
+def test_ranks_that_made_unequal_numbers_of_steps_do_not_meet_nor_does_one_that_comes_when_they_have_ended(members):
+    found = members(3)
+
+    def arriving_after(made, member):
+        return lambda: member.calls.arrive("save()", 0, lambda: member.adopt(member.current()), made=made)
+
+    refusals = at_once([arriving_after(6, found[0]), arriving_after(5, found[1])])
+    told = "rank {} comes to save() after {} steps where rank {} comes to save() after {} steps: put the loop into"
+    assert str(refusals[0]).startswith(told.format(0, 6, 1, 5))
+    assert str(refusals[1]).startswith(told.format(1, 5, 0, 6))
+    for each in found[:2]:
+        each.processes.close()
+    with pytest.raises(DisagreementError, match="after 6 steps"):
+        arriving_after(6, found[2])()
 
 
 def test_no_rank_is_evicted_if_too_few_come_and_the_error_names_the_missing_ranks(members):

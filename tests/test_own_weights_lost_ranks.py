@@ -21,7 +21,7 @@ from local_loops import ALGORITHMS, Loop
 
 import commrt
 from commrt import Direct, Gossip
-from commrt.errors import Place, UsageError
+from commrt.errors import DisagreementError, Place, UsageError
 from commrt.local_sgd import HeavyBall, LocalSGD, Nesterov
 from commrt.quantization import Int8
 from commrt.runtime import connection
@@ -266,6 +266,29 @@ def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
         return tuple(world.members)
 
     assert run_ranks(3, body) == [(0, 2), None, (0, 2)]
+
+
+@for_each(
+    ("algorithm", "what", "fewer"),
+    [
+        (Gossip(), "disagreement", 1),
+        (Gossip(), "consolidate", 3),
+        (Gossip(staleness=1), "replicas_equal", 2),
+        (LocalSGD(3), "disagreement", 1),
+        (LocalSGD(3, 1), "consolidate", 2),
+        (LocalSGD(1, inner=Gossip()), "consolidate", 1),
+    ],
+)
+def test_ranks_that_made_unequal_numbers_of_steps_are_told_where_they_meet(algorithm, what, fewer):
+    def body(world):
+        loop = gossip_loop(world, algorithm)
+        told = r"after \d steps where rank \d comes to .* after \d steps: put the loop into `with replica\.join\(\):`"
+        with pytest.raises(DisagreementError, match=told):
+            getattr(loop.run(6 - fewer * (world.rank == 1)).replica, what)()
+        all_told.wait(PATIENT_S)
+
+    all_told = threading.Barrier(3)
+    run_ranks(3, body)
 
 
 def test_after_a_loss_only_gossip_of_weights_can_be_attached():

@@ -58,9 +58,11 @@ EXPLANATIONS = {
     "where a rank has no batch, in place of its backward()",
     "model": "the ranks call backward() of the models attached to one world in different orders: use one order "
     "everywhere, and attach models that share a backward pass as one, in an nn.ModuleList",
-    "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or stepped "
-    "different optimizers: put all but the last pass of an accumulation in no_sync(). With BackupWorkers, call "
-    "replica.drain() first in each iteration, and choose the optimizer by replica.step, not by a counter of the loop",
+    "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or a GradScaler "
+    'skipped a step on some (leave it out with Gossip(payload="gradients"), where an overflow reaches few ranks), or '
+    "they stepped different optimizers: put all but the last pass of an accumulation in no_sync(). With BackupWorkers, "
+    "call replica.drain() first in each iteration, and choose the optimizer by replica.step, not by a counter of the "
+    "loop",
     "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
     "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
     "settings": "the optimizers' settings (learning rate, momentum, ...), or a GradScaler's scale, have come to differ "

@@ -17,7 +17,8 @@ from commrt.runtime.wire import AnyWire, buffer_dtype, is_quantized, travels_as
 
 AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
-GONE = "{name} is gone: detach() and attach() again after changing the model"
+MODEL_CHANGED = "the model has changed since attach(), {change}: detach() and attach() again"
+REPLACED = MODEL_CHANGED.format(change="{name} was replaced or removed")
 MIB = 1 << 20
 
 Named = tuple[str, nn.Parameter]
@@ -64,7 +65,7 @@ class TensorSlot(NamedTuple):
         """Return what lies there now, to be read and written without autograd."""
         tensor = (self.module._buffers if self.is_buffer else self.module._parameters).get(self.key)  # noqa: SLF001
         if tensor is None:
-            raise UsageError(GONE.format(name=self.name))
+            raise UsageError(REPLACED.format(name=self.name))
         # A graph saves what BatchNorm counts while it trains, and does not read it: autograd need not notice the write.
         is_unread = self.is_buffer and isinstance(self.module, _BatchNorm) and self.module.training
         return tensor.data if is_unread else tensor.detach()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import Header, encode
-from commrt.buckets.layout import GONE, TensorKind, TensorSlot, bucket_description, wire_dtype
+from commrt.buckets.layout import REPLACED, TensorKind, TensorSlot, bucket_description, wire_dtype
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -22,6 +22,8 @@ from commrt.kernels.packing import Packing
 from commrt.threads.future import Future
 from commrt.transport.protocol import Allocate, Window
 
+SOON_S = 0.05
+"""An exchange that takes longer may wait for a rank that will not come."""
 MOST_LOOKED_AT = 256  # values of each tensor, evenly spaced
 _version = attrgetter("_version")
 
@@ -61,6 +63,7 @@ class WeightPart:
         self.index, self.held = index, held
         self._watched = [slot for slot in held if watches and not slot.is_buffer]
         self._places = [(slot.place, slot.key) for slot in self._watched]
+        self._attached = [place[key] for place, key in self._places]
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._views: list[Tensor] = []  # of the values that are compared
@@ -101,16 +104,23 @@ class WeightPart:
     def require_unwritten(self, *, anyway: bool = False) -> None:
         """Raise `UsageError` if somebody else has written a parameter; see `written`."""
         if name := self.written(anyway=anyway):
+            self._require_attached()
             raise UsageError((self.IN_FLIGHT if self.in_flight else self.WRITTEN).format(name=name))
+
+    def _require_attached(self) -> None:
+        """Raise `UsageError` if a parameter is not the one that was attached."""
+        for slot, attached in zip(self._watched, self._attached, strict=True):
+            if slot.place.get(slot.key) is not attached:
+                raise UsageError(REPLACED.format(name=slot.name))
 
     def _look(self) -> tuple[list[Tensor], list[int], list[int]]:
         """Return the parameters, how often autograd saw each written, and where each lies."""
         try:
             tensors: list[Tensor] = [place[key] for place, key in self._places]  # type: ignore[misc]
-        except KeyError:
-            gone = next(slot.name for slot in self._watched if slot.key not in slot.place)
-            raise UsageError(GONE.format(name=gone)) from None
-        return tensors, [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
+            return tensors, [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
+        except (KeyError, AttributeError):  # it was deleted, or is None
+            self._require_attached()
+            raise
 
     def _name_of(self, changed: Sequence[bool]) -> str | None:
         return next((slot.name for slot, is_so in zip(self._watched, changed, strict=True) if is_so), None)
@@ -135,6 +145,7 @@ class Message:
     """Packs to and from `sent`."""
     windows: Sequence[Window] = ()  # of `sent` and `received`, where peers can read them
     memory_epoch: int = 0  # see `WeightBucket.packed`
+    step: int = 0
     answer: Future[Received] | None = None
 
 
@@ -191,14 +202,18 @@ class WeightBucket(WeightPart):
         self.free[0].packing.pack(self._tensors(), 1.0, encode(header))
         return self.free[0]
 
-    def mix(self) -> Received:
+    def mix(self, outwait: Callable[[Future[Received], int], Received]) -> Received:
         """Wait for the oldest exchange, mix what it brought into the weights, and return it.
 
-        Weights may have changed since they were sent, so this adds the difference between the two messages.
+        ``outwait(answer, made)`` waits if that takes long: for ranks that have made so many steps. Weights may have
+        changed since they were sent, so this adds the difference between the two messages.
         """
         message = self.in_flight[0]
         assert message.answer is not None  # noqa: S101  # for mypy
-        found = message.answer.result()
+        try:
+            found = message.answer.result(SOON_S)
+        except TimeoutError:
+            found = outwait(message.answer, message.step + 1)
         self.free.append(self.in_flight.popleft())
         if found.share:
             with torch.no_grad():

@@ -11,7 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from threading import Event
 
-from commrt.elastic.generations import GATHERING, OPEN, ROLL_CALL, RUNNING, Arrival, Generation, Head, arrival_key
+from commrt.elastic.generations import (
+    GATHERING,
+    OPEN,
+    ROLL_CALL,
+    RUNNING,
+    UNEQUAL_STEPS,
+    Arrival,
+    Generation,
+    Head,
+    arrival_key,
+    refusal_key,
+)
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import DisagreementError
 from commrt.threads.deadline import Deadline
@@ -29,33 +40,40 @@ class Barrier:
         self._used: list[str] = []  # keys of the latest collective
 
     def arrive(
-        self, what: str, step: int, change: Callable[[], None], require_open: Callable[[], None] = lambda: None
+        self,
+        what: str,
+        step: int,
+        change: Callable[[], None],
+        require_open: Callable[[], None] = lambda: None,
+        made: int | None = None,
     ) -> Generation:
         """Wait until all members have come to the collective `what`, and return the generation in which it begins.
 
-        Members that do not come in time are evicted. `step` is the first one in which this rank has not exchanged.
-        `change` moves this rank to the current generation. `require_open` is called regularly, and may raise. Raises
-        `DisagreementError` on all ranks if one came to another collective, `DeadlineExceeded` if too few come,
-        `Evicted`.
+        Members that do not come in time are evicted. `step` is the first one in which this rank has not exchanged, and
+        `made` how many steps its loop has made. `change` moves this rank to the current generation. `require_open` is
+        called regularly, and may raise. Raises `DisagreementError` on all ranks if one came to another collective, or
+        after another number of steps, `DeadlineExceeded` if too few come, `Evicted`.
         """
         self._membership.collective += 1
-        while (generation := self._all_come(what, step, require_open)) is None:
+        while (generation := self._all_come(Arrival(step, what, made), require_open)) is None:
             change()
+        if refusal := self._store.read(refusal_key(self._membership.collective)):  # of ranks that have ended since
+            raise DisagreementError(refusal.decode(errors="replace"))
         return generation
 
-    def _all_come(self, what: str, step: int, require_open: Callable[[], None]) -> Generation | None:
+    def _all_come(self, own: Arrival, require_open: Callable[[], None]) -> Generation | None:
         """Return None if a new generation was formed before all had come."""
         members, number = self._membership, self._membership.collective
         generation = (head := self._begin_gathering()).generation
         if not head.has_begun(number) and generation.number != members.generation.number:
             return None
-        members.arrive(key := arrival_key(generation, number), step, what)
-        limit, why = Deadline(members.timeout_s()), f"it did not come to {what} within {members.timeout_s():g} s"
+        members.arrive(key := arrival_key(generation, number), *own)
+        limit, why = Deadline(members.timeout_s()), f"it did not come to {own.what} within {members.timeout_s():g} s"
         for pause_s in members.pauses(limit):
             require_open()
             head = members.head()
             arrivals = members.arrivals(key)
-            self._require_same(what, arrivals)  # first, as a rank that came to something else has gone on
+            self._require_same(own, arrivals)  # first, as a rank that came to something else has gone on
             if head.has_begun(number):
                 break
             if head.generation.number != generation.number:
@@ -76,13 +94,12 @@ class Barrier:
             members.change(head, collective=members.collective, phase=GATHERING)
         return head
 
-    def _require_same(self, what: str, arrivals: Mapping[int, Arrival]) -> None:
-        for rank, arrival in arrivals.items():
-            if arrival.what != what:
-                raise DisagreementError(
-                    f"rank {self._rank} comes to {what} where rank {rank} comes to {arrival.what}: make the same "
-                    "collective calls in the same order on all ranks"
-                )
+    def _require_same(self, own: Arrival, arrivals: Mapping[int, Arrival]) -> None:
+        found = {rank: text for rank, other in arrivals.items() if (text := own.difference(other))}
+        for rank, (ours, theirs, advice) in sorted(found.items(), key=lambda each: each[1][2] != UNEQUAL_STEPS):
+            why = f"rank {self._rank} comes to {ours} where rank {rank} comes to {theirs}: {advice}"
+            self._store.set(refusal_key(self._membership.collective), why)
+            raise DisagreementError(why)
 
     def _delete_keys_of_last(self, generation: Generation, key: str) -> None:
         """Delete what the last collective left on the store: all have come to this one, so no rank reads it."""
@@ -124,8 +141,8 @@ class Barrier:
         self._store.delete_key(key)
         self._store.delete_key(f"{key}/outcome")
 
-    def outcome(self, key: str, generation: Generation) -> bool:
-        """Wait for the outcome of the vote under `key`; see `vote`."""
+    def outcome(self, key: str, generation: Generation, look: Callable[[], None] = lambda: None) -> bool:
+        """Wait for the outcome of the vote under `key`, see `vote`; `look` is called regularly, and may raise."""
         members = self._membership
         limit = Deadline(members.timeout_s())
         for pause_s in members.pauses(limit):
@@ -135,6 +152,7 @@ class Barrier:
             if limit.left_s <= 0 or changed or members.has_lost_neighbor(generation):
                 self._decide(key, LOST)
             else:
+                look()
                 Event().wait(pause_s)
         outcome = found.decode(errors="replace")
         if outcome.startswith(REFUSED):

@@ -8,6 +8,7 @@ So a rank that notices a loss starts a roll call on the store. Each member break
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,6 +42,8 @@ T = TypeVar("T")
 ATTEMPTS, MISSED = 5, 3
 """Failures among the same members, with no exchange done in between, after which the next one is final; and as how many
 a missed deadline counts. So a second one is final: the roll call after the first has found no rank at fault."""
+LOOK_AT_OTHERS_S = 0.5
+"""Between two looks whether a rank that should send waits in a collective."""
 LOOK_S = 0.05
 """Between two looks whether other ranks make a roll call: less than it waits (`PATIENCE_S`)."""
 _log = logging.getLogger("commrt")
@@ -76,6 +79,7 @@ class ElasticMembership(Membership):
         self._part: Generation | None = None  # of the collective part that is next or runs; None once refused
         self.submitted_steps = 0
         """Gossip steps so far."""
+        self._made: Callable[[], int | None] = lambda: None
 
     @property
     def generation(self) -> Generation:
@@ -238,8 +242,19 @@ class ElasticMembership(Membership):
         """Return how many attached models depend on this world, without dropped ones. On the training thread."""
         return count_kept(self._dependants.__len__)
 
-    def begin(self, dependant: object, number: int, *, alone: bool, needed: int = 0, founds: bool = True) -> None:
+    def begin(
+        self,
+        dependant: object,
+        number: int,
+        *,
+        alone: bool,
+        needed: int = 0,
+        founds: bool = True,
+        made: Callable[[], int | None] = lambda: None,
+    ) -> None:
         """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
+
+        ``made()`` is how many steps its loop has made: ranks that meet in a collective compare that first.
 
         Only if it is `alone` on all ranks: two models have no common step. Collective. A process that takes a lost
         rank's place passes ``founds=False`` and calls `join_as_replacement` next.
@@ -247,6 +262,7 @@ class ElasticMembership(Membership):
         if self.is_elastic:
             self.end_membership("another model gossips now")
         self._dependants.add(dependant)
+        self._made = made
         if not alone or (options := self._world.reconnect_options) is None:
             return
         now, transport, self.needed = self.generation, self._transport, needed
@@ -267,7 +283,7 @@ class ElasticMembership(Membership):
     def end(self, dependant: object) -> None:
         """End the membership for the model `dependant`, which was detached."""
         if dependant in self._dependants:
-            self.end_membership("it detached its model", finished=True)
+            self.end_membership("it detached its model", finished=sys.exception() is None)
             self.needed = 0
         self._dependants.discard(dependant)
 
@@ -287,14 +303,15 @@ class ElasticMembership(Membership):
         return self.is_elastic and (self.is_called or bool(self.on_store.gone(ranks)))
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
-        """Run the body as the collective `what` of all members; see `Barrier.arrive`."""
+    def collective(self, what: str, made: int | None = None) -> Iterator[None]:
+        """Run the body as the collective `what` of all members, after the step `made`; see `Barrier.arrive`."""
         if not self.is_elastic:
             yield
             return
         step, outer = max(self.next_step, self.submitted_steps), self._part
+        made = self._made() if made is None else made
         try:
-            self._part = self.barrier.arrive(what, step, partial(self._run, self._follow), self.require_open)
+            self._part = self.barrier.arrive(what, step, partial(self._run, self._follow), self.require_open, made)
             yield
         except REFUSALS as error:
             while not (isinstance(error, DisagreementError) or self._part is None or self._refuse(error)):
@@ -305,6 +322,27 @@ class ElasticMembership(Membership):
             self._part = None if outer is None else self._part  # the outer one goes on in the generation of this one
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
             self.barrier.leave()
+
+    def outwait(self, future: Future[T], made: int) -> T:
+        """Return the result of `future`, to which ranks contribute that have made `made` steps. On the training thread.
+
+        Raises `DisagreementError` on all ranks if one has made fewer, and waits in a collective.
+        """
+        while True:
+            try:
+                return future.result(LOOK_AT_OTHERS_S)
+            except TimeoutError:
+                if future.done():  # meanwhile, perhaps with a TimeoutError of its own
+                    return future.result()
+            self.require_none_behind(made)
+
+    def require_none_behind(self, made: int) -> None:
+        """Raise `DisagreementError` on all ranks if one waits in a collective before it has made `made` steps."""
+        if self.is_elastic:
+            waiting = self.on_store.ranks_in_collective(self.generation).values()
+            if any(arrival.made is not None and arrival.made < made for arrival in waiting):
+                with self.collective("an exchange"):  # raises, on that rank too
+                    pass
 
     def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool) -> Future[Any] | None:
         """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""

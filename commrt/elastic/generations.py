@@ -40,6 +40,11 @@ CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 NOBODY: Mapping[int, int] = MappingProxyType({})
 UNKNOWN, REPLACED = NO_ADDRESSES = "", "another process has its place"
 """In place of the address of a process."""
+UNEQUAL_STEPS = (
+    "put the loop into `with replica.join():` if ranks have different numbers of batches, and run the same passes "
+    "outside of no_sync() on all ranks"
+)
+OTHER_CALL = "make the same collective calls in the same order on all ranks"
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
 
 
@@ -124,6 +129,16 @@ class Arrival(NamedTuple):
     what: str = ""
     unreached: Sequence[int] = ()
     """In a roll call: the members that do not reach this rank. Its latest line counts."""
+    made: int | None = None
+    """How many steps its loop has made: all ranks that meet must have made as many. None where they may differ, with
+    backup workers and in ``join()``."""
+
+    def difference(self, other: Arrival) -> tuple[str, str, str] | None:
+        """Return what each of the two comes to and what to do, or None if they may meet."""
+        if self.made != other.made and None not in (self.made, other.made):
+            own, theirs = (f"{each.what} after {each.made} steps" for each in (self, other))
+            return own, theirs, UNEQUAL_STEPS
+        return None if self.what == other.what else (self.what, other.what, OTHER_CALL)
 
 
 def arrival_key(generation: Generation, collective: int) -> str:
@@ -132,6 +147,11 @@ def arrival_key(generation: Generation, collective: int) -> str:
     Each writes a line: its rank, and the fields of its `Arrival`.
     """
     return f"arrived/{generation.number}.{collective}"
+
+
+def refusal_key(collective: int) -> str:
+    """Return the key under which a rank says why members cannot meet in a collective; the same in all generations."""
+    return f"refused/{collective}"
 
 
 def joining_key(generation: Generation) -> str:

@@ -284,9 +284,9 @@ class StoreMembership:
         departed, _ = self.absent(generation, {*generation.ranks} - {self.next_member(generation.ranks)})
         return bool(departed)
 
-    def ranks_in_collective(self, generation: Generation) -> Collection[int]:
+    def ranks_in_collective(self, generation: Generation) -> Mapping[int, Arrival]:
         """Return the members that have come to the next collective, and wait there for this rank."""
-        return self.arrivals(arrival_key(generation, self.collective + 1)).keys()
+        return self.arrivals(arrival_key(generation, self.collective + 1))
 
     def ranks_alive(self, *, in_training: bool = False) -> Sequence[int]:
         """Return the other members that have not departed, and live; `in_training` those that wait in no collective."""
@@ -375,16 +375,18 @@ class StoreMembership:
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
         """Return the ranks that have come, from the lines under `key`: each rank's latest."""
-        return {rank: Arrival(*arrival) for rank, *arrival in self._lines(key, int, int, str, list)}
+        return {rank: Arrival(*fields) for rank, *fields in self._lines(key, int, int, str, list, int | None)}
 
-    def _lines(self, key: str, *kinds: type) -> list[list[Any]]:
+    def _lines(self, key: str, *kinds: Any) -> list[list[Any]]:
         """Return the fields of the lines under `key`: each is a JSON list of these kinds."""
         text = self.store.read(key)
         return parse(key, text, lambda text: [typed(json.loads(line), *kinds) for line in text.splitlines()])
 
-    def arrive(self, key: str, step: int, what: str = "", unreached: Sequence[int] = ()) -> None:
-        """Add this rank to those that have come, under `key`."""
-        self.store.append(key, json.dumps([self.rank, *Arrival(step, what, [*unreached])]) + "\n")
+    def arrive(
+        self, key: str, step: int, what: str = "", unreached: Sequence[int] = (), made: int | None = None
+    ) -> None:
+        """Add this rank to those that have come, under `key`; see `Arrival`."""
+        self.store.append(key, json.dumps([self.rank, *Arrival(step, what, [*unreached], made)]) + "\n")
 
     def pauses(self, limit: Deadline, most_s: float = POLL_CROWD_S) -> Iterator[float]:
         """Yield the seconds to wait between two reads of the store, at most `most_s`."""

@@ -318,7 +318,7 @@ class FragmentExchange:
     def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
         """Wait until all ranks have the average of `fragment`, on the wires of its buckets; return what it cost."""
         if not self._all_have(in_flight):
-            with self._membership.collective(f"merging what left after step {in_flight.step}"):
+            with self._membership.collective(f"merging what left after step {in_flight.step}", in_flight.step):
                 self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
         return in_flight.answer.result()
 
@@ -326,25 +326,26 @@ class FragmentExchange:
         """Return True if the average that was made in the background is there on all ranks; they get one answer."""
         if in_flight.generation is None:
             return False
-        membership = self._membership
+        membership, look = self._membership, partial(self._membership.require_none_behind, in_flight.step)
         try:
-            in_flight.answer.result()
+            membership.outwait(in_flight.answer, in_flight.step)
         except LOST:
             if not membership.is_elastic:
                 raise
             membership.barrier.decline(in_flight.vote)
-        return not membership.is_elastic or membership.barrier.outcome(in_flight.vote, in_flight.generation)
+        return not membership.is_elastic or membership.barrier.outcome(in_flight.vote, in_flight.generation, look)
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again over the ranks that are left; return the number of the generation in which all did so."""
-        self.engine.members = members = tuple(self.world.members)
+        generation = self._membership.generation
+        self.engine.members = members = generation.ranks
         self.engine.use_algorithm(self.algorithm.among(len(members)))
         if self._memory_epoch != self._membership.memory_epoch:
             self._memory_epoch = self._membership.memory_epoch
             residuals, self._buckets = self.engine.residuals(), self._new_buckets()
             self.engine.replace_buckets([*chain.from_iterable(self._buckets)])
             self.engine.restore_residuals(residuals)
-        generation, in_flight.vote = self._membership.generation, ""  # the ranks vote on the whole attempt
+        in_flight.vote = ""  # the ranks vote on the whole attempt
         self._submit(fragment, in_flight, generation)
         in_flight.answer.result()
         return generation.number

@@ -122,21 +122,22 @@ class LocalReplica(AfterStepReplica):
         become the mean of all ranks' weights. Buffers that are not averaged become those of rank 0.
         """
         self._world.require_all_ranks("consolidate()")  # before anything changes
-        self.drain()
-        for fragment in self._fragments:
-            if fragment.left != self._step:
-                self._merge(fragment, self._leave(fragment))
-        self._account()
-        if self._local.is_gossip:
-            super().consolidate()
-            for fragment in self._fragments:
-                fragment.settle()
-            return
+        self._end_steps(self._passes)  # others may wait for what leaves after these
         with self._world.collective("consolidate()"):
+            self.drain()
             for fragment in self._fragments:
-                fragment.land()
-            self._copies.settle()
-            self._take_from_first(buffers_only=True)
+                if fragment.left != self._step:
+                    self._merge(fragment, self._leave(fragment))
+            self._account()
+            if self._local.is_gossip:
+                super().consolidate()
+                for fragment in self._fragments:
+                    fragment.settle()
+            else:
+                for fragment in self._fragments:
+                    fragment.land()
+                self._copies.settle()
+                self._take_from_first(buffers_only=True)
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:
@@ -182,7 +183,7 @@ class LocalReplica(AfterStepReplica):
         different steps or anchors.
         """
         self._world.require_all_ranks("load_state_dict()")  # before anything changes
-        step = self._step_in(state)
+        step, due = self._step_in(state), state.get("due", 0)
         residuals = own_residuals(state, self._world.rank, self._exchange.engine.residuals())
         saved = state.get("fragments")
         if saved is None:
@@ -192,11 +193,11 @@ class LocalReplica(AfterStepReplica):
             self._check(saved, state["period"], state["delay"])
             for fragment, part in zip(self._fragments, saved, strict=True):
                 fragment.load_state_dict(part)
+        self._agree_on_state(step + due)
         self._restart_at_step(step)
-        self._passes, self._noted = step + state.get("due", 0), {}
+        self._passes, self._noted = step + due, {}
         stepped = zip(self._optimizers, state.get("stepped", ()), strict=False)
         self._stepped = {id(optimizer): step + passes for optimizer, passes in stepped if passes}
-        self._agree_on_state()
         self._exchange.engine.restore_residuals(residuals)
         for fragment, each in self._in_flight():
             self._exchange.send(fragment, each)
@@ -216,12 +217,12 @@ class LocalReplica(AfterStepReplica):
         for fragment, part in zip(self._fragments, saved, strict=True):
             fragment.check_state(part)
 
-    def _agree_on_state(self) -> None:
-        """Raise `DisagreementError` if ranks have loaded what does not belong together."""
+    def _agree_on_state(self, passes: int) -> None:
+        """Raise `DisagreementError` if ranks have loaded what does not belong together, of so many `passes`."""
         in_flight = ", ".join(f"{part.index} after step {part.left}" for part, _ in self._in_flight())
         anchors = [("", anchor) for fragment in self._fragments for anchor in fragment.anchors]
         digests = "its own" if self._local.is_gossip else digest(anchors)
-        self._world.agree("load_state_dict", step=str(self._passes), in_flight=in_flight, anchors=digests)
+        self._world.agree("load_state_dict", step=str(passes), in_flight=in_flight, anchors=digests)
 
     def detach(self) -> None:
         """Remove all hooks, and drop the averages that are in flight once they are there; not collective."""

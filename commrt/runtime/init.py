@@ -159,10 +159,12 @@ def _require_not_inherited(place: object) -> None:
 def _at_exit() -> None:
     """Close the world, without waiting for the deadline of a transfer that may be running.
 
-    With backup workers the other ranks may still need this rank's state, but not that of a program that failed.
+    With backup workers the other ranks may still need this rank's state, but not that of a program that failed. What
+    ends a process does not show here, so it may be ``sys.exit()`` in the middle of training: its data has not ended.
     """
     if _current is not None:
         if _current.hooks != Hooks() and not hasattr(sys, "last_value"):
+            _current.membership.depart("its process ended without world.close(), which says that its data has ended")
             _current.close()
         if failure := _current.unraised_failure:
             warnings.warn(f"the process ends after a failure that no call has raised: {failure}", stacklevel=1)

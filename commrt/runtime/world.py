@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Self
@@ -322,8 +323,18 @@ class World:
             self.transport.abort_host()
 
     def close(self) -> None:
-        """Finish what was started, then close the connections. Not collective. Call it again after a Ctrl-C in it."""
+        """Finish what was started, then close the connections. Not collective. Call it again after a Ctrl-C in it.
+
+        It also says that this rank's data has ended. Not so in a ``finally`` that an exception passes, or in an
+        ``except``: where the others go on without lost ranks, they go on without this one, as after an error in
+        ``with``.
+        """
+        self._close(sys.exception())
+
+    def _close(self, error: BaseException | None) -> None:
         self.comm_thread.require_other_thread()
+        if error is not None and self.membership.is_elastic:
+            self.abort(error)
         if not self.closed:
             self.hooks.before_close()
         self._closed, self.unraised_failure = True, None
@@ -360,7 +371,7 @@ class World:
             is_news = self.comm_thread.give_up(reason) and not isinstance(reason, Evicted)
             self.unraised_failure = None
             if is_news:
-                self.membership.depart(f"it gave up: {reason}")
+                self.membership.depart(f"it gave up: {_text_of(reason)}")
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()
@@ -384,4 +395,9 @@ class World:
             if error is not None:
                 self.abort(error)
         finally:
-            self.close()
+            self._close(None)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the message of `error`; its name too where that says little, as for ``SystemExit(143)``."""
+    return (str(error) if isinstance(error, Exception) else "") or repr(error)

@@ -10,6 +10,7 @@ from functools import partial
 from threading import Event
 from time import perf_counter
 from typing import Any
+from weakref import WeakMethod
 
 from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
@@ -63,7 +64,12 @@ class AfterStepReplica(Replica):
         self._spans: list[Span] = []
         membership = make_elastic(self._world)
         others = f"more on rank {self._world.rank}" if membership.others() else "0"  # two models have no common step
-        membership.begin(self, self._number, alone=self._world.all_equal("other models that train alone", others))
+        alone, made = self._world.all_equal("other models that train alone", others), WeakMethod(self._steps_made)
+        membership.begin(self, self._number, alone=alone, made=lambda: call() if (call := made()) else None)
+
+    def _steps_made(self) -> int | None:
+        """Return what ranks compare where they meet; a step that a `GradScaler` left out counts too."""
+        return self._passes if self._progress is None else None
 
     @abstractmethod
     def _advance(self) -> None:

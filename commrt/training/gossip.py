@@ -127,7 +127,7 @@ class GossipReplica(AfterStepReplica):
         """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others brought."""
         while len(bucket.in_flight) > allowed:
             with self._waiting_for(bucket):
-                span, _, sources = bucket.mix()
+                span, _, sources = bucket.mix(self._exchange.membership.outwait)
             self._spans.append(span)
             self._received_from.update(sources)
 
@@ -220,6 +220,7 @@ class GossipExchange:
             self.membership.submitted_steps = step + 1
         header = Header(0, self._number, 0, step, bucket.index, 0)
         message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
+        message.step = step
         with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
             message.answer = self.world.comm_thread.submit(partial(self._carry, message, bucket.index, step))
         bucket.in_flight.append(bucket.free.popleft())

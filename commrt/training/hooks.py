@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.gradient_bucket import WIDTHS
+from commrt.buckets.layout import MODEL_CHANGED
 from commrt.errors import UsageError
 from commrt.training.loss_scale import LossScales
 
@@ -153,7 +154,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 def _refuse(change: str | None) -> None:
     if change is not None:
-        raise UsageError(f"the model has changed since attach(), {change}: detach() and attach() again")
+        raise UsageError(MODEL_CHANGED.format(change=change))
 
 
 class StepGuard:

@@ -273,11 +273,20 @@ def mean(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
     """Return the mean of all members' `tensors`, in fp32 (fp64 for fp64), the same bits on all of them."""
     members = tuple(world.members)
     wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
-    flat = torch.cat([tensor.reshape(-1) for tensor in wide]) / len(members)
+    return _sum(world, [tensor / len(members) for tensor in wide], step, members)
+
+
+def total_of(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
+    """Return the sum of all members' `tensors`, of one dtype, the same bits on all of them."""
+    return _sum(world, tensors, step, tuple(world.members))
+
+
+def _sum(world: World, tensors: Sequence[Tensor], step: int, members: Sequence[int]) -> list[Tensor]:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     schedule = halving_doubling.all_reduce(len(members))
     world.membership.submit(lambda: world.run_now(schedule, flat, Tag(step, "mean"), members)).result()
-    parts = torch.split(flat, [tensor.numel() for tensor in wide])
-    return [part.view(like.shape) for part, like in zip(parts, wide, strict=True)]
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(like.shape) for part, like in zip(parts, tensors, strict=True)]
 
 
 def gather_values(world: World, value: float, step: int) -> dict[int, float]:

@@ -34,6 +34,7 @@ from commrt.training.model_state import (
     overwrite_model,
     overwrite_states,
     restore,
+    total_of,
 )
 from commrt.training.weight_copies import WeightCopies
 
@@ -198,9 +199,9 @@ class Replica(ABC):
         """
         with self._collective("disagreement()"):
             self.drain()
-            count = len(self._world.members)
             own = torch.cat([param.detach().double().reshape(-1) for _, param in self._params])
-            (total,) = self._world.membership.together(lambda: mean(self._world, [count * own], self.step))
+            counted = [own, own.new_ones(1)]  # one more for each rank whose parameters are in the sum
+            total, count = self._world.membership.together(lambda: total_of(self._world, counted, self.step))
             norm = (total / count).norm().clamp(min=torch.finfo(torch.float64).tiny)  # of zeros too
             share = float((own - total / count).norm() / norm)
             shares = self._world.membership.together(lambda: gather_values(self._world, share, self.step))

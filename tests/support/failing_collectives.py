@@ -175,6 +175,26 @@ def collectives_at(tell, goals, timeout_s=8.0):
     return equal
 
 
+def leaves_in_the_middle(tell, how):
+    """Ranks 1 and 2 of three leave after two steps, without having said that their data has ended."""
+    replica, optimizer, world = joined(commrt.BackupWorkers(1), 20.0, model := model_of())
+    for number in range(2 if world.rank else 100):
+        replica.drain()
+        one_step(model, optimizer, world.rank, number)
+    if how == "exit":
+        _at_exit()  # processes of a test end without it
+    elif how == "detach":
+        try:
+            raise OSError("out of memory")
+        finally:
+            replica.detach()
+    else:
+        try:
+            raise SystemExit(143)
+        finally:
+            world.close()
+
+
 def ends_without_closing(tell):
     """Rank 2 is late in the last step, and copies weights from ranks whose programs have come to their end."""
     replica, optimizer, world = joined(commrt.BackupWorkers(1), 20.0, model := model_of())
