@@ -248,8 +248,7 @@ class HierarchicalTransport(Transport):
 def _options(timeout_s: float, address: str | None, lazy: bool) -> Any:
     """Return Gloo's options, with what it listens on: `address`, or its own choice."""
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # torch's stub is behind
-    # Early versions of torch (2.6) connect all at once.
-    how: Any = {"lazy_init": True} if lazy and "lazy_init" in str(ProcessGroupGloo.create_device.__doc__) else {}
+    how: Any = {"lazy_init": lazy}
     if address:
         devices = [ProcessGroupGloo.create_device(hostname=address, **how)]
     elif interfaces := variable("GLOO_SOCKET_IFNAME"):
