@@ -4,24 +4,25 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import Backend
 from torch.distributed import DistBackendError, HashStore, ReduceOp
 from transports import over_nccl
 
-from commrt.c10d import call_engine, create, group
+from commrt.c10d import create, group
 from commrt.c10d.backend import CommrtBackend
 from commrt.c10d.checked_calls import CheckedCalls
-from commrt.c10d.group import DeviceMessages, HostMessages
+from commrt.c10d.group import DeviceMessages, HostMessages, HostWork
+from commrt.c10d.short_forms import long_form
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.future import Future
 
 
 @pytest.fixture
@@ -51,21 +52,53 @@ def test_a_group_that_cannot_open_its_sockets_raises_torchs_error(monkeypatch):
         create(SimpleNamespace(timeout=timedelta(seconds=9), store=HashStore(), **place))
 
 
-def test_what_stands_in_place_of_options_is_refused(backend):
-    with pytest.raises(DistBackendError, match="has no reduceOp: pass an options object"):
-        backend.allreduce([torch.ones(2)], ReduceOp.MAX)
-    with pytest.raises(DistBackendError, match="has no timeout: pass an options object"):
-        backend.barrier(timedelta(seconds=9))
+@pytest.mark.parametrize(
+    ("name", "given", "named", "match"),
+    [
+        ("allreduce", ([],), {"op": "sum"}, "got 'sum' as its op"),
+        ("allreduce", ([], ReduceOp.SUM, None, 1), {}, "takes an options object"),
+        ("allreduce", ([],), {"root": 1}, "takes an options object"),
+        ("broadcast", ([],), {"tensors": []}, "no argument tensors, or got it twice"),
+        ("broadcast", ([],), {"input_tensors": []}, "no argument input_tensors"),
+        ("reduce_scatter", ([],), {}, "takes 2 arguments"),
+        ("barrier", (7,), {}, "got 7 as its timeout"),
+    ],
+)
+def test_arguments_of_no_form_are_refused(name, given, named, match):
+    with pytest.raises(UsageError, match=match):
+        long_form(name, given, named)
 
 
-def test_a_work_is_kept_alive_until_somebody_has_waited_for_it(monkeypatch):
-    monkeypatch.setattr(call_engine, "_newest", deque(maxlen=32))  # as with torch 2.8
-    future = Future()
-    work = call_engine.GroupWork(future, [torch.zeros(1)])
-    future.set_result(None)
-    assert list(call_engine._newest) == [work]
-    work.wait()
-    assert not call_engine._newest
+def test_each_property_that_torch_reads_stands_in_the_class_itself():
+    asked = {name for name, value in vars(Backend).items() if isinstance(value, property) and "supports_" in name}
+    assert asked
+    assert {"options", *asked} <= vars(CommrtBackend).keys()
+
+
+def test_a_group_is_closed_when_nobody_has_it_any_more():
+    place = {"group_rank": 0, "group_size": 1, "global_ranks_in_group": [], "group_id": "test"}
+    owner = create(SimpleNamespace(timeout=timedelta(seconds=9), store=HashStore(), **place))
+    thread = owner.group.world.comm_thread
+    del owner
+    thread._ended.result(20)
+
+
+def test_a_work_that_is_dropped_is_kept_until_it_ends():
+    kept, ended = group.DroppedWorks(), threading.Event()
+
+    class Begun:
+        def wait(self, _):
+            ended.wait(20)
+
+    work = HostWork(SimpleNamespace(timeout_s=9), Begun(), torch.ones(1), Place(0), kept)
+    begun = weakref.ref(work._work)
+    del work
+    waiting = kept.start_waiting()
+    assert begun() is not None
+    assert not waiting.done()
+    ended.set()
+    waiting.result(20)
+    assert not kept._kept
 
 
 def test_a_call_that_waits_runs_on_its_own_thread_unless_another_is_pending():

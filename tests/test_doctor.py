@@ -61,7 +61,7 @@ def test_what_fits_is_ok():
         (TWO_NCCLS, "13.0", "nvidia-nccl-cu12", "then pip install nvidia-nccl-cu13"),
         ({"cupy-cuda12x": "14.2.0"}, "13.0", "cupy-cuda12x", "uninstall cupy-cuda12x, then pip install cupy-cuda13x"),
         ({"cupy-cuda12x": "13.6.0"}, None, "cupy", "'cupy-cuda12x>=14.2'"),
-        ({"torch": "2.5.1"}, None, "torch", "'torch>=2.6'"),
+        ({"torch": "2.5.1"}, None, "torch", "'torch>=2.9'"),
     ],
 )
 def test_what_does_not_fit_is_a_problem_and_says_what_to_install(installed, cuda, name, advice):

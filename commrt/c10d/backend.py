@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from commrt.c10d.call_engine import Call, GroupWork, as_dist_error, seconds_of
 from commrt.c10d.checked_calls import memory_of, option
 from commrt.c10d.group import ProcessGroupWorld
+from commrt.c10d.short_forms import FORMS, OPTIONS, long_form
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 from commrt.importing import NAME, untraced
 
@@ -34,14 +35,19 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001  
 def collective(name: str, torch_name: str = "") -> Callable[[Method], Method]:
     """Make a method one that torch calls. `torch_name` is c10d's, if the method has another.
 
-    All errors of commrt become torch's, too. While there is a profiler or a dispatch mode, the call goes to
-    ``self.observed(torch_name, args, begin)``, of which ``begin()`` is the call.
+    The method gets its arguments in the long form (`long_form`). All errors of commrt become torch's, too. While there
+    is a profiler or a dispatch mode, the call goes to ``self.observed(torch_name, args, begin)``, of which ``begin()``
+    is the call.
     """
 
     def decorated(method: Method) -> Method:
+        has_forms = method.__name__ in FORMS
+
         @wraps(method)
         def begin(*args: Any, **options: Any) -> Any:
             try:
+                if has_forms and (options or args[-1].__class__ not in OPTIONS):
+                    args, options = (args[0], *long_form(method.__name__, args[1:], options)), {}
                 if not (profiler._is_profiler_enabled or _modes()):  # noqa: SLF001  # a flag of the process
                     return method(*args, **options)
                 group, *given = [*args, *options.values()]
@@ -68,7 +74,7 @@ def _read(given: Sequence[Any]) -> list[Tensor]:
 
 @untraced
 class Methods:
-    """c10d's collectives on a `ProcessGroupWorld`. Each takes options of torch.distributed, or None for their defaults.
+    """c10d's collectives on a `ProcessGroupWorld`, in all forms that torch's own groups take.
 
     Raises `UsageError` for what cannot work, before anything is sent. Works raise the other errors. All errors are also
     ``torch.distributed.DistBackendError``.
@@ -178,14 +184,14 @@ class Methods:
             raise
 
     @collective("send")
-    def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        """Send a tensor to `peer`; tags are for CPU tensors only."""
-        return self._post(tensors, peer, tag, is_send=True)
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803  # torch's name
+        """Send a tensor to `dstRank`; tags are for CPU tensors only."""
+        return self._post(tensors, dstRank, tag, is_send=True)
 
     @collective("recv")
-    def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        """Receive a tensor from `peer`."""
-        return self._post(tensors, peer, tag, is_send=False)
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803  # torch's name
+        """Receive a tensor from `srcRank`."""
+        return self._post(tensors, srcRank, tag, is_send=False)
 
     @collective("recv")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
@@ -248,13 +254,25 @@ class Methods:
 
 
 class CommrtBackend(Methods, Backend):
-    """What torch 2.14 and later get from ``init_process_group("commrt")``: one per process group and device."""
+    """What torch 2.14 and later get from ``init_process_group("commrt")``: one per process group and device.
+
+    Each property that torch's C++ reads must stand in this class. It would ask the one that is inherited, which asks
+    C++ again, until the stack is full: Python 3.13 ends in SIGSEGV then. torch 2.15 reads `options` in each new group.
+    """
 
     supports_coalescing = False  # torch then begins sends and receives one by one, which never wait for each other
 
     def __init__(self, options: Any) -> None:
         Backend.__init__(self, options.group_rank, options.group_size)
         self.group = ProcessGroupWorld(options)
+        self.group.close_with(self)
+        self._options = cast("Any", Backend).Options(NAME, options.timeout)
+        self._options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(options.group_size))
+
+    @property
+    def options(self) -> Any:
+        """What the group was made with, for torch's flight recorder."""
+        return self._options
 
     def getBackendName(self) -> str:  # noqa: N802  # C++'s name
         """Return the name of the backend."""
@@ -266,6 +284,11 @@ class CommrtBackend(Methods, Backend):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Raise `UsageError`: torch asks the work for its source, which it loses for a backend in Python (2.14)."""
         raise UsageError("a receive from any rank is not possible with this version of torch: name src")
+
+
+for _name, _value in vars(Backend).items():
+    if isinstance(_value, property) and "supports_" in _name:  # whatever a version of torch asks for
+        setattr(CommrtBackend, _name, False)
 
 
 def _one(tensors: Any) -> Tensor:

@@ -12,9 +12,7 @@ in an all-to-all. There a slot has exactly that size, so two ends that differ no
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache, partial
@@ -23,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch import Tensor
 
 from commrt.algorithms.catalogue import ROOTED
@@ -49,10 +46,6 @@ KEPT = 256
 """Plans that are kept, and programs: those used last."""
 NO_TIMEOUT = timedelta(0)
 """What torch passes where the caller gives none."""
-WORKS_KEPT = 0 if Version(torch.__version__) >= Version("2.9") else 32
-"""Earlier versions of torch hold only the C++ half of a work, which then waits for ever: the newest are kept alive
-until somebody has waited for them."""
-_newest: deque[dist.Work] = deque(maxlen=WORKS_KEPT)
 
 Error = TypeVar("Error", bound=CommrtError)
 
@@ -310,7 +303,6 @@ class GroupWork(Work, dist.Work):
     def __init__(self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective") -> None:
         dist.Work.__init__(self)
         Work.__init__(self, result, 0, future, call)
-        _newest.append(self)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # type: ignore[override]  # torch's
         """Return True when the result is there, or raise, as `Work.wait`."""
@@ -319,10 +311,6 @@ class GroupWork(Work, dist.Work):
         except CommrtError as error:
             as_dist_error(error)
             raise
-        finally:
-            if _newest and self._task().done():
-                with suppress(ValueError):  # later versions of torch keep none
-                    _newest.remove(self)
         return True
 
     synchronize = wait  # type: ignore[assignment]  # which returns True

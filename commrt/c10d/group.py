@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
+import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
+from math import inf
+from queue import SimpleQueue
 from typing import Any, cast
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,25 +34,29 @@ from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, Transp
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection, parse_forced
 from commrt.runtime.connection import compare_starts, connect_hosts, listening_address, local_rank
+from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
 from commrt.store.agreement import gather
 from commrt.store.client import call_store
 from commrt.store.launcher import LOOPBACK, is_on, variable
 from commrt.threads.comm_thread import EXIT_S
-from commrt.threads.deadline import require_deadlines
-from commrt.threads.future import Future
+from commrt.threads.deadline import Deadline, require_deadlines
+from commrt.threads.future import Future, start_call
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport
 
 CONNECT_TRIES = 5
 """Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
+SHORTEST_S = 0.001
+"""The shortest timeout of a wait that torch does not take for the group's own."""
 
 
 class ProcessGroupWorld:
     """The world of the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective to make."""
 
     def __init__(self, options: Any) -> None:
+        check_torch_version()
         rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
         require_deadlines(timeout=timeout_s)
@@ -58,7 +68,14 @@ class ProcessGroupWorld:
         gloo = self.open_gloo("messages", timeout_s / CONNECT_TRIES)
         self.host_messages = HostMessages(gloo, self.world)
         self.device_messages = DeviceMessages(self.world)
+        self._finalizer: Any = None
         _OPEN.add(self)
+
+    def close_with(self, owner: object) -> None:
+        """Close this group, as `close` does, when `owner` is gone: the object that torch holds, or whoever has one."""
+        _start_closing_dropped()
+        self._finalizer = finalize(owner, _dropped.put, self)  # a queue takes it amid garbage collection, too
+        self._finalizer.atexit = False
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give later collectives, sends and receives another deadline."""
@@ -73,14 +90,21 @@ class ProcessGroupWorld:
         store, world = PrefixStore(name, self.store), self.world
         return GlooTransport(store, world.rank, range(world.size), timeout_s, self._host, lazy=True)
 
-    def close(self) -> None:
-        """Finish what was started, then close all connections. Safe to call twice."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Finish what was started, sends within `limit_s` if one is given, then close all connections.
+
+        Safe to call twice.
+        """
+        if self._finalizer is not None:
+            self._finalizer.detach()
         try:
             self.world.close()
         except CommrtError as error:
             as_dist_error(error)
             raise
         _OPEN.discard(self)
+        if self.world.comm_thread.failure is None:
+            self.host_messages.finish_sends(limit_s)
         self.host_messages.close()
 
     def abort(self) -> None:
@@ -90,10 +114,16 @@ class ProcessGroupWorld:
 
 
 class HostMessages:
-    """Sends and receives of CPU tensors. Used by any thread."""
+    """Sends and receives of CPU tensors. Used by any thread.
+
+    Gloo takes a message back if nobody references its work. So works that the caller drops before they end are kept
+    until they do, or until their timeout.
+    """
 
     def __init__(self, gloo: GlooTransport, world: World) -> None:
         self._gloo, self._world = gloo, world
+        self._sends: WeakSet[HostWork] = WeakSet()
+        self._dropped_sends, self._dropped_receives = DroppedWorks(), DroppedWorks()
         self.timeout_s = world.timeout_s
         """Of what is waited for from now on. Gloo connects two ranks within the timeout that the group began with."""
 
@@ -101,11 +131,26 @@ class HostMessages:
         """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
         what = f"{'send' if is_send else 'receive'} with tag {tag}"
         place = Place(self._world.rank, peer, bucket=what, nbytes=data.nbytes)
+        self._dropped_sends.start_waiting()
+        self._dropped_receives.start_waiting()
         try:
-            work = self._gloo.post(data, peer, tag, is_send=is_send)
+            begun = self._gloo.post(data, peer, tag, is_send=is_send)
         except RuntimeError as error:
             raise self.explained(error, place) from error
-        return HostWork(self, work, data, place)
+        work = HostWork(self, begun, data, place, self._dropped_sends if is_send else self._dropped_receives)
+        if is_send:
+            self._sends.add(work)
+        return work
+
+    def finish_sends(self, limit_s: float | None = None) -> None:
+        """Wait until all sends have ended, in an error too; at most `limit_s`, or else each for its timeout."""
+        deadline = Deadline(inf if limit_s is None else limit_s)
+        for work in tuple(self._sends):
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(min(self.timeout_s, deadline.left_s), SHORTEST_S)))
+        waiting = self._dropped_sends.start_waiting()
+        with suppress(TimeoutError):
+            waiting.result(limit_s and max(deadline.left_s, 0.0))
 
     def explained(self, error: RuntimeError, place: Place) -> TransportError:
         """Return what Gloo's `error` means. It may say only that connecting took too long, to a rank that is gone."""
@@ -122,13 +167,43 @@ class HostMessages:
         self._gloo.close()
 
 
-class HostWork(dist.Work):
-    """A send or a receive of Gloo, with errors that name the peer."""
+class DroppedWorks:
+    """Works of Gloo that nobody waits for any more, which are kept until they end."""
 
-    def __init__(self, messages: HostMessages, work: dist.Work, data: Tensor, place: Place) -> None:
+    def __init__(self) -> None:
+        self._kept: deque[tuple[dist.Work, Tensor, float]] = deque()
+        self._waiting: Future[None] = Future()
+        self._waiting.set_result(None)
+
+    def keep(self, work: dist.Work, data: Tensor, timeout_s: float) -> None:
+        """Keep a work that was dropped. Starts nothing, since garbage may be collected at any place."""
+        self._kept.append((work, data, timeout_s))
+
+    def start_waiting(self) -> Future[None]:
+        """Wait for all works that are kept, on a thread of its own; return the future of their end."""
+        if self._kept and self._waiting.done():
+            self._waiting = start_call(self._wait)
+        return self._waiting
+
+    def _wait(self) -> None:
+        while self._kept:
+            work, _, timeout_s = self._kept[0]
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=timeout_s))
+            self._kept.popleft()
+
+
+class HostWork(dist.Work):
+    """A send or a receive of Gloo, with errors that name the peer. If it is dropped before its end, it is `kept`."""
+
+    def __init__(self, messages: HostMessages, work: dist.Work, data: Tensor, place: Place, kept: DroppedWorks) -> None:
         super().__init__()
         self._messages, self._work, self._data, self._place = messages, work, data, place
-        self._timeout_s = messages.timeout_s
+        self._timeout_s, self._kept, self._ended = messages.timeout_s, kept, False
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._kept.keep(self._work, self._data, self._timeout_s)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when it is done; see `GroupWork.wait`."""
@@ -136,6 +211,8 @@ class HostWork(dist.Work):
             return self._work.wait(timedelta(seconds=seconds_of(timeout) or self._timeout_s))
         except RuntimeError as error:
             raise as_dist_error(self._messages.explained(error, self._place)) from error
+        finally:
+            self._ended = True
 
     def is_completed(self) -> bool:
         """Return True if it is done. Never waits."""
@@ -244,6 +321,21 @@ def _places(hosts: Sequence[str], per_host: int) -> list[int]:
 
 
 _OPEN: WeakSet[ProcessGroupWorld] = WeakSet()
+_dropped: SimpleQueue[ProcessGroupWorld] = SimpleQueue()
+"""Groups whose owner is gone, to be closed."""
+
+
+@cache
+def _start_closing_dropped() -> None:
+    threading.Thread(target=_close_dropped, name="commrt-dropped-groups", daemon=True).start()
+
+
+os.register_at_fork(after_in_child=_start_closing_dropped.cache_clear)
+
+
+def _close_dropped() -> None:
+    while True:
+        start_call(_dropped.get().close)  # which may take as long as a collective of the group
 
 
 def _at_exit() -> None:
@@ -252,7 +344,7 @@ def _at_exit() -> None:
         group.world.abort(TransportClosed("the process ended without destroying its process group"))
         with suppress(TimeoutError):
             group.world.comm_thread.close(EXIT_S)
-            group.close()
+            group.close(EXIT_S)
 
 
 atexit.register(_at_exit)

@@ -52,6 +52,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         group = ProcessGroupWorld(options)
         ProcessGroup.__init__(self, options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stub lacks it
         self.group = group
+        group.close_with(self)
         self._gloo = group.open_gloo("gloo", group.world.timeout_s)
         for device in DEVICES:
             self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo.process_group)

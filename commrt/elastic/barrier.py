@@ -55,7 +55,7 @@ class Barrier:
         after another number of steps, `DeadlineExceeded` if too few come, `Evicted`.
         """
         self._membership.collective += 1
-        while (generation := self._all_come(Arrival(step, what, made), require_open)) is None:
+        while (generation := self._all_come(Arrival(step, what, made=made), require_open)) is None:
             change()
         if refusal := self._store.read(refusal_key(self._membership.collective)):  # of ranks that have ended since
             raise DisagreementError(refusal.decode(errors="replace"))

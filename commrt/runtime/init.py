@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.errors import TransportClosed, UsageError
 from commrt.runtime.connection import Connect, ReconnectOptions, Start, compare_starts, connect_hosts, local_rank
 from commrt.runtime.membership import Hooks
+from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
 from commrt.store.client import call_store, clone_connection, host_identity, meet
@@ -75,6 +76,7 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     `DisagreementError` if they differ about the size of the world or the transport.
     """
     global _current, _opened
+    check_torch_version()
     require_deadlines(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
     opened = _current if is_open() else None
     if timeout_s is None:

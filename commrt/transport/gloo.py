@@ -287,9 +287,7 @@ class HierarchicalTransport(Transport):
 
 def _devices(address: str | None, *, lazy: bool) -> list[Any]:
     """Return what Gloo listens on: `address`, or its own choice."""
-    # Early versions of torch (2.6) connect all at once.
-    is_known = "lazy_init" in str(ProcessGroupGloo.create_device.__doc__)
-    how: Any = {"lazy_init": True} if lazy and is_known else {}
+    how: Any = {"lazy_init": lazy}
     if address:
         return [ProcessGroupGloo.create_device(hostname=address, **how)]
     if interfaces := variable("GLOO_SOCKET_IFNAME"):

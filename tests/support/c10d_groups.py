@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -187,6 +189,106 @@ def a_group_answers_what_torch_asks_of_it():
     return answers, dict.fromkeys(answers, True)
 
 
+def forms_of(name):
+    """The names of the arguments in each form of a method of torch's groups, as its documentation lists them."""
+    lines = [line for line in (getattr(dist.ProcessGroup, name).__doc__ or "").splitlines() if f"{name}(self" in line]
+    return [re.findall(r"(\w+): (?=[a-z_]+\.|typing|Sequence|List|Optional|object|[A-Z])", line)[1:] for line in lines]
+
+
+def given_to(name, is_long):
+    """New tensors for a method, as its long form or its short one has them, and those that hold its result."""
+    mine, all_of_them, at_root = ones(), [ones() + piece for piece in range(4)], dist.get_rank() == 1
+    empty, gathered = torch.zeros(3), [torch.zeros(3) for _ in range(4)]
+    joined, wide = torch.zeros(12), torch.cat(all_of_them)
+    if name in {"allreduce", "broadcast", "reduce"}:
+        data, result = (mine,), [mine] if name != "reduce" or at_root else []
+    elif name in {"allgather", "gather"}:
+        result = gathered if name == "allgather" or at_root else []
+        data = (result, mine)
+    elif name == "scatter":
+        data, result = (empty, all_of_them if at_root else []), [empty]
+    elif name == "reduce_scatter":
+        data, result = (empty, all_of_them), [empty]
+    elif name == "alltoall":
+        return (gathered, all_of_them), gathered
+    elif name in {"all_to_all_single", "alltoall_base"}:
+        return (joined, wide, [], []), [joined]
+    elif name in {"all_gather_single", "_allgather_base"}:
+        return (joined, mine), [joined]
+    elif name in {"reduce_scatter_single", "_reduce_scatter_base"}:
+        return (empty, wide), [empty]
+    else:
+        return (), []
+    return tuple([each] if len(each) else [] for each in data) if is_long else data, result
+
+
+METHODS = {
+    "allreduce": "Allreduce",
+    "broadcast": "Broadcast",
+    "reduce": "Reduce",
+    "allgather": "Allgather",
+    "gather": "Gather",
+    "scatter": "Scatter",
+    "reduce_scatter": "ReduceScatter",
+    "alltoall": "AllToAll",
+    "barrier": "Barrier",
+    "all_to_all_single": "AllToAll",
+    "alltoall_base": "AllToAll",
+    "all_gather_single": "Allgather",
+    "_allgather_base": "Allgather",
+    "reduce_scatter_single": "ReduceScatter",
+    "_reduce_scatter_base": "ReduceScatter",
+}
+"""And the first half of the name of their options."""
+
+
+def options_of(method):
+    """Options that say what the short forms say, if the method has some."""
+    options = getattr(c10d, f"{METHODS[method]}Options")()
+    for field, value in {"reduceOp": dist.ReduceOp.MAX, "rootRank": 1, "timeout": timedelta(seconds=50)}.items():
+        if hasattr(options, field):
+            setattr(options, field, value)
+    return options
+
+
+SAID = {"op": dist.ReduceOp.MAX, "root": 1, "timeout": timedelta(seconds=50)}
+
+
+def each_form_of_each_method_does_what_gloo_does():
+    """Its arguments by place and by name."""
+    found = []  # by commrt, and by Gloo
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        found.append(values := {})
+        for name, names in [(each, names) for each in METHODS if hasattr(group, each) for names in forms_of(each)]:
+            for by_name in (False, True):
+                data, result = given_to(name, bool({"opts", "tensors"} & {*names}))
+                said = [options_of(name)] if "opts" in names else [SAID[each] for each in names[len(data) :]]
+                call = getattr(group, name)
+                work = call(**dict(zip(names, [*data, *said], strict=True))) if by_name else call(*data, *said)
+                work.wait()
+                values[name, *names, by_name] = [tensor.tolist() for tensor in result]
+    return found
+
+
+def a_message_arrives_whose_work_was_dropped():
+    rank, received = dist.get_rank(), torch.empty(5000)
+    receiving = dist.irecv(received, (rank - 1) % 4)
+    dist.isend(torch.full((5000,), float(rank)), (rank + 1) % 4)  # and nobody has its work
+    receiving.wait()
+    return received.unique().tolist(), [float((rank - 1) % 4)]
+
+
+def a_message_arrives_whose_sender_destroys_the_group():
+    group, rank, received = dist.new_group(), dist.get_rank(), torch.empty(5000)
+    if rank == 0:
+        kept = [dist.isend(torch.ones(5000), peer, group=group) for peer in (1, 2)]
+        del kept[0]
+        dist.destroy_process_group(group)
+    if rank in {1, 2}:
+        dist.recv(received, 0, group=group)
+    return received.unique().tolist() if rank in {1, 2} else [1.0], [1.0]
+
+
 def a_world_is_opened_again_after_its_end_on_the_same_store():
     dist.destroy_process_group()
     dist.init_process_group("commrt", timeout=timedelta(seconds=60))
@@ -210,5 +312,8 @@ BODIES = [
     a_receive_from_any_rank_names_it,
     torch_refuses_a_monitored_barrier_that_the_group_itself_makes,
     a_group_answers_what_torch_asks_of_it,
+    each_form_of_each_method_does_what_gloo_does,
+    a_message_arrives_whose_work_was_dropped,
+    a_message_arrives_whose_sender_destroys_the_group,
     a_world_is_opened_again_after_its_end_on_the_same_store,
 ]

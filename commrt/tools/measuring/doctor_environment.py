@@ -47,7 +47,7 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Findi
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 SOURCE = "from a source tree"
-AT_LEAST = {"torch": "2.6", "numpy": "1.26", "triton": "3.5", "numba": "0.60", **dict.fromkeys(CUPY, "14.2")}
+AT_LEAST = {"torch": "2.9", "numpy": "1.26", "triton": "3.5", "numba": "0.60", **dict.fromkeys(CUPY, "14.2")}
 """As in pyproject.toml, and `commrt.kernels.dispatch.TRITON_AT_LEAST`: a test compares."""
 MISSING: dict[str, tuple[Verdict, str]] = {
     "commrt": ("absent", ""),
