@@ -145,7 +145,7 @@ class HostMessages:
     def finish_sends(self, limit_s: float | None = None) -> None:
         """Wait until all sends have ended, in an error too; at most `limit_s`, or else each for its timeout."""
         deadline = Deadline(inf if limit_s is None else limit_s)
-        for work in tuple(self._sends):
+        for work in [work for work in self._sends if not work.was_waited_for]:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(min(self.timeout_s, deadline.left_s), SHORTEST_S)))
         waiting = self._dropped_sends.start_waiting()
@@ -199,10 +199,12 @@ class HostWork(dist.Work):
     def __init__(self, messages: HostMessages, work: dist.Work, data: Tensor, place: Place, kept: DroppedWorks) -> None:
         super().__init__()
         self._messages, self._work, self._data, self._place = messages, work, data, place
-        self._timeout_s, self._kept, self._ended = messages.timeout_s, kept, False
+        self._timeout_s, self._kept = messages.timeout_s, kept
+        self.was_waited_for = False
+        """Gloo would wait a second time for another message of its kind."""
 
     def __del__(self) -> None:
-        if not self._ended:
+        if not self.was_waited_for:
             self._kept.keep(self._work, self._data, self._timeout_s)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -212,7 +214,7 @@ class HostWork(dist.Work):
         except RuntimeError as error:
             raise as_dist_error(self._messages.explained(error, self._place)) from error
         finally:
-            self._ended = True
+            self.was_waited_for = True
 
     def is_completed(self) -> bool:
         """Return True if it is done. Never waits."""
