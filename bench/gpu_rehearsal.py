@@ -29,7 +29,7 @@ PINS = BENCH / "gpu_requirements.txt"
 EXTRAS = {"typer", "rich", "matplotlib", "numba", "mkdocs", "pytorch_optimizer", "datasets"}
 """Packages of commrt's extras, which a GPU session does without."""
 NOT_REHEARSED = (
-    "NCCL between ranks: a communicator needs a GPU; the stand-in keeps the rules that docs/nccl.md lists",
+    "NCCL between ranks: a communicator needs a GPU; the stand-in keeps the rules that docs/architecture.md lists",
     "memory that processes map: the stand-in's ranks are threads, which reach all memory",
     "CUDA's streams, events and graphs: the CPU does its work at once",
     "compiled kernels: some are compiled and inspected (all by `make inspect`), and only an interpreter runs them",

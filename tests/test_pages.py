@@ -240,7 +240,7 @@ def test_what_is_quoted_of_messages_is_said():
     assert_none(each.pattern for each in quoted if not any(map(each.search, strings)))
 
 
-NOT_FOR_USERS = {"architecture.md", "benchmarks.md", "evidence.md", "torch_conformance.md"}
+NOT_FOR_USERS = {"architecture.md", "benchmarks.md", "evidence.md", "torch_conformance.md", "torch_issue.md"}
 
 
 def test_pages_for_users_have_at_most_30000_words():

@@ -212,7 +212,7 @@ class StoreMembership:
         losses = [loss._replace(step=start, by=self.rank) for loss in lost]
         after = generation.successor(losses, start, silent=silent, joined=joined)
         if not (self.needed or self._are_enough(after.ranks, generation, losses)):
-            raise self._quorum_lost(after.ranks, losses, f"fewer than half of {[*generation.ranks]}", start)
+            raise self._quorum_lost(generation, after.ranks, losses, start)
         if self.change(head, generation=after):
             self.call_members(generation)
         return True
@@ -268,16 +268,24 @@ class StoreMembership:
             losses = [*generation.lost, *departed]
             first = [loss for loss in losses if not (loss.finished or loss.rank in also_ended)] or losses
             left = [rank for rank in generation.ranks if rank not in gone - also_ended]
-            half = f"half of {[*generation.ranks]}"
             self.current()
-            too_few = f"fewer than {f'the {self.needed} {MAKE_A_STEP}' if self.needed else half}"
-            raise self._quorum_lost(left, first, too_few, step)
+            raise self._quorum_lost(generation, left, first, step)
 
-    def _quorum_lost(self, left: Sequence[int], losses: Sequence[Loss], too_few: str, step: int) -> QuorumLost:
+    def _quorum_lost(
+        self, generation: Generation, left: Sequence[int], losses: Sequence[Loss], step: int
+    ) -> QuorumLost:
         last = [loss for loss in losses if not loss.finished][-1]
-        what = f"{last}. Ranks {[*left]} are left, {too_few}: start again from a checkpoint"
-        more = ", with more backups or fewer ranks" if self.needed else ""
-        return QuorumLost(what + more, Place(self.rank, last.rank, step))
+        if self.needed:
+            what = (
+                f"{last}. Ranks {[*left]} are left, fewer than the {self.needed} {MAKE_A_STEP}: "
+                "start again from a checkpoint, with more backups or fewer ranks"
+            )
+        else:
+            what = (
+                f"{last}. Ranks {[*left]} are left, fewer than half of {[*generation.ranks]}: "
+                "start again from a checkpoint"
+            )
+        return QuorumLost(what, Place(self.rank, last.rank, step))
 
     def has_lost_neighbor(self, generation: Generation) -> bool:
         """Return True if the next member does not live; each rank probes one, so that all are probed."""

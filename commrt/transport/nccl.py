@@ -4,7 +4,7 @@
 Running a bound group issues NCCL's on the calling thread's current stream, and returns when they are queued; later work
 on that stream sees what arrived. Bytes travel as NCCL_INT8, so every dtype works. It is one NCCL group if no rank has
 many messages, and several otherwise (`program.nccl_groups`): NCCL cuts a large group into kernels, at another place on
-each rank, and kernels may then wait for each other for ever. No group of ours is cut (docs/nccl.md, decision 0034).
+each rank, and kernels may then wait for each other for ever. No group of ours is cut (decision 0034).
 
 NCCL has no deadlines, and no rank learns from it that another has given up (NVIDIA/nccl#279). A watchdog thread
 enforces the deadlines, reads from the store which ranks have left, and aborts the communicator to end what waits in it.
