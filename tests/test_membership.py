@@ -18,6 +18,7 @@ from small_models import backward, trainee
 from store_members import LONG_S, member_of, members_of
 
 import commrt
+from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import GATHERING, OPEN, ROLL_CALL, RUNNING, Generation, Head, arrival_key, joining_key
 from commrt.errors import (
     CommrtError,
@@ -30,8 +31,9 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.runtime.membership import Loss
-from commrt.testing.ranks import run_ranks
+from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads.deadline import Deadline
+from commrt.threads.future import Future
 
 
 @pytest.fixture
@@ -569,3 +571,14 @@ def test_a_rank_gives_up_two_timeouts_after_a_fault_that_no_roll_call_finds(algo
         failures = run_ranks(2, failure, LONG_S, without_answers(clock, LONG_S))
         assert any("no answer" in each for each in failures), failures
         assert clock.now_s() - begin_s <= 2 * LONG_S + 5.0
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_waits_for_an_answer_sleeps_until_it_comes():
+    class ComesIfWaitedFor(Future):
+        def exception(self, timeout_s=None):
+            self.set_result("an answer")
+
+    (world,) = local_worlds(1)
+    assert make_elastic(world).wait_for(ComesIfWaitedFor()) == "an answer"
+    world.close()
