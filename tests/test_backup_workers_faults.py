@@ -21,7 +21,7 @@ import commrt
 from commrt.testing.processes import RESTART, run_processes
 
 INNER = {"torus": commrt.Torus2D(), "ring": commrt.Ring()}
-AT, STEPS, STOP_S = 4, 16, 20.0
+AT, STEPS, STOP_S = 4, 16, 12.0
 pytestmark = pytest.mark.processes
 
 
