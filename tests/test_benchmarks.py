@@ -9,18 +9,16 @@ import os
 import re
 import subprocess
 import sys
-from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-import model_gradients
 import records
 import report
 from failures import tables
-from failures_audit import lost_updates, units, wrong
+from failures_audit import wrong
 from failures_runs import Run
 from failures_worker import TRAIN_IMAGES, Job, batch_of, fresh, images
 
@@ -101,37 +99,11 @@ def test_the_page_of_an_algorithm_says_what_was_recorded(recorded):
         assert f"{ratio(recorded, 'netlab', f'{name}, fp32')} of the time of Gloo's" in page
 
 
-PUBLISHED = {
-    "ResNet-50": (161, 25_557_032, 2_359_296),
-    "GoogLeNet": (173, 6_624_904, 1_024_000),
-    "VGG-16": (32, 138_357_544, 102_760_448),
-    "VGG-19": (38, 143_667_240, 102_760_448),
-    "BERT-large": (398, 336_226_108, 31_254_528),
-    "GPT-2 124M": (148, 124_439_808, 38_597_376),
-    "GPT-2 1.5B": (580, 1_557_611_200, 80_411_200),
-    "Llama-3-8B layer": (9, 218_112_000, 58_720_256),
-    "10,000 tensors of 64": (10_000, 640_000, 64),
-}
-
-
-def test_every_gradient_set_has_as_many_tensors_and_elements_as_the_model():
-    sizes = {name: [prod(shape) for shape in shapes().values()] for name, shapes in model_gradients.SETS.items()}
-    assert {name: (len(each), sum(each), max(each)) for name, each in sizes.items()} == PUBLISHED
-
-
 # Training under failures.
 
 
-def update(step, members, attempt=0):
-    return {"kind": "update", "step": step, "members": members, "attempt": attempt, "rank": members[0], "pid": 1}
-
-
-def test_a_restart_undoes_the_updates_since_the_checkpoint_and_their_samples_count_twice():
-    first, second = ([{"kind": "ready", "step": step, "attempt": attempt}] for step, attempt in ((0, 0), (4, 1)))
-    first += [update(step, [0, 1]) for step in range(7)]
-    second += [update(step, [0, 1], attempt=1) for step in range(4, 8)]
-    assert lost_updates([*first, *second]) == 3
-    assert units([*first, *second], Job("ddp", "", 2, 8, 0.0, 0, 4)) == (16, 6)
+def update(step, members):
+    return {"kind": "update", "step": step, "members": members, "attempt": 0, "rank": members[0], "pid": 1}
 
 
 @pytest.fixture
@@ -150,22 +122,10 @@ def finished(tmp_path):
     return Run(job, [])
 
 
-@pytest.mark.parametrize(
-    ("events", "said"),
-    [
-        ([update(0, [0, 2]), update(1, [0, 1])], None),
-        ([update(0, [0, 2])], "not one for each of 2 steps"),
-        ([update(0, [0, 2]), update(1, [0, 1]), update(1, [1, 2])], "not one set of 2 gradients"),
-        ([update(0, [0, 2]), update(1, [0])], "not one set of 2 gradients"),
-        ([update(0, [0, 1]), update(1, [0, 1])], "off by"),
-    ],
-    ids=["right", "an update is lost", "an update is made twice", "a gradient is missing", "other gradients"],
-)
-def test_the_audit_finds_updates_that_are_wrong(finished, events, said):
-    finished.events = events
-    complaints = list(wrong(finished))
-    assert len(complaints) == (said is not None)
-    assert said is None or said in complaints[0]
+def test_the_audit_finds_updates_that_are_wrong(finished):
+    finished.events = [update(0, [0, 1]), update(1, [0, 1])]
+    (complaint,) = wrong(finished)
+    assert "off by" in complaint
 
 
 def test_the_pages_show_the_tables_of_the_records():

@@ -67,6 +67,7 @@ def test_verify_proves_one_schedule_of_a_collective_or_all():
         ("verify all_to_all --ranks 3 --schedule pairwise", "1  copy  0->2 [2:3)"),
         ("verify all_to_all --ranks 3 --schedule pairwise", "3 ranks is a correct all_to_all: 2 steps, 6 transfers"),
         ("verify gossip --ranks 4", "after 2 steps every rank holds exactly the mean; 0 of the differences"),
+        ("verify gossip --ranks 5", "is a correct doubly_stochastic"),
         ("verify gossip --ranks 5", "holds 0.625 to 1.25 times its share of each; 0.202 of the differences"),
         ("verify gossip --ranks 8", "left at most; ranks have met all others directly after 25 steps"),
         ("verify gossip --ranks 8 --within 2", "left at most; rows of 2 have met all others directly after 5 steps"),

@@ -8,12 +8,10 @@ from itertools import product
 
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each
 from commands import invoke, told
 
 import commrt
-from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.pricing.cluster import builtin_clusters
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.options import Wire
@@ -37,12 +35,6 @@ def test_simulate_says_what_an_exchange_takes_and_what_no_schedule_can_beat():
     assert record["seconds"] == pytest.approx(7.9e-3, rel=0.01)
     assert record["steps"] == 252
     assert 1.5 < record["seconds"] / record["lower_bound_seconds"] == record["of_optimal"] < 1.6
-
-
-@for_each(("algorithm", "cluster"), taking_turns([*ALGORITHMS, "gossip"], builtin_clusters()))
-def test_every_algorithm_and_every_shipped_cluster_has_prices(algorithm, cluster):
-    record = told("simulate exchange", algorithm, "--ranks", 32, "--cluster", cluster, "--nbytes", 51.1e6)
-    assert record["seconds"] >= record["lower_bound_seconds"] > 0
 
 
 def test_a_training_step_is_told_with_the_exchange_after_it_and_under_it():

@@ -129,10 +129,6 @@ def test_ranks_that_answer_a_roll_call_form_one_generation_from_the_latest_step(
         assert {loss.rank for loss in agreed.lost} == gone
 
 
-def test_a_roll_call_that_all_answer_keeps_all_in_a_new_generation(members):
-    assert {generation.ranks for generation in roll_call(members(3), [4, 4, 5])} == {(0, 1, 2)}
-
-
 def test_a_process_that_is_gone_is_found_long_before_the_deadline(members):
     found = members(3)
     found[1].processes.close()  # as its kernel would
@@ -331,14 +327,6 @@ def test_collectives_leave_no_more_keys_on_the_store_the_more_there_are(members)
         at_once([lambda member=member: call_and_vote(member) for member in found])
         counts.append(found[0].store.connection.num_keys())
     assert counts[1:] == counts[1:2] * 3
-
-
-def test_a_member_that_does_not_come_in_time_is_evicted_and_the_others_begin(members):
-    found = members(3)
-    assert until_the_deadline(arrivals(found[:2])) == [(0, 1)] * 2
-    assert found[0].current().ranks == (0, 1)
-    with pytest.raises(Evicted, match=r"did not come to save\(\) within"):
-        arriving(found[2])()
 
 
 @pytest.mark.parametrize("how", ["finished", "gone"])

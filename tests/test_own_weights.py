@@ -57,27 +57,11 @@ def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches,
         assert same(weights, found[0][4])
 
 
-@on_ranks(1)
-def test_join_inside_join_is_refused(world):
-    replica = Loop(world, Gossip()).replica
-    with replica.join(), pytest.raises(UsageError, match=r"join\(\) inside join\(\)"), replica.join():
-        pass
-
-
 @on_ranks(2)
 def test_join_refuses_an_outer_rule_that_needs_learning_rates(world):
     loop = Loop(world, LocalSGD(2, outer=SlowMomentum()))
     with pytest.raises(UsageError, match="with SlowMomentum: it divides"), loop.replica.join():
         pass
-
-
-@on_ranks(2, timeout_s=PATIENT_S)
-def test_collectives_are_refused_inside_join(world):
-    replica = Loop(world, Gossip()).replica
-    with replica.join():
-        for refused in (replica.consolidate, replica.disagreement, replica.replicas_equal):
-            with pytest.raises(UsageError, match=r"inside join\(\)"):
-                refused()
 
 
 def scaled(loop, steps, skipped):
@@ -361,12 +345,6 @@ def test_period_and_delay_change_only_where_nothing_is_under_way(world, steps, p
         return
     with pytest.raises(UsageError, match=rf"averages in flight of period=4, delay=4.*period={period}, delay={delay}"):
         loop.load(state)
-
-
-@on_ranks(2)
-def test_a_checkpoint_holds_what_is_under_way(world):
-    loop = Loop(world, LocalSGD(4, 3, fragments=2)).run(5)
-    assert [part["in_flight"] is not None for part in loop.replica.state_dict()["fragments"]] == [True, False]
 
 
 @on_ranks(2)

@@ -208,16 +208,6 @@ def test_a_rate_that_cannot_be_is_refused_in_words(changed, says):
         rate_of(control_of({0: 8}), **changed)
 
 
-@for_each("smoothing", [0.0, 0.1, 0.3])
-def test_label_smoothing_is_torchs_and_the_papers(smoothing):
-    torch.manual_seed(0)
-    logits, digits = torch.randn(64, 10, dtype=torch.float64), torch.randint(0, 10, (64,))
-    surprise = -torch.log_softmax(logits, dim=1)
-    right = surprise[torch.arange(64), digits]
-    expected = ((1 - smoothing) * right + smoothing * surprise.mean(dim=1)).mean()
-    torch.testing.assert_close(cross_entropy(logits, digits, label_smoothing=smoothing), expected, rtol=1e-12, atol=0)
-
-
 @for_each(("ranks", "name"), taking_turns([2, 4, 8, 16], [*ALGORITHMS]))
 def test_an_exchange_in_fp16_is_wrong_by_a_rounding_per_addition_and_does_not_overflow(name, ranks):
     """Divided by the ranks before it is cast: values of which the sum is beyond fp16 have a mean that is not."""

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
-from gossip_models import batch, local_step, model_of, optimizer_of, params, same
+from gossip_models import batch, local_step, model_of, params, same
+from small_models import sgd
 from torch import nn
 
 import commrt
@@ -27,7 +28,7 @@ class Loop:
 
     def __init__(self, world, algorithm, **options):
         self.world, self.model = world, model_of()
-        self.optimizer = optimizer_of(self.model, lr=0.01)
+        self.optimizer = sgd(self.model, lr=0.01)
         self.replica = commrt.attach(self.model, self.optimizer, algorithm, world=world, **options)
         self.step = 0
 

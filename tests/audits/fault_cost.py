@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise
 from random import Random
@@ -237,34 +236,42 @@ def run_with_faults(ranks, algorithm, faults, length=RunLength(), *, timeout_s=1
 
 def reference_holds(ends, needed, least=STEPS):
     """Raise `AssertionError` unless all `ends` are those of `needed` gradients in each of at least `least` steps."""
-    used: dict[int, tuple[int, ...]] = {}
+    used = counted([end.value["used"] for end in ends], needed, least)
+    model = network()
+    wanted = same_steps(used, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for end in ends:
-        for step, members in end.value["used"].items():
-            if used.setdefault(step, members) != members:
-                raise AssertionError(f"step {step}: {members} and {used[step]}")
+        if not are_close(wanted, map(torch.from_numpy, end.value["params"])):
+            raise AssertionError(f"rank {end.rank} has other weights than the same steps in one process give")
+
+
+def counted(found, needed, least):
+    """Return who counted in each step, as all of `found` say; raise as `reference_holds` does."""
+    used: dict[int, tuple[int, ...]] = {}
+    for step, members in (each for mine in found for each in mine.items()):
+        if used.setdefault(step, members) != members:
+            raise AssertionError(f"step {step}: {members} and {used[step]}")
     are_as_many = all(len({*members}) == needed for members in used.values())
     if len(used) < least or sorted(used) != list(range(len(used))) or not are_as_many:
         raise AssertionError(f"not {needed} gradients in each step: {used}")
-    wanted = list(same_steps(used).parameters())
-    for end in ends:
-        for param, theirs in zip(wanted, end.value["params"], strict=True):
-            if not torch.allclose(param, torch.from_numpy(theirs), rtol=0, atol=1e-12):
-                raise AssertionError(f"rank {end.rank} has other weights than the same steps in one process give")
+    return used
 
 
-def same_steps(used):
-    """Return the network after the steps of one process with the gradients of these ranks in each."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def same_steps(used, model, optimizer, backward=backward):
+    """Return the parameters after the steps of one process with the gradients of these ranks in each."""
     for step in range(len(used)):
         gradients = []
         for rank in used[step]:
             backward(model, rank, step)
-            gradients.append([deepcopy(param.grad) for param in model.parameters()])
+            gradients.append([param.grad.clone() for param in model.parameters()])
         for param, *parts in zip(model.parameters(), *gradients, strict=True):
-            param.grad = sum(part for part in parts if part is not None) / len(parts)
+            param.grad = sum(parts) / len(parts)
         optimizer.step()
-    return model
+    return [*model.parameters()]
+
+
+def are_close(ours, theirs):
+    """Return True if the parameters are equal but for what rounding leaves of another order."""
+    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
 
 
 UPDATES, EPOCHS = RunLength(), RunLength(epochs=2, most_s=0.02)

@@ -15,7 +15,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from c10d_trainers import network, optimizer_of, samples
+from c10d_trainers import network, samples
+from small_models import sgd
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -56,7 +57,7 @@ def hooked(hook, state):
     """The losses of a model whose gradients travel by `hook`."""
     model = DistributedDataParallel(network(), bucket_cap_mb=SMALL_MB)
     model.register_comm_hook(state, hook)
-    return losses(model, optimizer_of(model))
+    return losses(model, sgd(model))
 
 
 def power_sgd():
@@ -200,26 +201,26 @@ def compiled(thing):
 def compiled_ddp():
     with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", int(SMALL_MB * 2**20)):  # or torch's compiler refuses it
         model = compiled(DistributedDataParallel(network(), bucket_cap_mb=SMALL_MB))
-        return losses(model, optimizer_of(model))
+        return losses(model, sgd(model))
 
 
 def compiled_inside_ddp():
     model = DistributedDataParallel(compiled(network()))
-    return losses(model, optimizer_of(model))
+    return losses(model, sgd(model))
 
 
 def compiled_ddp_with_a_hook():
     model = DistributedDataParallel(network())
     state = commrt.DDPState(commrt.Ring())
     model.register_comm_hook(state, commrt.ddp_hook)
-    found = losses(compiled(model), optimizer_of(model))
+    found = losses(compiled(model), sgd(model))
     commrt.init().close()
     return found
 
 
 def compiled_fsdp():
     model = fsdp2(network())
-    return losses(compiled(model), optimizer_of(model))
+    return losses(compiled(model), sgd(model))
 
 
 def compiled_all_reduce():

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from rank_pool import KEPT
+from small_models import sgd
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,10 +43,6 @@ def loader():
     return DataLoader(samples(), batch_size=8)
 
 
-def optimizer_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def loss_of(model):
     """What the model has learnt, with all samples."""
     with torch.no_grad():
@@ -60,7 +57,7 @@ def accelerate(backend):
     model, losses = network(), []
     dist.init_process_group(backend)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    wrapped, optimizer, batches = accelerator.prepare(model, optimizer_of(model), loader())
+    wrapped, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
     for _ in range(EPOCHS):
         for x, y in batches:
             with accelerator.accumulate(wrapped):
@@ -99,7 +96,7 @@ def lightning(backend):
             self.log("checked", cross_entropy(self.network(batch[0]), batch[1]), sync_dist=True)
 
         def configure_optimizers(self):
-            return optimizer_of(self)
+            return sgd(self)
 
     module, folder = Classifier(), tempfile.mkdtemp()
     trainer = pl.Trainer(
@@ -181,7 +178,7 @@ def torchft(backend):
         store_port=store.port,
         lighthouse_addr=address[0],
     )
-    optimizer, wrapped = Optimizer(manager, optimizer_of(model)), DistributedDataParallel(manager, model)
+    optimizer, wrapped = Optimizer(manager, sgd(model)), DistributedDataParallel(manager, model)
     for _ in range(EPOCHS):
         for x, y in zip(*(part.chunk(8) for part in samples().tensors), strict=True):
             optimizer.zero_grad()

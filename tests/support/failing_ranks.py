@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
-from itertools import pairwise
 
 import torch
-from torch import nn
+from fault_cost import network
 from torch.nn.functional import cross_entropy
 
 import commrt
@@ -26,10 +25,8 @@ def tell_and_pause(tell, message):
         signal.pause()
 
 
-def model_of(widths=(16, 64, 64, 64, 4)):
-    torch.manual_seed(0)
-    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*layers)
+def model_of():
+    return network().float()
 
 
 def joined(algorithm, timeout_s, model):

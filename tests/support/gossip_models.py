@@ -6,9 +6,8 @@ from __future__ import annotations
 from copy import deepcopy
 
 import torch
+from small_models import attached, sgd
 from torch import nn
-
-import commrt
 
 PATIENT_S = 20.0
 STEPS = 7
@@ -37,15 +36,8 @@ def local_step(model, optimizer, step, rank):
     optimizer.step()
 
 
-def optimizer_of(model, lr=0.1):
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-
-
 def trainee(world, algorithm, **options):
-    """Return a model with its optimizer and replica."""
-    model = model_of()
-    optimizer = optimizer_of(model)
-    return model, optimizer, commrt.attach(model, optimizer, algorithm, world=world, **options)
+    return attached(world, model_of(), algorithm=algorithm, **options)
 
 
 def params(model):
@@ -69,7 +61,7 @@ def sources(algorithm, step, ranks):
 def simulated(algorithm, ranks, steps=STEPS):
     """The same in one process: local steps, then messages, each applied when it is as late as it may be."""
     models = [model_of() for _ in range(ranks)]
-    optimizers = [optimizer_of(model) for model in models]
+    optimizers = [sgd(model) for model in models]
     in_flight = []
     for step in range(steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):

@@ -6,8 +6,14 @@ from __future__ import annotations
 import threading
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 
+import small_models
 import torch
+from fault_cost import are_close, counted, same_steps
+from gossip_models import model_of
+from gossip_models import params as weights
+from small_models import attached
 from torch import nn
 
 import commrt
@@ -18,13 +24,9 @@ LATE, AT = 2, 3
 """The rank that is late in most tests, and the step."""
 
 
-def made(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
+MODEL = model_of().double()
 with torch.random.fork_rng():
-    MODEL = made()
+    torch.manual_seed(0)
     NORMED = nn.Sequential(deepcopy(MODEL), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
 
 
@@ -32,8 +34,7 @@ def batch(rank, version):
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * version + rank), dtype=torch.float64)
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+sgd = partial(small_models.sgd, lr=0.05)
 
 
 def backward(model, rank, version):
@@ -41,21 +42,15 @@ def backward(model, rank, version):
     model(batch(rank, version)).square().mean().backward()
 
 
-def trainee(world, algorithm, *, of=MODEL, **options):
-    """Return a copy of a model with its optimizer and replica."""
-    model = deepcopy(of)
-    optimizer = sgd(model)
-    return model, optimizer, commrt.attach(model, optimizer, algorithm, world=world, **options)
+def trainee(world, algorithm, **options):
+    """Return a copy of `MODEL` with its optimizer and replica."""
+    return attached(world, deepcopy(MODEL), sgd, algorithm=algorithm, **options)
 
 
 def at(replica):
     """The version of the weights that the next forward pass uses."""
     replica.drain()
     return replica.step
-
-
-def weights(model):
-    return [param.detach().clone() for param in model.parameters()]
 
 
 def all_are_equal(ends):
@@ -169,30 +164,12 @@ def trained(world, algorithm, steps, progress, lateness, **options):
     return used, weights(model), replica.replicas_equal()
 
 
-def reference(steps, used):
-    """The same steps in one process, with the gradients that were counted."""
-    model = deepcopy(MODEL)
-    optimizer = sgd(model)
-    for step in range(steps):
-        gradients = []
-        for rank in used[step]:
-            backward(model, rank, step)
-            gradients.append([param.grad.clone() for param in model.parameters()])
-        for param, *parts in zip(model.parameters(), *gradients, strict=True):
-            param.grad = sum(parts) / len(parts)
-        optimizer.step()
-    return list(model.parameters())
-
-
 def check(ends, steps, needed):
-    used = {}
-    for mine, _, equal in ends:
-        assert equal
-        for step, members in mine.items():
-            assert used.setdefault(step, members) == members
-    assert sorted(used) == list(range(steps))
-    assert all(len(members) == needed for members in used.values())
+    assert all(equal for *_, equal in ends)
+    used = counted([mine for mine, *_ in ends], needed, least=steps)
+    assert len(used) == steps
     for step, members in used.items():  # all whom the others counted know it, and nobody else does
         assert {rank for rank, (mine, _, _) in enumerate(ends) if step in mine} == set(members)
-    for (_, params, _), wanted in ((end, reference(steps, used)) for end in ends):
-        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(params, wanted, strict=True))
+    model = deepcopy(MODEL)
+    wanted = same_steps(used, model, sgd(model), backward)
+    assert all(are_close(found, wanted) for _, found, _ in ends)

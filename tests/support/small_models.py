@@ -39,15 +39,18 @@ class Branches(nn.Module):
         return out + self.somebody(x) if self.uses_branch else out
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def attached(world, model, make=sgd, **options):
+    """Return a model with its optimizer and replica."""
+    optimizer = make(model)
+    return model, optimizer, commrt.attach(model, optimizer, world=world, **options)
 
 
 def trainee(world, *extra, **options):
-    """Return a model with its optimizer and replica."""
-    model = net(*extra)
-    optimizer = sgd(model)
-    return model, optimizer, commrt.attach(model, optimizer, world=world, **options)
+    return attached(world, net(*extra), **options)
 
 
 def data(rank, step=0):
