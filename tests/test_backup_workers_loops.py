@@ -78,11 +78,14 @@ def test_a_batch_that_does_not_fit_into_memory_may_be_skipped(world):
     def fail(gradient):
         if world.rank == 1 and replica.step >= AT and not failed:
             failed.append(True)
+            world.store.set("rank 1 has failed", "")
             raise MemoryError
         return gradient
 
     model[0].weight.register_hook(fail)
     while at(replica) < AT + 3:
+        if world.rank == 0 and replica.step >= AT:  # so the others need rank 1 for that step
+            world.store.wait(["rank 1 has failed"])
         try:
             backward(model, world.rank, replica.step)
         except MemoryError:
