@@ -15,5 +15,5 @@ def test_every_algorithm_has_its_bits_in_the_file():
 
 @pytest.mark.parametrize("case", bits.CASES)
 def test_bits_are_those_of_the_file(case):
-    """After a change that is meant to change them, ``python tests/support/bits.py`` writes the file."""
+    """After a change that is meant to change them, ``python dev/bits.py`` writes the file."""
     assert bits.digest(case) == json.loads(bits.FILE.read_text())[case]

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import product
 from runpy import run_module
 
@@ -76,49 +74,6 @@ def test_each_call_takes_the_arguments_that_the_real_one_documents(real):
     for name in (*FUNCTIONS, *METHODS):
         here, there = (stand_in, real) if name in FUNCTIONS else (stand_in.NcclCommunicator, real.NcclCommunicator)
         assert (name, declared(getattr(here, name))) == (name, documented(getattr(there, name)))
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
-
-
-@pytest.fixture
-def pair(pool):
-    """Two ranks' communicators of the stand-in."""
-    return [*pool.map(partial(stand_in.NcclCommunicator, 2, stand_in.get_unique_id()), range(2))]
-
-
-def swap(communicator, mine, theirs):
-    peer = 1 - communicator._rank
-    stand_in.groupStart()
-    communicator.send(mine.data_ptr(), mine.nbytes, stand_in.NCCL_INT8, peer, 0)
-    communicator.recv(theirs.data_ptr(), theirs.nbytes, stand_in.NCCL_INT8, peer, 0)
-    stand_in.groupEnd()
-
-
-def test_what_the_stand_in_records_happens_in_each_replay_and_meets_what_was_recorded_with_it(pair, pool):
-    data = [(torch.full((3,), float(rank)), torch.zeros(3)) for rank in range(2)]
-    exchanges = [partial(swap, each, *own) for each, own in zip(pair, data, strict=True)]
-    (ours, _), (theirs, later) = [[stand_in.record(exchange) for _ in range(2)] for exchange in exchanges]
-    assert data[1][1].tolist() == [0.0] * 3
-    for value in (4.0, 7.0):
-        data[0][0].fill_(value)
-        list(pool.map(lambda graph: graph.replay(), (ours, theirs)))
-        assert data[1][1].tolist() == [value] * 3
-    for other in (later.replay, exchanges[1]):
-        for future in [pool.submit(ours.replay), pool.submit(other)]:
-            assert str(future.exception(20)) == "NCCL_ERROR_INTERNAL_ERROR"
-
-
-def test_a_communicator_of_the_stand_in_is_freed_when_its_graphs_are(pair, pool):
-    graph = stand_in.record(partial(swap, pair[0], torch.zeros(3), torch.zeros(3)))
-    freed = pool.submit(pair[0].abort)
-    with pytest.raises(TimeoutError):
-        freed.result(0.2)
-    graph.reset()
-    freed.result(20)
 
 
 def test_where_cupy_is_absent_that_is_said(monkeypatch):

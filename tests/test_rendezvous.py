@@ -244,9 +244,6 @@ def test_contradictions_are_refused_with_a_sentence(env, says):
 def test_a_deadline_is_a_positive_number_of_seconds(text):
     with pytest.raises(UsageError, match="COMMRT_TIMEOUT_S"):
         default_timeout_s({"COMMRT_TIMEOUT_S": text})
-
-
-def test_the_default_deadline_is_five_minutes():
     assert default_timeout_s({}) == 300
     assert default_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
 
@@ -255,9 +252,6 @@ def test_the_default_deadline_is_five_minutes():
 def test_a_transport_is_one_that_there_is(kind):
     with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=.* is no transport: set one of shared, gloo"):
         chosen_transport({"COMMRT_TRANSPORT": kind})
-
-
-def test_no_transport_is_asked_for_unless_it_is():
     assert chosen_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
     assert chosen_transport({}) is None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what each algorithm makes of given numbers; ``python tests/support/bits.py`` writes them to a file.
+"""Digests of what each algorithm makes of given numbers; ``python dev/bits.py`` writes them to a file.
 
 Sums of floats depend on the order of additions: a digest shows if it has changed. No case has a product and a sum that
 a processor may round as one, so digests should be the same on every machine (seen with AVX512, AVX2 and neither).
@@ -24,7 +24,7 @@ from commrt.errors import UsageError
 from commrt.quantization import Int4, Int8
 from commrt.testing.ranks import run_ranks
 
-FILE = Path(__file__).parent.parent / "bits.json"
+FILE = Path(__file__).parent / "golden_bits.json"
 COUNTS = (2, 3, 4, 6, 8)
 NUMEL = 1009
 """A prime, which no number of chunks divides."""
