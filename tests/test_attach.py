@@ -52,6 +52,11 @@ def made_in_inference_mode():
     [
         (lambda: net().requires_grad_(requires_grad=False), {}, "no parameter that requires a gradient"),
         (lambda: net().to("meta"), {}, r"has no values: use model\.to_empty\(\)"),
+        (
+            lambda: nn.Linear(2, 2, dtype=torch.complex64),
+            {},
+            r"has gradients of dtype torch\.complex64: those of torch",
+        ),
         (lambda: nn.Embedding(4, 2, sparse=True), {}, "use sparse=False"),
         (lambda: net(nn.LazyLinear(8)), {}, r"2\.weight has no shape yet: run one batch"),
         (lambda: with_buffer(torch.ones(1).expand(5)), {}, r"odd is expanded, .* use its \.clone\(\)"),
