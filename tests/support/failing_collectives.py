@@ -135,12 +135,18 @@ def late_beside_a_stopped_one(tell, timeout_s):
     if world.rank == 1:
         store.set("stopped", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    one_step(model, optimizer, world.rank, 1)
-    counted = replica.last.counted
-    replica.consolidate()
-    if world.rank == 2:
-        os.kill(int(store.get("stopped")), signal.SIGCONT)
-    last = replica.replicas_equal()
+    try:
+        one_step(model, optimizer, world.rank, 1)
+        counted = replica.last.counted
+        replica.consolidate()
+        if world.rank == 2:
+            os.kill(int(store.get("stopped")), signal.SIGCONT)
+        last = replica.replicas_equal()
+    finally:
+        if world.rank == 1:  # it was evicted meanwhile
+            store.set("told", "")
+    if world.rank == 0:  # which holds the store
+        store.wait(["told"])
     world.close()
     return counted, last
 
