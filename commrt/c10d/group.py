@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,6 +41,7 @@ from commrt.store.launcher import LOOPBACK, is_on, variable
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Deadline, require_deadlines
 from commrt.threads.future import Future, start_call
+from commrt.threads.starting import start_thread
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport
@@ -329,7 +329,7 @@ _dropped: SimpleQueue[ProcessGroupWorld] = SimpleQueue()
 
 @cache
 def _start_closing_dropped() -> None:
-    threading.Thread(target=_close_dropped, name="commrt-dropped-groups", daemon=True).start()
+    start_thread(_close_dropped, "commrt-dropped-groups")
 
 
 os.register_at_fork(after_in_child=_start_closing_dropped.cache_clear)
