@@ -47,6 +47,21 @@ def test_detach_gives_back_a_plain_model_that_can_be_attached_again(world, algor
     assert (again.step, again.replicas_equal()) == (3, True)
 
 
+@for_each("algorithm", WAYS)
+@on_ranks(2)
+def test_what_a_model_left_on_the_store_goes_when_the_next_one_is_attached(world, algorithm):
+    left = []
+    for _ in range(3):
+        model, optimizer, replica = trainee(world, algorithm=algorithm)
+        train(model, optimizer, world.rank, steps=2)
+        replica.consolidate()
+        replica.detach()
+        world.agree("the end of detach()")
+        left.append(len(world.store.list_keys()))
+        world.agree("the end of the count")
+    assert left[0] == left[1] == left[2]
+
+
 @on_ranks(2)
 def test_a_detach_in_the_middle_of_a_step_leaves_alone_what_is_on_its_way(world):
     model = net()

@@ -185,7 +185,7 @@ def test_the_first_rank_leaves_after_all_others_have_read(store, monkeypatch):
     order = []
 
     def leave(rank):
-        gather(store, rank, range(3), rank, PATIENT_S, json.loads)
+        gather(store, rank, range(3), rank, PATIENT_S, json.loads, stays=True)
         if rank == 2:
             store.wait(["early"])
         wait_until_read(store, rank, range(3))

@@ -23,6 +23,7 @@ from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
 from commrt.store.agreement import WorldConfig
 from commrt.store.client import host_identity
+from commrt.store.keys import store_of_model
 from commrt.store.launcher import chosen_transport
 from commrt.training import synchronous
 from commrt.training.attach import Request, check_stateful
@@ -82,7 +83,7 @@ class BackupWorkersReplica(Replica):
         self._guard = SkippingGuard(request.optimizers, params, self._state.shut, request.scales)
         self._is_founder, needed = world.config is None, cast("BackupWorkers", request.algorithm).needed(world.size)
         membership.begin(self, world.attached, alone=True, needed=needed, founds=self._is_founder)
-        store = PrefixStore(f"backed {world.attached}", world.store)
+        store = PrefixStore("backed", store_of_model(world.store, world.attached))
         self._backup_step = BackupStep(request, engine, self._guard, store)
         self._catch_up = CatchUp(world, membership, store, self._state)
         if self._is_founder:

@@ -36,6 +36,7 @@ from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.recording import Recorder
+from commrt.transport.channel import SMALL_NBYTES
 from commrt.transport.protocol import Tag, point
 
 LANDING_NUMEL = 1 << 15
@@ -238,8 +239,12 @@ class CallEngine:
         return bind(mine, wire, world.transport, scratch, world.comm_thread.streams, bounds=bounds, add=add), wire
 
     def _allocate(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return so much that it seldom has to grow, since programs bound to what was too small keep that."""
-        return self._world.transport.allocate(2 * max(nbytes, WIRE_NBYTES[device.type]), dtype, device)
+        """Return so much that it seldom has to grow, since programs bound to what was too small keep that.
+
+        A group of small calls alone opens no file for its memory.
+        """
+        enough = SMALL_NBYTES if nbytes <= SMALL_NBYTES else 2 * max(nbytes, WIRE_NBYTES[device.type])
+        return self._world.transport.allocate(enough, dtype, device)
 
 
 def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None:

@@ -37,6 +37,7 @@ from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
 from commrt.store.agreement import gather
 from commrt.store.client import call_store
+from commrt.store.keys import delete_keys
 from commrt.store.launcher import LOOPBACK, is_on, variable
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Deadline, require_deadlines
@@ -61,13 +62,16 @@ class ProcessGroupWorld:
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
         require_deadlines(timeout=timeout_s)
         self.store = _unused(options.store, rank, size)
-        transport, self._host, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
+        transport, host, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, self.store, local_rank(), "torch.distributed")
         self.requests, self.engine = CheckedCalls(rank, size), CallEngine(self.world, selection, options.group_id)
         # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
-        gloo = self.open_gloo("messages", timeout_s / CONNECT_TRIES)
-        self.host_messages = HostMessages(gloo, self.world)
+        self.gloo = GlooTransport(
+            PrefixStore("messages", self.store), rank, range(size), timeout_s / CONNECT_TRIES, host, lazy=True
+        )
+        self.host_messages = HostMessages(self.gloo, self.world)
         self.device_messages = DeviceMessages(self.world)
+        self.set_timeout(timeout_s)
         self._finalizer: Any = None
         _OPEN.add(self)
 
@@ -81,14 +85,7 @@ class ProcessGroupWorld:
         """Give later collectives, sends and receives another deadline."""
         require_deadlines(timeout=timeout_s)
         self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = timeout_s
-
-    def open_gloo(self, name: str, timeout_s: float) -> GlooTransport:
-        """Return connections of Gloo between all ranks, of which two are made when these first exchange.
-
-        Each `name` can be opened once. Gloo takes `timeout_s` to connect, and to exchange where nothing else is said.
-        """
-        store, world = PrefixStore(name, self.store), self.world
-        return GlooTransport(store, world.rank, range(world.size), timeout_s, self._host, lazy=True)
+        self.gloo.process_group._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # torch's name
 
     def close(self, limit_s: float | None = None) -> None:
         """Finish what was started, sends within `limit_s` if one is given, then close all connections.
@@ -105,7 +102,19 @@ class ProcessGroupWorld:
         _OPEN.discard(self)
         if self.world.comm_thread.failure is None:
             self.host_messages.finish_sends(limit_s)
+            if _OPEN:  # else the store may end any moment, with the process that holds it
+                self._delete_keys()
         self.host_messages.close()
+
+    def _delete_keys(self) -> None:
+        """Delete what this group has left on the store, if all other ranks have closed it."""
+
+        def leave() -> None:
+            if self.store.add("closed", 1) == self.world.size:
+                delete_keys(self.store)
+
+        with suppress(CommrtError, RuntimeError):  # the store is gone, with all that it held
+            call_store(leave, rank=self.world.rank)
 
     def abort(self) -> None:
         """End what is in flight with an error; call `close` too."""

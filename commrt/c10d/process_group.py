@@ -2,7 +2,7 @@
 """The process group that torch 2.13 and earlier get from ``init_process_group("commrt")``.
 
 torch calls its methods in Python. C++ and ``torch.ops.c10d`` want a backend in C++ behind a group, which cannot be
-written in Python: they find one of Gloo, which connects two ranks when they first exchange through it.
+written in Python: they find the Gloo that carries the group's messages between CPU tensors.
 
 Dispatch modes and the profiler of torch see ops, and a call of a Python method is none. So an observed call passes the
 op ``torch.ops.c10d`` of its collective, under a dispatch key of which no build of torch has tensors: the kernel there
@@ -53,9 +53,9 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         ProcessGroup.__init__(self, options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stub lacks it
         self.group = group
         group.close_with(self)
-        self._gloo = group.open_gloo("gloo", group.world.timeout_s)
+        self._gloo = group.gloo.process_group
         for device in DEVICES:
-            self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo.process_group)
+            self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo)
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
@@ -100,7 +100,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
 
 for _name in {*dir(ProcessGroupGloo)} - {*dir(CommrtProcessGroup)}:  # torch's compiler takes no __getattr__
-    setattr(CommrtProcessGroup, _name, property(attrgetter(f"_gloo.process_group.{_name}")))
+    setattr(CommrtProcessGroup, _name, property(attrgetter(f"_gloo.{_name}")))
 
 
 _observed: ContextVar[tuple[ProcessGroup, Callable[[], Any]] | None] = ContextVar("observed", default=None)

@@ -34,6 +34,8 @@ from commrt.errors import (
 )
 from commrt.runtime.membership import LOST, REFUSALS, Begin, Membership, count_kept
 from commrt.runtime.world import World
+from commrt.store.client import call_store
+from commrt.store.keys import delete_earlier_models, store_of_model
 from commrt.threads.comm_thread import RecoveredError, refusal_after
 from commrt.threads.future import Future, start_call
 from commrt.transport.protocol import CPU
@@ -266,7 +268,9 @@ class ElasticMembership(Membership):
         if not alone or (options := self._world.reconnect_options) is None:
             return
         now, transport, self.needed = self.generation, self._transport, needed
-        store = PrefixStore(f"elastic {number}", self._world.store)
+        if founds and transport.rank == now.ranks[0]:  # as this is collective, nobody uses an earlier one any more
+            call_store(partial(delete_earlier_models, self._world.store, number), rank=transport.rank)
+        store = PrefixStore("elastic", store_of_model(self._world.store, number))
         founders = Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost)
         join = partial(StoreMembership, store, transport.rank, founders, lambda: transport.timeout_s)
         self.on_store = join(host=options.towards, needed=needed, on_roll_call=self._on_call)

@@ -119,7 +119,7 @@ def compare_starts(store: Store, rank: int, members: Sequence[int], timeout_s: f
     own = _Start(host, claim, network_address(store) or "")
     try:
         for some in (members[:1], members):  # a rank that differs from the first one need not wait for all
-            found = call_store(partial(gather, store, rank, some, own, timeout_s, _parse_start), timeout_s)
+            found = call_store(partial(gather, store, rank, some, own, timeout_s, _parse_start, stays=True), timeout_s)
             starts = {**found, rank: own}
             claims = {peer: each.claim for peer, each in starts.items()}
             if error := find_disagreement("init", claims):

@@ -29,11 +29,19 @@ T = TypeVar("T")
 
 
 def gather(
-    store: Store, rank: int, members: Sequence[int], record: object, timeout_s: float, read: Callable[[bytes], T]
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    record: object,
+    timeout_s: float,
+    read: Callable[[bytes], T],
+    *,
+    stays: bool = False,
 ) -> dict[int, T]:
     """Write `record` as JSON to the store, and return those of all `members`, parsed by `read`.
 
-    Each gathering needs a prefix of the store for itself. Raises `DeadlineExceeded` with the ranks that do not come.
+    Each gathering needs a prefix of the store for itself. The last member to have read the records deletes them, unless
+    they are to `stay` for ranks that expect other members. Raises `DeadlineExceeded` with the ranks that do not come.
     """
     store.set(f"record/{rank}", json.dumps(record))
     keys = {peer: f"record/{peer}" for peer in members}
@@ -48,7 +56,11 @@ def gather(
             "look at the output of those that are missing",
             Place(rank, next(iter(missing), None)),
         ) from error
-    return {peer: parse(f"the record of rank {peer}", store.get(key), read) for peer, key in keys.items()}
+    texts = {peer: store.get(key) for peer, key in keys.items()}
+    if not stays and store.add("read", 1) == len(members):
+        for key in ("read", *keys.values()):
+            store.delete_key(key)
+    return {peer: parse(f"the record of rank {peer}", text, read) for peer, text in texts.items()}
 
 
 def wait_until_read(store: Store, rank: int, members: Sequence[int]) -> None:

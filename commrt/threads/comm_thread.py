@@ -58,7 +58,8 @@ class CommThread:
     """A thread that runs tasks in order, until one of them fails; then it refuses all later ones.
 
     The ranks of a world run the same tasks in the same order. After a failure this rank is out of step with its peers,
-    so the next task could only exchange wrong bytes. It is a daemon thread: it does not keep the process alive.
+    so the next task could only exchange wrong bytes. It is a daemon thread: it does not keep the process alive. The
+    first `submit` starts it.
 
     Callbacks of a task's future run between this task and the next one. What they submit runs at once, so its place in
     the order is the same on all ranks. A callback that takes longer than `limit_s`, not counting what it submits, ends
@@ -89,7 +90,10 @@ class CommThread:
         self._turn = threading.Lock()  # held by the thread that runs a task
         self._runner: threading.Thread | None = None  # the one that does so in `run`
         self._ended: Future[None] = Future()  # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
-        self._thread = start_thread(self._work, name)
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._is_started = False  # True also if `close` has found no thread
+        self._starting = threading.RLock()  # which a signal handler can take amid `submit`
 
     @property
     def listener(self) -> Recorder | None:
@@ -104,11 +108,14 @@ class CommThread:
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` after all earlier tasks, and on a GPU after all work that the caller has queued.
 
-        In a callback of a future it has run when this returns. Raises `TransportClosed` as `require_open` does.
+        In a callback of a future it has run when this returns. Raises `TransportClosed` as `require_open` does, and
+        `TransportError` if the system allows no thread.
         """
         if self._in_callbacks is not None and self.is_current:
             return self._run_nested(task)
         self.require_open()
+        if not self._is_started:
+            self._start()
         self.newest = future = Future[T](self)
         before = self.streams.record_event()
         self._pending.add(future)
@@ -143,6 +150,12 @@ class CommThread:
         with self.streams.main_stream():  # torch runs callbacks on other streams
             self._run(task, future, before)
         return future
+
+    def _start(self) -> None:
+        with self._starting:
+            if not self._is_started:
+                self._thread = start_thread(self._work, self._name)
+                self._is_started = True
 
     @property
     def is_current(self) -> bool:
@@ -182,7 +195,8 @@ class CommThread:
         self._is_over = True  # set before `_pending` is read: `submit` adds its future first, and reads this after
         for future in tuple(self._pending):
             self._refuse(future)
-        self._ended.set_result(None)
+        if not self._ended.done():  # a signal handler may have closed it while it started
+            self._ended.set_result(None)
 
     def _refuse(self, future: Future[Any]) -> None:
         """Fail a task that came too late to run, unless another thread has done so."""
@@ -225,7 +239,7 @@ class CommThread:
         """Bound the time that callbacks take from now on. On the communication thread; does nothing on others."""
         if not self._is_watched and self.is_current:
             self._is_watched = True
-            start_thread(self._watch, f"{self._thread.name}-watch")
+            start_thread(self._watch, f"{self._name}-watch")
 
     def _watch(self) -> None:
         seen, deadline = None, Deadline(self._limit_s())
@@ -256,6 +270,10 @@ class CommThread:
         self.require_other_thread()
         self._refusal = CLOSED
         self._tasks.put(None)
+        with self._starting:
+            if not self._is_started:  # no task can have been submitted
+                self._is_started = self._is_over = True
+                self._ended.set_result(None)
         self._ended.result(limit_s)
         if not self._turn.acquire(timeout=-1 if limit_s is None else limit_s):  # another thread may `run` a task
             raise TimeoutError(f"another thread has not finished a task within {limit_s:g} s")
@@ -264,7 +282,7 @@ class CommThread:
     def leave_to_parent(self) -> None:
         """Accept no more tasks, and fail all pending ones: in a forked child the thread does not exist."""
         self._refusal = INHERITED
-        self._turn = threading.Lock()  # a thread that is not here may have held it
+        self._turn, self._starting = threading.Lock(), threading.RLock()  # a thread that is not here may have held them
         for future in self._pending:
             future.drop_callbacks()
             if not future.done():

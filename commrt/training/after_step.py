@@ -24,6 +24,7 @@ from commrt.importing import untraced
 from commrt.runtime.membership import LOST
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, require
+from commrt.store.keys import store_of_model
 from commrt.threads.deadline import clock
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import current_pass, on_dense_gradients
@@ -175,7 +176,7 @@ class AfterStepReplica(Replica):
             raise UsageError("join() inside join(): join one model of a world at a time, around its loop")
         check_stateful(also)
         self._joins += 1
-        store = PrefixStore(f"gossip {self._number} join {self._joins}", world.store)
+        store = PrefixStore(f"join {self._joins}", store_of_model(world.store, self._number))
         self._progress = progress = JoinProgress(store, world)
         progress.begin(self._step)
         world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))

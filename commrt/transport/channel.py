@@ -26,6 +26,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +34,7 @@ from contextlib import ExitStack, suppress
 from hashlib import sha256
 from itertools import count
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ CALL = struct.Struct("<cI")
 SMALL_NBYTES = 16 << 10
 """Messages up to this size travel in packets: below, an offer and its answer take longer than two copies more."""
 PACKET_NBYTES = CALL.size + SMALL_NBYTES
+KEEP_NO_FILE: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+"""Else a mapping opens its file once more, for as long as it lives."""
 DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -249,7 +252,7 @@ class Channel:
 
     def _map(self, number: int, fd: int) -> None:
         try:
-            self._mapped[number] = mmap.mmap(fd, 0)
+            self._mapped[number] = mmap.mmap(fd, 0, **KEEP_NO_FILE)
         finally:
             os.close(fd)
 
@@ -322,7 +325,7 @@ class Arena:
         fd = os.memfd_create(f"commrt-{number}")
         try:
             os.ftruncate(fd, max(nbytes, SEGMENT_NBYTES))
-            memory = mmap.mmap(fd, 0)
+            memory = mmap.mmap(fd, 0, **KEEP_NO_FILE)
         except BaseException:
             os.close(fd)
             raise

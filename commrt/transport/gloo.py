@@ -80,6 +80,7 @@ class GlooTransport(Transport):
         self._sent = {peer: count() for peer in members}
         self._received = {peer: count() for peer in members}
         self._lazy, self._gloo = lazy, cast("Any", None)
+        self._used = set(() if lazy else range(len(members)))  # places of members to which a connection may lead
         self._connect(store, address)
         release_in_forked_child(self)
 
@@ -136,9 +137,13 @@ class GlooTransport(Transport):
         if gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, peer))
         if peer is None:
-            return cast("Work", gloo.recv_anysource([data], tag))
-        post = gloo.send if is_send else gloo.recv
-        return cast("Work", post([data], self.members.index(peer), tag))
+            begun = gloo.recv_anysource([data], tag)
+            self._used.update(range(len(self.members)))
+        else:
+            place, post = self.members.index(peer), gloo.send if is_send else gloo.recv
+            begun = post([data], place, tag)
+            self._used.add(place)
+        return cast("Work", begun)
 
     def bind(self, group: P2PGroup) -> Exchange:
         start = self.bind_start(group)
@@ -201,14 +206,14 @@ class GlooTransport(Transport):
         """Close all connections, even if somebody references them; peers that wait for this rank see them break.
 
         Gloo's own ``abort`` and ``shutdown`` leave the sockets open (torch 2.13). A receive that times out closes
-        them. It fails at once on a connection that is already broken, so every peer is tried. Of lazy connections it
-        drops its reference only: a receive would connect.
+        them. It fails at once on a connection that is already broken, so every peer is tried; of lazy connections
+        those that this rank has used, as a receive would make others.
         """
         gloo, self._gloo = self._gloo, None
-        for place, peer in enumerate(self.members if gloo is not None and not self._lazy else ()):
-            if peer != self.rank:
-                with suppress(RuntimeError):
-                    gloo.recv([torch.empty(1, device=CPU)], place, UNUSED_TAG).wait(timedelta(seconds=POLL_S))
+        own = self.members.index(self.rank)
+        for place in self._used - {own} if gloo is not None else ():
+            with suppress(RuntimeError):
+                gloo.recv([torch.empty(1, device=CPU)], place, UNUSED_TAG).wait(timedelta(seconds=POLL_S))
 
     abort = close
 

@@ -142,6 +142,8 @@ class SharedTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in memory from which sends need no copy on this side."""
         require_cpu(device)
+        if numel * dtype.itemsize <= SMALL_NBYTES:  # it travels in packets: a group may need no files for a segment
+            return super().allocate(numel, dtype)
         return self._share(numel, dtype)
 
     def _share(self, numel: int, dtype: torch.dtype) -> Tensor:

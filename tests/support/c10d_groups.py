@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,22 @@ def a_destroyed_group_is_refused_and_others_go_on():
     dist.barrier()
     is_refused = "is not initialized in the world group map" in raised(lambda: summed(ones(), group))
     return (is_refused, *sums(dist.new_group(range(4)), None)), (True, [total()] * 2, [total()] * 2)
+
+
+def a_group_takes_the_files_and_threads_of_one_over_gloo_and_leaves_one_key():
+    store, taken = dist.distributed_c10d._get_default_store(), []
+    for backend in ("gloo", "commrt"):
+        keys, before = {*store.list_keys()}, taken_by_process()
+        group = dist.new_group(range(4), backend=backend)
+        taken.append([after - already for after, already in zip(taken_by_process(), before, strict=True)])
+        dist.destroy_process_group(group)
+        del group
+        dist.barrier()
+    return (taken[1], len({*store.list_keys()} - keys)), (taken[0], 1)
+
+
+def taken_by_process():
+    return [len([*Path("/proc/self", kind).iterdir()]) for kind in ("fd", "task")]
 
 
 def the_result_of_a_work_is_the_callers_tensor():
@@ -301,6 +318,7 @@ BODIES = [
     groups_of_some_of_one_and_with_two_backends_add_up,
     a_group_keeps_the_order_in_which_its_ranks_were_named,
     a_destroyed_group_is_refused_and_others_go_on,
+    a_group_takes_the_files_and_threads_of_one_over_gloo_and_leaves_one_key,
     the_result_of_a_work_is_the_callers_tensor,
     collectives_of_a_coalescing_manager_are_waited_for_as_one,
     a_callback_waits_for_a_work,

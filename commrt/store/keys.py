@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys on the store that outlive a call: where they stand, and when they go.
+
+A launcher's store lives as long as the launcher, and a job may make groups and attach models as often as it likes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from torch.distributed import PrefixStore, Store
+
+MODEL = re.compile(r"model (\d+)/")
+
+
+def delete_keys(store: Store, is_over: Callable[[str], bool] = lambda _: True) -> None:
+    """Delete those of the keys of `store` for which `is_over`. torch lists them since 2.13; before, they stay."""
+    list_keys = getattr(store, "list_keys", list)
+    for key in filter(is_over, list_keys()):
+        store.delete_key(key)
+
+
+def store_of_model(store: Store, number: int) -> Store:
+    """Return the part of a world's `store` that the model which was attached as the `number`-th uses."""
+    return PrefixStore(f"model {number}", store)
+
+
+def delete_earlier_models(store: Store, number: int) -> None:
+    """Delete what models that were attached before the `number`-th have left; once no rank uses them any more."""
+
+    def is_over(key: str) -> bool:
+        found = MODEL.match(key)
+        return found is not None and int(found[1]) < number
+
+    delete_keys(store, is_over)
