@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import failing_ranks
 import pytest
@@ -18,6 +19,7 @@ from gossip_models import model_of, params, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_loops import ALGORITHMS, Loop
+from torch.distributed import HashStore
 
 import commrt
 from commrt import Direct, Gossip
@@ -28,6 +30,7 @@ from commrt.runtime import connection
 from commrt.store.launcher import TRANSPORTS
 from commrt.testing import ranks as rank_threads
 from commrt.testing.processes import run_processes
+from commrt.training.after_step import JoinProgress
 
 STEPS, PATIENT_S = 14, 30.0
 run_ranks = partial(rank_threads.run_ranks, timeout_s=PATIENT_S)
@@ -162,6 +165,17 @@ def test_the_remaining_ranks_end_equal_if_rank_1_is_lost_in_join(batches, dies_a
         assert same(found, seen[0][0])
         assert step == seen[0][1] >= max(batches[rank] for rank in stay)
         assert (members, [loss.rank for loss in lost]) == (stay, [1])
+
+
+def test_ranks_without_data_follow_one_that_is_lost_to_the_step_that_it_had_begun():
+    store, membership = HashStore(), SimpleNamespace(any_gone=lambda _: False)
+    world = SimpleNamespace(rank=0, members=(0, 1, 2), timeout_s=PATIENT_S, membership=membership)
+    progress = JoinProgress(store, world)
+    progress.founders = world.members
+    store.multi_set(["1", "2"], ["7 1", "3 0"])
+    world.members = (0, 2)  # another rank may have seen those 7 steps before
+    assert [*progress.outlast(3)] == [3, 4, 5, 6]
+    assert progress.last() == 0
 
 
 @pytest.mark.slow

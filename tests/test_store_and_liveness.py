@@ -180,6 +180,14 @@ def test_ranks_that_do_not_come_are_named(store):
     assert all("ranks [1, 3] did not come within 0.2 s" in str(error) for error in errors)
 
 
+def test_ranks_of_two_hosts_gather_each_among_themselves_and_leave_nothing(store):
+    hosts = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
+    for _ in range(20):
+        found = on_threads(hosts, lambda rank: gather(store, rank, hosts[rank], rank, PATIENT_S, json.loads))
+        assert found == [dict(zip(hosts[rank], hosts[rank], strict=True)) for rank in hosts]
+        assert not store.list_keys()
+
+
 def test_the_first_rank_leaves_after_all_others_have_read(store, monkeypatch):
     monkeypatch.setattr(agreement, "LINGER_S", PATIENT_S)  # a busy machine holds up a thread for seconds
     order = []

@@ -82,6 +82,7 @@ class ElasticMembership(Membership):
         self.submitted_steps = 0
         """Gossip steps so far."""
         self._made: Callable[[], int | None] = lambda: None
+        self._number = 0  # of the model that the latest membership is for
 
     @property
     def generation(self) -> Generation:
@@ -268,8 +269,9 @@ class ElasticMembership(Membership):
         if not alone or (options := self._world.reconnect_options) is None:
             return
         now, transport, self.needed = self.generation, self._transport, needed
-        if founds and transport.rank == now.ranks[0]:  # as this is collective, nobody uses an earlier one any more
-            call_store(partial(delete_earlier_models, self._world.store, number), rank=transport.rank)
+        if founds and transport.rank == now.ranks[0]:  # others may still read the latest membership, and no earlier one
+            call_store(partial(delete_earlier_models, self._world.store, self._number), rank=transport.rank)
+        self._number = number
         store = PrefixStore("elastic", store_of_model(self._world.store, number))
         founders = Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost)
         join = partial(StoreMembership, store, transport.rank, founders, lambda: transport.timeout_s)

@@ -40,8 +40,9 @@ def gather(
 ) -> dict[int, T]:
     """Write `record` as JSON to the store, and return those of all `members`, parsed by `read`.
 
-    Each gathering needs a prefix of the store for itself. The last member to have read the records deletes them, unless
-    they are to `stay` for ranks that expect other members. Raises `DeadlineExceeded` with the ranks that do not come.
+    Each gathering of some members needs a prefix of the store for itself. The last of them to have read the records
+    deletes them, unless they are to `stay` for ranks that expect other members. Raises `DeadlineExceeded` with those
+    that do not come.
     """
     store.set(f"record/{rank}", json.dumps(record))
     keys = {peer: f"record/{peer}" for peer in members}
@@ -57,8 +58,9 @@ def gather(
             Place(rank, next(iter(missing), None)),
         ) from error
     texts = {peer: store.get(key) for peer, key in keys.items()}
-    if not stays and store.add("read", 1) == len(members):
-        for key in ("read", *keys.values()):
+    counter = f"read/{members[0]}"
+    if not stays and store.add(counter, 1) == len(members):
+        for key in (counter, *keys.values()):
             store.delete_key(key)
     return {peer: parse(f"the record of rank {peer}", text, read) for peer, text in texts.items()}
 

@@ -180,7 +180,7 @@ class AfterStepReplica(Replica):
         self._progress = progress = JoinProgress(store, world)
         progress.begin(self._step)
         world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
-        world.joined = self
+        progress.founders, world.joined = world.members, self
         try:
             yield
             self._end_steps(self._passes)
@@ -210,10 +210,15 @@ class AfterStepReplica(Replica):
 
 
 class JoinProgress:
-    """How far each member of `world` is in its loop, and whether it has data; needs a store prefix of its own."""
+    """How far each member of `world` is in its loop, and whether it has data; needs a store prefix of its own.
+
+    What a rank had begun counts after it was lost, too: all that are left go as far as one of them may have gone.
+    """
 
     def __init__(self, store: Store, world: World) -> None:
         self._world, self._has_data = world, True
+        self.founders: Sequence[int] = ()
+        """All members that have recorded where they begin."""
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
 
     def begin(self, steps: int) -> None:
@@ -232,7 +237,7 @@ class JoinProgress:
         latest_s, before = clock.now_s(), self._all()
         while True:
             ranks = self._all()
-            running = [rank for rank, (_, has_data) in ranks.items() if has_data]
+            running = [rank for rank in world.members if ranks[rank][1]]
             if max(begun for begun, _ in ranks.values()) > steps:
                 yield steps
                 steps += 1
@@ -253,13 +258,13 @@ class JoinProgress:
     def last(self) -> int:
         """Return the lowest rank of those that did most steps; call it once all have ended."""
         ranks = self._all()
-        return max(ranks, key=lambda rank: (ranks[rank][0], -rank))
+        return max(self._world.members, key=lambda rank: (ranks[rank][0], -rank))
 
     def _set(self, steps: int) -> None:
         self._store.set(str(self._world.rank), f"{steps} {self._has_data:d}")
 
     def _all(self) -> dict[int, tuple[int, bool]]:
-        data = {rank: self._store.get(str(rank)) for rank in self._world.members}
+        data = {rank: self._store.get(str(rank)) for rank in self.founders}
         return {rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()}
 
 
