@@ -38,8 +38,8 @@ class Link:
 
     def __post_init__(self) -> None:
         _require_numbers("within", latency_us=self.latency_us)
-        rates = {"gbytes_per_s": self.gbytes_per_s, "bus_gbytes_per_s": self.bus_gbytes_per_s}
-        _require_numbers("within", SMALLEST_SPEED, whole=False, **rates)
+        rates = _given(bus_gbytes_per_s=self.bus_gbytes_per_s)
+        _require_numbers("within", SMALLEST_SPEED, whole=False, gbytes_per_s=self.gbytes_per_s, **rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ class Cluster:
         for what, kind in kinds.items():
             if not isinstance(value := getattr(self, what), kind):
                 raise UsageError(f"{_short(self.name)}: {what} is {_short(value)}: it must be a {kind.__name__}")
-        _require_numbers(self.name, 1, whole=True, gpus_per_node=self.gpus_per_node, nodes=self.nodes)
+        _require_numbers(self.name, 1, whole=True, gpus_per_node=self.gpus_per_node, **_given(nodes=self.nodes))
         speeds = {f"compute of {model}": speed for model, speed in self.compute.items()}
         names = ("reduce_gbytes_per_s", "pack_gbytes_per_s", "code_gbytes_per_s")
-        rates = {name: getattr(self, name) for name in names}
+        rates = _given(**{name: getattr(self, name) for name in names})
         _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds, **rates)
         _require_numbers(self.name, message_us=self.message_us, group_us=self.group_us)
         object.__setattr__(self, "kernel_efficiency", _shares_by_samples(self.name, self.kernel_efficiency))
@@ -207,11 +207,13 @@ def seconds(nbytes: float, gbytes_per_s: float | None) -> float:
     return 0.0 if gbytes_per_s is None else nbytes / (gbytes_per_s * 1e9)
 
 
-def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **values: float | None) -> None:
-    """Raise `UsageError` for a value out of range; None stands for one that is not given."""
+def _given(**values: float | None) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **values: float) -> None:
+    """Raise `UsageError` for a value out of range."""
     for name, value in values.items():
-        if value is None:
-            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST:
             must = f"it must be a number of at least {least:g}, and finite: up to {LARGEST:g}"
             raise UsageError(f"{what}: {name} is {_short(value)}: {must}")
