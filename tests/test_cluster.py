@@ -109,6 +109,7 @@ def test_kernel_efficiency_is_written_and_read_again_in_order_of_the_samples():
     ("part", "value", "says"),
     [
         ("racks", 5, "racks is 5: it must be a Racks"),
+        ("gpus_per_node", None, "gpus_per_node is None: it must be a number"),
         ("compute", {"resnet50": "fast"}, "compute of resnet50 is 'fast': it must be a number"),
         ("kernel_efficiency", {"4": 0.8, 4: 0.9}, "kernel_efficiency of 4 samples is given twice"),
     ],
