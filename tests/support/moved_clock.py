@@ -14,8 +14,9 @@ __all__ = ["MovedClock", "moved_clock"]
 
 POLL_S = 0.002
 """Real seconds that a wait sleeps before it looks at the clock again."""
-SEEN_S = 0.1
-"""Real seconds in which who waits looks at the clock again."""
+MOVE_S, SEEN_S = 0.02, 0.1
+"""Real seconds between two moves of the clock, at least and at most: each wait looks at it in between, and a request to
+a store that nobody stopped is answered, on a busy machine too."""
 REAL_LIMIT_S = 60.0
 """Real seconds in which what a test waits for must happen."""
 
@@ -52,11 +53,11 @@ class MovedClock:
         end_s, begin_s = monotonic() + REAL_LIMIT_S, self._now_s
         while not is_over():
             waiting, self._readers = self._readers, set()
-            seen_s = monotonic() + SEEN_S  # some of them may wait no more
-            while True:
+            moved_s = monotonic()
+            while not is_over() and (passed_s := monotonic() - moved_s) < SEEN_S:
+                if waiting <= self._readers and passed_s >= MOVE_S:
+                    break  # else some of them may wait no more
                 _pause(end_s, f"what was waited for did not happen within {self._now_s - begin_s:g} s")
-                if waiting <= self._readers or is_over() or monotonic() > seen_s:
-                    break
             self.advance(step_s)
 
 
