@@ -162,7 +162,7 @@ def test_with_backup_workers_a_silent_member_has_no_connections_until_its_own_ro
     found = members(4, needed=3)
     begin_s = monotonic()
     generations = roll_call(found[:3], [4, 4, 4])
-    assert monotonic() - begin_s < LONG_S / 4
+    assert monotonic() - begin_s < LONG_S / 2
     assert {(each.ranks, each.connected, each.lost) for each in generations} == {((0, 1, 2, 3), (0, 1, 2), ())}
     adopt_current(found)
     assert {each.connected for each in roll_call(found, [4, 4, 4, 4])} == {(0, 1, 2, 3)}
