@@ -84,6 +84,7 @@ def a_group_takes_the_files_and_threads_of_one_over_gloo_and_leaves_one_key():
     store, taken = dist.distributed_c10d._get_default_store(), []
     for backend in ("gloo", "commrt"):
         keys, before = {*store.list_keys()}, taken_by_process()
+        dist.barrier()
         group = dist.new_group(range(4), backend=backend)
         taken.append([after - already for after, already in zip(taken_by_process(), before, strict=True)])
         dist.barrier()  # else Gloo may still connect to a rank that has gone on
