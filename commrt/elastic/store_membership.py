@@ -382,7 +382,7 @@ class StoreMembership:
         self.processes.close()
 
     def arrivals(self, key: str) -> dict[int, Arrival]:
-        """Return the ranks that have come, from the lines under `key`: each rank's latest."""
+        """Return the ranks that have come, in that order, from the lines under `key`: each rank's latest."""
         return {rank: Arrival(*fields) for rank, *fields in self._lines(key, int, int, str, list, int | None)}
 
     def _lines(self, key: str, *kinds: Any) -> list[list[Any]]:
