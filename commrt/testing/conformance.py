@@ -159,7 +159,7 @@ def empty_messages_and_groups_are_dropped(make: Make) -> None:
         _bind(t)(NOW)
         _bind(t, [(1, torch.empty(0))] if t.rank == 0 else [])(NOW)
 
-    _on_all(make(2, SHORT_S), body)
+    _on_all(_impatient(make, 2), body)
 
 
 def a_transfer_to_self_is_a_copy(make: Make) -> None:
@@ -170,19 +170,19 @@ def a_transfer_to_self_is_a_copy(make: Make) -> None:
         _bind(t, [(t.rank, data) for data in sources], [(t.rank, data) for data in targets])(NOW)
         return [target.item() for target in targets]
 
-    _require(_on_all(make(2, SHORT_S), body) == [[1.0, 2.0]] * 2, "self transfers were lost or swapped")
+    _require(_on_all(_impatient(make, 2), body) == [[1.0, 2.0]] * 2, "self transfers were lost or swapped")
 
 
 def half_a_self_transfer_and_an_unknown_peer_are_refused(make: Make) -> None:
     """Binding a send to itself without its receive, or to a rank that does not exist, raises `UsageError`."""
-    transport = make(2, SHORT_S)[0]
+    transport = _impatient(make, 2)[0]
     for peer in (0, 2):
         _raises(UsageError, partial(_bind, transport, [(peer, torch.ones(1))]))
 
 
 def a_silent_peer_ends_in_a_deadline_that_names_it(make: Make) -> None:
     """The error carries rank, peer, step, bucket, hop and bytes, and comes in time."""
-    transports = make(3, SHORT_S)
+    transports = _impatient(make, 3)
     run = _bind(transports[0], recvs=[(2, torch.empty(5))], hop=4)
     begin = monotonic()
     place = _raises(DeadlineExceeded, lambda: run(NOW)).place
@@ -193,7 +193,7 @@ def a_silent_peer_ends_in_a_deadline_that_names_it(make: Make) -> None:
 
 def a_send_that_nobody_takes_ends_in_a_deadline_that_says_its_bytes(make: Make) -> None:
     """The error names the peer and the bytes of what was sent."""
-    transports = make(2, SHORT_S)
+    transports = _impatient(make, 2)
     run = _bind(transports[0], [(1, torch.ones(100_000))])
     place = _raises(DeadlineExceeded, lambda: run(NOW)).place
     _require((place.peer, place.nbytes) == (1, 400_000), f"it names {place}")
@@ -263,7 +263,7 @@ def what_was_sent_arrives_though_the_sender_closes(make: Make) -> None:
 
 def a_closed_transport_refuses(make: Make) -> None:
     """A group raises `TransportClosed`, bound before or not. Closing again is fine, and allocated memory stays."""
-    transport = make(2, SHORT_S)[0]
+    transport = _impatient(make, 2)[0]
     run, kept = _bind(transport, [(1, torch.ones(1))]), transport.allocate(3, torch.float32)
     for leave in (transport.close, transport.close, transport.abort):
         leave()
@@ -299,12 +299,12 @@ def a_forked_child_takes_nothing_from_its_parent(make: Make) -> None:
 
 def sizes_that_differ_never_pass_for_success(make: Make) -> None:
     """At least the receiver gets an error, at the latest by the deadline."""
-    _require(_fails_at_receiver(make(2, SHORT_S), [4, 5], [NOW, NOW]), "4 elements were taken for 5")
+    _require(_fails_at_receiver(_impatient(make, 2), [4, 5], [NOW, NOW]), "4 elements were taken for 5")
 
 
 def calls_that_differ_never_pass_for_success(make: Make) -> None:
     """The receiver gets an error, at the latest by the deadline, where messages carry the number of their call."""
-    transports = make(2, SHORT_S)
+    transports = _impatient(make, 2)
     fails = _fails_at_receiver(transports, [4, 4], [NOW._replace(call=rank) for rank in range(2)])
     _require(fails or "nccl" in transports[1].kind, "one call was taken for another")  # which has no room
 
@@ -334,6 +334,14 @@ def _one_way(transport: Transport, *data: Tensor) -> Exchange:
     """Bind transfers from rank 0 to rank 1."""
     ends = [(1 - transport.rank, each) for each in data]
     return _bind(transport, ends) if transport.rank == 0 else _bind(transport, recvs=ends)
+
+
+def _impatient(make: Make, ranks: int) -> Sequence[Transport]:
+    """Return transports that wait for a peer for `SHORT_S`, once they are connected."""
+    transports = make(ranks, LONG_S)
+    for transport in transports:
+        transport.timeout_s = SHORT_S
+    return transports
 
 
 def _on_all(transports: Sequence[Transport], body: Callable[[Transport], T]) -> list[T]:
