@@ -85,7 +85,8 @@ class ProcessGroupWorld:
         """Give later collectives, sends and receives another deadline."""
         require_deadlines(timeout=timeout_s)
         self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = timeout_s
-        self.gloo.process_group._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # torch's name
+        if (gloo := self.gloo.process_group) is not None:  # else this group was closed
+            gloo._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # torch's name
 
     def close(self, limit_s: float | None = None) -> None:
         """Finish what was started, sends within `limit_s` if one is given, then close all connections.
@@ -228,6 +229,14 @@ class HostWork(dist.Work):
     def is_completed(self) -> bool:
         """Return True if it is done. Never waits."""
         return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Return True unless it has ended in an error."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """Return the error in which it has ended, None while there is none. Never waits."""
+        return self._work.exception()
 
     def result(self) -> list[Tensor]:
         """Return the tensor that was sent or received."""

@@ -18,7 +18,7 @@ from commrt.errors import TransportClosed, UsageError
 from commrt.runtime.connection import Connect, ReconnectOptions, Start, compare_starts, connect_hosts, local_rank
 from commrt.runtime.membership import Hooks
 from commrt.runtime.torch_version import check_torch_version
-from commrt.runtime.world import World
+from commrt.runtime.world import UNFINISHED, World
 from commrt.store.agreement import WorldConfig
 from commrt.store.client import call_store, clone_connection, host_identity, meet
 from commrt.store.launcher import Launch, chosen_transport, default_timeout_s, launched
@@ -166,7 +166,7 @@ def _at_exit() -> None:
     """
     if _current is not None:
         if _current.hooks != Hooks() and not hasattr(sys, "last_value"):
-            _current.membership.depart("its process ended without world.close(), which says that its data has ended")
+            _current.membership.depart(UNFINISHED)
             _current.close()
         if failure := _current.unraised_failure:
             warnings.warn(f"the process ends after a failure that no call has raised: {failure}", stacklevel=1)

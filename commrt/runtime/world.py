@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, Self
 
 import torch
@@ -33,6 +35,9 @@ from commrt.threads.recording import Nvtx, Recorder
 from commrt.transport.protocol import NullTransport, Tag, Transport, TransportByDevice
 
 UNNAMED = Tag(0, "run")
+UNFINISHED = "its process ended, and no world.close() before that had said that its data has ended"
+_process_ends: list[bool] = []  # not empty once Python has begun to end the process, before handlers of atexit
+threading._register_atexit(partial(_process_ends.append, True))  # type: ignore[attr-defined]  # noqa: SLF001  # nothing else is called before those
 
 
 @untraced
@@ -327,8 +332,10 @@ class World:
 
         It also says that this rank's data has ended. Not so in a ``finally`` that an exception passes, or in an
         ``except``: where the others go on without lost ranks, they go on without this one, as after an error in
-        ``with``.
+        ``with``. Nor while the process ends, as by ``atexit``: what ended it does not show there.
         """
+        if _process_ends:
+            self.membership.depart(UNFINISHED)
         self._close(sys.exception())
 
     def _close(self, error: BaseException | None) -> None:

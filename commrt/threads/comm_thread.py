@@ -94,6 +94,7 @@ class CommThread:
         self._thread: threading.Thread | None = None
         self._is_started = False  # True also if `close` has found no thread
         self._starting = threading.RLock()  # which a signal handler can take amid `submit`
+        self._claim = threading.Lock()  # held for good by the first thread that was started
 
     @property
     def listener(self) -> Recorder | None:
@@ -154,8 +155,14 @@ class CommThread:
     def _start(self) -> None:
         with self._starting:
             if not self._is_started:
-                self._thread = start_thread(self._work, self._name)
+                start_thread(self._begin, self._name)
                 self._is_started = True
+
+    def _begin(self) -> None:
+        """Work, if this is the first thread: a signal handler amid `_start` may start another."""
+        if self._claim.acquire(blocking=False):
+            self._thread = threading.current_thread()
+            self._work()
 
     @property
     def is_current(self) -> bool:

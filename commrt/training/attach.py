@@ -188,7 +188,7 @@ def attach(  # noqa: PLR0913  # each has its default
     world.attached += 1
     chosen = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs, same_bits
     trained_by = getattr(algorithm, "trained_by", SYNCHRONOUS)  # an all-reduce says nothing
-    scales = LossScales(also, reads_gpu=trained_by == SYNCHRONOUS)  # else ranks may come late, when scales have moved
+    scales = LossScales(also, keep_pace=trained_by == SYNCHRONOUS)
     copies = WeightCopies(optimizers)
     copies.find()
     request = Request(world, model, params, optimizers, also, algorithm, wire, *chosen, scales, copies)

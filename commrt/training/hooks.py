@@ -176,7 +176,6 @@ class StepGuard:
         self._refusal = ""  # why no optimizer may step now
         self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
-        self._have_stepped: set[int] = set()
         self.steps = 0
         """The sum of all steps, each with the weight of its optimizer: it shows if ranks step different optimizers."""
 
@@ -189,7 +188,6 @@ class StepGuard:
     def restart(self, also: Iterable[object]) -> None:
         """Count steps and learn of scalers anew, but for those in `also`: ranks may have stepped different numbers."""
         self.steps = 0
-        self._have_stepped.clear()
         self._scales.begin(also)
 
     def open(self) -> None:
@@ -250,9 +248,7 @@ class StepGuard:
         number = id(optimizer)
         self._unused_by.discard(number)
         self.steps += self._weights[number]
-        if number not in self._have_stepped:
-            self._have_stepped.add(number)
-            self._scales.notice()
+        self._scales.notice()
         if self.held_back:  # a closure was given, and not called
             raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
 

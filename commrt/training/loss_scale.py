@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers that multiply a model's gradients, and must be equal on all ranks: the scales of `GradScaler` objects.
 
-A scaler is known if it was given to `attach`, or once it has stepped an optimizer. Ranks compare scales in the headers
-of the steps that follow, with the optimizers' settings.
+A scaler is known if it was given to `attach`, or, where ranks train synchronously, once its `step` has stepped an
+optimizer. Ranks compare scales in the headers of the steps that follow, with the optimizers' settings.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any
 
 from torch.amp import GradScaler
 
-_MODULE = GradScaler.__module__
+_FILE = GradScaler.step.__code__.co_filename
 
 
 class LossScales:
     """The scales that one rank knows.
 
-    A scale on a GPU is read once, as reading waits for the GPU. With `reads_gpu` False it is not read at all.
+    A scale on a GPU is read once, as reading waits for the GPU. Ranks that `keep_pace` make the same steps. Others may
+    come late, and know other scalers than given ones, or a scale on a GPU that has moved: these are left out.
     """
 
-    def __init__(self, owners: Iterable[object] = (), *, reads_gpu: bool = True) -> None:
-        self._reads_gpu = reads_gpu
+    def __init__(self, owners: Iterable[object] = (), *, keep_pace: bool = True) -> None:
+        self._keep_pace = keep_pace
         self.known: dict[int, tuple[object, Callable[[], float]]] = {}
         """By id, a scaler and what returns its scale."""
         self.begin(owners)
@@ -38,9 +39,11 @@ class LossScales:
 
     def notice(self) -> None:
         """Know the scaler in whose ``step`` the caller is, if there is one."""
+        if not self._keep_pace:
+            return
         frame = sys._getframe().f_back  # noqa: SLF001  # an optimizer does not know who steps it
         while frame is not None:
-            if frame.f_globals.get("__name__") == _MODULE and "self" in frame.f_code.co_varnames:
+            if frame.f_code.co_filename == _FILE and "self" in frame.f_code.co_varnames:
                 self._note(frame.f_locals["self"])
                 return
             frame = frame.f_back
@@ -50,7 +53,7 @@ class LossScales:
             return
         if getattr(scaler, "_device", "cpu") == "cpu":
             self.known[id(scaler)] = scaler, scaler.get_scale
-        elif self._reads_gpu:
+        elif self._keep_pace:
             self.known[id(scaler)] = scaler, cache(scaler.get_scale)  # at first use: `attach` makes scalers equal
 
     def values(self) -> list[float]:

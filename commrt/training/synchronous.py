@@ -226,6 +226,7 @@ class SynchronousReplica(Replica):
             last = self._engine.members
             self._step += 1
             self._engine.submit_has_data(False, self._step).result()
+        self._copies.find()  # an optimizer may make them in its first step
         overwrite_model(self._world, self.model, self._step, last[0])
         overwrite_states(self._world, [*self._optimizers, *also, *self._copies.owners()], self._step, last[0])
         self._guard.restart(also)

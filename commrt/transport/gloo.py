@@ -123,9 +123,9 @@ class GlooTransport(Transport):
         return call_store(request, limit_s, self.rank)
 
     @property
-    def process_group(self) -> ProcessGroupGloo:
-        """Gloo's own object, for code of torch that asks for one. It lives on for as long as it is referenced."""
-        return cast("ProcessGroupGloo", self._gloo)
+    def process_group(self) -> ProcessGroupGloo | None:
+        """Gloo's own object, for code of torch that asks for one, until `close`."""
+        return cast("ProcessGroupGloo | None", self._gloo)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         require_cpu(device)

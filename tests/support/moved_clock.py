@@ -15,8 +15,7 @@ __all__ = ["MovedClock", "moved_clock"]
 POLL_S = 0.002
 """Real seconds that a wait sleeps before it looks at the clock again."""
 MOVE_S, SEEN_S = 0.02, 0.1
-"""Real seconds between two moves of the clock, at least and at most: each wait looks at it in between, and a request to
-a store that nobody stopped is answered, on a busy machine too."""
+"""Real seconds between two moves of the clock, at least and at most: all who wait, and stores, act in between."""
 REAL_LIMIT_S = 60.0
 """Real seconds in which what a test waits for must happen."""
 
