@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import Header, encode
-from commrt.buckets.layout import REPLACED, TensorKind, TensorSlot, bucket_description, wire_dtype
+from commrt.buckets.layout import MODEL_CHANGED, REPLACED, TensorKind, TensorSlot, bucket_description, wire_dtype
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -64,6 +64,7 @@ class WeightPart:
         self._watched = [slot for slot in held if watches and not slot.is_buffer]
         self._places = [(slot.place, slot.key) for slot in self._watched]
         self._attached = [place[key] for place, key in self._places]
+        self._attached_kinds = [TensorKind.of(slot.tensor()) for slot in self._watched]
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self._views: list[Tensor] = []  # of the values that are compared
@@ -104,14 +105,16 @@ class WeightPart:
     def require_unwritten(self, *, anyway: bool = False) -> None:
         """Raise `UsageError` if somebody else has written a parameter; see `written`."""
         if name := self.written(anyway=anyway):
-            self._require_attached()
+            self.require_attached()
             raise UsageError((self.IN_FLIGHT if self.in_flight else self.WRITTEN).format(name=name))
 
-    def _require_attached(self) -> None:
-        """Raise `UsageError` if a parameter is not the one that was attached."""
-        for slot, attached in zip(self._watched, self._attached, strict=True):
+    def require_attached(self) -> None:
+        """Raise `UsageError` if a parameter is not the one that was attached, or of another kind now."""
+        for slot, attached, kind in zip(self._watched, self._attached, self._attached_kinds, strict=True):
             if slot.place.get(slot.key) is not attached:
                 raise UsageError(REPLACED.format(name=slot.name))
+            if (now := TensorKind.of(slot.tensor())) != kind:
+                raise UsageError(MODEL_CHANGED.format(change=f"{slot.name} was {kind} and is {now}"))
 
     def _look(self) -> tuple[list[Tensor], list[int], list[int]]:
         """Return the parameters, how often autograd saw each written, and where each lies."""
@@ -119,7 +122,7 @@ class WeightPart:
             tensors: list[Tensor] = [place[key] for place, key in self._places]  # type: ignore[misc]
             return tensors, [*map(_version, tensors)], [*map(Tensor.data_ptr, tensors)]
         except (KeyError, AttributeError):  # it was deleted, or is None
-            self._require_attached()
+            self.require_attached()
             raise
 
     def _name_of(self, changed: Sequence[bool]) -> str | None:

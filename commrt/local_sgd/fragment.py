@@ -115,6 +115,7 @@ class Fragment(WeightPart):
     @torch.no_grad()
     def leave(self, in_flight: InFlight) -> None:
         """Note what this rank sends: the anchor minus its weights; where ranks gossip, minus the weights."""
+        self.require_attached()
         for each in self._tensors:
             weights = each.slot.tensor().to(each.anchor.dtype)
             sent = -weights if self._is_gossip else each.anchor.to(weights.device) - weights

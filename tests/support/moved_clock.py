@@ -44,11 +44,7 @@ class MovedClock:
             _pause(end_s, f"{len(self._readers)} threads of {count} have asked for the time")
 
     def advance_until(self, is_over: Callable[[], bool], step_s: float = 1.0) -> None:
-        """Move the clock by `step_s` again and again until ``is_over()``.
-
-        All who wait see each move before the next one, however busy the machine is. Raises `TimeoutError` if it takes
-        more than `REAL_LIMIT_S` real seconds.
-        """
+        """Move the clock by `step_s` again and again until ``is_over()``, or raise `TimeoutError`."""
         end_s, begin_s = monotonic() + REAL_LIMIT_S, self._now_s
         while not is_over():
             waiting, self._readers = self._readers, set()
