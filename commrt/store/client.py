@@ -167,9 +167,10 @@ def is_loopback(address: str) -> bool:
 
 def own_address(towards: str) -> str:
     """Return the address of this host that leads to `towards`; raises `TransportError` if none does."""
-    if (route := _route(towards)) is None:
+    route, why = _find_route(towards)
+    if route is None:
         raise TransportError(
-            f"no network of this host leads to {towards}: does its name resolve here, and is there a route"
+            f"no network of this host leads to {towards} ({why}): does its name resolve here, and is there a route"
         )
     return route[1]
 
@@ -216,14 +217,23 @@ def _time_reverse_lookup(host: str) -> None:
 
 
 def _route(host: str) -> tuple[str, str] | None:
-    """Return an address of `host`, and the one of this host that leads to it; the loopback last."""
-    routes = []
-    with suppress(OSError, UnicodeError):  # the name does not resolve
+    return _find_route(host)[0]
+
+
+def _find_route(host: str) -> tuple[tuple[str, str] | None, str]:
+    """Return an address of `host` and the one of this host that leads to it, the loopback last; or None, and why."""
+    routes, why = list[tuple[str, str]](), ""
+    try:
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):  # 9: discard
-            with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(target)  # sends nothing: the kernel only chooses
-                routes.append((str(target[0]), str(probe.getsockname()[0])))
-    return min(routes, key=lambda route: is_loopback(route[0]), default=None)
+            try:
+                with socket.socket(family, kind) as probe:
+                    probe.connect(target)  # sends nothing: the kernel only chooses
+                    routes.append((str(target[0]), str(probe.getsockname()[0])))
+            except OSError as error:
+                why = str(error)
+    except (OSError, UnicodeError) as error:  # the name does not resolve
+        why = str(error)
+    return min(routes, key=lambda route: is_loopback(route[0]), default=None), why
 
 
 def host_identity() -> str | None:
