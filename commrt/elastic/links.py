@@ -100,7 +100,11 @@ def cut_off(unreached: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
 
 
 class LinkCheck:
-    """Asks ranks, by their `addresses`, for `MESSAGE`; again every `again_s`. One thread uses it."""
+    """Asks ranks, by their `addresses`, for `MESSAGE`. One thread uses it.
+
+    It asks again after `again_s`, and after twice as long each time, over one connection more: where packets are lost
+    or late, a message may need longer.
+    """
 
     def __init__(self, addresses: Mapping[int, str], again_s: float) -> None:
         self.unreached = set(addresses)
@@ -119,7 +123,7 @@ class LinkCheck:
     def look(self, wait_s: float = 0.0) -> set[int]:
         """Receive for at most `wait_s` what ranks send, and return a copy of `unreached`."""
         if monotonic() - self._asked_s >= self._again_s:
-            self._hang_up()
+            self._again_s *= 2
             self._ask()
         end_s = monotonic() + wait_s
         while self._selector.get_map():
@@ -143,11 +147,8 @@ class LinkCheck:
         self._selector.unregister(connection)  # type: ignore[arg-type]
         connection.close()  # type: ignore[attr-defined]
 
-    def _hang_up(self) -> None:
-        for key in list((self._selector.get_map() or {}).values()):
-            self._end(key.fileobj)
-
     def close(self) -> None:
         """Close all connections."""
-        self._hang_up()
+        for key in list((self._selector.get_map() or {}).values()):
+            self._end(key.fileobj)
         self._selector.close()
