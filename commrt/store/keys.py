@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch.distributed import PrefixStore, Store
 
@@ -15,10 +16,13 @@ MODEL = re.compile(r"model (\d+)/")
 
 
 def delete_keys(store: Store, is_over: Callable[[str], bool] = lambda _: True) -> None:
-    """Delete those of the keys of `store` for which `is_over`. torch lists them since 2.13; before, they stay."""
-    list_keys = getattr(store, "list_keys", list)
-    for key in filter(is_over, list_keys()):
-        store.delete_key(key)
+    """Delete those of the keys of `store` for which `is_over`.
+
+    They stay in a store that cannot list them: of torch before 2.13, or of a kind of its own.
+    """
+    with suppress(AttributeError, RuntimeError):  # a store that was lost is noticed by the next request
+        for key in filter(is_over, store.list_keys()):
+            store.delete_key(key)
 
 
 def store_of_model(store: Store, number: int) -> Store:
