@@ -94,6 +94,10 @@ class SizeMismatch(TransportError):
     """The two ends of a transfer disagree about its size: the ranks do not run the same program."""
 
 
+OTHER_PROGRAMS = "the ranks run different programs, or made different numbers of steps: see join()"
+"""Why two ends of a transfer may disagree."""
+
+
 class CallMismatch(TransportError):
     """The two ends of a transfer belong to different calls: the ranks do not run the same program."""
 

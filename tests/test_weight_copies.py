@@ -20,6 +20,7 @@ from commrt.training.weight_copies import WeightCopies
 
 WAYS = [commrt.Gossip(), LocalSGD(2), commrt.Gossip(staleness=1), LocalSGD(3, 2, Mix(0.5))]
 KEPT = ["in state", "by parameter", "in an object's lists", "flat", "by id", "by an inner optimizer"]
+KEPT += ["in arrays", "of matrices", "from step 3 on"]
 
 
 class Masters(torch.optim.Optimizer):
@@ -28,7 +29,7 @@ class Masters(torch.optim.Optimizer):
     def __init__(self, params, lr, kept):
         super().__init__(params, {"lr": lr})
         self.kept, self.own = kept, [param for group in self.param_groups for param in group["params"]]
-        masters = [self.copy(param) for param in self.own]
+        self.steps, masters = 0, [self.copy(param) for param in self.own]
         if kept == "by parameter":
             self.masters = dict(zip(self.own, masters, strict=True))
         elif kept == "in an object's lists":
@@ -39,14 +40,23 @@ class Masters(torch.optim.Optimizer):
             self.masters = {id(param): master for param, master in zip(self.own, masters, strict=True)}
         elif kept == "by an inner optimizer":
             self.inner = torch.optim.SGD(masters, lr=lr)
+        elif kept == "in arrays":
+            self.kept_some = [master.numpy() for master in masters]
+        elif kept == "of matrices":
+            self.kept_some = [master for master in masters if master.dim() > 1]
 
     @staticmethod
     def copy(param):
         return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
 
     def of_parameters(self):
-        """The copies, in the order of the parameters; made now, if they are kept in the state."""
-        if self.kept == "in state":
+        """The copies, in the order of the parameters, or a parameter that has none; some are made now."""
+        if self.kept == "from step 3 on" and self.steps < 3:
+            return [param.detach() for param in self.own]
+        if self.kept in {"in arrays", "of matrices"}:
+            left = map(torch.as_tensor, self.kept_some)
+            return [next(left) if param.dim() > 1 or self.kept == "in arrays" else param.detach() for param in self.own]
+        if self.kept in {"in state", "from step 3 on"}:
             for param in self.own:
                 self.state[param].setdefault("master", self.copy(param))
             return [self.state[param]["master"] for param in self.own]
@@ -59,6 +69,7 @@ class Masters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        self.steps += 1
         for param, master in zip(self.own, self.of_parameters(), strict=True):
             if param.grad is not None:
                 master.add_(param.grad, alpha=-self.param_groups[0]["lr"])
@@ -78,6 +89,7 @@ def run(model, optimizer, rank, steps):
 @on_ranks(2)
 def test_a_step_that_learns_nothing_leaves_replicas_equal_as_consolidate_made_them(world, kept, algorithm):
     model = net().bfloat16()
+    model[0].weight.data = model[0].weight.data.T.contiguous().T  # as channels_last makes it
     optimizer = Masters(model.parameters(), 0.3, kept)
     replica = commrt.attach(model, optimizer, algorithm, world=world)
     run(model, optimizer, world.rank, 5)
@@ -108,7 +120,7 @@ def test_ranks_with_other_seeds_begin_with_the_copies_of_rank_0(world, kept, alg
         for param in model.parameters():
             param.add_(world.rank)
     optimizer = Masters(model.parameters(), 0.3, kept)
-    for master in optimizer.of_parameters() if kept != "in state" else ():
+    for master in optimizer.of_parameters() if kept not in {"in state", "from step 3 on"} else ():
         master.mul_(1 + 2.0**-12)  # less than bfloat16 can tell
     replica = commrt.attach(model, optimizer, algorithm, world=world)
     run(model, optimizer, world.rank, 3)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
+from torch.optim import Optimizer
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
@@ -72,7 +73,7 @@ class BackupWorkersReplica(Replica):
         world, membership = request.world, make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
         super().__init__(request.model, named, request.optimizers, request.algorithm, world, request.copies)
-        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also, *request.copies.owners()]
+        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also, request.copies]
         self._final_calls = FinalCalls()
         self._phase, self._pass_number = Phase.READY, -1
         self._wanted, self._sources = 0, [world.rank]  # the version that it needs while it is late, and who has it
@@ -96,7 +97,11 @@ class BackupWorkersReplica(Replica):
             self.model.register_forward_hook(ModuleHook(self._state.after_forward)),
             *on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient),
         ]
-        self._live(handles, self._guard.before_step, self._guard.after_step)
+        self._live(handles, self._guard.before_step, self._after_step)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._guard.after_step(optimizer)
+        self._copies.after_step(optimizer)
 
     @property
     def step(self) -> int:

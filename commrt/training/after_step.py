@@ -33,8 +33,6 @@ from commrt.training.replica import Replica, StepReport
 
 MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
-LOOKS = 3
-"""Steps after which to look for copies of weights, as optimizers make their state in their first steps."""
 LOOK_S = 0.005
 """Between two reads of the store in ``join()``."""
 
@@ -146,8 +144,7 @@ class AfterStepReplica(Replica):
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         for part in self._parts:
             part.note()
-        if self._step < LOOKS:
-            self._copies.find()
+        self._copies.after_step(optimizer)
         self._stepped[id(optimizer)] = self._used_passes = self._passes
         if len(self._stepped) == len(self._optimizers) and min(self._stepped.values()) > self._step:
             self._end_steps(self._passes)

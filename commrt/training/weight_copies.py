@@ -7,19 +7,20 @@ reach its copies too, or the next step undoes it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-DEEPEST = 5
-"""Steps from an optimizer to a copy, as in ``optimizer.inner.state[param]["master"]``."""
+DEEPEST = 12
+"""Steps from an optimizer to a copy; ``optimizer.inner.state[param]["master"]`` is four steps away."""
 Path = tuple[tuple[bool, Any], ...]
 """How to get from an optimizer to a tensor: (is an attribute, name or key) of each step."""
 
@@ -29,6 +30,7 @@ class _Copy:
     """A tensor with the values of `param`, or a part of a flat one; looked up each time, as it may be replaced."""
 
     name: str
+    """The same on all ranks."""
     optimizer: Optimizer
     path: Path
     param: Tensor
@@ -41,9 +43,10 @@ class _Copy:
         try:
             for is_attribute, key in self.path:
                 here = getattr(here, key) if is_attribute else here[key]
+            here = torch.from_numpy(here) if isinstance(here, np.ndarray) else here.detach()
             if self.begin is not None:
-                here = here.detach()[self.begin : self.begin + self.param.numel()]
-            return here.detach().view(self.param.shape)  # type: ignore[no-any-return]
+                here = here[self.begin : self.begin + self.param.numel()]
+            return here if here.shape == self.param.shape else here.view(self.param.shape)  # type: ignore[no-any-return]
         except (AttributeError, LookupError, TypeError, RuntimeError):
             return None
 
@@ -52,9 +55,10 @@ class WeightCopies:
     """The copies that were found in `optimizers`: in their state, and in attributes, lists, dicts and flat tensors."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-        self.found: dict[str, _Copy] = {}
-        """By a name that is the same on all ranks."""
+        self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}
+        self._steps = Counter[Optimizer]()
+        self.found: dict[object, _Copy] = {}
+        """By the place where each lies."""
 
     def owners(self) -> list[WeightCopies]:
         """Return what is sent along with the optimizers' state: nothing if there are no copies."""
@@ -62,8 +66,20 @@ class WeightCopies:
 
     def find(self) -> None:
         """Look for more copies: tensors that hold the values of all parameters they stand for, as they are now."""
-        for number, optimizer in enumerate(self._optimizers):
-            self.found |= {copy.name: copy for copy in _copies_in(optimizer, number)}
+        for optimizer in self._numbers:
+            self._find_in(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Look for copies after steps 1, 2, 4, 8 and so on of `optimizer`, which may make them in any step."""
+        self._steps[optimizer] += 1
+        if self._steps[optimizer].bit_count() == 1:
+            self._find_in(optimizer)
+
+    def _find_in(self, optimizer: Optimizer) -> None:
+        if optimizer in self._numbers:
+            for copy in _copies_in(optimizer, self._numbers[optimizer]):
+                keys = (id(key) if isinstance(key, Tensor) else key for _, key in copy.path)
+                self.found[optimizer, *keys, copy.begin] = copy
 
     def before(self, params: Iterable[Tensor | None]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return each copy of `params`, its parameter, and what that is now."""
@@ -86,15 +102,15 @@ class WeightCopies:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the copies by name."""
-        named = ((name, each.tensor()) for name, each in self.found.items())
+        named = ((each.name, each.tensor()) for each in self.found.values())
         return {name: copy.clone() for name, copy in named if copy is not None}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Take the copies of another rank."""
-        for name, each in self.found.items():
-            if name in state and (copy := each.tensor()) is not None:
-                copy.copy_(state[name])
+        for each in self.found.values():
+            if each.name in state and (copy := each.tensor()) is not None:
+                copy.copy_(state[each.name])
 
 
 def _copies_in(optimizer: Optimizer, number: int) -> Iterator[_Copy]:
@@ -118,6 +134,8 @@ def _copies_in(optimizer: Optimizer, number: int) -> Iterator[_Copy]:
 
 def _tensors(value: object, path: Path, seen: set[int]) -> Iterator[tuple[Path, Tensor]]:
     """Yield the tensors that `value` holds, and how to get there."""
+    if isinstance(value, np.ndarray) and value.flags.writeable and value.dtype.kind == "f":
+        value = torch.from_numpy(value)
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -138,18 +156,29 @@ def _paired(
     family: Sequence[tuple[Path, Tensor]], own: Sequence[Tensor], numbers: Mapping[int, int]
 ) -> list[tuple[Path, Tensor, int | None]]:
     """Return each path with its parameter, if `family` are copies; with a place in the tensor if that is flat."""
-    keys = [key for path, _ in family for _, key in path if id(key) in numbers]
+    paths, tensors = [path for path, _ in family], [tensor for _, tensor in family]
     narrow = [param for param in own if param.dtype.itemsize < torch.float32.itemsize]
-    for params in (keys, own, narrow):
-        if len(params) == len(family) and _are_copies(params, [tensor for _, tensor in family]):
-            return [(path, param, None) for (path, _), param in zip(family, params, strict=True)]
-    path, flat = family[0]
+    named = [key for path in paths for _, key in path if id(key) in numbers]
+    for params in (named,) if named else (own, narrow, _in_order(tensors, own)):
+        if len(params) == len(family) and _are_copies(params, tensors):
+            return [(path, param, None) for path, param in zip(paths, params, strict=True)]
+    flat = tensors[0]
     for params in (own, narrow) if len(family) == 1 < len(own) and flat.dim() == 1 else ():
         sizes = [param.numel() for param in params]
         if sum(sizes) == flat.numel() and _are_copies(params, torch.split(flat.detach(), sizes)):
             begins = accumulate(sizes, initial=0)
-            return [(path, param, begin) for param, begin in zip(params, begins, strict=False)]
+            return [(paths[0], param, begin) for param, begin in zip(params, begins, strict=False)]
     return []
+
+
+def _in_order(tensors: Sequence[Tensor], own: Iterable[Tensor]) -> list[Tensor]:
+    """Return for each tensor the next parameter with its values, as only some parameters may have a copy."""
+    left, params = iter(own), list[Tensor]()
+    for tensor in tensors:
+        if (param := next((one for one in left if _is_copy(one, tensor)), None)) is None:
+            break
+        params.append(param)
+    return params
 
 
 def _are_copies(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
@@ -158,8 +187,11 @@ def _are_copies(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_copy(param: Tensor, tensor: Tensor) -> bool:
-    if tensor.numel() != param.numel() or not (tensor.is_floating_point() and tensor.is_contiguous()):
+    if tensor.numel() != param.numel() or not tensor.is_floating_point():
         return False
     if tensor.is_meta or tensor.data_ptr() == param.data_ptr():
         return False
-    return torch.equal(tensor.detach().to(param.device, param.dtype).flatten(), param.detach().flatten())
+    ours, theirs = param.detach(), tensor.detach().to(param.device, param.dtype)
+    if ours.shape != theirs.shape:  # one of them is flat
+        return theirs.is_contiguous() and torch.equal(theirs.flatten(), ours.flatten())
+    return torch.equal(theirs, ours)

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
+from commrt.errors import (
+    OTHER_PROGRAMS,
+    CallMismatch,
+    DeadlineExceeded,
+    PeerLost,
+    Place,
+    SizeMismatch,
+    TransportClosed,
+    TransportError,
+)
 from commrt.threads.deadline import clock
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, split_self
 
@@ -71,7 +80,7 @@ class Fabric:
                     raise DeadlineExceeded(f"{what}; who waits for whom: {self._waits()}", place(late[0]))
             for post in posts:
                 if post.mismatch:
-                    what = "the two ends of a transfer differ in call, size or dtype: the ranks run different programs"
+                    what = f"the two ends of a transfer differ in call, size or dtype: {OTHER_PROGRAMS}"
                     raise post.mismatch(what, place(post))
 
     def _post(self, rank: int, group: P2PGroup, call: int) -> list[_Post]:

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, Place, SizeMismatch, TransportClosed, TransportError
+from commrt.errors import (
+    OTHER_PROGRAMS,
+    CallMismatch,
+    DeadlineExceeded,
+    PeerLost,
+    Place,
+    SizeMismatch,
+    TransportClosed,
+    TransportError,
+)
 from commrt.store.client import MALFORMED, call_store
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import clock
@@ -103,7 +112,7 @@ class _PeerExchange:
         else:
             self.channel.refuse(self.targets[self.received].nbytes)
             what = f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects {place.nbytes}"
-        return SizeMismatch(f"{what}: the ranks run different programs", place)
+        return SizeMismatch(f"{what}: {OTHER_PROGRAMS}", place)
 
     def return_borrowed(self) -> None:
         """Tell the peer that its memory was read, and let go of it."""
