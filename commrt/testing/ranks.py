@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.errors import CommrtError, PeerLost, TransportClosed
+from commrt.errors import CommrtError, PeerLost, QuorumLost, TransportClosed
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
 from commrt.store.launcher import LOOPBACK
@@ -82,4 +82,7 @@ def run_ranks(
 
 
 def _severity(error: BaseException) -> int:
-    return 2 if isinstance(error, PeerLost | TransportClosed) else 1 if isinstance(error, CommrtError) else 0
+    """Rank errors that only follow from another rank's last."""
+    if isinstance(error, PeerLost | QuorumLost | TransportClosed):
+        return 2
+    return 1 if isinstance(error, CommrtError) else 0
