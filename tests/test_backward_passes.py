@@ -10,7 +10,8 @@ from small_models import backward, data, gradients, local_gradients, net, traine
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from commrt.errors import DisagreementError, TransportClosed, TransportError, UsageError
+import commrt
+from commrt.errors import DisagreementError, PeerLost, TransportClosed, TransportError, UsageError
 from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.ranks import run_ranks
 
@@ -115,6 +116,23 @@ def test_alone_a_backward_pass_may_be_stepped_in_the_middle_as_without_us(world)
     model, optimizer, _ = trainee(world)
     model[2].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     backward(model, 0)
+
+
+@on_ranks(3)
+def test_a_scaler_that_skips_where_gradients_are_gossiped_is_named_on_all_ranks(world):
+    model, optimizer, _ = trainee(world, algorithm=commrt.Gossip(payload="gradients"))
+    scaler = torch.amp.GradScaler("cpu")
+
+    def train():
+        for step in range(4):
+            x = torch.full((2, 6), torch.inf if (world.rank, step) == (1, 1) else 1.0)
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    with pytest.raises((DisagreementError, PeerLost), match="GradScaler"):
+        train()
 
 
 @on_ranks(2)

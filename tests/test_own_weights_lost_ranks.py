@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 
@@ -282,6 +283,10 @@ def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
     assert run_ranks(3, body) == [(0, 2), None, (0, 2)]
 
 
+def meet(replica, what, entered):
+    return entered.enter_context(replica.join()) if what == "join" else getattr(replica, what)()
+
+
 @for_each(
     ("algorithm", "what", "fewer"),
     [
@@ -291,14 +296,15 @@ def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
         (LocalSGD(3), "disagreement", 1),
         (LocalSGD(3, 1), "consolidate", 2),
         (LocalSGD(1, inner=Gossip()), "consolidate", 1),
+        (Gossip(), "join", 1),
     ],
 )
 def test_ranks_that_made_unequal_numbers_of_steps_are_told_where_they_meet(algorithm, what, fewer):
     def body(world):
         loop = gossip_loop(world, algorithm)
         told = r"after \d steps where rank \d comes to .* after \d steps: put the loop into `with replica\.join\(\):`"
-        with pytest.raises(DisagreementError, match=told):
-            getattr(loop.run(6 - fewer * (world.rank == 1)).replica, what)()
+        with ExitStack() as entered, pytest.raises(DisagreementError, match=told):
+            meet(loop.run(6 - fewer * (world.rank == 1)).replica, what, entered)
         all_told.wait(PATIENT_S)
 
     all_told = threading.Barrier(3)

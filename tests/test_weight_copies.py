@@ -20,7 +20,7 @@ from commrt.training.weight_copies import WeightCopies
 
 WAYS = [commrt.Gossip(), LocalSGD(2), commrt.Gossip(staleness=1), LocalSGD(3, 2, Mix(0.5))]
 KEPT = ["in state", "by parameter", "in an object's lists", "flat", "by id", "by an inner optimizer"]
-KEPT += ["in arrays", "of matrices", "from step 3 on"]
+KEPT += ["in arrays", "of matrices", "from step 3 on", "flat by group"]
 
 
 class Masters(torch.optim.Optimizer):
@@ -36,6 +36,8 @@ class Masters(torch.optim.Optimizer):
             self.stash = SimpleNamespace(groups=[masters[:1], masters[1:]])
         elif kept == "flat":
             self.flat = torch.cat([master.flatten() for master in masters])
+        elif kept == "flat by group":
+            self.flats = [torch.cat([master.flatten() for master in part]) for part in (masters[:2], masters[2:])]
         elif kept == "by id":
             self.masters = {id(param): master for param, master in zip(self.own, masters, strict=True)}
         elif kept == "by an inner optimizer":
@@ -62,8 +64,10 @@ class Masters(torch.optim.Optimizer):
             return [self.state[param]["master"] for param in self.own]
         if self.kept == "in an object's lists":
             return [master for group in self.stash.groups for master in group]
-        if self.kept == "flat":
-            parts = self.flat.split([param.numel() for param in self.own])
+        if "flat" in self.kept:
+            sizes = [param.numel() for param in self.own]
+            cuts = [(self.flat, sizes)] if self.kept == "flat" else zip(self.flats, (sizes[:2], sizes[2:]), strict=True)
+            parts = [part for flat, own in cuts for part in flat.split(own)]
             return [part.view(param.shape) for part, param in zip(parts, self.own, strict=True)]
         return self.inner.param_groups[0]["params"] if hasattr(self, "inner") else [*self.masters.values()]
 
@@ -146,6 +150,23 @@ def test_copies_that_only_one_rank_has_are_named(world):
         optimizer.of_parameters()[0].add_(1.0)
     with pytest.raises(DisagreementError, match="about second copies of weights: '0 in the optimizers' against '4"):
         commrt.attach(model, optimizer, world=world)
+
+
+@for_each(("algorithm", "share"), [(commrt.Gossip(), 0.0), (LocalSGD(2), 0.5)])
+@on_ranks(2)
+def test_weights_that_only_began_as_copies_are_left_alone(world, algorithm, share):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer.kept = [param.detach().clone() for param in model.parameters()]  # an average, or what draws weights back
+    alone = [each.clone() for each in optimizer.kept]
+    replica = commrt.attach(model, optimizer, algorithm, world=world)
+    for step in range(5):
+        run(model, optimizer, world.rank + 10 * step, 1)
+        for param, kept, expected in zip(model.parameters(), optimizer.kept, alone, strict=True):
+            kept.lerp_(param.detach(), share)
+            expected.lerp_(param.detach(), share)
+    replica.consolidate()
+    assert all(map(torch.equal, optimizer.kept, alone))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad", "RMSprop", "Rprop", "LBFGS", "NAdam"])

@@ -359,8 +359,13 @@ def _close_dropped() -> None:
 
 
 def _at_exit() -> None:
-    """End all groups that the program has left open, without waiting for the deadline of a running collective."""
+    """End all groups that the program has left open, without waiting for the deadline of a running collective.
+
+    What was sent still arrives, if its receiver comes soon.
+    """
     for group in tuple(_OPEN):
+        if group.world.comm_thread.failure is None:
+            group.host_messages.finish_sends(EXIT_S)
         group.world.abort(TransportClosed("the process ended without destroying its process group"))
         with suppress(TimeoutError):
             group.world.comm_thread.close(EXIT_S)

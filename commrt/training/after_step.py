@@ -174,9 +174,9 @@ class AfterStepReplica(Replica):
         check_stateful(also)
         self._joins += 1
         store = PrefixStore(f"join {self._joins}", store_of_model(world.store, self._number))
+        world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
         self._progress = progress = JoinProgress(store, world)
         progress.begin(self._step)
-        world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
         progress.founders, world.joined = world.members, self
         try:
             yield

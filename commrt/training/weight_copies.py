@@ -7,7 +7,7 @@ reach its copies too, or the next step undoes it.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -50,6 +50,16 @@ class _Copy:
         except (AttributeError, LookupError, TypeError, RuntimeError):
             return None
 
+    @torch.no_grad()
+    def stands_for_param(self) -> bool:
+        """Return True while the copy is what the parameter is, but for rounding; on a GPU this waits."""
+        copy = self.tensor()
+        if copy is None or not copy.is_floating_point():
+            return False
+        wide = torch.promote_types(copy.dtype, torch.float32)
+        apart = (copy.to(self.param.device, wide) - self.param.to(wide)).norm()
+        return bool(apart <= torch.finfo(self.param.dtype).eps * self.param.to(wide).norm())
+
 
 class WeightCopies:
     """The copies that were found in `optimizers`: in their state, and in attributes, lists, dicts and flat tensors."""
@@ -66,6 +76,7 @@ class WeightCopies:
 
     def find(self) -> None:
         """Look for more copies: tensors that hold the values of all parameters they stand for, as they are now."""
+        self._drop_others()
         for optimizer in self._numbers:
             self._find_in(optimizer)
 
@@ -75,6 +86,10 @@ class WeightCopies:
         if self._steps[optimizer].bit_count() == 1:
             self._find_in(optimizer)
 
+    def _drop_others(self) -> None:
+        """Forget what only began as a copy, such as an average of the weights, or weights that others are drawn to."""
+        self.found = {place: copy for place, copy in self.found.items() if copy.stands_for_param()}
+
     def _find_in(self, optimizer: Optimizer) -> None:
         if optimizer in self._numbers:
             for copy in _copies_in(optimizer, self._numbers[optimizer]):
@@ -83,6 +98,7 @@ class WeightCopies:
 
     def before(self, params: Iterable[Tensor | None]) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return each copy of `params`, its parameter, and what that is now."""
+        self._drop_others()
         wanted = {id(param) for param in params}
         pairs = ((each.tensor(), each.param) for each in self.found.values() if id(each.param) in wanted)
         return [(copy, param, param.detach().clone()) for copy, param in pairs if copy is not None]
@@ -123,6 +139,8 @@ def _copies_in(optimizer: Optimizer, number: int) -> Iterator[_Copy]:
     numbers = {id(param): i for i, param in enumerate(own)}
     families = defaultdict[tuple[object, ...], list[tuple[Path, Tensor]]](list)
     for path, tensor in _tensors(optimizer, (), {id(optimizer)}):
+        if id(tensor) in numbers:
+            continue
         keys = [id(key) if isinstance(key, Tensor) else key for _, key in path]
         families["items", *keys[:-1]].append((path, tensor))
         families[tuple("*" if isinstance(key, int) else key for key in keys)].append((path, tensor))
@@ -138,13 +156,14 @@ def _tensors(value: object, path: Path, seen: set[int]) -> Iterator[tuple[Path, 
         value = torch.from_numpy(value)
     if isinstance(value, Tensor):
         yield path, value
-        return
     items: Iterable[tuple[bool, Any, Any]] = ()
     if isinstance(value, dict):
         items = ((False, key, each) for key, each in [*value.items()])
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         items = ((False, place, each) for place, each in enumerate(value))
-    elif hasattr(value, "__dict__") and not (callable(value) or isinstance(value, nn.Module | ModuleType)):
+    elif isinstance(value, nn.Module):
+        items = ((True, name, vars(value)[name]) for name in ("_parameters", "_modules"))
+    elif hasattr(value, "__dict__") and not (callable(value) or isinstance(value, ModuleType)):
         items = ((True, name, each) for name, each in [*vars(value).items()])
     for is_attribute, key, each in items:
         if len(path) < DEEPEST and (isinstance(each, Tensor) or id(each) not in seen):
@@ -156,34 +175,45 @@ def _paired(
     family: Sequence[tuple[Path, Tensor]], own: Sequence[Tensor], numbers: Mapping[int, int]
 ) -> list[tuple[Path, Tensor, int | None]]:
     """Return each path with its parameter, if `family` are copies; with a place in the tensor if that is flat."""
-    paths, tensors = [path for path, _ in family], [tensor for _, tensor in family]
     narrow = [param for param in own if param.dtype.itemsize < torch.float32.itemsize]
-    named = [key for path in paths for _, key in path if id(key) in numbers]
-    for params in (named,) if named else (own, narrow, _in_order(tensors, own)):
-        if len(params) == len(family) and _are_copies(params, tensors):
-            return [(path, param, None) for path, param in zip(paths, params, strict=True)]
-    flat = tensors[0]
-    for params in (own, narrow) if len(family) == 1 < len(own) and flat.dim() == 1 else ():
-        sizes = [param.numel() for param in params]
-        if sum(sizes) == flat.numel() and _are_copies(params, torch.split(flat.detach(), sizes)):
-            begins = accumulate(sizes, initial=0)
-            return [(paths[0], param, begin) for param, begin in zip(params, begins, strict=False)]
+    named = [key for path, _ in family for _, key in path if id(key) in numbers]
+    for params in (named,) if named else (own, narrow):
+        if pairs := _in_order(family, params):
+            return pairs
     return []
 
 
-def _in_order(tensors: Sequence[Tensor], own: Iterable[Tensor]) -> list[Tensor]:
-    """Return for each tensor the next parameter with its values, as only some parameters may have a copy."""
-    left, params = iter(own), list[Tensor]()
-    for tensor in tensors:
-        if (param := next((one for one in left if _is_copy(one, tensor)), None)) is None:
-            break
-        params.append(param)
-    return params
+def _in_order(family: Sequence[tuple[Path, Tensor]], params: Sequence[Tensor]) -> list[tuple[Path, Tensor, int | None]]:
+    """Return the pairs if each of `family` holds the next of `params` that it can, or several of them, flat."""
+    pairs: list[tuple[Path, Tensor, int | None]] = []
+    next_one = 0
+    for path, tensor in family:
+        covered: Sequence[Tensor] = ()
+        while next_one < len(params) and not covered:
+            covered = _covered(tensor, params, next_one)
+            next_one += len(covered) or 1
+        if not covered:
+            return []
+        begins = accumulate((param.numel() for param in covered), initial=0)
+        is_flat = len(covered) > 1
+        pairs += [(path, param, begin if is_flat else None) for param, begin in zip(covered, begins, strict=False)]
+    varied = any(bool((param != param.flatten()[:1]).any()) for _, param, _ in pairs)
+    return pairs if varied else []  # many things are all zeros
 
 
-def _are_copies(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Return True if each tensor holds what its parameter has, in other memory, and that is not one number only."""
-    return all(map(_is_copy, params, tensors)) and any(bool((param != param.flatten()[:1]).any()) for param in params)
+def _covered(tensor: Tensor, params: Sequence[Tensor], begin: int) -> Sequence[Tensor]:
+    """Return the parameters, from number `begin` on, whose values `tensor` holds: one, or several if it is flat."""
+    if _is_copy(params[begin], tensor):
+        return params[begin : begin + 1]
+    if tensor.dim() != 1:
+        return ()
+    numels = accumulate(param.numel() for param in params[begin:])
+    count = next((i for i, numel in enumerate(numels, 1) if numel >= tensor.numel()), 0)
+    covered = params[begin : begin + count]
+    sizes = [param.numel() for param in covered]
+    if not count or sum(sizes) != tensor.numel():
+        return ()
+    return covered if all(map(_is_copy, covered, torch.split(tensor.detach(), sizes))) else ()
 
 
 def _is_copy(param: Tensor, tensor: Tensor) -> bool:
