@@ -13,7 +13,16 @@ from store_members import LONG_S, members_of
 from torch.distributed import FileStore
 
 from commrt.backup_workers import quorum
-from commrt.backup_workers.quorum import DONE, FAILED, Announcement, QuorumVote, StepOutcome, quorum_key, set_once
+from commrt.backup_workers.quorum import (
+    DONE,
+    FAILED,
+    OLDEST_STEP,
+    Announcement,
+    QuorumVote,
+    StepOutcome,
+    quorum_key,
+    set_once,
+)
 from commrt.elastic.generations import arrival_key
 from commrt.runtime.membership import Loss
 from commrt.threads.deadline import Timeouts
@@ -103,6 +112,14 @@ def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(members, loss):
         with pytest.raises(NoOtherAttempt):
             ended.result(PATIENT_S)
     assert found[0].store.connection.get(OUTCOME).decode() == FAILED
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1)], ids=["to be chosen", "to have the sum"])
+def test_a_step_that_the_others_have_deleted_is_not_waited_for(members, ranks):
+    member = members(2)[1]
+    vote = vote_of(member, 2)
+    member.store.connection.set(OLDEST_STEP, "1")
+    assert not vote.wait_for(OUTCOME, 0, 0, ranks)
 
 
 def test_a_member_waits_for_one_that_lives_up_to_the_deadline(members):

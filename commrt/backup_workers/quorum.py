@@ -206,10 +206,10 @@ class QuorumVote:
         """Wait until `key` is written, by one of `members` if there are any, and return its text.
 
         Probes those that should write it, and writes it if they will not: FAILED if a member is gone, NO_MEMBERS if too
-        few ranks are left to announce. Raises what `run` does.
+        few ranks are left to announce, nothing if the others have deleted the step. Raises what `run` does.
         """
         waiting = partial(self._check_announcements, key, step, attempt)
-        check = partial(self._check_members, key, members) if members else waiting
+        check = partial(self._check_members, key, step, members) if members else waiting
         if members and self.reduction is None:
             self.begin_reduction(attempt)
         try:
@@ -244,8 +244,17 @@ class QuorumVote:
         if waited_s > limit_s:
             raise no_answer(limit_s, self._membership.rank)
 
-    def _check_members(self, key: str, members: tuple[int, ...], waited_s: float) -> None:
+    def _is_deleted(self, key: str, step: int) -> bool:
+        """Return True, and write that nothing is to come, if the others are so far ahead that `step` is gone."""
+        if step >= int(self._store.get(OLDEST_STEP)):
+            return False
+        set_once(self._store, key, "")
+        return True
+
+    def _check_members(self, key: str, step: int, members: tuple[int, ...], waited_s: float) -> None:
         """Probe the next member of the reduction: each member probes one, so that all are probed."""
+        if self._is_deleted(key, step):
+            return
         membership = self._membership
         is_lost = self._elastic.is_called or membership.gone([membership.next_member(members)])
         if is_lost or waited_s > membership.timeout_s():
@@ -253,6 +262,8 @@ class QuorumVote:
 
     def _check_announcements(self, key: str, step: int, attempt: int, waited_s: float) -> None:
         """Check whether enough ranks have announced, or still can."""
+        if self._is_deleted(key, step):
+            return
         text = self._store.get(quorum_key(step, attempt, "announced"))
         number = self._membership.generation.number
         words = parse_announcements(text.decode(errors="replace"), number)
