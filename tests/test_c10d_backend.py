@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import on_ranks
 from torch._C._distributed_c10d import Backend
 from torch.distributed import DistBackendError, HashStore, ReduceOp
 from transports import over_nccl
@@ -137,59 +138,51 @@ def test_sends_and_receives_of_a_gpu_travel_in_one_batch_when_somebody_waits(sta
     ]
 
 
-def test_a_batch_leaves_when_a_collective_begins_and_the_next_message_is_in_another(stand_in):
-    def body(world):
-        messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
-        works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
-        messages.flush()
-        world.comm_thread.submit(lambda: None).result()
-        arrived = [work.is_completed() for work in works], target.tolist()
-        messages.flush()  # nothing is left to leave
-        again = messages.post(torch.zeros(3), peer, is_send=True), messages.post(target, peer, is_send=False)
-        again[1].wait()
-        return *arrived, target.tolist()
-
-    assert run_ranks(2, body, connect=over_nccl) == [([True, True], [1.0] * 3, [0.0] * 3)] * 2
+@on_ranks(2, connect=over_nccl)
+def test_a_batch_leaves_when_a_collective_begins_and_the_next_message_is_in_another(world, stand_in):
+    messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
+    works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
+    messages.flush()
+    world.comm_thread.submit(lambda: None).result()
+    arrived = [work.is_completed() for work in works], target.tolist()
+    messages.flush()  # nothing is left to leave
+    again = messages.post(torch.zeros(3), peer, is_send=True), messages.post(target, peer, is_send=False)
+    again[1].wait()
+    assert (*arrived, target.tolist()) == ([True, True], [1.0] * 3, [0.0] * 3)
 
 
-def test_each_wait_for_a_batch_that_cannot_leave_raises(stand_in):
-    def body(world):
-        messages = DeviceMessages(world)
-        works = [messages.post(torch.zeros(3), 1 - world.rank, is_send=True) for _ in range(2)]
-        world.comm_thread.close()
-        for work in [*works, *works]:
-            with pytest.raises(TransportClosed, match="closed"):
-                work.wait()
-            assert work.is_completed()
-            assert isinstance(work.exception(), DistBackendError)
-
-    run_ranks(2, body, connect=over_nccl)
+@on_ranks(2, connect=over_nccl)
+def test_each_wait_for_a_batch_that_cannot_leave_raises(world, stand_in):
+    messages = DeviceMessages(world)
+    works = [messages.post(torch.zeros(3), 1 - world.rank, is_send=True) for _ in range(2)]
+    world.comm_thread.close()
+    for work in [*works, *works]:
+        with pytest.raises(TransportClosed, match="closed"):
+            work.wait()
+        assert work.is_completed()
+        assert isinstance(work.exception(), DistBackendError)
 
 
-def test_a_signal_handler_in_a_call_can_neither_send_nor_close_and_the_batch_leaves_later(stand_in):
-    def body(world):
-        messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
-        works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
+@on_ranks(2, connect=over_nccl)
+def test_a_signal_handler_in_a_call_can_neither_send_nor_close_and_the_batch_leaves_later(world, stand_in):
+    messages, peer, target = DeviceMessages(world), 1 - world.rank, torch.zeros(3)
+    works = [messages.post(torch.ones(3), peer, is_send=True), messages.post(target, peer, is_send=False)]
 
-        def handler():
-            with pytest.raises(UsageError, match="a signal handler"):
-                works[0].wait()
-            with pytest.raises(UsageError, match="a signal handler"):
-                world.comm_thread.close(1.0)
+    def handler():
+        with pytest.raises(UsageError, match="a signal handler"):
+            works[0].wait()
+        with pytest.raises(UsageError, match="a signal handler"):
+            world.comm_thread.close(1.0)
 
-        world.comm_thread.run(handler).result()
-        works[1].wait()
-        return target.tolist()
-
-    assert run_ranks(2, body, connect=over_nccl) == [[1.0] * 3] * 2
+    world.comm_thread.run(handler).result()
+    works[1].wait()
+    assert target.tolist() == [1.0] * 3
 
 
-def test_a_gpu_cannot_receive_from_any_rank():
-    def body(world):
-        with pytest.raises(UsageError, match="name the source"):
-            DeviceMessages(world).post(torch.zeros(3), None, is_send=False)
-
-    run_ranks(2, body, connect=over_nccl)
+@on_ranks(2, connect=over_nccl)
+def test_a_gpu_cannot_receive_from_any_rank(world):
+    with pytest.raises(UsageError, match="name the source"):
+        DeviceMessages(world).post(torch.zeros(3), None, is_send=False)
 
 
 def test_a_timeout_of_gloo_says_whether_the_peer_is_late_or_gone():

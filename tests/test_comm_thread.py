@@ -12,6 +12,7 @@ from time import monotonic
 
 import pytest
 import torch
+from cases import on_ranks
 
 import commrt
 from commrt.errors import DeadlineExceeded, Place, TransportClosed, TransportError, UsageError
@@ -230,15 +231,13 @@ def test_a_callback_begins_transfers_and_waits_for_them(nested, faults):
     assert run_ranks(3, body, **faults) == [[9.0] * 4] * 3
 
 
-def test_callbacks_added_after_the_next_transfer_was_begun_come_after_it_on_all_ranks():
-    def body(world):
-        works = [begin(world, n + 1.0) for n in range(4)]
-        if world.rank:
-            world.comm_thread.submit(lambda: None).result()  # all are done there, and on rank 0 they may not be
-        futures = [work.get_future().then(lambda f: summed(world, f.value()[0])) for work in works]
-        return [future.wait()[0].item() for future in futures]
-
-    assert run_ranks(2, body, **LATE) == [[4.0, 8.0, 12.0, 16.0]] * 2
+@on_ranks(2, **LATE)
+def test_callbacks_added_after_the_next_transfer_was_begun_come_after_it_on_all_ranks(world):
+    works = [begin(world, n + 1.0) for n in range(4)]
+    if world.rank:
+        world.comm_thread.submit(lambda: None).result()  # all are done there, and on rank 0 they may not be
+    futures = [work.get_future().then(lambda f: summed(world, f.value()[0])) for work in works]
+    assert [future.wait()[0].item() for future in futures] == [4.0, 8.0, 12.0, 16.0]
 
 
 FAILING = {
@@ -248,24 +247,20 @@ FAILING = {
 
 
 @pytest.mark.parametrize("error", FAILING)
-def test_what_a_callback_raises_is_its_own_error_and_harms_no_later_transfer(error):
-    def body(world):
-        begin(world).wait()
-        after = begin(world).get_future().then(lambda _: FAILING[error](world))
-        with pytest.raises(RuntimeError, match=error):
-            after.wait()
-        return summed(world, torch.ones(4)).tolist()
-
-    assert run_ranks(2, body, **LATE) == [[2.0] * 4] * 2
+@on_ranks(2, **LATE)
+def test_what_a_callback_raises_is_its_own_error_and_harms_no_later_transfer(world, error):
+    begin(world).wait()
+    after = begin(world).get_future().then(lambda _: FAILING[error](world))
+    with pytest.raises(RuntimeError, match=error):
+        after.wait()
+    assert summed(world, torch.ones(4)).tolist() == [2.0] * 4
 
 
-def test_a_callback_cannot_close_the_world():
-    def body(world):
-        after = begin(world).get_future().then(lambda _: world.close())
-        with pytest.raises(RuntimeError, match="a callback of a future runs on the thread that communicates"):
-            after.wait()
-
-    run_ranks(2, body, **LATE)
+@on_ranks(2, **LATE)
+def test_a_callback_cannot_close_the_world(world):
+    after = begin(world).get_future().then(lambda _: world.close())
+    with pytest.raises(RuntimeError, match="a callback of a future runs on the thread that communicates"):
+        after.wait()
 
 
 def test_a_world_that_closes_ends_the_transfers_of_callbacks_first():

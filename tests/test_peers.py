@@ -11,6 +11,7 @@ from unittest.mock import Mock, patch
 import nccl_stand_in as nccl
 import pytest
 import torch
+from cases import on_ranks
 from moved_clock import moved_clock
 from peer_group import NOW, ODD, connected, over_peers, values_of, wait_until
 from torch import nn
@@ -261,13 +262,11 @@ def test_what_was_given_up_between_hosts_is_not_read_within_one():
         assert set(group.on_all(run)[:2]) <= {DeadlineExceeded, PeerLost}
 
 
-def test_a_model_whose_only_buffers_are_empty_can_be_attached():
-    def body(world):
-        model = nn.Linear(3, 2)
-        model.register_buffer("nothing", torch.zeros(0))
-        commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world).detach()
-
-    run_ranks(2, body, connect=over_peers)
+@on_ranks(2, connect=over_peers)
+def test_a_model_whose_only_buffers_are_empty_can_be_attached(world):
+    model = nn.Linear(3, 2)
+    model.register_buffer("nothing", torch.zeros(0))
+    commrt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world).detach()
 
 
 @pytest.mark.parametrize(("staleness", "connect"), [(0, over_nccl), (0, over_peers), (1, over_peers)])
@@ -289,10 +288,8 @@ def test_gossip_goes_on_without_a_rank_whatever_was_under_way(staleness, connect
     assert run_ranks(3, body, connect=connect) == [2, 2, None]
 
 
-def test_ranks_of_which_only_some_want_graphs_are_refused():
-    def body(world):
-        model = nn.Linear(3, 2)
-        with pytest.raises(DisagreementError, match="graphs"):
-            commrt.attach(model, None, world=world, graphs=world.rank == 0)
-
-    run_ranks(2, body, connect=over_peers)
+@on_ranks(2, connect=over_peers)
+def test_ranks_of_which_only_some_want_graphs_are_refused(world):
+    model = nn.Linear(3, 2)
+    with pytest.raises(DisagreementError, match="graphs"):
+        commrt.attach(model, None, world=world, graphs=world.rank == 0)

@@ -10,6 +10,7 @@ from weakref import ref
 
 import pytest
 import torch
+from cases import on_ranks
 
 import commrt
 from commrt.errors import TransportClosed
@@ -65,16 +66,14 @@ def test_a_buffer_that_has_changed_is_bound_anew(change):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_autograd_learns_that_a_bound_buffer_was_written(inference):
-    def run(world):
-        buffer = torch.ones(10)
+@on_ranks(2)
+def test_autograd_learns_that_a_bound_buffer_was_written(world, inference):
+    buffer = torch.ones(10)
+    world.run(RING, buffer)
+    before = buffer._version
+    with torch.inference_mode(inference):
         world.run(RING, buffer)
-        before = buffer._version
-        with torch.inference_mode(inference):
-            world.run(RING, buffer)
-        return buffer._version > before, buffer.tolist()
-
-    assert run_ranks(2, run) == [(True, [4.0] * 10)] * 2
+    assert (buffer._version > before, buffer.tolist()) == (True, [4.0] * 10)
 
 
 def test_a_bound_buffer_may_run_in_the_background():
@@ -94,32 +93,28 @@ def test_a_bound_buffer_may_run_in_the_background():
     assert run_ranks(2, run) == [[4.0] * 10] * 2
 
 
-def test_a_bound_buffer_is_refused_once_it_has_another_shape():
-    def run(world):
-        buffer = torch.ones(10)
+@on_ranks(2)
+def test_a_bound_buffer_is_refused_once_it_has_another_shape(world):
+    buffer = torch.ones(10)
+    world.run(RING, buffer)
+    buffer.unsqueeze_(0)
+    with pytest.raises(commrt.UsageError, match="flatten it first"):
         world.run(RING, buffer)
-        buffer.unsqueeze_(0)
-        with pytest.raises(commrt.UsageError, match="flatten it first"):
-            world.run(RING, buffer)
-        world.run(RING, buffer.squeeze_(0))
-        return buffer.tolist()
-
-    assert run_ranks(2, run) == [[4.0] * 10] * 2
+    world.run(RING, buffer.squeeze_(0))
+    assert buffer.tolist() == [4.0] * 10
 
 
-def test_what_is_bound_is_refused_inside_join_and_after_close():
-    def run(world):
-        buffer = torch.ones(10)
+@on_ranks(2)
+def test_what_is_bound_is_refused_inside_join_and_after_close(world):
+    buffer = torch.ones(10)
+    world.run(RING, buffer)
+    world.joined = object()
+    with pytest.raises(commrt.UsageError, match="inside join"):
         world.run(RING, buffer)
-        world.joined = object()
-        with pytest.raises(commrt.UsageError, match="inside join"):
-            world.run(RING, buffer)
-        world.joined = None
-        world.close()
-        with pytest.raises(TransportClosed, match="was closed"):
-            world.run(RING, buffer)
-
-    run_ranks(2, run)
+    world.joined = None
+    world.close()
+    with pytest.raises(TransportClosed, match="was closed"):
+        world.run(RING, buffer)
 
 
 def test_what_was_bound_in_another_generation_is_bound_anew(runs, world):

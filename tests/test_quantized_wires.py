@@ -10,6 +10,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from cases import on_ranks
 from ddp_ranks import accounts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,18 +163,20 @@ def test_what_rounding_lost_is_owed_and_paid(ranks, wire, numel):
 
 
 @pytest.mark.parametrize("wire", [Int4(), Int2(), Int8()], ids=str)
-def test_a_value_that_is_not_finite_gets_through_and_is_forgotten(wire):
-    def body(world):
-        residual = torch.zeros(3000) if wire.feedback else None
-        x = torch.ones(3000)
-        if world.rank == 1:
-            x[700] = float("inf")
-        world.all_reduce(x, algorithm=Direct(), wire=wire, residual=residual)
-        after = torch.ones(3000)
-        world.all_reduce(after, algorithm=Direct(), wire=wire, residual=residual)
-        return bool(x[700].isfinite()), bool(x[1024:].isfinite().all()), bool(after.isfinite().all())
-
-    assert run_ranks(3, body) == [(False, True, True)] * 3
+@on_ranks(3)
+def test_a_value_that_is_not_finite_gets_through_and_is_forgotten(world, wire):
+    residual = torch.zeros(3000) if wire.feedback else None
+    x = torch.ones(3000)
+    if world.rank == 1:
+        x[700] = float("inf")
+    world.all_reduce(x, algorithm=Direct(), wire=wire, residual=residual)
+    after = torch.ones(3000)
+    world.all_reduce(after, algorithm=Direct(), wire=wire, residual=residual)
+    assert (bool(x[700].isfinite()), bool(x[1024:].isfinite().all()), bool(after.isfinite().all())) == (
+        False,
+        True,
+        True,
+    )
 
 
 class Odd(nn.Module):
@@ -305,14 +308,12 @@ REFUSED = {
 }
 
 
-def test_attach_refuses_what_codes_cannot_do():
-    def body(world):
-        trained = model()
-        for options, message in REFUSED.values():
-            with pytest.raises(UsageError, match=message):
-                commrt.attach(trained, torch.optim.SGD(trained.parameters(), 0.1), world=world, **options)
-
-    run_ranks(8, body)
+@on_ranks(8)
+def test_attach_refuses_what_codes_cannot_do(world):
+    trained = model()
+    for options, message in REFUSED.values():
+        with pytest.raises(UsageError, match=message):
+            commrt.attach(trained, torch.optim.SGD(trained.parameters(), 0.1), world=world, **options)
 
 
 @pytest.mark.parametrize("wire", [Int4(), Int2()], ids=str)
@@ -339,18 +340,16 @@ def test_what_is_owed_to_a_gradient_that_no_rank_had_is_still_owed(wire):
         torch.testing.assert_close(told + owed, true, rtol=1e-4, atol=1e-4)
 
 
-def test_a_state_of_another_rank_or_of_another_shape_is_refused_before_anything_changes():
-    def body(world):
-        replica = Training(world, Int4()).replica
-        state = replica.state_dict() | {"step": 7}
-        name = next(iter(state["residuals"]))
-        with pytest.raises(UsageError, match=r"Save state_dict.* on every rank, and load each rank's own"):
-            replica.load_state_dict(state | {"rank": world.rank + 1})
-        with pytest.raises(UsageError, match=f"residual of {name} has 1 values"):
-            replica.load_state_dict(state | {"residuals": state["residuals"] | {name: torch.zeros(1)}})
-        return replica.step
-
-    assert run_ranks(2, body) == [0, 0]
+@on_ranks(2)
+def test_a_state_of_another_rank_or_of_another_shape_is_refused_before_anything_changes(world):
+    replica = Training(world, Int4()).replica
+    state = replica.state_dict() | {"step": 7}
+    name = next(iter(state["residuals"]))
+    with pytest.raises(UsageError, match=r"Save state_dict.* on every rank, and load each rank's own"):
+        replica.load_state_dict(state | {"rank": world.rank + 1})
+    with pytest.raises(UsageError, match=f"residual of {name} has 1 values"):
+        replica.load_state_dict(state | {"residuals": state["residuals"] | {name: torch.zeros(1)}})
+    assert replica.step == 0
 
 
 def test_one_state_serves_all_ranks_where_nothing_is_owed_or_it_is_forgotten():
@@ -392,24 +391,20 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("wires", OTHERS)
-def test_ranks_with_other_wires_are_told(wires):
-    def body(world):
-        with pytest.raises(DisagreementError, match="buckets"):
-            Training(world, wires[world.rank])
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_ranks_with_other_wires_are_told(world, wires):
+    with pytest.raises(DisagreementError, match="buckets"):
+        Training(world, wires[world.rank])
 
 
-def test_ranks_that_sum_with_other_codings_are_told_and_go_on():
-    def body(world):
-        x = torch.ones(5000)
-        for other in (None, Int4(feedback=False), Int8(block=128), Int8(seed=1)):  # plain sums are known afterwards
-            with pytest.raises(DisagreementError):
-                world.all_reduce(x, algorithm=Direct(), wire=Int8() if world.rank else other)
-            world.all_reduce(x, algorithm=Direct())
-        return x.sum().item()
-
-    assert run_ranks(2, body) == [5000, 5000]
+@on_ranks(2)
+def test_ranks_that_sum_with_other_codings_are_told_and_go_on(world):
+    x = torch.ones(5000)
+    for other in (None, Int4(feedback=False), Int8(block=128), Int8(seed=1)):  # plain sums are known afterwards
+        with pytest.raises(DisagreementError):
+            world.all_reduce(x, algorithm=Direct(), wire=Int8() if world.rank else other)
+        world.all_reduce(x, algorithm=Direct())
+    assert x.sum().item() == 5000
 
 
 NO_RESIDUALS = [
@@ -423,25 +418,22 @@ NO_RESIDUALS = [
 
 
 @pytest.mark.parametrize(("wire", "residual", "why"), NO_RESIDUALS)
-def test_what_cannot_hold_what_rounding_lost_is_refused(wire, residual, why):
-    def body(world):
-        x = torch.ones(3)
-        with pytest.raises(UsageError, match=why):
-            world.all_reduce(x, algorithm=Direct(), wire=wire, residual=residual(x))
-
-    run_ranks(1, body)
+@on_ranks(1)
+def test_what_cannot_hold_what_rounding_lost_is_refused(world, wire, residual, why):
+    x = torch.ones(3)
+    with pytest.raises(UsageError, match=why):
+        world.all_reduce(x, algorithm=Direct(), wire=wire, residual=residual(x))
 
 
-def test_a_residual_may_move_between_sums():
-    def body(world):
-        x, residual = torch.linspace(0, 1, 256), torch.zeros(256)
-        world.all_reduce(x.clone(), algorithm=Direct(), wire=Int4(), residual=residual)
-        lost = residual.clone()
-        residual.data = torch.zeros(256)  # as a loop does that loads a checkpoint
-        world.all_reduce(x.clone(), algorithm=Direct(), wire=Int4(), residual=residual)
-        return bool(lost.any()) and torch.equal(residual, lost)
-
-    assert run_ranks(2, body) == [True, True]
+@on_ranks(2)
+def test_a_residual_may_move_between_sums(world):
+    x, residual = torch.linspace(0, 1, 256), torch.zeros(256)
+    world.all_reduce(x.clone(), algorithm=Direct(), wire=Int4(), residual=residual)
+    lost = residual.clone()
+    residual.data = torch.zeros(256)  # as a loop does that loads a checkpoint
+    world.all_reduce(x.clone(), algorithm=Direct(), wire=Int4(), residual=residual)
+    assert lost.any()
+    assert torch.equal(residual, lost)
 
 
 NO_SENSE = {
