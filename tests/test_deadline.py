@@ -8,7 +8,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from threading import Event, Timer
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
@@ -24,13 +24,10 @@ import commrt
 from commrt.c10d.group import ProcessGroupWorld
 from commrt.errors import DeadlineExceeded, UsageError
 from commrt.runtime import init
-from commrt.store import client
-from commrt.store.client import call_store
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds
 from commrt.threads.deadline import DEFAULT_TIMEOUT_S, PARTS, Deadline, Timeouts, clock
-from commrt.threads.future import Future, start_call
-from commrt.tools.commands import machine
+from commrt.threads.future import Future
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 HOUR_S = 3600.0
@@ -153,21 +150,3 @@ def test_rank_0_alone_logs_the_limits_at_the_start(rank, logged, monkeypatch, ca
     with caplog.at_level(logging.INFO, "commrt"), commrt.init(20, start_timeout_s=60) as world:
         assert (world.rank, world.timeout_s) == (rank, 20)
     assert [record.getMessage() for record in caplog.records] == logged
-
-
-def test_the_doctor_shows_the_limits(monkeypatch):
-    monkeypatch.setenv("COMMRT_TIMEOUT_S", "600")
-    (found,) = machine._timeouts()
-    assert found.detail.startswith("probe 2 s < step 300 s < collective 600 s <= start 1200 s")
-
-
-def test_a_request_to_the_store_ends_after_what_it_waits_for_could():
-    never = Event()
-    with moved_clock() as clock:
-        begin_s, silent = clock.now_s(), start_call(lambda: call_store(never.wait, 5.0))
-        clock.wait_for_readers(1)
-        clock.advance_until(silent.done)
-        with pytest.raises(DeadlineExceeded, match=f"within {5.0 + client.ANSWER_S:g} s"):
-            silent.result()
-        assert clock.now_s() - begin_s >= 5.0 + client.ANSWER_S
-    never.set()

@@ -284,13 +284,16 @@ def test_a_torch_that_cannot_be_imported_is_one_problem(monkeypatch):
 
 
 @FORKS
-def test_doctor_finds_nothing_wrong_here():
+def test_doctor_finds_nothing_wrong_here(monkeypatch):
+    monkeypatch.setenv("COMMRT_TIMEOUT_S", "600")
     record = json.loads(invoke("doctor --json").stdout)
     found = {finding["name"]: finding for finding in record["findings"]}
     assert record["ok"]
     assert {"python", "torch", "cupy", "launcher", "timeouts", "gpu", "exchange"} <= found.keys()
     assert found["torch"]["detail"] == metadata.version("torch")
     assert "a rank of 1 needs 40" in found["open files"]["detail"]
+    limits = "probe 2 s < step 300 s < collective 600 s <= start 1200 s"
+    assert found["timeouts"]["detail"].startswith(limits)
 
 
 def test_doctor_ends_with_1_if_training_would_fail_and_says_why_in_80_columns(monkeypatch):
