@@ -84,10 +84,10 @@ def test_a_closure_may_return_what_was_computed_before_or_nothing_at_all(world):
 
 
 @for_each("zeroed", [None, {"set_to_none": True}, {"set_to_none": False}])
-@for_each("closure", [None, lambda: None])
+@for_each(("closure", "gradients"), [(None, "own"), (lambda: None, "own"), (None, "views")])
 @on_ranks(3)
-def test_a_rank_that_steps_alone_without_a_backward_pass_is_told_on_every_rank(world, zeroed, closure):
-    model, optimizer, _ = trainee(world)
+def test_a_rank_that_steps_alone_without_a_backward_pass_is_told_on_every_rank(world, zeroed, closure, gradients):
+    model, optimizer, _ = trainee(world, gradients=gradients)
     for _ in range(2 if zeroed else 0):
         backward(model, world.rank)
         optimizer.step()
