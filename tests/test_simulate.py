@@ -88,14 +88,9 @@ def test_on_abci_the_torus_takes_what_the_closed_form_says():
         assert (x, y, found.steps) == (x, y, 2 * (x - 1) + 2 * (y - 1))
         assert found.seconds == pytest.approx(torus_s(x, y, RESNET50_FP16, 10e-6, 20e9, 5e9), rel=1e-9)
         assert (x, y, round(1e3 * found.seconds, 1)) == (x, y, torus_ms)
-        assert 1e3 * ring_s(x * y, RESNET50_FP16, 10e-6, 20e9) == pytest.approx(ring_ms, rel=0.005)
-
-
-@pytest.mark.parametrize(("x", "y", "gain"), [(32, 34, 3.9), (32, 64, 6.2), (64, 64, 11.1)])
-def test_on_abci_the_torus_beats_the_ring_by_what_a_model_expects(x, y, gain):
-    ring, torus = (seconds(algorithm, x * y, ABCI, RESNET50_FP16) for algorithm in (Ring(), Torus2D((x, y))))
-    assert ring == pytest.approx(ring_s(x * y, RESNET50_FP16, 10e-6, 20e9), rel=1e-9)
-    assert ring / torus == pytest.approx(gain, rel=0.05)
+        found_s = seconds(Ring(), x * y, ABCI, RESNET50_FP16)
+        assert found_s == pytest.approx(ring_s(x * y, RESNET50_FP16, 10e-6, 20e9), rel=1e-9)
+        assert 1e3 * found_s == pytest.approx(ring_ms, rel=0.005)
 
 
 @given(
