@@ -42,11 +42,6 @@ def with_buffer(buffer):
     return model
 
 
-def made_in_inference_mode():
-    with torch.inference_mode():
-        return net()
-
-
 @for_each(
     ("make", "options", "says"),
     [
@@ -62,7 +57,7 @@ def made_in_inference_mode():
         (lambda: with_buffer(torch.ones(1).expand(5)), {}, r"odd is expanded, .* use its \.clone\(\)"),
         (lambda: with_buffer(torch.eye(3).to_sparse()), {}, r"odd has layout torch\.sparse_coo"),
         (lambda: with_buffer(torch.ones(3, device="meta")), {}, r"different devices .*odd on meta\): move the model"),
-        (made_in_inference_mode, {}, r"0\.weight was made under torch\.inference_mode"),
+        (torch.inference_mode()(net), {}, r"0\.weight was made under torch\.inference_mode"),
         (lambda: sgd(net()), {}, r"the model is a SGD: attach\(\) takes a torch\.nn\.Module first"),
         (net, {"wire": torch.int8}, r"wire=torch\.int8 cannot travel: use torch\.float32"),
         (net, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a positive number"),

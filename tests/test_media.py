@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import on_ranks
 from torch.distributed import HashStore
 from transports import local
 
@@ -103,13 +104,11 @@ def test_all_transports_are_closed_though_one_raises(both):
         exchange(NOW)
 
 
-def test_connecting_what_is_no_gpu_is_refused_and_the_world_goes_on():
-    def body(world):
-        with pytest.raises(UsageError, match="cpu is no NVIDIA GPU of this machine"):
-            world.connect("cpu")
-        world.agree("afterwards")
-
-    run_ranks(2, body)
+@on_ranks(2)
+def test_connecting_what_is_no_gpu_is_refused_and_the_world_goes_on(world):
+    with pytest.raises(UsageError, match="cpu is no NVIDIA GPU of this machine"):
+        world.connect("cpu")
+    world.agree("afterwards")
 
 
 @pytest.fixture
@@ -280,12 +279,14 @@ def test_entering_takes_the_device_and_a_stream_of_its_own_and_keeps_a_second_on
     assert asked[1:] == [("device", GPU), ("stream", first), ("aside", first), ("aside", second)]
 
 
-def test_a_mark_is_an_event_of_the_current_stream_and_following_waits_for_it(asked, current):
+def test_a_mark_is_an_event_of_the_current_stream_and_following_waits_for_it_unless_it_is_done(asked, current):
     streams = CudaStreams(GPU)
     mark = streams.record_event()
     assert asked == [("record", current)]
     streams.wait_event(mark)
     assert asked[-1] == ("wait", mark)
+    streams.wait_event(DONE)  # which has happened already
+    assert len(asked) == 2
 
 
 def test_each_stream_is_asked_for_its_own_events_and_made_an_object_of_once(asked, current, monkeypatch):
@@ -300,12 +301,6 @@ def test_each_stream_is_asked_for_its_own_events_and_made_an_object_of_once(aske
         streams.wait_event("mark")
     assert asked == [("wait", "mark"), ("wait", "mark"), ("other", "mark"), ("wait", "mark")]
     assert made == [GPU] * 2
-
-
-@pytest.mark.usefixtures("current")
-def test_what_is_done_already_is_not_waited_for(asked):
-    CudaStreams(GPU).wait_event(DONE)
-    assert asked == []
 
 
 @pytest.mark.usefixtures("current")

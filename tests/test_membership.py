@@ -168,12 +168,6 @@ def test_with_backup_workers_a_silent_member_has_no_connections_until_its_own_ro
     assert {each.connected for each in roll_call(found, [4, 4, 4, 4])} == {(0, 1, 2, 3)}
 
 
-def test_a_roll_call_of_backup_workers_waits_while_too_few_have_answered(members):
-    (error,) = until_the_deadline(roll_calls(members(3, needed=2)[:1], [4]))
-    assert isinstance(error, DeadlineExceeded)
-    assert "ranks [1, 2] are missing" in str(error)
-
-
 def test_a_roll_call_in_a_collective_evicts_a_silent_member_at_the_deadline(members):
     found = members(4, needed=3)
     at_once(arrivals(found))
@@ -356,12 +350,16 @@ def test_ranks_that_made_unequal_numbers_of_steps_do_not_meet_nor_does_one_that_
         arriving_after(6, found[2])()
 
 
-def test_no_rank_is_evicted_if_too_few_come_and_the_error_names_the_missing_ranks(members):
-    found = members(3, needed=2)
-    (error,) = until_the_deadline(arrivals(found[:1]))
-    assert isinstance(error, DeadlineExceeded)
-    assert "ranks [1, 2] are missing (it did not come to save() within 20 s)" in str(error)
-    assert found[0].current().ranks == (0, 1, 2)
+@for_each(
+    ("calls", "why"),
+    [(arrivals, " (it did not come to save() within 20 s)"), (lambda found: roll_calls(found, [4]), "")],
+)
+def test_no_rank_is_evicted_if_too_few_come_and_the_error_names_the_missing_ranks(calls, why):
+    with members_of(3, needed=2) as found:
+        (error,) = until_the_deadline(calls(found[:1]))
+        assert isinstance(error, DeadlineExceeded)
+        assert f"ranks [1, 2] are missing{why}" in str(error)
+        assert found[0].current().ranks == (0, 1, 2)
 
 
 # votes
