@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 
 import pytest
 import torch
-from cases import for_each
+from cases import for_each, on_ranks
 from gossip_models import (
     PATIENT_S,
     STEPS,
@@ -28,7 +27,7 @@ from torch import nn
 
 import commrt
 from commrt.algorithms.gossip import Gossip
-from commrt.errors import DisagreementError, UsageError
+from commrt.errors import DisagreementError
 from commrt.runtime.wire import WIRES
 from commrt.testing.ranks import run_ranks
 
@@ -128,16 +127,6 @@ def test_a_late_partner_is_not_waited_for_with_staleness_1():
     assert run_ranks(ranks, body) == [5, 5]
 
 
-def test_gossip_of_rows_refuses_a_wire_that_rounds():
-    with pytest.raises(UsageError, match="leave wire out"):
-        run_ranks(4, lambda world: commrt.attach(model_of(), None, Gossip(within=2), world=world, wire=torch.bfloat16))
-
-
-def test_ranks_with_different_seeds_are_told_so():
-    with pytest.raises(DisagreementError, match="algorithm"):
-        run_ranks(2, lambda world: commrt.attach(model_of(), None, Gossip(seed=world.rank), world=world))
-
-
 @for_each("ranks", [1, 2, 4])
 def test_gossip_of_gradients_averages_what_two_have_and_nothing_else(ranks):
     algorithm = Gossip(payload="gradients")
@@ -162,16 +151,14 @@ def test_gossip_of_gradients_averages_what_two_have_and_nothing_else(ranks):
             assert torch.allclose(grad, (own + theirs) / 2, rtol=1e-5, atol=1e-7)
 
 
-def test_the_report_says_what_a_step_cost():
-    def body(world):
-        _, replica = trained(world, Gossip())
-        return replica.last, dataclasses.asdict(replica.stats()), len(replica.buckets)
-
-    for last, totals, buckets in run_ranks(2, body):
-        assert [span.bucket for span in last.spans][-buckets:] == [*range(buckets)]
-        assert last.exposed_s >= 0
-        assert totals["nbytes_sent"] > 0
-        assert (totals["steps"], totals["counted"]) == (STEPS, STEPS)
+@on_ranks(2)
+def test_the_report_says_what_a_step_cost(world):
+    _, replica = trained(world, Gossip())
+    totals, buckets = replica.stats(), len(replica.buckets)
+    assert [span.bucket for span in replica.last.spans][-buckets:] == [*range(buckets)]
+    assert replica.last.exposed_s >= 0
+    assert totals.nbytes_sent > 0
+    assert (totals.steps, totals.counted) == (STEPS, STEPS)
 
 
 # loops that save, copy, compile or take the model apart
@@ -198,11 +185,7 @@ def part_by_part(model):
     return model, call
 
 
-def compiled_after_attach(model):
-    return model, torch.compile(model, backend="eager")
-
-
-@for_each("prepare", [part_by_part, compiled_after_attach])
+@for_each("prepare", [part_by_part, lambda model: (model, torch.compile(model, backend="eager"))])
 def test_parameters_are_mixed_in_time_however_the_model_is_called(prepare):
     def body(world):
         model = model_of()

@@ -220,17 +220,13 @@ def test_what_no_optimizer_steps_has_no_outer_rule(world):
 
 
 @for_each(("algorithm", "steps"), taking_turns([*ALGORITHMS, GOSSIPING], [8, 9, 10]))
-def test_consolidate_sets_the_weights_to_the_anchor(algorithm, steps):
-    def body(world):
-        loop = Loop(world, algorithm).run(steps)
-        loop.replica.consolidate()
-        return params(loop.model), loop.anchors(), loop.replica.replicas_equal()
-
-    found = run_ranks(2, body)
-    for weights, anchors, equal in found:
-        assert same(weights, anchors)
-        assert same(weights, found[0][0])
-        assert equal
+@ends_equal(2)
+def test_consolidate_sets_the_weights_to_the_anchor(world, algorithm, steps):
+    loop = Loop(world, algorithm).run(steps)
+    loop.replica.consolidate()
+    assert loop.replica.replicas_equal()
+    assert same(params(loop.model), loop.anchors())
+    return params(loop.model)
 
 
 @ends_equal(3)
@@ -308,12 +304,13 @@ REFUSED_BY_ATTACH = [
         "bits follow gradients",
     ),
     (LocalSGD(), {"graphs": True}, "leave graphs out"),
+    (Gossip(within=2), {"wire": torch.bfloat16}, "leave wire out"),
 ]
 
 
 @for_each(("algorithm", "options", "message"), REFUSED_BY_ATTACH)
 @on_ranks(8)
-def test_attach_refuses_what_local_sgd_cannot_do(world, algorithm, options, message):
+def test_attach_refuses_what_weights_of_their_own_cannot_have(world, algorithm, options, message):
     with pytest.raises(UsageError, match=message):
         Loop(world, algorithm, **options)
 
