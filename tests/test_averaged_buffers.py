@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
-from small_models import backward, data, net, seeded, sgd, train
+from local_loops import ends_equal
+from small_models import backward, data, seeded, sgd, train, trainee
 from torch import nn
 
 import commrt
@@ -42,9 +43,7 @@ class Keeps(nn.Module):
 
 
 def trained(world, algorithm, *extra, steps=5):
-    model = net(*extra)
-    optimizer = sgd(model)
-    replica = commrt.attach(model, optimizer, algorithm, world=world)
+    model, optimizer, replica = trainee(world, *extra, algorithm=algorithm)
     train(model, optimizer, world.rank, steps)
     replica.drain()
     return model, replica
@@ -105,17 +104,13 @@ def test_weights_that_a_hook_computes_before_forward_are_of_mixed_parameters(wor
     assert torch.equal(used, model[0].weight)
 
 
-def test_buffers_that_were_made_equal_while_gossip_is_in_flight_stay_so():
-    def body(world):
-        model = net(nn.BatchNorm1d(8))
-        optimizer = sgd(model)
-        replica = commrt.attach(model, optimizer, commrt.Gossip(), world=world)
-        backward(model, world.rank)
-        optimizer.step()
-        replica.sync_buffers()
-        before = buffers_of(model)
-        replica.drain()
-        assert all(map(torch.equal, before, buffers_of(model)))
-        return before
-
-    assert all(map(torch.equal, *run_ranks(2, body)))
+@ends_equal(2)
+def test_buffers_that_were_made_equal_while_gossip_is_in_flight_stay_so(world):
+    model, optimizer, replica = trainee(world, nn.BatchNorm1d(8), algorithm=commrt.Gossip())
+    backward(model, world.rank)
+    optimizer.step()
+    replica.sync_buffers()
+    before = buffers_of(model)
+    replica.drain()
+    assert all(map(torch.equal, before, buffers_of(model)))
+    return before

@@ -34,22 +34,19 @@ from commrt.errors import CommrtError, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 
 
-def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace_in_the_next_one():
-    def body(world):
-        model = deepcopy(NORMED)
-        optimizer = sgd(model)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-        replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler])
-        for _ in range(3):
-            for _ in range(7 if world.rank == LATE else 3):
-                backward(model, world.rank, replica.step)
-                optimizer.step()
-                scheduler.step()
-            assert replica.replicas_equal()
-        return scheduler.last_epoch, replica.step
-
-    for epochs, step in run_ranks(4, body):
-        assert epochs == step
+@on_ranks(4)
+def test_batches_dropped_at_the_end_of_an_epoch_leave_no_trace_in_the_next_one(world):
+    model = deepcopy(NORMED)
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    replica = commrt.attach(model, optimizer, commrt.BackupWorkers(1), world=world, also=[scheduler])
+    for _ in range(3):
+        for _ in range(7 if world.rank == LATE else 3):
+            backward(model, world.rank, replica.step)
+            optimizer.step()
+            scheduler.step()
+        assert replica.replicas_equal()
+    assert scheduler.last_epoch == replica.step
 
 
 @on_ranks(2)
@@ -268,25 +265,21 @@ def test_ranks_that_come_to_different_collectives_all_learn_it_at_once_and_the_w
         assert (is_equal, lost) == (True, ())
 
 
-def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_goes_on():
-    def body(world):
-        trainee(world, commrt.BackupWorkers(1))
-        schedule, refusals = world._sums.schedule, [UsageError("no schedule of so many ranks")]
+@on_ranks(4)
+def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_goes_on(world):
+    trainee(world, commrt.BackupWorkers(1))
+    schedule, refusals = world._sums.schedule, [UsageError("no schedule of so many ranks")]
 
-        def refuse_once(*what):
-            if world.rank == 1 and refusals:
-                raise refusals.pop()
-            return schedule(*what)
+    def refuse_once(*what):
+        if world.rank == 1 and refusals:
+            raise refusals.pop()
+        return schedule(*what)
 
-        world._sums.schedule = refuse_once
-        said = told(lambda: world.all_reduce(torch.ones(2)))
-        world.all_reduce(total := torch.ones(2), "sum")
-        return said, total.tolist()
-
-    ends = run_ranks(4, body)
-    for rank, (said, total) in enumerate(ends):
-        assert said.startswith("UsageError" if rank == 1 else "DisagreementError: rank 1 refused: no schedule of so")
-        assert total == [4.0, 4.0]
+    world._sums.schedule = refuse_once
+    said = told(lambda: world.all_reduce(torch.ones(2)))
+    world.all_reduce(total := torch.ones(2), "sum")
+    assert said.startswith("UsageError" if world.rank == 1 else "DisagreementError: rank 1 refused: no schedule of so")
+    assert total.tolist() == [4.0, 4.0]
 
 
 @for_each("is_broken", [False, True])

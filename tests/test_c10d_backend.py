@@ -22,7 +22,6 @@ from commrt.c10d.group import DeviceMessages, HostMessages, HostWork
 from commrt.c10d.short_forms import long_form
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.runtime.world import World
-from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
 
 
@@ -123,19 +122,15 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(World, "connect", lambda world, device: None)
 
 
-def test_sends_and_receives_of_a_gpu_travel_in_one_batch_when_somebody_waits(stand_in):
-    def body(world):
-        messages, peer = DeviceMessages(world), 1 - world.rank
-        first, second = torch.zeros(3), torch.zeros(5)
-        works = [messages.post(torch.full((size,), float(world.rank)), peer, is_send=True) for size in (3, 5)]
-        works += [messages.post(target, peer, is_send=False) for target in (first, second)]
-        works[0].wait()
-        done = [work.is_completed() for work in works]
-        return done, first.tolist(), second.tolist()
-
-    assert run_ranks(2, body, connect=over_nccl) == [
-        ([True] * 4, [float(1 - r)] * 3, [float(1 - r)] * 5) for r in (0, 1)
-    ]
+@on_ranks(2, connect=over_nccl)
+def test_sends_and_receives_of_a_gpu_travel_in_one_batch_when_somebody_waits(world, stand_in):
+    messages, peer = DeviceMessages(world), 1 - world.rank
+    first, second = torch.zeros(3), torch.zeros(5)
+    works = [messages.post(torch.full((size,), float(world.rank)), peer, is_send=True) for size in (3, 5)]
+    works += [messages.post(target, peer, is_send=False) for target in (first, second)]
+    works[0].wait()
+    assert [work.is_completed() for work in works] == [True] * 4
+    assert (first.tolist(), second.tolist()) == ([peer] * 3, [peer] * 5)
 
 
 @on_ranks(2, connect=over_nccl)

@@ -173,11 +173,7 @@ def test_an_error_that_cannot_be_told_to_the_other_ranks_says_so():
     thread.close()
 
 
-def run_on_another_thread(thread, task):
-    Thread(target=lambda: thread.run(task)).start()
-
-
-@pytest.mark.parametrize("start", [CommThread.submit, run_on_another_thread])
+@pytest.mark.parametrize("start", [CommThread.submit, lambda *given: Thread(target=CommThread.run, args=given).start()])
 def test_a_close_with_a_limit_does_not_wait_for_a_task_that_is_stuck(start):
     thread, begun, go_on = CommThread(ignore), Event(), Event()
     start(thread, lambda: begun.set() or go_on.wait())

@@ -74,11 +74,9 @@ def test_after_as_many_passes_as_ranks_each_has_seen_every_sample_once(ranks, co
     run_ranks(ranks, body)
 
 
-def test_order_follows_from_seed_rank_and_pass():
-    def body(world):
-        return [one_pass(ring_of(world, 20, 5, seed=seed)) for seed in (0, 0, 1)]
-
-    first, again, other = run_ranks(2, body)[0]
+@on_ranks(2)
+def test_order_follows_from_seed_rank_and_pass(world):
+    first, again, other = (one_pass(ring_of(world, 20, 5, seed=seed)) for seed in (0, 0, 1))
     assert first == again != other
 
 

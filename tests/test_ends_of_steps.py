@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
 from gossip_models import batch, model_of, params, same
+from local_loops import ends_equal
 
 import commrt
 from commrt import BackupWorkers, Gossip, Torus2D
@@ -104,21 +105,18 @@ def test_a_resumed_run_ends_its_steps_where_an_unbroken_one_does(saved_at):
     assert all(map(same, unbroken, resumed))
 
 
-def test_an_exchange_waits_for_all_optimizers_that_step_after_a_pass():
-    def body(world):
-        model, steps = model_of(), []
-        halves = halves_of(model)
-        replica = commrt.attach(model, halves, LocalSGD(1), world=world)
-        for step in range(2):
-            backward(model, step, world.rank)
-            for half in halves:
-                half.step()
-                steps.append(replica.step)
-        return steps, params(model)
-
-    (steps, first), (_, second) = run_ranks(2, body)
+@ends_equal(2)
+def test_an_exchange_waits_for_all_optimizers_that_step_after_a_pass(world):
+    model, steps = model_of(), []
+    halves = halves_of(model)
+    replica = commrt.attach(model, halves, LocalSGD(1), world=world)
+    for step in range(2):
+        backward(model, step, world.rank)
+        for half in halves:
+            half.step()
+            steps.append(replica.step)
     assert steps == [0, 1, 1, 2]
-    assert same(first, second)
+    return params(model)
 
 
 # What a function of a model returns: the optimizer to give, what to do after each pass, and what to do after attach().

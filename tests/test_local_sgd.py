@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -127,11 +128,7 @@ def by_hand(ranks, algorithm, outer=None, rate=lambda step: RATE, cuts=((slice(N
 LATE = [(period, delay) for period in (1, 4) for delay in range(period + 1)]
 
 
-def mixed(*late):
-    return dasgd(*late, 0.25)
-
-
-@for_each(("late", "ranks", "make"), taking_turns([*LATE, (4, 0)], RANKS, [mixed, LocalSGD]))
+@for_each(("late", "ranks", "make"), taking_turns([*LATE, (4, 0)], RANKS, [partial(dasgd, local=0.25), LocalSGD]))
 def test_a_late_average_is_mixed_in_as_of_dasgd_or_added_to_what_was_learned_since_the_weights_left(late, ranks, make):
     algorithm = make(*late)
     require_equal(trained(algorithm, ranks), by_hand(ranks, algorithm))

@@ -217,15 +217,14 @@ def test_the_remaining_ranks_load_a_checkpoint_after_a_loss():
     assert run_ranks(3, body) == [(2, {2}), None, (2, {0})]
 
 
-def one_of_gradients(world):
-    return [gossip_loop(world, Gossip(payload="gradients"))]
-
-
-def two_models(world):
-    return [gossip_loop(world, Gossip(), model_of(seed)) for seed in (0, 1)]
-
-
-@for_each("make_loops", [one_of_gradients, two_models])
+@for_each(
+    "make_loops",
+    [
+        lambda world: [gossip_loop(world, Gossip(payload="gradients"))],
+        lambda world: [gossip_loop(world, Gossip(), model_of(seed)) for seed in (0, 1)],
+    ],
+    ids=["gradients", "two models"],
+)
 def test_what_has_no_weights_of_its_own_or_no_step_in_common_ends_with_a_lost_rank(make_loops):
     def body(world):
         loops = make_loops(world)

@@ -14,6 +14,7 @@ from cases import on_ranks
 from ddp_ranks import accounts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_loops import ends_equal
 from torch import nn
 
 import commrt
@@ -131,15 +132,13 @@ def test_replicas_stay_equal(wire, ranks, algorithm):
     assert alike(run_ranks(ranks, body))
 
 
-def test_ranks_that_run_out_of_data_leave_and_come_back_equal():
-    def body(world):
-        training = Training(world, Int4())
-        with training.replica.join():
-            training.step(3 + world.rank)
-        training.step(2)
-        return weights(training.model)
-
-    assert alike(run_ranks(3, body))
+@ends_equal(3)
+def test_ranks_that_run_out_of_data_leave_and_come_back_equal(world):
+    training = Training(world, Int4())
+    with training.replica.join():
+        training.step(3 + world.rank)
+    training.step(2)
+    return weights(training.model)
 
 
 @settings(max_examples=8)
@@ -257,33 +256,28 @@ def test_a_gradient_that_is_not_finite_is_gone_in_the_next_step(wire):
         assert [bool(each.isfinite().all()) for each in found] == [step != 1 for step in range(6)]
 
 
-def test_a_gradient_that_only_some_ranks_have_is_averaged_and_one_that_none_has_stays_none():
-    def body(world):
-        both = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
-        commrt.attach(both, None, Direct(), world=world, wire=Int8())
-        (both[0](torch.ones(4)).sum() + (both[1](torch.ones(4)).sum() if world.rank == 1 else 0.0)).backward()
-        return [None if each.weight.grad is None else float(each.weight.grad[0, 0]) for each in both]
-
-    for first, second, third in run_ranks(3, body):
-        assert first == pytest.approx(1.0, rel=0.02)
-        assert second == pytest.approx(1 / 3, rel=0.02)
-        assert third is None
+@on_ranks(3)
+def test_a_gradient_that_only_some_ranks_have_is_averaged_and_one_that_none_has_stays_none(world):
+    parts = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+    commrt.attach(parts, None, Direct(), world=world, wire=Int8())
+    (parts[0](torch.ones(4)).sum() + (parts[1](torch.ones(4)).sum() if world.rank == 1 else 0.0)).backward()
+    first, second, third = (part.weight.grad for part in parts)
+    assert first[0, 0].item() == pytest.approx(1.0, rel=0.02)
+    assert second[0, 0].item() == pytest.approx(1 / 3, rel=0.02)
+    assert third is None
 
 
 @pytest.mark.parametrize("wire", [Int4(), Int8(rounding="stochastic"), Adaptive(dq(30.0, 20), feedback=True)], ids=str)
-def test_training_goes_on_from_a_checkpoint_with_the_same_bits(wire):
-    def body(world):
-        training = Training(world, wire)
-        training.step(5)
-        state = training.state()
-        training.step(5)
-        resumed = Training(world, wire)
-        resumed.load(state)
-        resumed.step(5)
-        return weights(training.model), weights(resumed.model)
-
-    for straight, resumed in run_ranks(3, body):
-        assert torch.equal(straight, resumed)
+@on_ranks(3)
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits(world, wire):
+    training = Training(world, wire)
+    training.step(5)
+    state = training.state()
+    training.step(5)
+    resumed = Training(world, wire)
+    resumed.load(state)
+    resumed.step(5)
+    assert torch.equal(weights(training.model), weights(resumed.model))
 
 
 @pytest.mark.slow
@@ -369,18 +363,16 @@ def test_one_state_serves_all_ranks_where_nothing_is_owed_or_it_is_forgotten():
     assert run_ranks(3, lambda world: loaded(world, Int4(), Direct(), {**state, "residuals": {}})) == [2, 2, 2]
 
 
-def test_stochastic_rounding_is_right_in_the_mean_of_many_calls():
-    def body(world):
-        x = torch.randn(3000, generator=torch.Generator().manual_seed(world.rank))
-        exact, total = x.clone(), torch.zeros(3000)
-        world.all_reduce(exact, algorithm=Direct())
-        for _ in range(100):
-            quantized = x.clone()
-            world.all_reduce(quantized, algorithm=Direct(), wire=Int2(feedback=False, rounding="stochastic"))
-            total += quantized / 100
-        return (total - exact).norm() / exact.norm()
-
-    assert max(run_ranks(2, body)) < 0.25  # one call: 1.4
+@on_ranks(2)
+def test_stochastic_rounding_is_right_in_the_mean_of_many_calls(world):
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(world.rank))
+    exact, total = x.clone(), torch.zeros(3000)
+    world.all_reduce(exact, algorithm=Direct())
+    for _ in range(100):
+        quantized = x.clone()
+        world.all_reduce(quantized, algorithm=Direct(), wire=Int2(feedback=False, rounding="stochastic"))
+        total += quantized / 100
+    assert (total - exact).norm() / exact.norm() < 0.25  # one call: 1.4
 
 
 RULE = dq(30.0, 20)

@@ -7,6 +7,7 @@ from functools import reduce
 
 import pytest
 import torch
+from cases import on_ranks
 from ddp_ranks import trained_in_buckets
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -139,32 +140,25 @@ def test_an_average_has_the_same_bits_in_buckets_of_any_size(connect, wire, rank
     ],
     ids=str,
 )
-def test_what_would_not_give_the_same_bits_is_refused(algorithm, options, why):
-    def body(world):
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@on_ranks(6)
+def test_what_would_not_give_the_same_bits_is_refused(world, algorithm, options, why):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(commrt.UsageError, match=why):
         commrt.attach(model, optimizer, algorithm, world=world, **({"same_bits": True} | options))
 
-    with pytest.raises(commrt.UsageError, match=why):
-        run_ranks(6, body)
 
-
-def test_join_is_refused_as_a_rank_that_leaves_changes_every_sum():
-    def body(world):
-        replica = commrt.attach(nn.Linear(3, 2), None, commrt.Direct(), world=world, same_bits=True)
-        with replica.join():
-            pass
-
+@on_ranks(2)
+def test_join_is_refused_as_a_rank_that_leaves_changes_every_sum(world):
+    replica = commrt.attach(nn.Linear(3, 2), None, commrt.Direct(), world=world, same_bits=True)
     with pytest.raises(commrt.UsageError, match=r"join\(\) with same_bits=True: a rank that leaves changes every sum"):
-        run_ranks(2, body)
+        replica.join().__enter__()
 
 
-def test_ranks_that_differ_in_same_bits_are_refused():
-    def body(world):
-        commrt.attach(nn.Linear(3, 2), None, commrt.Direct(), world=world, same_bits=world.rank == 0)
-
+@on_ranks(2)
+def test_ranks_that_differ_in_same_bits_are_refused(world):
     with pytest.raises(commrt.DisagreementError, match="same_bits"):
-        run_ranks(2, body)
+        commrt.attach(nn.Linear(3, 2), None, commrt.Direct(), world=world, same_bits=world.rank == 0)
 
 
 @pytest.mark.slow

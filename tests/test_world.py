@@ -13,7 +13,7 @@ import pytest
 import rendezvous_ranks
 import torch
 import transports
-from cases import taking_turns
+from cases import on_ranks, taking_turns
 from moved_clock import moved_clock
 from torch.distributed import PrefixStore, TCPStore
 
@@ -196,17 +196,12 @@ def test_a_forked_child_may_only_open_other_worlds_and_harms_nobody(monkeypatch,
         assert not reported
 
 
-def made_in_inference_mode():
-    with torch.inference_mode():
-        return torch.ones(4)
-
-
 UNFIT = {
     "two dimensions": (lambda: torch.ones(2, 2), "flatten it first"),
     "gaps": (lambda: torch.ones(8)[::2], "flatten it first"),
     "a list": (lambda: [1.0] * 4, r"a buffer must be a tensor, not a list"),
     "sparse": (lambda: torch.ones(4).to_sparse(), "flatten it first"),
-    "inference": (made_in_inference_mode, r"clone\(\) it outside of that"),
+    "inference": (lambda: torch.inference_mode()(torch.ones)(4), r"clone\(\) it outside of that"),
     "no addition": (lambda: torch.ones(4).to(torch.float8_e5m2), "cannot run on torch.float8_e5m2"),
     "out of reach": (lambda: torch.ones(4, device="meta"), "on meta"),
 }
@@ -224,17 +219,14 @@ def test_a_buffer_that_cannot_work_is_refused_and_the_world_goes_on(connect):
     assert run_ranks(2, body, connect=lambda _, *given: connect(*given)) == [[2.0] * 4] * 2
 
 
-def test_a_dtype_that_torch_cannot_add_can_be_copied_and_not_mixed():
+@on_ranks(2)
+def test_a_dtype_that_torch_cannot_add_can_be_copied_and_not_mixed(world):
     mix = Schedule("mix", 2, 1, lambda: iter([Step.of([0, 1], [1, 0], 0, 1, MIX)]))
-
-    def body(world):
-        buffer = torch.full((4,), float(world.rank)).to(torch.float8_e5m2)
-        with pytest.raises(UsageError, match="cannot run on"):
-            world.run(mix, buffer)
-        world.run(tree.broadcast(2, root=1), buffer)
-        return buffer.float().tolist()
-
-    assert run_ranks(2, body) == [[1.0] * 4] * 2
+    buffer = torch.full((4,), float(world.rank)).to(torch.float8_e5m2)
+    with pytest.raises(UsageError, match="cannot run on"):
+        world.run(mix, buffer)
+    world.run(tree.broadcast(2, root=1), buffer)
+    assert buffer.float().tolist() == [1.0] * 4
 
 
 OURS = (0, 8, torch.float32)
@@ -246,18 +238,16 @@ THEIRS = {
 """Root, elements and dtype of rank 2's broadcast, and what all ranks are told."""
 
 
-def test_ranks_that_run_different_things_are_told_so_and_go_on():
-    def body(world):
-        for theirs, words in THEIRS.items():
-            root, numel, dtype = theirs if world.rank == 2 else OURS
-            buffer = torch.full((numel,), world.rank, dtype=dtype)
-            with pytest.raises(DisagreementError, match=words):
-                world.run(tree.broadcast(3, root), buffer)
-            assert buffer.unique().tolist() == [world.rank]
-        world.run(tree.broadcast(3, root=1), buffer := torch.full((8,), float(world.rank)))
-        return buffer.tolist()
-
-    assert run_ranks(3, body) == [[1.0] * 8] * 3
+@on_ranks(3)
+def test_ranks_that_run_different_things_are_told_so_and_go_on(world):
+    for theirs, words in THEIRS.items():
+        root, numel, dtype = theirs if world.rank == 2 else OURS
+        buffer = torch.full((numel,), world.rank, dtype=dtype)
+        with pytest.raises(DisagreementError, match=words):
+            world.run(tree.broadcast(3, root), buffer)
+        assert buffer.unique().tolist() == [world.rank]
+    world.run(tree.broadcast(3, root=1), buffer := torch.full((8,), float(world.rank)))
+    assert buffer.tolist() == [1.0] * 8
 
 
 def test_a_schedule_is_not_taken_for_an_earlier_one_that_is_gone():
@@ -268,15 +258,13 @@ def test_a_schedule_is_not_taken_for_an_earlier_one_that_is_gone():
     assert traits_of.cache_info().currsize == SCHEDULES_KEPT
 
 
-def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare():
-    def body(world):
-        pair, buffer = tree.broadcast(2).over([2, 0], world=3), torch.full((4,), float(world.rank))
-        for _ in range(COMPARISONS_KEPT if world.rank != 1 else 0):
-            world.run(pair, buffer)
-        world.run(tree.broadcast(3, root=2), buffer)
-        return buffer.tolist()
-
-    assert run_ranks(3, body) == [[2.0] * 4] * 3
+@on_ranks(3)
+def test_ranks_that_a_schedule_leaves_out_need_not_come_to_compare(world):
+    pair, buffer = tree.broadcast(2).over([2, 0], world=3), torch.full((4,), float(world.rank))
+    for _ in range(COMPARISONS_KEPT if world.rank != 1 else 0):
+        world.run(pair, buffer)
+    world.run(tree.broadcast(3, root=2), buffer)
+    assert buffer.tolist() == [2.0] * 4
 
 
 def test_an_agreement_too_many_is_not_taken_for_the_next_one():
@@ -293,15 +281,13 @@ def test_an_agreement_too_many_is_not_taken_for_the_next_one():
         second.run(RING, torch.ones(2))
 
 
-def test_an_agreement_that_ends_in_a_disagreement_leaves_the_world_as_it_was():
-    def body(world):
-        with pytest.raises(DisagreementError, match=r"about topic: '(weights|buffers)' against '(weights|buffers)'"):
-            world.all_equal(("weights", "buffers")[world.rank], "mark")
-        equal = world.all_equal("weights", f"mark of rank {world.rank}")
-        world.run(RING, buffer := torch.ones(2))
-        return equal, world.all_equal("weights", "mark"), buffer.tolist()
-
-    assert run_ranks(2, body) == [(False, True, [2.0, 2.0])] * 2
+@on_ranks(2)
+def test_an_agreement_that_ends_in_a_disagreement_leaves_the_world_as_it_was(world):
+    with pytest.raises(DisagreementError, match=r"about topic: '(weights|buffers)' against '(weights|buffers)'"):
+        world.all_equal(("weights", "buffers")[world.rank], "mark")
+    equal = world.all_equal("weights", f"mark of rank {world.rank}")
+    world.run(RING, buffer := torch.ones(2))
+    assert (equal, world.all_equal("weights", "mark"), buffer.tolist()) == (False, True, [2.0, 2.0])
 
 
 def test_an_interrupt_at_the_start_of_a_collective_is_told_to_the_attached_model():
