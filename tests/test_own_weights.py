@@ -6,7 +6,6 @@ Ranks run out of data, have no batch, skip a step or accumulate; states are save
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -110,21 +109,6 @@ def test_a_rank_without_a_batch_takes_part(world, algorithm):
     return params(loop.model)
 
 
-@for_each("algorithm", [Gossip(), LocalSGD(2)])
-@on_ranks(2)
-def test_passes_that_only_accumulate_are_no_steps(world, algorithm):
-    loop = Loop(world, algorithm)
-    for step in range(12):
-        with loop.replica.no_sync() if step % 3 < 2 else nullcontext():
-            loop.model(batch(step, world.rank)).square().sum().backward()
-        if step % 3 == 2:
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-    loop.replica.drain()
-    assert loop.replica.step == 4
-    assert loop.replica.disagreement() < 1e-6
-
-
 @for_each(
     ("algorithm", "steps"),
     [
@@ -173,19 +157,6 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(al
     assert all(map(same, run_ranks(3, saving), expected))
     for step in saved:
         assert all(map(same, run_ranks(3, partial(resumed, step=step)), expected))
-
-
-@for_each("algorithm", [Gossip(), LocalSGD(3, 2)])
-@ends_equal(2)
-def test_a_detached_model_trains_alone_and_can_be_attached_again(world, algorithm):
-    loop = Loop(world, algorithm).run(4)
-    loop.replica.detach()
-    loop.run(3)
-    again = commrt.attach(loop.model, loop.optimizer, algorithm, world=world)
-    loop.run(4)
-    again.consolidate()
-    assert (loop.replica.step, again.step) == (4, 4)
-    return params(loop.model)
 
 
 # local SGD alone: what ranks keep equal, models of all kinds, and what is refused
@@ -283,14 +254,6 @@ def test_weights_of_16_bits_have_anchors_of_32(world):
     assert {tensor.dtype for tensor in loop.agreed().values()} == {torch.float32}
     assert {param.dtype for param in params(loop.model)} == {torch.bfloat16}
     return params(loop.model)
-
-
-@on_ranks(2)
-def test_ranks_with_other_settings_are_told(world):
-    loop = Loop(world, LocalSGD(2))
-    loop.optimizer.param_groups[0]["lr"] = 0.1 if world.rank else 0.2
-    with pytest.raises(DisagreementError, match="settings"):
-        loop.run(2)
 
 
 REFUSED_BY_ATTACH = [

@@ -31,13 +31,17 @@ def test_join_averages_over_the_ranks_that_still_have_data(world, steps):
     assert (replica.replicas_equal(), replica.step) == (True, max(steps))
 
 
+@for_each("kind", ["own", "views"])
 @on_ranks(3)
-def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part(world):
-    model, _, replica = trainee(world)
+def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part(world, kind):
+    model, _, replica = trainee(world, gradients=kind, bucket_cap_mb=1e-4)
     with replica.join():
+        for step in range(1 if world.rank == 1 else 3):
+            model.zero_grad()
+            backward(model, world.rank, step)
         if world.rank != 1:
-            backward(model, world.rank)
-            torch.testing.assert_close(gradients(model), mean_gradients([0, 2]))
+            torch.testing.assert_close(gradients(model), mean_gradients([0, 2], step=2))
+    assert replica.replicas_equal()
 
 
 @on_ranks(3)
