@@ -24,7 +24,7 @@ from commrt.testing.faults import fail_at, with_faults
 from commrt.testing.processes import run_processes
 from commrt.testing.ranks import local_worlds
 
-WAYS = [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(2), commrt.BackupWorkers(0)]
+WAYS = [commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(3, 2), commrt.BackupWorkers(0)]
 
 
 def require_plain(model, rank):
@@ -42,9 +42,13 @@ def test_detach_gives_back_a_plain_model_that_can_be_attached_again(world, algor
     replica.detach()
     require_plain(model, world.rank)
     again = commrt.attach(model, optimizer, algorithm, world=world)
-    train(model, optimizer, world.rank, steps=3)
-    again.consolidate()
-    assert (again.step, again.replicas_equal()) == (3, True)
+    train(model, optimizer, world.rank, steps=4)
+    again.detach()  # an exchange may be in flight
+    train(model, optimizer, world.rank, steps=3)  # alone
+    last = commrt.attach(model, optimizer, algorithm, world=world)
+    train(model, optimizer, world.rank, steps=4)
+    last.consolidate()
+    assert (again.step, last.step, last.replicas_equal()) == (4, 4, True)
 
 
 @for_each("algorithm", WAYS)
