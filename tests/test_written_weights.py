@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
+import local_loops
 import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
-from gossip_models import batch, local_step, model_of, params, same
-from small_models import sgd
+from gossip_models import batch, model_of, params, same
 from torch import nn
 
 import commrt
@@ -23,21 +24,12 @@ GOSSIPING = [Gossip(), Gossip(staleness=1)]
 RELYING = [LocalSGD(4, 2), LocalSGD(4, 2, Mix(0.5)), LocalSGD(4, 2, fragments=2), LocalSGD(5, outer=Nesterov(0.7, 0.5))]
 
 
-class Loop:
-    """A rank's training loop."""
+class Loop(local_loops.Loop):
+    """Steps little, with momentum."""
 
-    def __init__(self, world, algorithm, **options):
-        self.world, self.model = world, model_of()
-        self.optimizer = sgd(self.model, lr=0.01)
-        self.replica = commrt.attach(self.model, self.optimizer, algorithm, world=world, **options)
-        self.step = 0
-
-    def run(self, steps, then=lambda: None):
-        for _ in range(steps):
-            local_step(self.model, self.optimizer, self.step, self.world.rank)
-            self.step += 1
-            then()
-        return self
+    def __init__(self, world, algorithm, bucket_cap_mb=25):
+        momentum = partial(torch.optim.SGD, momentum=0.9)
+        super().__init__(world, algorithm, make=momentum, lr=0.01, bucket_cap_mb=bucket_cap_mb)
 
     def used(self):
         """What the next forward pass computes with."""

@@ -55,17 +55,18 @@ def ends_equal(ranks, **options):
 class Loop:
     """A rank's training loop."""
 
-    def __init__(self, world, algorithm, model=None, make=torch.optim.AdamW, **options):
+    def __init__(self, world, algorithm, model=None, make=torch.optim.AdamW, lr=0.05, **options):
         self.world, self.model = world, model_of() if model is None else model
-        self.optimizer = make(self.model.parameters(), lr=0.05)
+        self.optimizer = make(self.model.parameters(), lr=lr)
         options = {"bucket_cap_mb": 1e-4, **options}
         self.replica = commrt.attach(self.model, self.optimizer, algorithm, world=world, **options)
         self.step = 0
 
-    def run(self, steps):
+    def run(self, steps, then=lambda: None):
         for _ in range(steps):
             local_step(self.model, self.optimizer, self.step, self.world.rank)
             self.step += 1
+            then()
         return self
 
     def state(self):
