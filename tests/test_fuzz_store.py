@@ -8,11 +8,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-import torch
 from fuzzing import FILES, VALUES, cases, in_time, met
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import nn
+from small_models import train, trainee
 from torch.distributed import HashStore, Store
 
 import commrt
@@ -115,13 +114,8 @@ ALGORITHMS = [commrt.Ring(), commrt.Gossip(), commrt.BackupWorkers(1)]
 
 
 def trained(world, algorithm):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    replica = commrt.attach(model, optimizer, algorithm, world=world)
-    for _ in range(3):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer, replica = trainee(world, algorithm=algorithm)
+    train(model, optimizer, world.rank, steps=3)
     replica.detach()
     return True
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 
 import torch
+from cases import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -14,7 +15,6 @@ import commrt
 from commrt.buckets.gradient_bucket import ReadyOrder
 from commrt.buckets.layout import plan_buckets
 from commrt.testing.faults import delay_at, with_faults
-from commrt.testing.ranks import run_ranks
 
 LAYERS = 8
 WIRE_S = 0.020
@@ -45,18 +45,16 @@ class Deep(nn.Module):
         return x
 
 
-def test_a_slow_wire_hides_behind_the_backward_pass():
-    def body(world):
-        model = Deep()
-        replica = commrt.attach(model, world=world, bucket_cap_mb=16 * 17 * 4 / 2**20)
-        for _ in range(3):
-            model(torch.randn(4, 16)).sum().backward()
-        return replica.stats(), len(replica.last.spans)
-
-    for stats, buckets in run_ranks(2, body, wrap=with_faults(delay_at(seconds=WIRE_S))):
-        assert buckets == LAYERS
-        assert stats.comm_s >= 3 * LAYERS * WIRE_S
-        assert stats.exposed_s < stats.comm_s / 2
+@on_ranks(2, wrap=with_faults(delay_at(seconds=WIRE_S)))
+def test_a_slow_wire_hides_behind_the_backward_pass(world):
+    model = Deep()
+    replica = commrt.attach(model, world=world, bucket_cap_mb=16 * 17 * 4 / 2**20)
+    for _ in range(3):
+        model(torch.randn(4, 16)).sum().backward()
+    stats = replica.stats()
+    assert len(replica.last.spans) == LAYERS
+    assert stats.comm_s >= 3 * LAYERS * WIRE_S
+    assert stats.exposed_s < stats.comm_s / 2
 
 
 buckets_of_names = st.lists(st.integers(1, 4), min_size=1, max_size=6).map(

@@ -88,8 +88,12 @@ def test_all_ranks_get_the_same_bits_near_the_sum(wire):
     )
 
 
-def bytes_of_a_step(world):
-    """Sent by a step of a million parameters, by wire."""
+FEWER = {Int8(): 3.9, Float8(): 3.9, Int4(): 7.8, Int2(): 15.0}
+"""How many times fewer bytes codes are at least."""
+
+
+@on_ranks(4)
+def test_a_step_of_a_million_parameters_sends_so_many_times_fewer_bytes(world):
     sent, layer = {}, nn.Linear(1000, 1000)
     for wire in (None, *FEWER):
         layer.zero_grad()
@@ -97,15 +101,6 @@ def bytes_of_a_step(world):
         layer(torch.ones(1, 1000)).sum().backward()
         sent[wire] = replica.last.nbytes_sent
         replica.detach()
-    return sent
-
-
-FEWER = {Int8(): 3.9, Float8(): 3.9, Int4(): 7.8, Int2(): 15.0}
-"""How many times fewer bytes codes are at least."""
-
-
-def test_a_step_of_a_million_parameters_sends_so_many_times_fewer_bytes():
-    sent, *_ = run_ranks(4, bytes_of_a_step)
     plain = sent.pop(None)
     assert plain == pytest.approx(2 * 3 / 4 * 4_004_000, rel=1e-3)
     assert {wire: plain / quantized for wire, quantized in sent.items() if plain <= FEWER[wire] * quantized} == {}
