@@ -14,8 +14,11 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
 
 import commrt
+from commrt import Direct, Gossip
 from commrt.algorithms import ring
 from commrt.errors import DisagreementError, ScheduleError, UsageError
+from commrt.local_sgd import LocalSGD
+from commrt.quantization import Adaptive, Int4, Int8, dq
 
 ODD = {
     "layers": {"model": lambda: net(nn.Linear(8, 8))},
@@ -69,6 +72,13 @@ def with_buffer(buffer):
         (net, {"algorithm": commrt.Torus2D(grid=(3, 3))}, "a grid of 3 x 3 does not fit 2 ranks"),
         (net, {"algorithm": "ring"}, r"algorithm='ring' makes no schedules: pass an object, such as commrt\.Ring"),
         (net, {"gradients": "copies"}, 'give "own", or "views"'),
+        (
+            lambda: net().bfloat16(),
+            {"algorithm": Direct(), "wire": Int8(), "gradients": "views"},
+            r"are torch\.bfloat16 and travel as torch\.float32",
+        ),
+        (net, {"algorithm": commrt.BackupWorkers(0)}, "BackupWorkers needs the optimizers"),
+        (net, {"algorithm": LocalSGD(2)}, "needs the optimizers whose steps it counts"),
     ],
 )
 @on_ranks(2)
@@ -92,18 +102,51 @@ def broken(kind, **settings):
     return Broken(**settings)
 
 
-class Unpaired(commrt.Gossip):
+class Unpaired(Gossip):
     """Gossip in whose rounds, and so in its schedules, the last rank sends nothing."""
 
     def rounds(self, ranks):
         return tuple(map(deaf_to_the_last, super().rounds(ranks)))
 
 
-@on_ranks(3)
-def test_a_gossip_whose_schedule_is_not_what_would_run_is_refused(world):
+BF16, ADAPTIVE = torch.bfloat16, Adaptive(dq(30.0, 20))
+BACKED, VIEWS = commrt.BackupWorkers(1, inner=Direct()), {"gradients": "views"}
+
+
+@for_each(
+    ("algorithm", "options", "says"),
+    [
+        (LocalSGD(wire=Int4()), {}, r"commrt\.Direct\(\)"),
+        (LocalSGD(wire=torch.float16), {"wire": BF16}, "give it once"),
+        (LocalSGD(inner=Gossip()), {"wire": BF16}, "would be rounded"),
+        (LocalSGD(inner=Gossip(), wire=BF16), {}, "would be rounded"),
+        (LocalSGD(inner=Direct()), {"wire": ADAPTIVE}, "bits follow gradients"),
+        (LocalSGD(), {"graphs": True}, "leave graphs out"),
+        (Gossip(within=2), {"wire": BF16}, "leave wire out"),
+        (commrt.Ring(), {"wire": Int4()}, "cannot carry ring: codes do not add.*commrt.Direct()"),
+        (Gossip(), {"wire": Int8()}, "with gossip"),
+        (Direct(), {"wire": Int8(), "graphs": True}, "cannot be captured yet"),
+        (BACKED, {"wire": ADAPTIVE}, "a late rank misses the average"),
+        (BACKED, {"wire": Int4()}, "without feedback"),
+        (commrt.Torus2D(), {"same_bits": True}, "same_bits with torus 3x2, which adds in several orders: chunk 0 as"),
+        (commrt.HalvingDoubling(), {"same_bits": True}, "several orders"),
+        (Gossip(), {"same_bits": True}, "same_bits=True with Gossip, where not every gradient"),
+        (commrt.BackupWorkers(1), {"same_bits": True}, "same_bits=True with BackupWorkers"),
+        (LocalSGD(), {"same_bits": True}, "same_bits=True with LocalSGD"),
+        (Direct(), {"wire": Int8(), "same_bits": True}, "which rounds a value by the block that it lies in"),
+        (Direct(), {"same_bits": 1}, "same_bits=1: give True or False"),
+        (Direct(), VIEWS | {"wire": BF16}, r"those of 0\.weight are torch\.float32 and travel as torch\.bfloat16"),
+        (Gossip(), VIEWS, "with Gossip"),
+        (BACKED, VIEWS, "with BackupWorkers"),
+        (LocalSGD(4), VIEWS, "with LocalSGD"),
+        (broken(Gossip), {}, r"schedule\(0, 6\) is another than rounds\(\) and order\(\) make"),
+    ],
+)
+@on_ranks(6)
+def test_what_an_algorithm_cannot_do_is_refused_with_a_sentence(world, algorithm, options, says):
     model = net()
-    with pytest.raises(UsageError, match=r"schedule\(0, 3\) is another than rounds\(\) and order\(\) make"):
-        commrt.attach(model, sgd(model), broken(commrt.Gossip), world=world)
+    with pytest.raises(UsageError, match=says):
+        commrt.attach(model, sgd(model), algorithm, world=world, **options)
 
 
 @for_each(
@@ -111,9 +154,9 @@ def test_a_gossip_whose_schedule_is_not_what_would_run_is_refused(world):
     [
         broken(commrt.Ring),
         Unpaired(),
-        broken(commrt.Gossip, payload="gradients"),
-        commrt.local_sgd.LocalSGD(2, inner=broken(commrt.Ring)),
-        commrt.local_sgd.LocalSGD(2, inner=broken(commrt.Gossip)),
+        broken(Gossip, payload="gradients"),
+        LocalSGD(2, inner=broken(commrt.Ring)),
+        LocalSGD(2, inner=broken(Gossip)),
         commrt.BackupWorkers(1, broken(commrt.Ring)),
     ],
 )

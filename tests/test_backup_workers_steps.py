@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from late_ranks import (
     AT,
     LATE,
-    MODEL,
     NORMED,
     Loop,
     Progress,
@@ -249,11 +248,6 @@ def test_as_many_backups_as_members_are_refused(ranks, backups, most):
 def test_backup_workers_that_cannot_work_are_refused(make, what):
     with pytest.raises(UsageError, match=what):
         make()
-
-
-def test_without_an_optimizer_there_is_nothing_to_catch_up_with():
-    with pytest.raises(UsageError, match="needs the optimizers"):
-        run_ranks(3, lambda world: commrt.attach(deepcopy(MODEL), None, commrt.BackupWorkers(1), world=world))
 
 
 def test_a_world_whose_ranks_cannot_connect_again_is_refused():

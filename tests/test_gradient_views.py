@@ -199,22 +199,3 @@ def test_a_graph_of_gradients_is_refused(world):
     x, y = data(world.rank)
     with pytest.raises(UsageError, match="create_graph=True"):
         cross_entropy(model(x), y).backward(create_graph=True)
-
-
-INT8 = {"algorithm": commrt.Direct(), "wire": commrt.quantization.Int8()}
-
-
-@for_each(
-    ("model", "options", "why"),
-    [
-        (net(), {"wire": torch.bfloat16}, r"those of 0\.weight are torch\.float32 and travel as torch\.bfloat16"),
-        (net().bfloat16(), INT8, r"are torch\.bfloat16 and travel as torch\.float32"),
-        (net(), {"algorithm": commrt.Gossip()}, "with Gossip"),
-        (net(), {"algorithm": commrt.BackupWorkers(1)}, "with BackupWorkers"),
-        (net(), {"algorithm": commrt.local_sgd.LocalSGD(4)}, "with LocalSGD"),
-    ],
-)
-@on_ranks(2)
-def test_what_views_cannot_do_is_refused(world, model, options, why):
-    with pytest.raises(UsageError, match=why):
-        attached(world, model, **options)

@@ -63,22 +63,6 @@ def test_join_refuses_an_outer_rule_that_needs_learning_rates(world):
         pass
 
 
-def scaled(loop, steps, skipped):
-    """Train with a `GradScaler` and a schedule of the learning rate; rank 1 meets an infinity in steps `skipped`."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    schedule = CosineAnnealingLR(loop.optimizer, 20)
-    for step in range(steps):
-        loop.optimizer.zero_grad()
-        loss = loop.model(batch(step, loop.world.rank)).square().sum()
-        is_infinite = loop.world.rank == 1 and step in skipped
-        scaler.scale(loss * (float("inf") if is_infinite else 1.0)).backward()
-        scaler.step(loop.optimizer)
-        scaler.update()
-        schedule.step()
-    loop.step = steps
-    return scaler
-
-
 @for_each(
     ("algorithm", "skipped"),
     taking_turns([Gossip(), LocalSGD(2), LocalSGD(2, 1), LocalSGD(2), LocalSGD(2, 1)], [(1, 2, 5), (3, 7), (1, 2, 5)]),
@@ -87,8 +71,16 @@ def scaled(loop, steps, skipped):
 def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts_with_the_settings_of_its_own_pass(
     world, algorithm, skipped
 ):
-    loop = Loop(world, algorithm)
-    scaler = scaled(loop, 8, skipped)
+    """Rank 1 meets an infinity in steps `skipped`; a schedule changes the learning rate."""
+    loop, scaler = Loop(world, algorithm), torch.amp.GradScaler("cpu", init_scale=4.0)
+    schedule = CosineAnnealingLR(loop.optimizer, 20)
+    for step in range(8):
+        loop.optimizer.zero_grad()
+        loss = loop.model(batch(step, world.rank)).square().sum()
+        scaler.scale(loss * (float("inf") if world.rank == 1 and step in skipped else 1.0)).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        schedule.step()
     loop.replica.consolidate()
     assert loop.replica.step == 8
     assert scaler.get_scale() == (4.0 / 2 ** len(skipped) if world.rank == 1 else 4.0)
@@ -254,34 +246,6 @@ def test_weights_of_16_bits_have_anchors_of_32(world):
     assert {tensor.dtype for tensor in loop.agreed().values()} == {torch.float32}
     assert {param.dtype for param in params(loop.model)} == {torch.bfloat16}
     return params(loop.model)
-
-
-REFUSED_BY_ATTACH = [
-    (LocalSGD(wire=Int4()), {}, r"commrt\.Direct\(\)"),
-    (LocalSGD(wire=torch.float16), {"wire": torch.bfloat16}, "give it once"),
-    (LocalSGD(inner=Gossip()), {"wire": torch.bfloat16}, "would be rounded"),
-    (LocalSGD(inner=Gossip(), wire=torch.bfloat16), {}, "would be rounded"),
-    (
-        LocalSGD(inner=Direct()),
-        {"wire": commrt.quantization.Adaptive(commrt.quantization.dq(1.0, 10))},
-        "bits follow gradients",
-    ),
-    (LocalSGD(), {"graphs": True}, "leave graphs out"),
-    (Gossip(within=2), {"wire": torch.bfloat16}, "leave wire out"),
-]
-
-
-@for_each(("algorithm", "options", "message"), REFUSED_BY_ATTACH)
-@on_ranks(8)
-def test_attach_refuses_what_weights_of_their_own_cannot_have(world, algorithm, options, message):
-    with pytest.raises(UsageError, match=message):
-        Loop(world, algorithm, **options)
-
-
-@on_ranks(2)
-def test_optimizers_must_be_named(world):
-    with pytest.raises(UsageError, match="needs the optimizers whose steps it counts"):
-        commrt.attach(model_of(), algorithm=LocalSGD(2), world=world)
 
 
 def test_unwise_settings_are_logged(caplog):

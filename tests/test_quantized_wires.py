@@ -285,26 +285,6 @@ def test_the_hook_of_ddp_tells_all_ranks_the_same_and_still_owes_after_ddp_has_m
     torch.testing.assert_close((true + others_true) / 2, told + owed + others_owed, rtol=1e-4, atol=1e-3)
 
 
-REFUSED = {
-    "ring": ({"algorithm": commrt.Ring(), "wire": Int4()}, "cannot carry ring: codes do not add.*commrt.Direct()"),
-    "gossip": ({"algorithm": commrt.Gossip(), "wire": Int8()}, "with gossip"),
-    "graphs": ({"algorithm": Direct(), "wire": Int8(), "graphs": True}, "cannot be captured yet"),
-    "late ranks": (
-        {"algorithm": commrt.BackupWorkers(1, inner=Direct()), "wire": Adaptive(dq(30.0, 20))},
-        "a late rank misses the average",
-    ),
-    "backups": ({"algorithm": commrt.BackupWorkers(1, inner=Direct()), "wire": Int4()}, "without feedback"),
-}
-
-
-@on_ranks(8)
-def test_attach_refuses_what_codes_cannot_do(world):
-    trained = model()
-    for options, message in REFUSED.values():
-        with pytest.raises(UsageError, match=message):
-            commrt.attach(trained, torch.optim.SGD(trained.parameters(), 0.1), world=world, **options)
-
-
 @pytest.mark.parametrize("wire", [Int4(), Int2()], ids=str)
 def test_what_is_owed_to_a_gradient_that_no_rank_had_is_still_owed(wire):
     def body(world):

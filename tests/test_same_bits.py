@@ -18,10 +18,8 @@ from transports import gloo, local, nccl, pairs_on_a_host, peers, shared, two_ho
 
 import commrt
 from commrt.algorithms.catalogue import candidates
-from commrt.local_sgd import LocalSGD
 from commrt.pricing.selection import SUMS, parse_forced
 from commrt.proof import order_of_additions
-from commrt.quantization import Int8
 from commrt.testing.ranks import run_ranks
 
 SAMPLES = 64
@@ -123,27 +121,6 @@ def test_an_average_has_the_same_bits_in_buckets_of_any_size(connect, wire, rank
     expected = reduce(torch.add, [each.to(travels).float() for each in scaled]).to(travels).float()
     for found in run_ranks(ranks, body, connect=lambda _, ranks, timeout_s: connect(ranks, timeout_s)):
         assert all(torch.equal(each, expected) for each in found)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "why"),
-    [
-        (commrt.Torus2D(), {}, "same_bits with torus 3x2, which adds in several orders: chunk 0 as"),
-        (commrt.HalvingDoubling(), {}, "several orders"),
-        (commrt.Gossip(), {}, "same_bits=True with Gossip, where not every gradient"),
-        (commrt.BackupWorkers(1), {}, "same_bits=True with BackupWorkers"),
-        (LocalSGD(), {}, "same_bits=True with LocalSGD"),
-        (commrt.Direct(), {"wire": Int8()}, "which rounds a value by the block that it lies in"),
-        (commrt.Direct(), {"same_bits": 1}, "same_bits=1: give True or False"),
-    ],
-    ids=str,
-)
-@on_ranks(6)
-def test_what_would_not_give_the_same_bits_is_refused(world, algorithm, options, why):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(commrt.UsageError, match=why):
-        commrt.attach(model, optimizer, algorithm, world=world, **({"same_bits": True} | options))
 
 
 @on_ranks(2)
