@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import failing_ranks
 import pytest
 import torch
-from cases import for_each, taking_turns
+from cases import for_each, on_ranks, taking_turns
 from gossip_models import model_of, params, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,19 +118,6 @@ def test_a_loss_is_logged_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [told]
 
 
-def test_a_rank_that_fails_tells_the_others_why():
-    def body(world):
-        if world.rank == 2:
-            gossip_loop(world, Gossip()).run(4)
-            raise OSError("the disk is full")
-        return finished(world, Gossip(), {}).replica.lost
-
-    seen = []
-    with pytest.raises(OSError, match="the disk is full"):
-        run_ranks(3, lambda world: seen.append(body(world)))
-    assert {losses[0].why for losses in seen} == {"it gave up: the disk is full"}
-
-
 def test_no_rank_waits_for_one_that_detached_its_model():
     def body(world):
         replica = finished(world, Gossip(), {2: 4}).replica
@@ -148,7 +135,7 @@ def test_no_rank_waits_for_one_that_detached_its_model():
 
 
 @for_each(("batches", "dies_at"), [((3, 6, 9, 12), 5), ((3, 9, 3), 7)], ids=["one of several", "the last with data"])
-def test_the_remaining_ranks_end_equal_if_rank_1_is_lost_in_join(batches, dies_at):
+def test_the_remaining_ranks_end_equal_if_rank_1_is_lost_in_join_and_are_told_why(batches, dies_at):
     def body(world):
         loop = gossip_loop(world, Gossip())
         with loop.replica.join():
@@ -165,7 +152,8 @@ def test_the_remaining_ranks_end_equal_if_rank_1_is_lost_in_join(batches, dies_a
     for found, step, members, lost in seen:
         assert same(found, seen[0][0])
         assert step == seen[0][1] >= max(batches[rank] for rank in stay)
-        assert (members, [loss.rank for loss in lost]) == (stay, [1])
+        why = "it gave up: the disk is full"
+        assert (members, [(loss.rank, loss.why) for loss in lost]) == (stay, [(1, why)])
 
 
 def test_ranks_without_data_follow_one_that_is_lost_to_the_step_that_it_had_begun():
@@ -203,18 +191,16 @@ def test_a_ring_shuffle_loses_only_the_samples_of_a_lost_rank(data):
     assert len(left) == len(set(left)) == kept * (ranks - 1)
 
 
-def test_the_remaining_ranks_load_a_checkpoint_after_a_loss():
-    def body(world):
-        replica = finished(world, Gossip(), {1: 4}).replica
-        if world.rank == 1:
-            return None
-        replica.load_state_dict(replica.state_dict() | {"step": 2})
-        before = replica.step
-        replica.average()
-        replica.drain()
-        return before, replica.last.received_from
-
-    assert run_ranks(3, body) == [(2, {2}), None, (2, {0})]
+@on_ranks(3, timeout_s=PATIENT_S)
+def test_the_remaining_ranks_load_a_checkpoint_after_a_loss(world):
+    replica = finished(world, Gossip(), {1: 4}).replica
+    if world.rank == 1:
+        return
+    replica.load_state_dict(replica.state_dict() | {"step": 2})
+    before = replica.step
+    replica.average()
+    replica.drain()
+    assert (before, replica.last.received_from) == (2, {2 - world.rank})
 
 
 @for_each(
@@ -255,31 +241,29 @@ def test_a_model_that_gossips_after_another_was_detached_or_dropped_survives_a_l
 
 
 @for_each("what", ["join", "load_state_dict", "disagreement", "replicas_equal", "all_reduce"])
-def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(what):
-    def body(world):
-        loop = gossip_loop(world, Gossip()).run(1)
-        replica = loop.replica
-        replica.drain()
-        if what == "all_reduce":
-            world.all_reduce(torch.ones(3), "sum")
-        if world.rank == 1:
-            return None
-        if what == "join":
-            with replica.join():
-                loop.run(1)
-        elif what == "load_state_dict":
-            replica.load_state_dict(replica.state_dict())
-        elif what == "all_reduce":
-            tensor, before = torch.full((3,), float(world.rank)), {**world._sums._memory}
-            assert world.all_reduce(tensor, "sum", async_op=True).is_completed()
-            assert tensor.tolist() == [2.0] * 3
-            after = world._sums._memory  # a broken peer may read what was there before
-            assert {one.data_ptr() for one in before.values()}.isdisjoint(one.data_ptr() for one in after.values())
-        else:
-            getattr(replica, what)()
-        return tuple(world.members)
-
-    assert run_ranks(3, body) == [(0, 2), None, (0, 2)]
+@on_ranks(3, timeout_s=PATIENT_S)
+def test_a_collective_completes_after_a_loss_that_no_rank_has_noticed(world, what):
+    loop = gossip_loop(world, Gossip()).run(1)
+    replica = loop.replica
+    replica.drain()
+    if what == "all_reduce":
+        world.all_reduce(torch.ones(3), "sum")
+    if world.rank == 1:
+        return
+    if what == "join":
+        with replica.join():
+            loop.run(1)
+    elif what == "load_state_dict":
+        replica.load_state_dict(replica.state_dict())
+    elif what == "all_reduce":
+        tensor, before = torch.full((3,), float(world.rank)), {**world._sums._memory}
+        assert world.all_reduce(tensor, "sum", async_op=True).is_completed()
+        assert tensor.tolist() == [2.0] * 3
+        after = world._sums._memory  # a broken peer may read what was there before
+        assert {one.data_ptr() for one in before.values()}.isdisjoint(one.data_ptr() for one in after.values())
+    else:
+        getattr(replica, what)()
+    assert tuple(world.members) == (0, 2)
 
 
 def meet(replica, what, entered):
