@@ -39,21 +39,17 @@ def test_a_replacement_may_run_on_any_host_where_ranks_use_a_network():
 
 
 @for_each(
-    ("size", "host", "kind", "says"),
+    ("place", "kind", "says"),
     [
-        (5, "here", DisagreementError, "with a world of 5 ranks, and 4 ranks train already: set the launcher"),
-        (4, "elsewhere", UsageError, "through shared memory: start it there"),
-        (4, None, UsageError, "through shared memory: start it there"),
+        ((5, "here"), DisagreementError, "with a world of 5 ranks, and 4 ranks train already: set the launcher"),
+        ((4, "elsewhere"), UsageError, "through shared memory: start it there"),
+        ((4, None), UsageError, "through shared memory: start it there"),
+        ((4, "here", "gloo"), DisagreementError, "COMMRT_TRANSPORT=gloo, and the others train with unset"),
     ],
 )
-def test_a_replacement_with_another_world_size_or_host_is_refused(size, host, kind, says):
+def test_a_replacement_with_another_world_size_host_or_transport_is_refused(place, kind, says):
     with pytest.raises(kind, match=says):
-        CONFIG.require_place(2, size, host)
-
-
-def test_a_replacement_with_another_transport_is_refused():
-    with pytest.raises(DisagreementError, match="COMMRT_TRANSPORT=gloo, and the others train with unset"):
-        CONFIG.require_place(2, 4, "here", "gloo")
+        CONFIG.require_place(2, *place)
 
 
 @for_each(
