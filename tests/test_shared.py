@@ -182,18 +182,6 @@ def test_a_peer_that_does_not_listen_ends_in_the_deadline_even_if_the_socket_is_
         transports[0].bind(many)(NOW)
 
 
-def test_what_a_full_socket_could_not_take_is_sent_once_it_can(pair):
-    line, words = pair[1]._channels[0], 0
-    while not line.unsent:
-        line.acknowledge(0)
-        words += 1
-    for _ in range(words):
-        line.acknowledge(0)
-    landing = torch.zeros(LARGE)
-    assert across(pair, torch.ones(LARGE), landing) == [None, None]
-    assert landing.sum() == LARGE
-
-
 def test_segments_go_with_their_last_tensor_on_both_ends(pair):
     landing = torch.empty(LARGE)
     before, counts = shared_memory(), []
