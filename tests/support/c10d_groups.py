@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from inspect import isfunction, signature
 from pathlib import Path
 
 import torch
@@ -13,8 +14,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 
-def ones():
-    return torch.full((3,), float(dist.get_rank() + 1))
+def ones(size=3):
+    return torch.full((size,), float(dist.get_rank() + 1))
 
 
 def total(group=None):
@@ -94,10 +95,10 @@ def a_group_takes_the_files_and_threads_of_one_over_gloo_and_leaves_one_key():
     return (taken[1], len({*store.list_keys()} - keys)), (taken[0], 1)
 
 
-def taken_by_process():
+def taken_by_process(process="self"):
     """The sockets and pipes that it has opened, and its threads; some go at any time, as other groups end."""
-    files = {each.resolve() for each in Path("/proc/self/fd").iterdir()}
-    return {each for each in files if ":" in each.name}, {*Path("/proc/self/task").iterdir()}
+    files = {each.resolve() for each in Path("/proc", process, "fd").iterdir()}
+    return {each for each in files if ":" in each.name}, {*Path("/proc", process, "task").iterdir()}
 
 
 def the_result_of_a_work_is_the_callers_tensor():
@@ -316,26 +317,5 @@ def a_world_is_opened_again_after_its_end_on_the_same_store():
     return sums(None, dist.new_group([0, 1, 2, 3]))
 
 
-BODIES = [
-    a_mesh_and_its_flattened_group_add_up,
-    interleaved_groups_add_up_whatever_is_waited_for_first,
-    groups_of_some_of_one_and_with_two_backends_add_up,
-    a_group_keeps_the_order_in_which_its_ranks_were_named,
-    a_destroyed_group_is_refused_and_others_go_on,
-    a_group_takes_the_files_and_threads_of_one_over_gloo_and_leaves_one_key,
-    the_result_of_a_work_is_the_callers_tensor,
-    collectives_of_a_coalescing_manager_are_waited_for_as_one,
-    a_callback_waits_for_a_work,
-    a_callback_uses_another_group,
-    a_callback_sends_and_receives,
-    a_callback_of_a_callback_makes_a_collective,
-    callbacks_begin_collectives_between_those_of_a_loop,
-    messages_are_received_by_tag_in_any_order,
-    a_receive_from_any_rank_names_it,
-    torch_refuses_a_monitored_barrier_that_the_group_itself_makes,
-    a_group_answers_what_torch_asks_of_it,
-    each_form_of_each_method_does_what_gloo_does,
-    a_message_arrives_whose_work_was_dropped,
-    a_message_arrives_whose_sender_destroys_the_group,
-    a_world_is_opened_again_after_its_end_on_the_same_store,
-]
+BODIES = [each for each in list(globals().values()) if isfunction(each) and not signature(each).parameters]
+"""All functions of this module without parameters, in order."""
