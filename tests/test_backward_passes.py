@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, data, gradients, local_gradients, net, trainee
+from small_models import backward, data, gradients, local_gradients, net, train, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -60,9 +60,7 @@ def test_a_rank_without_a_batch_takes_part_even_after_a_step_that_was_skipped(wo
 def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_after(bucket):
     def body(world):
         model, optimizer, _ = trainee(world, bucket_cap_mb=1e-4)
-        for step in range(2):
-            backward(model, world.rank, step)
-            optimizer.step()
+        train(model, optimizer, world.rank, steps=2)
         with pytest.raises(TransportError, match="an injected failure") as caught:
             backward(model, world.rank, 2)
         with pytest.raises(TransportClosed, match="an earlier transfer failed"):

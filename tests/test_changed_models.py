@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, data, gradients, net, trainee, zero
+from small_models import backward, data, gradients, net, train, trainee, zero
 from torch import nn
 
 import commrt
@@ -171,15 +171,10 @@ def test_a_parameter_that_is_replaced_while_weights_are_on_their_way_is_refused_
 ):
     model, optimizer, _ = trainee(world, algorithm=algorithm)
 
-    def step(number):
-        backward(model, world.rank, number)
-        optimizer.step()
-
-    for number in range(3):
-        step(number)
+    train(model, optimizer, world.rank, steps=3)
     change(model[2])
     with pytest.raises(UsageError, match=r"since attach\(\), 2\.bias was (replaced or removed|float.*): detach"):
-        step(3)
+        train(model, optimizer, world.rank, steps=1)
 
 
 @on_ranks(2)

@@ -71,7 +71,10 @@ def test_every_kernel_that_is_launched_has_been_looked_at(monkeypatch):
         for dtype, wire, skew in product(SHORT, SHORT, (0, 1, 2, 4)):
             launch_everything(dtype, wire, skew)
         for peers in PEERS:
-            launch_a_meeting(peers)
+            words = torch.zeros(3, peers, 1, dtype=torch.int32)
+            state, host = torch.zeros(2, dtype=torch.int32), torch.zeros(len(HOST_WORDS), dtype=torch.int64)
+            plan = MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0)
+            launch.meet_launch(plan)
     assert launched == looked_at
 
 
@@ -89,12 +92,6 @@ def launch_everything(dtype, wire_dtype, skew):
     dispatch.mixing(rows[0], rows[1], 0.5)
     for received in range(1, 8):
         dispatch.adding(rows[0], [*rows[: received + 1]])
-
-
-def launch_a_meeting(peers):
-    words = torch.zeros(3, peers, 1, dtype=torch.int32)
-    state, host = torch.zeros(2, dtype=torch.int32), torch.zeros(len(HOST_WORDS), dtype=torch.int64)
-    launch.meet_launch(MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0))
 
 
 @pytest.mark.parametrize("triton", FINDINGS)

@@ -80,14 +80,9 @@ def test_a_rank_only_reads_what_it_adds_to_chunks_that_it_does_not_send(hop, rea
 # memory. `dev/combining_races.py` searches for such accesses, and `test_prove` runs it over schedules.
 
 
-@pytest.fixture
-def streams():
-    return TwoStreams()
-
-
 @pytest.mark.parametrize("broken", ["after", "parity"], ids=["an exchange does not wait", "scratch is used too early"])
-def test_the_oracle_notices_a_race(broken, streams, monkeypatch):
-    real = executor.dependencies
+def test_the_oracle_notices_a_race(broken, monkeypatch):
+    real, streams = executor.dependencies, TwoStreams()
 
     def careless(hops, chunks):
         waits = real(hops, chunks)
@@ -99,14 +94,15 @@ def test_the_oracle_notices_a_race(broken, streams, monkeypatch):
     assert races(streams)
 
 
-def test_slices_are_combined_beside_the_next_exchange_and_a_whole_ring_is_not(streams):
+def test_slices_are_combined_beside_the_next_exchange_and_a_whole_ring_is_not():
+    streams = TwoStreams()
     assert run_noted(in_slices(ring.all_reduce(4), 2), 0, streams).streams is streams
     assert run_noted(ring.all_reduce(4), 0, streams).streams is None
 
 
-def test_what_comes_after_the_program_waits_for_its_last_combination(streams):
-    schedule = in_slices(ring.reduce_scatter(4), 2)
-    run_noted(schedule, 0, streams)
+def test_what_comes_after_the_program_waits_for_its_last_combination():
+    streams = TwoStreams()
+    run_noted(in_slices(ring.reduce_scatter(4), 2), 0, streams)
     assert streams.clocks[0][1] == streams.clocks[1][1] == 6
 
 

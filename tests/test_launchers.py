@@ -174,16 +174,11 @@ def task(rank, per_node="2", local_rank=None, **more):
     return {f"SLURM_{name}": str(value) for name, value in {**said, **step, **more}.items()}
 
 
-def require_seen(variables, seen):
-    """Check what ranks with these variables saw; no errors."""
-    outcomes = run_processes(len(variables), with_variables, variables)
-    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, report) for report in seen]
-
-
 def test_the_tasks_of_a_slurm_step_on_two_hosts_meet_on_the_first_of_its_nodes():
     nodes = {"STEP_NODELIST": "127.0.0.[1-2]", "JOB_NODELIST": "no-such-host[1-9]"}
     tasks = [task(rank, "2(x2)", local, **nodes) for rank, _, local in TWO_NODES]
-    require_seen(tasks, world_of(TWO_NODES, "Slurm", "shared", 12.0))
+    outcomes, seen = run_processes(4, with_variables, tasks), world_of(TWO_NODES, "Slurm", "shared", 12.0)
+    assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, report) for report in seen]
 
 
 def job_at_the_port_of(variables):

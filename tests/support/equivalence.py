@@ -180,10 +180,6 @@ ROUNDED = {"plain": EVERY, "accumulation": ("torus2d",), "clipping": ("torus2d",
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def algorithm_named(name):
-    return Torus2D(both_ways=True) if name == BOTH_WAYS else by_name(name)
-
-
 def combinations(scenario, place, ranks):
     """Algorithms, wires and where gradients lie (views are for a wire that does not round).
 
@@ -218,7 +214,8 @@ def compare(tell, scenarios, chosen=None):
         with_ddp = train_with_ddp(scenario, parts_in)
         joined = train_joined(scenario, world.size)
         for algorithm, wire, kind in several:
-            ours, equal = train_attached(scenario, parts_in, world, algorithm_named(algorithm), WIRES[wire], kind)
+            made = Torus2D(both_ways=True) if algorithm == BOTH_WAYS else by_name(algorithm)
+            ours, equal = train_attached(scenario, parts_in, world, made, WIRES[wire], kind)
             what = f"{algorithm}, {kind}"
             rows.append((scenario.name, what, wire, distance(ours, with_ddp), distance(ours, joined), equal))
     world.close()

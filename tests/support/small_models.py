@@ -91,12 +91,6 @@ def train(model, optimizer, rank, steps):
         optimizer.step()
 
 
-def backward_often(model, rank):
-    """8 bits are equal by chance once in 256 steps."""
-    for step in range(4):
-        backward(model, rank, step)
-
-
 def halving(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 
