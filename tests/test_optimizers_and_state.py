@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, data, net, train, trainee
+from small_models import backward, data, net, train, train_scaled, trainee
 from torch import nn
 from torch.nn.functional import cross_entropy
 from training_ranks import with_compiled_step
@@ -119,15 +119,6 @@ def scaler_of(rank, scale=2.0**10, **settings):
     return torch.amp.GradScaler("cpu", **({"init_scale": scale, "growth_interval": 2} | settings if rank == 1 else {}))
 
 
-def scaled(model, optimizer, scaler, rank, steps=5):
-    for step in range(steps):
-        optimizer.zero_grad()
-        x, y = data(rank, step)
-        scaler.scale(cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def loaded(rank):
     """A `GradScaler` that rank 0 alone has resumed."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
@@ -153,7 +144,7 @@ def test_scalers_that_differ_are_noticed_with_their_scales(world, make, before):
     with pytest.raises(
         DisagreementError, match=r"a GradScaler's scale, .* attach\(also=\).*has lr=.* GradScaler scale="
     ):
-        scaled(model, optimizer, make(world.rank), world.rank)
+        train_scaled(model, optimizer, make(world.rank), world.rank)
 
 
 @for_each("make", [scaler_of, loaded, SCALERS["another interval"]])
@@ -164,7 +155,7 @@ def test_what_is_given_to_also_begins_as_on_rank_0(world, make, algorithm):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = commrt.attach(model, optimizer, algorithm, world=world, also=[scaler])
     begun = scaler.get_scale()
-    scaled(model, optimizer, scaler, world.rank)
+    train_scaled(model, optimizer, scaler, world.rank)
     replica.consolidate()
     assert (begun, replica.replicas_equal()) == (make(0).get_scale(), True)
 

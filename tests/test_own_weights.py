@@ -279,15 +279,6 @@ def test_a_state_of_other_training_begins_anew_from_the_weights(world):
     assert (same(other.anchors(), params(loop.model)), other.replica.step) == (True, 3)
 
 
-@ends_equal(2)
-def test_other_weights_are_taken_for_the_anchor_by_overwrite_with_first(world):
-    loop = Loop(world, LocalSGD(4, 2)).run(5)
-    loop.model.load_state_dict(model_of(2 + world.rank).state_dict())
-    loop.replica.overwrite_with_first()
-    assert same(loop.anchors(), params(model_of(2)))
-    return loop.anchors()
-
-
 @for_each(
     ("change", "message"),
     [

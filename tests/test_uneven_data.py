@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import backward, data, gradients, halving, mean_gradients, net, trainee
+from small_models import backward, gradients, halving, mean_gradients, net, train_scaled, trainee
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms import ring
@@ -49,18 +48,9 @@ def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it(world):
     model, optimizer, replica = trainee(world)
     scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
-    def train_scaled(steps):
-        for step in range(steps):
-            optimizer.zero_grad()
-            x, y = data(world.rank, step)
-            scaler.scale(cross_entropy(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-
     with replica.join(scheduler, scaler):
-        train_scaled((2, 5, 3)[world.rank])
-    train_scaled(2)
+        train_scaled(model, optimizer, scaler, world.rank, (2, 5, 3)[world.rank], scheduler.step)
+    train_scaled(model, optimizer, scaler, world.rank, 2, scheduler.step)
     assert (replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()) == (True, 7, 32.0)
 
 

@@ -117,8 +117,9 @@ def test_a_model_that_loads_a_state_uses_it_as_it_is(world, algorithm, part):
 @on_ranks(2)
 def test_a_loaded_model_goes_on_after_its_replica_has_begun_anew(world, algorithm):
     loop = Loop(world, algorithm).run(6)
-    loop.model.load_state_dict(model_of(3).state_dict())
+    loop.model.load_state_dict(model_of(3 + world.rank).state_dict())
     loop.replica.overwrite_with_first()
+    assert same(loop.anchors(), params(model_of(3)))
     loop.run(6).replica.consolidate()
     assert loop.replica.replicas_equal()
 

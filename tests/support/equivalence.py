@@ -145,12 +145,6 @@ def train_joined(scenario, size):
     return train(scenario, model, model, optimizer, parts_in)
 
 
-def train_with_ddp(scenario, parts_in):
-    model, optimizer = build(scenario)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=scenario.model is Unused, bucket_cap_mb=0.01)
-    return train(scenario, wrapped, model, optimizer, parts_in, wrapped.no_sync)
-
-
 def train_attached(scenario, parts_in, world, algorithm, wire, kind):
     """The parameters, and if the replicas are equal."""
     model, optimizer = build(scenario)
@@ -211,7 +205,9 @@ def compare(tell, scenarios, chosen=None):
         def parts_in(step, scenario=scenario):
             return parts_of(scenario, step, world.rank, world.size)
 
-        with_ddp = train_with_ddp(scenario, parts_in)
+        model, optimizer = build(scenario)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=scenario.model is Unused, bucket_cap_mb=0.01)
+        with_ddp = train(scenario, wrapped, model, optimizer, parts_in, wrapped.no_sync)
         joined = train_joined(scenario, world.size)
         for algorithm, wire, kind in several:
             made = Torus2D(both_ways=True) if algorithm == BOTH_WAYS else by_name(algorithm)

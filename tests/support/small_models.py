@@ -91,6 +91,16 @@ def train(model, optimizer, rank, steps):
         optimizer.step()
 
 
+def train_scaled(model, optimizer, scaler, rank, steps=5, after_each=lambda: None):
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = data(rank, step)
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after_each()
+
+
 def halving(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 
