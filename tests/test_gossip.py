@@ -74,6 +74,7 @@ def test_partners_change_places_after_a_period_and_otherwise_with_another_seed()
     ranks, algorithm = 16, Gossip()
     digests = [algorithm.schedule(step, ranks).digest() for step in range(3 * period(ranks))]
     assert len(set(digests)) == len(digests)
+    assert repr(Gossip(seed=1)) != repr(Gossip())  # by which ranks notice that they differ
     assert Gossip(seed=1).schedule(0, ranks).digest() == digests[0]
     assert Gossip(seed=1).schedule(period(ranks), ranks).digest() != digests[period(ranks)]
     assert Gossip(rotate=False).schedule(period(ranks), ranks).digest() == digests[0]
