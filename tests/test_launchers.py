@@ -177,7 +177,8 @@ def task(rank, per_node="2", local_rank=None, **more):
 def test_the_tasks_of_a_slurm_step_on_two_hosts_meet_on_the_first_of_its_nodes():
     nodes = {"STEP_NODELIST": "127.0.0.[1-2]", "JOB_NODELIST": "no-such-host[1-9]"}
     tasks = [task(rank, "2(x2)", local, **nodes) for rank, _, local in TWO_NODES]
-    outcomes, seen = run_processes(4, with_variables, tasks), world_of(TWO_NODES, "Slurm", "shared", 12.0)
+    outcomes = run_processes(4, with_variables, tasks)
+    seen = world_of(TWO_NODES, "Slurm", "shared", 12.0)
     assert [(outcome.error, outcome.value) for outcome in outcomes] == [(None, report) for report in seen]
 
 
