@@ -26,6 +26,8 @@ ODD = {
     "wire": {"wire": torch.float16},
     "buckets": {"bucket_cap_mb": 1e-4},
     "broadcast_buffers": {"broadcast_buffers": False},
+    "graphs": {"graphs": True},
+    "same_bits": {"same_bits": True},
 }
 
 
@@ -36,7 +38,7 @@ def test_a_rank_that_attaches_something_else_is_named_on_every_rank(world, what)
     model = odd.pop("model", net)()
     field = "buckets" if what in ("layers", "wire") else what
     with pytest.raises(DisagreementError, match=f"rank 2 disagrees with rank 0 about {field}: "):
-        commrt.attach(model, sgd(model), world=world, **odd)
+        commrt.attach(model, sgd(model), **{"algorithm": Direct(), "world": world, **odd})
 
 
 def with_buffer(buffer):

@@ -10,7 +10,6 @@ import json
 from math import isfinite
 
 import pytest
-from cases import for_each
 from commands import app, built, commands_of
 from fuzzed_lines import ALGORITHM, COUNT, FILE, MANY, RANKS, SIZE, STOPPED, drawn_options, mostly, told_or_refused
 from fuzzing import FILES, NUMBERS, ODD_TEXTS, TEXTS, VALUES, cases, met
@@ -251,8 +250,3 @@ def require_whole(env):
 @example(SLURM, {"SLURM_STEP_NODELIST": "["})
 def test_an_environment_that_someone_changed_is_a_launch_or_is_refused_in_words(whole, changes):
     met(require_whole, whole | changes)
-
-
-@for_each("text", ["4", "4(x2),3", "4,3"])
-def test_a_count_in_slurms_way_is_the_first_nodes(text):
-    assert launched(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text}).local_size == 4

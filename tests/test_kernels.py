@@ -194,11 +194,6 @@ def is_far_program_summed():
     return torch.equal(own, want)
 
 
-@pytest.mark.parametrize("check", [is_far_tile_mixed, is_far_program_summed])
-def test_a_tile_is_found_beyond_what_an_int32_can_count(check):
-    assert check()
-
-
 F32, BF16, F16 = GPU_DTYPES
 CHECKS = {
     "pack": [lambda: is_alike(packed, F32, BF16, 0)],

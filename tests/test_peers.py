@@ -20,7 +20,7 @@ from transports import over_nccl
 import commrt
 from commrt.algorithms import direct, ring
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, TransportError
+from commrt.errors import DeadlineExceeded, PeerLost, TransportClosed, TransportError
 from commrt.kernels.meeting import ABORT
 from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
@@ -286,10 +286,3 @@ def test_gossip_goes_on_without_a_rank_whatever_was_under_way(staleness, connect
         return len(world.members)
 
     assert run_ranks(3, body, connect=connect) == [2, 2, None]
-
-
-@on_ranks(2, connect=over_peers)
-def test_ranks_of_which_only_some_want_graphs_are_refused(world):
-    model = nn.Linear(3, 2)
-    with pytest.raises(DisagreementError, match="graphs"):
-        commrt.attach(model, None, world=world, graphs=world.rank == 0)

@@ -129,10 +129,6 @@ def are_values_of_a_far_tile_coded_alike():
     return torch.equal(got, want)
 
 
-def test_a_program_finds_what_no_int32_can_count():
-    assert are_values_of_a_far_tile_coded_alike()
-
-
 def does_every_random_bit_count(backend):
     """True if values that the random numbers just lift to 1 become 1, and are coded as such."""
     quantizer = Int2(64, feedback=False, rounding=STOCHASTIC)

@@ -169,6 +169,8 @@ HERE = ("10.1.2.3", 4321)
         (PALS, Launch("PMI", 3, 8, 1, 2, *HERE)),
         (SLURM, Launch("Slurm", 5, 8, 1, 4, *HERE)),
         (SLURM | ANOTHER_STEP, Launch("Slurm", 5, 6, 1, 3, *HERE)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, Launch("Slurm", 5, 8, 1, 4, *HERE)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4,3"}, Launch("Slurm", 5, 8, 1, 4, *HERE)),
         (SLURM | PMI2, Launch("Slurm", 5, 8, 1, 4, *HERE)),
     ],
 )
@@ -261,11 +263,6 @@ def test_a_variable_is_on_unless_it_is_unset_empty_or_0(monkeypatch, text, expec
     monkeypatch.setenv("COMMRT_NVTX", text)
     assert is_on("COMMRT_NVTX") is expected
     assert not is_on("COMMRT_NO_SUCH")
-
-
-def test_without_a_launcher_the_world_is_one_process():
-    with commrt.init() as world:
-        assert (world.rank, world.size, world.launcher) == (0, 1, "one process")
 
 
 @for_each("seconds", [0, -1.0, float("nan"), float("inf"), 3e6])

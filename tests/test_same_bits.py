@@ -130,12 +130,6 @@ def test_join_is_refused_as_a_rank_that_leaves_changes_every_sum(world):
         replica.join().__enter__()
 
 
-@on_ranks(2)
-def test_ranks_that_differ_in_same_bits_are_refused(world):
-    with pytest.raises(commrt.DisagreementError, match="same_bits"):
-        commrt.attach(nn.Linear(3, 2), None, commrt.Direct(), world=world, same_bits=world.rank == 0)
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)

@@ -177,6 +177,7 @@ def test_when_the_device_of_one_rank_refuses_no_rank_uses_graphs(gpu, monkeypatc
     refused = next(rank for rank, reason in enumerate(last) if "operation not permitted" in reason)
     assert last[1 - refused] == str({f"the device of rank {refused} refused: ask that rank why"})
     assert last[refused] == str({"the device refused: operation not permitted when stream is capturing"})
+    assert len(asked) <= 4  # each rank for each bucket, once
     assert sum(graph.replays for graph in asked) == 0
 
 
@@ -366,16 +367,7 @@ def test_a_schedule_that_never_comes_back_is_not_captured(bucket):
     capture.assert_not_called()
 
 
-REFUSALS = {
-    "the device refused: not while a stream is capturing": {
-        "side_effect": RuntimeError("not while a stream is capturing")
-    },
-    NOTHING_QUEUED: {"return_value": None},
-}
-
-
-@pytest.mark.parametrize(("reason", "answer"), REFUSALS.items(), ids=["a device", "a transport that queues nothing"])
-def test_who_refuses_is_asked_once_and_the_reason_is_kept(bucket, reason, answer):
-    capture = Mock(**answer)
-    assert carried_steps(bucket, capture, [bound_step()] * 5) == reason
+def test_a_transport_that_queues_nothing_is_asked_once_and_the_reason_is_kept(bucket):
+    capture = Mock(return_value=None)
+    assert carried_steps(bucket, capture, [bound_step()] * 5) == NOTHING_QUEUED
     capture.assert_called_once()
