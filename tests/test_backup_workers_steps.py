@@ -9,7 +9,7 @@ from threading import Event
 
 import pytest
 import torch
-from cases import for_each, on_ranks
+from cases import for_each, on_ranks, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_ranks import (
@@ -29,7 +29,6 @@ from late_ranks import (
     trainee,
     weights,
 )
-from pairwise import pairwise
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from cases import for_each, on_ranks
+from cases import for_each, on_ranks, pairwise
 from gossip_models import (
     PATIENT_S,
     STEPS,
@@ -21,7 +21,6 @@ from gossip_models import (
     trained,
     trainee,
 )
-from pairwise import pairwise
 from small_models import sgd
 from torch import nn
 

@@ -9,9 +9,9 @@ from itertools import product
 
 import pytest
 import torch
+from cases import pairwise
 from interpreter import complaint, interpret, interpreted_gpu, require, watched
 from kernel_bugs import BUGS
-from pairwise import pairwise
 from planted import plant
 from quantizers import same
 

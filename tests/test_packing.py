@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 import torch
 import triton
+from cases import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreter import interpreted_gpu
-from pairwise import pairwise
 from torch import nn
 
 import commrt

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decorators of tests: one test for all cases of a rule, and one that runs as all ranks of a world."""
+"""Decorators of tests: one test for all cases of a rule, and one that runs as all ranks of a world; and the cases."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
-from itertools import cycle, islice
+from itertools import combinations, cycle, islice, product
 from typing import Any
 
 import pytest
 
 from commrt.testing.ranks import run_ranks
 
-__all__ = ["for_each", "on_ranks", "taking_turns"]
+__all__ = ["for_each", "on_ranks", "pairwise", "taking_turns"]
 
 FAILURES = (Exception, pytest.fail.Exception)
 Test = Callable[..., None]
@@ -86,3 +86,20 @@ def taking_turns(*options: Iterable[Any]) -> list[tuple[Any, ...]]:
     lists = [[*option] for option in options]
     most = max(map(len, lists))
     return [*zip(*(islice(cycle(values), most) for values in lists), strict=True)]
+
+
+def pairwise(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return rows of one value of each option; any two values of two options meet in one row at least."""
+    options = [[*choice] for choice in choices]
+    rows = [*product(*(range(len(option)) for option in options))]
+    left = {pair for row in rows for pair in _pairs(row)}
+    chosen = []
+    while left:
+        best = max(rows, key=lambda row: len(left & _pairs(row)))
+        left -= _pairs(best)
+        chosen.append(tuple(option[place] for option, place in zip(options, best, strict=True)))
+    return chosen
+
+
+def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
+    return {*combinations(enumerate(row), 2)}
