@@ -11,11 +11,11 @@ from threading import Barrier
 import pytest
 import torch
 from cases import on_ranks
-from ddp_ranks import accounts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_loops import ends_equal
 from torch import nn
+from training_ranks import accounts
 
 import commrt
 from commrt import Direct

@@ -7,19 +7,22 @@ from functools import reduce
 
 import pytest
 import torch
-from cases import on_ranks
-from ddp_ranks import trained_in_buckets
+from cases import on_ranks, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import pairwise
 from rank_pool import Pool
 from torch import nn
+from training_ranks import trained_in_buckets
 from transports import gloo, local, nccl, pairs_on_a_host, peers, shared, two_hosts_in_turn
 
 import commrt
-from commrt.algorithms.catalogue import candidates
+from commrt import Direct
+from commrt.algorithms import DoubleTree
+from commrt.algorithms.catalogue import ALGORITHMS, by_name, candidates
+from commrt.errors import UsageError
 from commrt.pricing.selection import SUMS, parse_forced
 from commrt.proof import order_of_additions
+from commrt.schedule import ADD, MIX, Schedule, Step
 from commrt.testing.ranks import run_ranks
 
 SAMPLES = 64
@@ -96,7 +99,7 @@ def gradients_of(rank):
 def averages(world, **options):
     """The averages of all gradients, in one row."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
-    replica = commrt.attach(model, None, commrt.Direct(), world=world, same_bits=True, **options)
+    replica = commrt.attach(model, None, Direct(), world=world, same_bits=True, **options)
     products = zip(model, gradients_of(world.rank), strict=True)
     sum((param * gradient).sum() for param, gradient in products).backward()
     replica.detach()
@@ -125,8 +128,8 @@ def test_an_average_has_the_same_bits_in_buckets_of_any_size(connect, wire, rank
 
 @on_ranks(2)
 def test_join_is_refused_as_a_rank_that_leaves_changes_every_sum(world):
-    replica = commrt.attach(nn.Linear(3, 2), None, commrt.Direct(), world=world, same_bits=True)
-    with pytest.raises(commrt.UsageError, match=r"join\(\) with same_bits=True: a rank that leaves changes every sum"):
+    replica = commrt.attach(nn.Linear(3, 2), None, Direct(), world=world, same_bits=True)
+    with pytest.raises(UsageError, match=r"join\(\) with same_bits=True: a rank that leaves changes every sum"):
         replica.join().__enter__()
 
 
@@ -147,5 +150,92 @@ def test_a_ddp_model_has_the_same_bits_after_fifty_steps_with_buckets_of_any_siz
 
 
 def test_a_schedule_that_is_asked_for_beside_the_same_bits_is_refused():
-    with pytest.raises(commrt.UsageError, match="COMMRT_SAME_BITS with all_reduce=ring: sums are direct then"):
+    with pytest.raises(UsageError, match="COMMRT_SAME_BITS with all_reduce=ring: sums are direct then"):
         parse_forced("broadcast=tree,all_reduce=ring", same_bits=True)
+
+
+# In which order schedules add: one order for all elements, or several, and then two chunks that differ.
+
+RANKS = (*range(1, 10), 12, 15, 16, 17)
+POWERS = (1, 2, 4, 8, 16)
+ONE_ORDER = {
+    ("reduce", "tree"): RANKS,
+    ("reduce", "direct"): RANKS,
+    ("reduce", "chain"): RANKS,
+    ("reduce", "scatter_gather"): (1, 2),
+    ("reduce_scatter", "ring"): (1, 2),
+    ("reduce_scatter", "halving"): RANKS,
+    ("reduce_scatter", "bruck"): POWERS,
+    ("reduce_scatter", "direct"): RANKS,
+    ("all_reduce", "ring"): (1, 2),
+    ("all_reduce", "halving_doubling"): POWERS,
+    ("all_reduce", "torus2d"): (1, 2, 4),
+    ("all_reduce", "doubling"): RANKS,
+    ("all_reduce", "double_tree"): (1, 2),
+    ("all_reduce", "direct"): RANKS,
+}
+"""For how many ranks a schedule adds all elements in one order."""
+
+
+@pytest.mark.parametrize("name", ONE_ORDER, ids=" ".join)
+def test_a_schedule_adds_in_one_order_for_these_counts_of_ranks(name):
+    collective, schedule = name
+    found = {ranks: candidates(collective, ranks).get(schedule) for ranks in RANKS}
+    offered = {ranks: each for ranks, each in found.items() if each is not None}
+    assert {ranks for ranks, each in offered.items() if order_of_additions(each).is_one} == {
+        *ONE_ORDER[name]
+    } & offered.keys()
+
+
+def test_sums_within_hosts_first_have_one_order_too():
+    for algorithm, ranks in ((Direct(within=2), 8), (Direct(within=4), 12), (DoubleTree(within=2), 4)):
+        assert order_of_additions(algorithm.schedule(0, ranks)).is_one, algorithm
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "all_gather", "all_to_all", "gather", "scatter"])
+def test_what_only_copies_adds_nothing(collective):
+    for schedule in candidates(collective, 6).values():
+        assert str(order_of_additions(schedule)) == "adds nothing"
+
+
+def ends_of(schedule, draws):
+    """What ranks hold after `schedule` if all chunks begin alike, [ranks, chunks, draws]."""
+
+    def body(world):
+        source = torch.Generator().manual_seed(world.rank)
+        buffer = torch.randn(draws, generator=source).repeat(schedule.chunks)
+        world.run(schedule, buffer)
+        return buffer.view(schedule.chunks, draws)
+
+    return torch.stack(run_ranks(schedule.ranks, body))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_chunks_with_equal_contributions_end_with_equal_bits_exactly_where_there_is_one_order(name):
+    for ranks in (3, 4, 5, 6):
+        schedule = by_name(name).schedule(0, ranks)
+        ends, found = ends_of(schedule, 400), order_of_additions(schedule)
+        assert bool((ends == ends[:1, :1]).all()) == found.is_one, ranks
+        if not found.is_one:
+            one, other = found.chunks
+            assert (ends[0, one] != ends[0, other]).any(), "the chunks that are named differ"
+
+
+def test_ranges_that_one_message_carries_are_added_as_one():
+    """Rank 0 receives chunks 0 and 1 of rank 1 as one range, after chunk 0 of rank 2 alone."""
+    step = Step.of([1, 1, 2], 0, [0, 1, 0], [1, 2, 1], ADD)
+    schedule = Schedule("merged", 3, 2, lambda: iter([step]))
+    assert str(order_of_additions(schedule)) == "one order for all elements: (1 + (0 + 2))"
+
+
+def test_an_order_is_shown_as_sums_in_brackets():
+    chain = Schedule("chain", 3, 1, lambda: iter([Step.of([2], [1], 0, 1, ADD), Step.of([1], [0], 0, 1, ADD)]))
+    assert str(order_of_additions(chain)) == "one order for all elements: (0 + (1 + 2))"
+    at_once = Schedule("at once", 3, 1, lambda: iter([Step.of([1, 2], [0, 0], 0, 1, ADD)]))
+    assert str(order_of_additions(at_once)) == "one order for all elements: (0 + 1 + 2)"
+
+
+def test_a_schedule_that_mixes_has_no_sum():
+    half = Schedule("half", 2, 1, lambda: iter([Step.of([0, 1], [1, 0], 0, 1, MIX, 0.5)]))
+    with pytest.raises(UsageError, match="half mixes, so what ranks end with is no sum"):
+        order_of_additions(half)
