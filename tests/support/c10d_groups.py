@@ -124,14 +124,6 @@ def after_a_sum(more, added=0.0):
     return work.get_future().then(lambda future: more(future.value()[0]))
 
 
-def a_callback_waits_for_a_work():
-    def more(tensor):
-        dist.all_reduce(tensor, async_op=True).wait()
-        return tensor
-
-    return after_a_sum(more).wait().tolist(), [40.0] * 3
-
-
 def a_callback_uses_another_group():
     group = dist.new_group()
     return after_a_sum(lambda tensor: summed(tensor, group)).wait().tolist(), [40.0] * 3
