@@ -166,11 +166,20 @@ def test_a_step_of_what_is_not_exchanged_is_refused(world, case, algorithm):
         train(world, algorithm, model, *prepare(model))
 
 
-@for_each("algorithm", [Gossip(), Torus2D()])
+def stepped_by_hand(model):
+    def update(_):
+        for param in model.parameters():
+            param.data -= 0.01 * param.grad
+
+    return update
+
+
+@for_each("algorithm", [Gossip(), Gossip(staleness=1), Torus2D()])
 @on_ranks(2)
 def test_without_optimizers_only_steps_of_what_was_not_attached_are_refused(world, algorithm):
-    model = model_of()
-    train(world, algorithm, model, None, made_anew(model)[1])
+    for update_of in (lambda model: made_anew(model)[1], stepped_by_hand):
+        model = model_of()
+        train(world, algorithm, model, None, update_of(model), passes=24)
     model = model_of()
     with pytest.raises(UsageError, match="which was frozen, absent"):
         train(world, algorithm, model, None, *thawed_for_another(model)[1:])
@@ -187,13 +196,9 @@ def test_without_optimizers_only_steps_of_what_was_not_attached_are_refused(worl
 @on_ranks(2)
 def test_passes_without_a_step_are_bounded(world, algorithm, by_hand, message):
     model = model_of()
-
-    def update(_):
-        for param in model.parameters():
-            param.data -= 0.01 * param.grad
-
+    update = stepped_by_hand(model) if by_hand else nothing
     with pytest.raises(UsageError, match=message):
-        train(world, algorithm, model, sgd(model), update if by_hand else nothing, passes=24)
+        train(world, algorithm, model, sgd(model), update, passes=24)
 
 
 @for_each(("algorithm", "accumulated"), [(LocalSGD(1), 30), (LocalSGD(2), 3), (Gossip(), 3)])

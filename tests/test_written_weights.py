@@ -203,20 +203,6 @@ def test_weights_are_an_optimizers_own_within_its_step(world, algorithm):
     assert replica.step == 6
 
 
-@for_each("algorithm", GOSSIPING)
-@on_ranks(2)
-def test_without_optimizers_weights_are_updated_by_hand(world, algorithm):
-    model = model_of()
-    replica = commrt.attach(model, None, algorithm, world=world)
-    for step in range(25):
-        model(batch(step, world.rank)).square().mean().backward()
-        for param in model.parameters():
-            param.data -= 0.01 * param.grad
-        model.zero_grad()
-    replica.drain()
-    assert (replica.step, replica.disagreement() < 0.1) == (25, True)
-
-
 def fill(param):
     param.data.fill_(7.0)
 
