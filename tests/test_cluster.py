@@ -59,6 +59,8 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path):
     assert cluster.rack_bytes_per_s == pytest.approx(2e9 / 3)
     assert cluster.ranks() == 8
     assert (cluster.add_s(2e11), cluster.code_gbytes_per_s, cluster.pack_gbytes_per_s) == (1.0, 1.5, None)
+    assert [*cluster.kernel_efficiency.items()] == [(4, 0.8), (64, 1.0)]
+    assert Cluster.parsed(cluster.text(), "desk") == cluster
 
 
 @for_each(
@@ -97,12 +99,6 @@ def test_kernels_always_reach_full_speed_if_nothing_is_said_of_them_but_not_with
     assert efficiency_at(Cluster.named("abci"), 1) == 1.0
     with pytest.raises(UsageError, match="0 samples per rank: give at least 1"):
         efficiency_at(Cluster.parsed(WHOLE, "desk"), 0)
-
-
-def test_kernel_efficiency_is_written_and_read_again_in_order_of_the_samples():
-    cluster = Cluster.parsed(WHOLE, "desk")
-    assert [*cluster.kernel_efficiency.items()] == [(4, 0.8), (64, 1.0)]
-    assert Cluster.parsed(cluster.text(), "desk") == cluster
 
 
 @for_each(

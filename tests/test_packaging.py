@@ -147,11 +147,6 @@ def told(environment, *args):
 
 
 @pytest.mark.slow
-def test_the_installed_command_proves_a_schedule(environment):
-    assert told(environment, "verify", "torus2d")["ok"]
-
-
-@pytest.mark.slow
 @pytest.mark.processes
 def test_the_demo_trains_with_two_workers_and_the_installed_package(environment):
     program = ROOT / "examples" / "mnist" / "train.py"
@@ -161,7 +156,8 @@ def test_the_demo_trains_with_two_workers_and_the_installed_package(environment)
 
 
 @pytest.mark.slow
-def test_the_installed_command_finds_itself_whole(environment):
+def test_the_installed_command_proves_a_schedule_and_finds_itself_whole(environment):
+    assert told(environment, "verify", "torus2d")["ok"]
     record = told(environment, "doctor")
     assert record["ok"]
     assert {each["name"]: each["detail"] for each in record["findings"]}["commrt"] == commrt.__version__

@@ -20,6 +20,7 @@ import failing_ranks
 import pytest
 from cases import for_each, on_ranks
 from moved_clock import moved_clock
+from peer_group import on_threads
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commrt.backup_workers.quorum import set_once
@@ -164,16 +165,10 @@ def store():
     return HashStore()
 
 
-def on_threads(ranks, body):
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        futures = [pool.submit(body, rank) for rank in ranks]
-        return [future.exception() or future.result() for future in futures]
-
-
 def test_ranks_of_two_hosts_gather_each_among_themselves_and_leave_nothing(store):
     hosts = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
     for _ in range(20):
-        found = on_threads(hosts, lambda rank: gather(store, rank, hosts[rank], rank, PATIENT_S, json.loads))
+        found = on_threads(4, lambda rank: gather(store, rank, hosts[rank], rank, PATIENT_S, json.loads))
         assert found == [dict(zip(hosts[rank], hosts[rank], strict=True)) for rank in hosts]
         assert not store.list_keys()
 
@@ -191,7 +186,7 @@ def test_the_first_rank_leaves_after_all_others_have_read(store, monkeypatch):
         if rank == 1:
             store.set("early", "")
 
-    assert on_threads(range(3), leave) == [None] * 3
+    assert on_threads(3, leave) == [None] * 3
     assert sorted(order[:2]) == [1, 2]
     assert order[2] == 0
 
@@ -206,7 +201,7 @@ def test_ranks_of_two_hosts_find_their_network_by_the_store(monkeypatch, store, 
     monkeypatch.setattr(connection, "host_identity", lambda: next(hosts))
     monkeypatch.setattr(connection, "network_address", lambda _: next(addresses))
     compared = partial(connection.compare_starts, store, members=range(2), timeout_s=PATIENT_S)
-    starts = on_threads(range(2), lambda rank: compared(rank=rank))
+    starts = on_threads(2, lambda rank: compared(rank=rank))
     assert [start.towards for start in starts] == [towards] * 2
 
 

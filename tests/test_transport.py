@@ -17,6 +17,7 @@ import nccl_stand_in as stand_in
 import pytest
 import torch
 from cases import for_each
+from peer_group import on_threads
 from torch.distributed import HashStore
 from transports import (
     gloo,
@@ -40,7 +41,6 @@ from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
 from commrt.transport import descriptors
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
 from commrt.transport.shared import SharedTransport
 
@@ -77,8 +77,8 @@ def test_what_stays_on_a_host_and_what_leaves_it_are_under_way_together():
             transport.bind(group)(Tag(0, 0))
         return landing[0].item()
 
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(body, pairs_on_a_host(4, 30.0))) == [1.0, 2.0, 0.0, 0.0]
+    transports = pairs_on_a_host(4, 30.0)
+    assert on_threads(4, lambda rank: body(transports[rank])) == [1.0, 2.0, 0.0, 0.0]
 
 
 def test_what_should_come_from_afar_lands_no_more_after_a_neighbour_is_gone():
@@ -114,8 +114,7 @@ def gloo_rank(store, rank, members, timeout_s):
 
 def test_a_closed_transport_of_nccl_is_not_watched_any_more():
     transports = over_nccl(HashStore(), 2, 10.0)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(NcclTransport.close, transports))
+    on_threads(2, lambda rank: transports[rank].close())
     assert [transport._freeing.is_set() for transport in transports] == [True, True]
 
 
@@ -159,8 +158,7 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
                 transport.bind(P2PGroup([P2PMessage(2, landing)], []))
         return landing.item() == before
 
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(body, range(3))) == [True] * 3
+    assert on_threads(3, body) == [True] * 3
 
 
 @pytest.mark.parametrize(("open_one", "opens"), [(gloo_rank, "gloo._devices"), (SharedTransport, "channel._socket")])
@@ -179,8 +177,7 @@ def test_a_rank_that_can_open_no_sockets_is_named_by_all_at_once(monkeypatch, op
         return raised.value.place.peer
 
     monkeypatch.setattr(f"commrt.transport.{opens}", limited)
-    with ThreadPoolExecutor(3) as pool:
-        assert len({*pool.map(body, range(3))}) == 1
+    assert len({*on_threads(3, body)}) == 1
 
 
 def test_a_rank_alone_on_its_host_needs_no_shared_memory(monkeypatch):
@@ -250,8 +247,7 @@ def test_a_default_device_does_not_reach_a_transport(open_one):
             transport.bind(P2PGroup([P2PMessage(1 - rank, data)], [P2PMessage(1 - rank, landing)]))(Tag(0, 0))
         return landing.tolist()
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(body, range(2))) == [[1.0] * 4] * 2
+    assert on_threads(2, body) == [[1.0] * 4] * 2
 
 
 @pytest.mark.parametrize("where", [*GPU_TRANSPORTS.values(), *ON_GPUS.values(), connection.NCCL_BINDING])
