@@ -229,6 +229,27 @@ def test_a_dtype_that_torch_cannot_add_can_be_copied_and_not_mixed(world):
     assert buffer.float().tolist() == [1.0] * 4
 
 
+OURS = (0, 8, torch.float32)
+THEIRS = {
+    (0, 8, torch.int32): "rank 2 disagrees with rank 0 about dtype: torch.int32 against torch.float32",
+    (0, 6, torch.float32): "rank 2 disagrees with rank 0 about numel: 6 against 8",
+    (1, 8, torch.float32): "rank 2 disagrees with rank 0 about schedule: ",
+}
+"""Root, elements and dtype of rank 2's broadcast, and what all ranks are told."""
+
+
+@on_ranks(3)
+def test_ranks_that_run_different_things_are_told_so_and_go_on(world):
+    for theirs, words in THEIRS.items():
+        root, numel, dtype = theirs if world.rank == 2 else OURS
+        buffer = torch.full((numel,), world.rank, dtype=dtype)
+        with pytest.raises(DisagreementError, match=words):
+            world.run(tree.broadcast(3, root), buffer)
+        assert buffer.unique().tolist() == [world.rank]
+    world.run(tree.broadcast(3, root=1), buffer := torch.full((8,), float(world.rank)))
+    assert buffer.tolist() == [1.0] * 8
+
+
 def test_a_schedule_is_not_taken_for_an_earlier_one_that_is_gone():
     for number in range(3 * SCHEDULES_KEPT):
         schedule = tree.broadcast(2, root=number % 2).over(range(2))  # a new object
