@@ -10,9 +10,8 @@ from itertools import product
 import pytest
 import torch
 from cases import pairwise
-from interpreter import complaint, interpret, interpreted_gpu, require, watched
+from interpreter import complaint, interpret, interpreted_gpu, plant, require, watched
 from kernel_bugs import BUGS
-from planted import plant
 from quantizers import same
 
 from commrt.kernels import dispatch

@@ -15,13 +15,13 @@ import nccl_stand_in as stand_in
 import pytest
 import torch
 from cases import taking_turns
+from local_loops import Loop
 from moved_clock import moved_clock
 from peer_group import over_peers, wait_until
 from torch import nn
 from torch.distributed import HashStore
 from transports import over_nccl
 
-import commrt
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.errors import (
     DeadlineExceeded,
@@ -43,20 +43,13 @@ NOW = Tag(step=3, bucket=1)
 PATIENT_S = 20.0
 
 
-UNTRAINED = nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Linear(17, 3))
+UNTRAINED = nn.Sequential(nn.Linear(5, 17), nn.BatchNorm1d(17), nn.Linear(17, 3))
 
 
 def trained(world, algorithm, wire):
-    model = deepcopy(UNTRAINED)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    replica = commrt.attach(model, optimizer, algorithm, world=world, wire=wire, bucket_cap_mb=0.0005)
-    for step in range(3):
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + world.rank))
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
-    assert replica.replicas_equal()
-    return [param.tolist() for param in model.parameters()]
+    loop = Loop(world, algorithm, deepcopy(UNTRAINED), wire=wire, bucket_cap_mb=0.0005).run(3)
+    assert loop.replica.replicas_equal()
+    return [param.tolist() for param in loop.model.parameters()]
 
 
 RANKS = ((1, 4), (2, 7), (3, 6), (4, 5), (7, 2), (6, 3))

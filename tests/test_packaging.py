@@ -19,6 +19,8 @@ from types import SimpleNamespace
 import pytest
 
 import commrt
+from commrt.errors import UsageError
+from commrt.runtime.torch_version import NEWEST, OLDEST, check_torch_version
 from commrt.tools.planning.workload import MODELS
 
 ROOT = Path(__file__).parent.parent
@@ -167,6 +169,8 @@ PROGRAM = """\
 import torch
 
 import commrt
+from commrt.errors import UsageError
+from commrt.runtime.torch_version import NEWEST, OLDEST, check_torch_version
 from commrt.tools.planning.workload import MODELS
 
 world = commrt.init(timeout_s=30.0)
@@ -197,7 +201,113 @@ def test_mypy_finds_the_types_of_the_installed_package(environment):
     )
 
 
+# ``import commrt`` is enough to open a group, in any order with torch, and imports no torch.
+
+OPEN = """
+import torch.distributed as dist
+dist.init_process_group("commrt", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(tensor := torch.ones(3))
+print(dist.get_backend(), tensor.tolist())
+dist.destroy_process_group()
+"""
+STAND_IN = {
+    "__init__.py": "from torch import cuda, distributed",
+    "cuda.py": "def device_count(): return 0",
+    "distributed.py": """
+def is_available(): return True
+def init_process_group(name): print(name, Backend._plugins[name.upper()](None))
+class Backend:
+    _plugins = {}
+    def register_backend(name, create, **options): Backend._plugins[name.upper()] = lambda _: sorted(options.items())
+""",
+}
+"""A torch that is imported at once."""
+REGISTERED = """
+import torch.distributed as dist
+dist.init_process_group("commrt")
+"""
+BROKEN_AT_FIRST = """
+import sys, commrt
+sys.path.insert(0, {!r})
+try:
+    import torch
+except ZeroDivisionError:
+    sys.path.pop(0)
+    sys.path_importer_cache.clear()
+import torch
+"""
+
+
+def said(program, **environment):
+    command, given = [sys.executable, "-c", program], os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=given)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import commrt, sys; assert 'torch' not in sys.modules; import torch; assert 'commrt.c10d' not in sys.modules",
+        "import torch, sys; assert 'commrt' not in sys.modules; import commrt",
+        "import torch, torch._dynamo, commrt, commrt.c10d",
+    ],
+)
+def test_a_group_is_opened_whatever_was_imported_first(imports):
+    assert said(imports + OPEN) == "commrt [1.0, 1.0, 1.0]"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import importlib.util, commrt; importlib.util.find_spec('torch'); import torch",
+        "import threading, commrt; threading.Thread(target=__import__, args=['torch']).start(); import torch",
+        "import commrt, importlib; importlib.reload(commrt); import torch",
+        "import commrt, sys; sys.modules.pop('commrt'); sys.modules.pop('commrt.importing'); import commrt, torch",
+        BROKEN_AT_FIRST,
+    ],
+)
+def test_the_backend_is_registered_however_torch_is_imported(imports, tmp_path):
+    (tmp_path / "torch.py").write_text("1 / 0")
+    folder = tmp_path / "stand-in" / "torch"
+    folder.mkdir(parents=True)
+    for name, text in STAND_IN.items():
+        (folder / name).write_text(text)
+    path = os.pathsep.join([str(folder.parent), os.environ.get("PYTHONPATH", "")])
+    expected = "commrt [('devices', ['cpu']), ('extended_api', True)]"
+    assert said(imports.format(str(tmp_path)) + REGISTERED, PYTHONPATH=path) == expected
+
+
+@pytest.mark.processes
 def test_importing_commrt_is_light():
-    call = "import sys, commrt; print(sorted({'torch', 'triton', 'cupy', 'numpy', 'typer'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
-    assert result.stdout == "[]\n"
+    heavy = {"torch", "triton", "cupy", "numpy", "typer"}
+    assert said(f"import sys, commrt; print({heavy} & set(sys.modules))") == "set()"
+
+
+# What is said of versions of torch that commrt was not tested with.
+
+
+def test_a_torch_that_is_too_old_is_refused_with_the_version_to_install():
+    with pytest.raises(UsageError, match=f"torch 2.6.0 is too old for commrt: install torch {OLDEST} or later"):
+        check_torch_version("2.6.0")
+
+
+def test_a_torch_that_is_newer_than_the_tested_ones_is_named_once(caplog):
+    for _ in range(2):
+        check_torch_version("2.99.0.dev20270101+cu130")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "torch 2.99.0.dev20270101+cu130 is newer than" in line
+
+
+@pytest.mark.parametrize("version", [f"{OLDEST}.0", f"{NEWEST}.9+cpu", "2.10.0a0"])
+def test_nothing_is_said_of_a_tested_torch(caplog, version):
+    check_torch_version(version)
+    assert not caplog.records
+
+
+def test_the_oldest_torch_is_that_of_pyproject_and_of_the_readme():
+    assert f"torch>={OLDEST}" in PROJECT["dependencies"]
+    assert f"torch {OLDEST} or later" in (ROOT / "README.md").read_text("utf-8")

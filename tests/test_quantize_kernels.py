@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreter import complaint, interpret, interpreted_gpu, require, watched
-from planted import plant
+from interpreter import complaint, interpret, interpreted_gpu, plant, require, watched
 from quantize_bugs import BUGS
 from quantizers import KINDS, ODD, QUANTIZERS, same, ties, values
 

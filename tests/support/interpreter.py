@@ -8,11 +8,14 @@ write is an error.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -24,9 +27,11 @@ from triton.runtime import interpreter
 
 from commrt.kernels import dispatch
 from commrt.kernels.device import launch as device_launch
-from commrt.kernels.device import packing
+from commrt.kernels.device import packing, variants
 
-__all__ = ["BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "require", "watched"]
+__all__ = [
+    "BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "plant", "require", "watched",
+]  # fmt: skip
 
 BUILDER = interpreter.InterpreterBuilder
 FLOATS = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64}
@@ -101,6 +106,23 @@ def complaint(check: Callable[..., Any], *arguments: Any) -> str | None:
 def require(check: Callable[..., Any], rows: Iterable[tuple[Any, ...]], *before: Any) -> None:
     """Require that `check` finds nothing wrong with any row, given after what comes `before` all rows."""
     assert {row: said for row in rows if (said := complaint(check, *before, *row))} == {}
+
+
+def plant(bug: tuple[str, str, str], kernels: Iterable[str], within: Path, patch: Any) -> None:
+    """Import the modules of `kernels` with `bug`, (module, text, what stands there instead), to launch them."""
+    module, before, after = bug
+    package = Path(mkdtemp(prefix="planted_", dir=within))
+    for path in Path(variants.__file__).parent.glob("*.py"):
+        source = path.read_text().replace("commrt.kernels.device", package.name)
+        if path.stem == module:
+            assert source.count(before) == 1
+            source = source.replace(before, after)
+        (package / path.name).write_text(source)
+    patch.syspath_prepend(within)
+    for name in kernels:
+        broken = importlib.import_module(f"{package.name}.{name}")
+        for kernel in (each for each in vars(broken) if each.endswith("_kernel")):
+            patch.setattr(variants, kernel, getattr(broken, kernel))
 
 
 @contextmanager
