@@ -130,7 +130,7 @@ class Gossip:
     @property
     def traits(self) -> tuple[str, ...]:
         """Return what `commrt.options` calls this algorithm."""
-        return ("gossip", "gossip of weights") if self.payload == "weights" else ("gossip",)
+        return ("gossip", f"gossip of {self.payload}", *["rows"] * (self.within > 1))
 
     @property
     def trained_by(self) -> str:

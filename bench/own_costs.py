@@ -21,11 +21,12 @@ from records import Record, append, provenance
 from torch import nn
 
 import commrt
+from commrt.buckets.digest import Digest
 from commrt.testing.processes import run_processes
 
 TENSORS = (1_000, 10_000, 100_000)
 ELEMENTS = 64
-STEPS = 10
+STEPS, TURNS = 10, 7
 Gradients = Literal["own", "views"]
 HELD: tuple[tuple[str, torch.dtype | None, Gradients], ...] = (
     ("fp32", None, "own"),
@@ -131,7 +132,43 @@ def holding() -> Iterator[Record]:
             yield {"suite": "own costs", "case": case, "variant": f"ring, {name}", **found, **provenance()}
 
 
-SUITES = {"stepping": stepping, "memory": holding}
+def watched_and_not(_: Callable[[Any], None], numel: int) -> dict[str, float]:
+    """Return the seconds of a backward pass with a watch and without, in turns, on one of two ranks; and a digest's."""
+    torch.set_num_threads(1)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with commrt.init(120.0, start_timeout_s=120.0) as world:
+        models = {watch: Parts(MODEL_PARTS, numel // MODEL_PARTS) for watch in times}
+        for watch, model in models.items():
+            commrt.attach(model, algorithm=commrt.Ring(), watch=watch)
+        for _ in range(TURNS):
+            for watch, model in models.items():
+                times[watch].append(backward_s(model))
+        digest = Digest([*models[True].parameters()])
+        digest.now()
+        begin_s = perf_counter()
+        digest.now()
+        digest_s = perf_counter() - begin_s
+        world.agree("measured")
+    ratios = sorted(one / other for one, other in zip(times[True], times[False], strict=True))
+    return {
+        "backward_s": min(times[False]),
+        "watched_to_not": ratios[TURNS // 2],
+        "least": ratios[0],
+        "most": ratios[-1],
+        "digest_s": digest_s,
+    }
+
+
+def watching() -> Iterator[Record]:
+    """Yield what ``watch=True`` costs a backward pass that hardly computes, of the slower rank."""
+    for numel in MODEL_NUMELS[:2]:
+        each = of_processes(2, watched_and_not, numel)
+        found = {key: max(one[key] for one in each) for key in each[0]}
+        case = f"watch, {numel / 1e6:.1f} million parameters"
+        yield {"suite": "own costs", "case": case, "variant": "ring", **found, **provenance()}
+
+
+SUITES = {"stepping": stepping, "memory": holding, "watch": watching}
 
 
 def main() -> None:

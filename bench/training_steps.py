@@ -80,6 +80,7 @@ WAYS = {
     **_ways("torus2d", TORUS),
     "torus2d, views, by graphs": Way(TORUS, {"gradients": "views", "graphs": True}),
     "torus2d, bf16 wire, by graphs": Way(TORUS, BF16),
+    "torus2d, watched, by calls": Way(TORUS, {"watch": True, "graphs": False}),
     "gossip": Way(commrt.Gossip()),
     f"local SGD, {PERIOD} steps, delay 2": Way(commrt.local_sgd.LocalSGD(PERIOD, delay=2)),
     **_ways("direct", DIRECT, NCCL),

@@ -24,6 +24,7 @@ ONE_ALL_REDUCE = (
     "same_bits out"
 )
 
+NOTHING_EQUAL = "watch=True with {kind}: replicas differ there by design, so nothing is compared; leave watch out"
 REFUSED = {
     **{("all-reduce", kind): NO_ALL_REDUCE for kind in ("gossip", "backup workers", "local SGD")},
     ("all-reduce", "adaptive wire"): (
@@ -42,6 +43,9 @@ REFUSED = {
         "graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out"
     ),
     **{("views", kind): NO_VIEWS for kind in ("gossip of weights", "backup workers", "local SGD")},
+    ("watch", "local SGD by gossip"): NOTHING_EQUAL,
+    ("watch", "gossip of gradients"): NOTHING_EQUAL,
+    ("watch", "rows"): "watch=True with within=: messages of rows are added up; use within=1",
     **{("same bits", kind): ONE_ALL_REDUCE for kind in ("gossip", "backup workers", "local SGD")},
     ("same bits", "quantized wire"): (
         "same_bits=True with a wire of {wire}, which rounds a value by the block that it lies in: leave wire out, or "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a wire buffer: a header, the flags, then the tensors.
+"""The layout of a wire buffer: a header, the flags, what rides along, then the tensors.
 
 Each part begins at a multiple of 16 elements, so that accesses of 16 bytes are aligned in every dtype. Kernels do not
 write the elements between two parts. Nobody reads them, except who codes a whole wire in blocks: see `Layout.gaps`.
@@ -32,11 +32,13 @@ class Layout:
     """[tensors] index of the first element."""
     numel: int
     """Elements of the whole wire buffer."""
+    riding: int = 0
+    """Elements between the flags and the tensors that kernels leave alone."""
 
     @property
     def head_numel(self) -> int:
-        """Return the elements of the header and the flags, where the tensors begin."""
-        return HEADER_NUMEL + padded(len(self.counts))
+        """Return the elements of all that comes before the tensors."""
+        return HEADER_NUMEL + padded(len(self.counts)) + self.riding
 
     def header(self, wire: Tensor) -> Tensor:
         """Return the view of `wire` that holds the header, [HEADER_NUMEL]."""
@@ -45,6 +47,10 @@ class Layout:
     def flags(self, wire: Tensor) -> Tensor:
         """Return the view of `wire` that holds the flags, [tensors]: not 0 for each tensor that any rank had."""
         return wire[HEADER_NUMEL : HEADER_NUMEL + len(self.counts)]
+
+    def riders(self, wire: Tensor) -> Tensor:
+        """Return the view of `wire` that holds what rides along, [riding]."""
+        return wire[self.head_numel - self.riding : self.head_numel]
 
     def tensor(self, wire: Tensor, index: int) -> Tensor:
         """Return the view of `wire` that holds tensor `index`, [counts[index]]."""
@@ -65,14 +71,15 @@ def padded(count: int) -> int:
     return -(-count // GRANULE) * GRANULE
 
 
-def layout_of(counts: Sequence[int]) -> Layout:
-    """Return the layout of tensors of `counts` elements.
+def layout_of(counts: Sequence[int], riding: int = 0) -> Layout:
+    """Return the layout of tensors of `counts` elements, behind `riding` elements for other use.
 
     >>> layout_of([5, 0, 16, 17])
-    Layout(counts=(5, 0, 16, 17), places=(80, 96, 96, 112), numel=144)
+    Layout(counts=(5, 0, 16, 17), places=(80, 96, 96, 112), numel=144, riding=0)
     """
-    *places, numel = accumulate(map(padded, counts), initial=HEADER_NUMEL + padded(len(counts)))
-    return Layout(tuple(counts), tuple(places), numel)
+    head_numel = HEADER_NUMEL + padded(len(counts)) + padded(riding)
+    *places, numel = accumulate(map(padded, counts), initial=head_numel)
+    return Layout(tuple(counts), tuple(places), numel, padded(riding))
 
 
 def refuse_count(tensors: Sequence[object], count: int) -> NoReturn:

@@ -37,7 +37,10 @@ class Packing(Protocol):
         """Return True if any `unpack` so far met another header than its own; on a GPU once its kernel has run."""
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """Write tensors times `scale` to their places, zeros for None; also the flags and the bits of `header`."""
+        """Write tensors times `scale` to their places, zeros for None; also the flags and the bits of `header`.
+
+        Writes zeros for what rides.
+        """
 
     def present(self) -> list[bool]:
         """Return for each tensor whether any rank had it; waits for the wire."""

@@ -127,7 +127,10 @@ class TorchPacking:
         self._layout, self._like = layout, like
         self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
         self._packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
-        self._flags, self._header = layout.flags(wire), layout.header(wire)
+        self._flags, self._header, self._head = layout.flags(wire), layout.header(wire), wire[: layout.head_numel]
+        self._says = torch.zeros(layout.head_numel, dtype=torch.bool, device="cpu")
+        self._bits = layout.header(self._says)
+        layout.flags(self._says).fill_(True)
         self.mismatched = False
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
@@ -145,9 +148,9 @@ class TorchPacking:
         pack([tensor], [self._views[index]], scale)
 
     def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
-        """Write the flags of `tensors` and the bits of `header`."""
-        self._header.copy_(bits(header))
-        self._flags.fill_(1)
+        """Write the bits of `header`, the flags of `tensors`, and zeros for what rides."""
+        self._bits.copy_(bits(header))
+        self._head.copy_(self._says)
         for index, tensor in enumerate(tensors):
             if tensor is None:
                 self._flags[index] = 0

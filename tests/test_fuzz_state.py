@@ -29,7 +29,7 @@ from commrt.training.ring_shuffle import RingShuffle
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:TypedStorage")
 EXAMPLE = Path(__file__).parent.parent / "examples/imagenet_resnet50.py"
 STATES = VALUES | st.dictionaries(st.sampled_from(["step", "algorithm"]), VALUES | NUMBERS)
-SNAPSHOT = Snapshot(version=3, optimizer_steps=3, order=None, session=1, in_pass=True, is_due=False)
+SNAPSHOT = Snapshot(version=3, optimizer_steps=3, order=None, session=1, in_pass=True, is_due=False, stopping=[])
 PACKED = pack(StateTransfer(SNAPSHOT, *[torch.zeros(4, dtype=torch.uint8)] * 3))
 
 

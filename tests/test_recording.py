@@ -154,9 +154,9 @@ def test_torch_s_profiler_shows_what_each_thread_does():
     (training,) = {event.thread for event in profiler.events() if event.name == "here"}
     shown = [(event.name, event.thread == training) for event in profiler.events() if "commrt::" in event.name]
     assert sorted(name for name, is_training in shown if is_training) == ["commrt::submit: number 0", "commrt::wait"]
-    hops = {f"commrt::hop: number {number}, to 1, from 1, nbytes 1216" for number in (0, 1)}  # rank 1's name rank 0
+    hops = {f"commrt::hop: number {number}, to 1, from 1" for number in (0, 1)}  # rank 1's name rank 0
     within = {"commrt::bucket: number 0, algorithm ring", "commrt::pack", "commrt::combine", "commrt::unpack"}
-    assert {name for name, is_training in shown if not is_training} >= within | hops
+    assert {name.partition(", nbytes")[0] for name, is_training in shown if not is_training} >= within | hops
 
 
 @pytest.fixture

@@ -85,8 +85,8 @@ class BackupWorkersReplica(Replica):
         self._is_founder, needed = world.config is None, cast("BackupWorkers", request.algorithm).needed(world.size)
         membership.begin(self, world.attached, alone=True, needed=needed, founds=self._is_founder)
         store = PrefixStore("backed", store_of_model(world.store, world.attached))
-        self._backup_step = BackupStep(request, engine, self._guard, store)
-        self._catch_up = CatchUp(world, membership, store, self._state)
+        self._backup_step = BackupStep(request, engine, self._guard, store, self._riding)
+        self._catch_up = CatchUp(world, membership, store, self._state, self._riding)
         if self._is_founder:
             self._catch_up.open()
         world.hooks = Hooks(

@@ -25,8 +25,10 @@ from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
+from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import ReadyOrder
+from commrt.buckets.riders import Riders
 from commrt.elastic.elastic_membership import LOOK_S, make_elastic
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
@@ -36,6 +38,7 @@ from commrt.training.attach import Request
 from commrt.training.hooks import UNAVERAGED, StepGuard, are_zeroed, closure_in
 from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica, StepReport
+from commrt.training.riding import Riding
 from commrt.transport.protocol import Tag
 
 STALLED, STALLED_S = 4, 1.0
@@ -67,16 +70,18 @@ class BackupStep:
     communication thread's.
     """
 
-    def __init__(self, request: Request, engine: Engine, guard: SkippingGuard, store: Store) -> None:
+    def __init__(self, request: Request, engine: Engine, guard: SkippingGuard, store: Store, riding: Riding) -> None:
         self.version = 0
         """The number of updates that this rank has applied."""
         self.order: list[int] | None = None
         """The places of the parameters in the order in which gradients become ready; None before the first step."""
         self._world, self._membership, self._model = request.world, make_elastic(request.world), request.model
         self._engine, self._guard, self._cut, self._store = engine, guard, request.build_buckets, store
+        self._riding = riding
         self._early = cast("BackupWorkers", request.algorithm).early
         self._with_buffers = request.broadcast_buffers and any(True for _ in request.model.buffers())
         self._params = [named for bucket in engine.buckets for named in bucket.params]
+        self._digest = Digest([param for _, param in self._params]) if request.watch else None
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
@@ -105,12 +110,14 @@ class BackupStep:
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
         is_due = not in_pass and self._guard.is_due  # where a pass begins, its gradients replace those
-        return Snapshot(self.version, self._guard.steps, self.order, self._session, in_pass, is_due)
+        stopping = [*self._riding.known_to_stop]
+        return Snapshot(self.version, self._guard.steps, self.order, self._session, in_pass, is_due, stopping)
 
     def follow(self, snapshot: Snapshot) -> None:
         """Go on where another rank stands, whose state this one has taken; between steps."""
         self._guard.drop()  # gradients of before
         self.version, self._guard.steps = snapshot.version - snapshot.is_due, snapshot.optimizer_steps
+        self._riding.known_to_stop = tuple(snapshot.stopping)
         self._use_order(snapshot.order)
         if snapshot.session != self._session:
             self._use_session(snapshot.session)
@@ -157,7 +164,12 @@ class BackupStep:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
             bucket = self._engine.buckets[index]
-            bucket.take(bucket.header._replace(**running.says), self._ready_order.seen)
+            header = bucket.header._replace(**running.says)
+            if bucket.riders is not None and (self._riding.wants_stop or not self._riding.is_idle):
+                bucket.riders.load(leaving := self._riding.leave())
+                header = header._replace(weighed=leaving.weighed)
+                running.says["weighed"] = leaving.weighed
+            bucket.take(header, self._ready_order.seen)
             if running.ready:
                 running.ready[index].set_result(self._world.comm_thread.streams.record_event())
                 running.outcome = running.outcome or self._world.comm_thread.submit(partial(self._run, running))
@@ -176,6 +188,7 @@ class BackupStep:
         if outcome.counts:
             for bucket in self._engine.buckets:
                 bucket.assign_missing()
+            self._riding.unread = self._engine.buckets[0].riders
             if self._flat_buffer is not None:
                 self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
             self.version += 1
@@ -213,6 +226,7 @@ class BackupStep:
 
     def drop(self) -> None:
         """Set all gradients to zero, and use nothing of them."""
+        self._riding.drop()
         for bucket in self._engine.buckets:
             bucket.release()
         with torch.no_grad():
@@ -244,6 +258,8 @@ class BackupStep:
         membership.next_step, self._ready_s = step, round(time(), 4)
         if membership.wanted > membership.number:
             membership.ensure_generation()
+        if self._digest is not None:
+            cast("Riders", self._engine.buckets[0].riders).watch(self._digest)
         mine = Announcement(self._world.rank, membership.number, running.samples, self._ready_s, round(self._late_s, 4))
         outcome = self.votes.run(mine, step, self._attempts[1] if self._attempts[0] == step else 0)
         if outcome.counts:
@@ -285,9 +301,12 @@ class BackupStep:
         """Use new memory: a rank of an earlier generation may still read the old."""
         for ready in running.ready[:-1]:
             self._wait_for(ready)
-        ready_order = self._ready_order
+        ready_order, before = self._ready_order, cast("Riders", self._engine.buckets[0].riders)
         self._renew_buckets()
         self._ready_order = ready_order
+        after = cast("Riders", self._engine.buckets[0].riders)
+        after.digest = before.digest
+        after.load(before.leaving)
         for bucket in self._engine.buckets:
             bucket.take(bucket.header._replace(**running.says), ready_order.seen)
 

@@ -35,6 +35,7 @@ from commrt.store.launcher import LOOPBACK
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.starting import start_thread
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
+from commrt.training.riding import Riding
 
 _log = logging.getLogger("commrt")
 PASS_SHARE = 1 / 3
@@ -72,6 +73,8 @@ class Snapshot(NamedTuple):
     """The rank is in a forward or backward pass; its loop has stepped all schedulers of this version."""
     is_due: bool
     """An optimizer may yet step with the gradients of this version: the weights may lack its update."""
+    stopping: list[int]
+    """The ranks that have asked to stop."""
 
 
 class StateTransfer(NamedTuple):
@@ -200,8 +203,8 @@ def unpack(packed: bytes) -> StateTransfer:
     """Return what was packed, without running any of it; raises `DisagreementError` for other bytes."""
     try:
         fields, *tensors = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-        snapshot = Snapshot(*typed(fields, int, int, list | None, int, bool, bool))
-        for place in snapshot.order or []:
+        snapshot = Snapshot(*typed(fields, int, int, list | None, int, bool, bool, list))
+        for place in [*(snapshot.order or []), *snapshot.stopping]:
             parse_int(place)
         require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
         transfer = StateTransfer(snapshot, *tensors)
@@ -213,14 +216,20 @@ def unpack(packed: bytes) -> StateTransfer:
 class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's `state`."""
 
-    def __init__(self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState) -> None:
-        self._world, self._membership = world, membership
+    def __init__(
+        self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState, riding: Riding
+    ) -> None:
+        self._world, self._membership, self._riding = world, membership, riding
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
         towards = None if world.reconnect_options is None else world.reconnect_options.towards
-        self._server = StateServer(
-            towards or LOOPBACK,
-            lambda version: state.give(version, Timeouts.of(world.timeout_s).probe_s * PASS_SHARE),
-        )
+
+        def give(number: int) -> Generator[bytes]:
+            version, asks_to_stop = divmod(number, 2)  # a late rank has no gradients with which that could ride
+            if asks_to_stop:
+                riding.wants_stop = True
+            return state.give(version, Timeouts.of(world.timeout_s).probe_s * PASS_SHARE)
+
+        self._server = StateServer(towards or LOOPBACK, give)
 
     def close(self) -> None:
         """Answer no more questions."""
@@ -242,7 +251,8 @@ class CatchUp:
             for rank in sources:
                 address = self._store.read(f"service/{rank}") if rank in connected else b""
                 # A rank that has the state may take long to copy it.
-                if address and (packed := request_state(address, version, limits.probe_s, limits.step_s)) is not None:
+                number = 2 * version + self._riding.wants_stop
+                if address and (packed := request_state(address, number, limits.probe_s, limits.step_s)) is not None:
                     return unpack(packed)
                 if limit.left_s <= 0:
                     break

@@ -17,6 +17,7 @@ from commrt import proof
 from commrt.algorithms import halving_doubling, tree
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.riders import Riders
 from commrt.buckets.step_graph import BoundStep, StepGraphs
 from commrt.errors import TransportClosed, UsageError
 from commrt.options import require_short_sums
@@ -75,6 +76,7 @@ class Engine:
         )
         self.tensors = Prepared(world, self._bind_tensor, kept=KEPT)
         """What runs on other tensors than the buckets in each step, such as the broadcast of buffers."""
+        self._factor = 1.0  # by what the weights that ride with a step's first bucket change the scale of later ones
         self._shared: tuple[Tensor, Window] | None = None  # one of them that peers of this host read
         self.replace_buckets(buckets)
 
@@ -206,9 +208,10 @@ class Engine:
     def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
         """Pack `bucket`, add it up over `members`, and unpack the average, or leave it on the wire."""
         begin_s, comm_thread, tag = perf_counter(), self.world.comm_thread, Tag(step, bucket.index)
+        if bucket.riders is not None:
+            self._factor = 1.0
         if len(members := self.members) == 1:
-            if not self._unpacks:
-                bucket.pack(self.scale())
+            self._keep_own(bucket)
             return Span(bucket.index, begin_s, perf_counter(), 0)
         schedule, members = self._round_of(step, members)
         quantizer = None if self.quantizer is None else self.quantizer.at(step)
@@ -217,8 +220,13 @@ class Engine:
             own = bound.programs[bucket.index]
             if self.graphs is None or not self._replay(self.graphs, bucket, bound, tag):
                 with comm_thread.within_range("pack"):
-                    bucket.pack(self.scale())
+                    bucket.pack(self.scale() if self.mixes else self.scale() * self._factor)
                 own.run(tag, comm_thread.listener)
+                if bucket.riders is not None:
+                    if bucket.riders.has_news:
+                        self._read_riders(bucket, members, own, tag)
+                elif self.mixes:  # the partner sums for another mean
+                    bucket.factor = self._factor
                 if self.quantizer is not None:
                     self.quantizer.note(bucket.wire[bucket.head_numel :])
                 if self._unpacks:
@@ -226,6 +234,35 @@ class Engine:
                         bucket.unpack(own.elsewhere)
                     own.finish(tag)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
+
+    def _keep_own(self, bucket: GradientBucket) -> None:
+        """Do what `reduce_now` does for a rank that is alone."""
+        if not self._unpacks:
+            bucket.pack(self.scale() * self._factor)
+        if bucket.riders is not None:
+            if self._unpacks:
+                bucket.riders.write_alone()
+            bucket.weigh(1.0)
+            self._factor = bucket.factor
+        if self._unpacks and self._factor != 1:
+            bucket.multiply(self._factor)
+
+    def _read_riders(self, bucket: GradientBucket, members: Sequence[int], own: RunnableProgram, tag: Tag) -> None:
+        """Let weights that ride decide on the scale of later buckets; compare what the ranks' weights were."""
+        riders, scale = cast("Riders", bucket.riders), self.scale()
+        if riders.digest is not None:
+            riders.compared = tag.step, members
+            if not bucket.wire.is_cuda and bucket.matches():  # a GPU would be waited for; compared in the next step
+                riders.compare()
+        if self.mixes:
+            riders.share = 1.0
+            riders.read()
+        bucket.weigh(scale if riders.share is None else scale * riders.share)
+        self._factor = bucket.factor
+        if self._factor != 1 and bucket.must_pack_anew():
+            bucket.factor = 1.0
+            bucket.pack(scale * self._factor)
+            own.run(tag, self.world.comm_thread.listener)
 
     def _find_round(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
         """Return the schedule of `step`, and who plays it."""
@@ -241,7 +278,9 @@ class Engine:
     def _replay(self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
         with self.world.comm_thread.within_range("graph"):
-            return self.world.joined is None and graphs.carry(bucket, bound, self.scale(), tag)
+            has_news = bucket.riders is not None and bucket.riders.has_news
+            plain = self.world.joined is None and self._factor == 1 and not has_news
+            return plain and graphs.carry(bucket, bound, self.scale(), tag)
 
     def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
         """Let devices capture the step before `step`, if it is time for that; between steps, with nothing in flight."""

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.layout import Named, TensorKind, bucket_description, gradient_dtype, plan_buckets, wire_dtype
+from commrt.buckets.riders import Riders, riding_numel
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
+from commrt.kernels.plain_torch import bits
 from commrt.runtime.wire import AnyWire, QuantizedWire, is_quantized
 from commrt.transport.protocol import Allocate, zeros
 
@@ -29,6 +31,8 @@ CHANGED = (
     "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
     "and step or zero them, only after backward() has returned (hooks that change them: register these before attach())"
 )
+FP16_FACTOR = 1 / 16
+"""A sum in fp16 that a factor outside of this range corrects is made anew."""
 UNCOUNTED = -1
 """In place of the number of writes to a gradient that is absent, or a view: views count together."""
 NO_BUCKETS = range(0)
@@ -47,11 +51,14 @@ class Header(NamedTuple):
     bucket: int
     settings: int
     """A digest of the optimizers' numeric settings, and of the scales of losses."""
+    weighed: int = 0
+    """1 if `Replica.weigh` was called for the gradients; UNKNOWN on a rank without a backward pass, which fits both."""
 
 
-WIDTHS = Header(late=1, model=6, optimizer_steps=5, step=6, bucket=6, settings=8)
+WIDTHS = Header(late=1, model=5, optimizer_steps=5, step=6, bucket=6, settings=8, weighed=1)
+UNKNOWN = 2
 STARTS = [0, *accumulate(WIDTHS)][:-1]
-BITS = sum(WIDTHS)
+BITS, WEIGHED_AT = sum(WIDTHS), STARTS[-1]
 
 EXPLANATIONS = {
     "late": "some ranks came to optimizer.step() without a backward pass and others had one: call replica.average() "
@@ -70,6 +77,8 @@ EXPLANATIONS = {
     "rank's own data, and give a GradScaler to attach(also=), so that all ranks begin with rank 0's. Pass them to "
     "replica.join() if ranks run out of data at different times. With BackupWorkers, pass schedulers too to "
     "attach(also=); if the loop has a counter of its own, put `iter_num = replica.step` at its top",
+    "weighed": "some ranks say with replica.weigh() how much their gradients weigh, and others do not: call it for the "
+    "loss of each backward pass, on all ranks",
 }
 
 
@@ -77,13 +86,16 @@ EXPLANATIONS = {
 def encode(header: Header) -> int:
     """Return `header` as the 64-bit word that `Packing.pack` writes: low bits for zeros, high bits for ones.
 
+    What is UNKNOWN has neither.
+
     >>> hex(encode(Header(late=1, model=0, optimizer_steps=0, step=0, bucket=0, settings=0)))
     '0x1fffffffe'
     """
     word = 0
     for value, width, start in zip(header, WIDTHS, STARTS, strict=True):
         word |= (value % (1 << width)) << start
-    return word << BITS | ~word & ((1 << BITS) - 1)
+    both = word << BITS | ~word & ((1 << BITS) - 1)
+    return both & ~(1 << WEIGHED_AT | 1 << BITS + WEIGHED_AT) if header.weighed == UNKNOWN else both
 
 
 def explain_mismatch(total: Tensor) -> str:
@@ -181,6 +193,12 @@ class GradientBucket:
         """Returns what this rank's settings are, for errors."""
         self._scale = 1.0  # of the gradients on the wire
         self._word = 0  # the header that the wire must show after the reduction
+        self.riders: Riders | None = None
+        """What rides with this bucket."""
+        self.factor = 1.0
+        """By what `unpack` multiplies the gradients, as weights ride with them; see `weigh`."""
+        self.own_weight = 1.0
+        """What this rank's gradients weigh, if that is not in them yet."""
         self._grads: list[Tensor | None] = []  # on their way
         self._made: dict[int, Tensor] = {}  # gradients that only other ranks had, by place
         self._versions: list[int] = []  # how often each of them was written to when it was taken
@@ -206,7 +224,7 @@ class GradientBucket:
         """
         if self._packing.mismatched:  # a GPU may have found out since the previous step
             self._refuse_sum()
-        self._word, self._made, self._writes, self.is_whole = encode(header), {}, 0, True
+        self._word, self._made, self._writes, self.is_whole, self.factor = encode(header), {}, 0, True, 1.0
         self._grads = grads = [param.grad for _, param in self.params]
         for place, (grad, fit) in enumerate(zip(grads, self._fits, strict=True)):
             if grad is not None:
@@ -224,10 +242,41 @@ class GradientBucket:
     def pack(self, scale: float) -> None:
         """Write the gradients times `scale` to the wire, zeros for absent ones."""
         self._require_unchanged()
-        self._scale = scale
+        self._scale = scale = scale * self.own_weight
         if self._gaps is not None:
             self._clear_gaps(self._gaps)
         self._packing.pack(self._grads, scale, self._word)
+        if self.riders is not None and self.riders.has_news:
+            self.riders.write()
+
+    def weigh(self, scale: float) -> None:
+        """Let `unpack` turn the sum, of gradients that were packed with `scale`, into what the weights make of it."""
+        riders, self.factor = self.riders, 1.0
+        if riders is None or riders.leaving.unit is None:
+            return
+        if riders.knows_nothing:
+            for bit in (WEIGHED_AT, BITS + WEIGHED_AT):  # this rank expects what the others say
+                self._word |= int(self.layout.header(self.wire)[bit] != 0) << bit
+        if (total := riders.total_weight()) is not None:
+            self.factor = riders.leaving.unit / (total * scale)
+
+    def matches(self) -> bool:
+        """Return True if the wire shows the header that it must show."""
+        return torch.equal(self.layout.header(self.wire).bool().cpu(), bits(self._word))
+
+    def must_pack_anew(self) -> bool:
+        """Return True if the sum left the range of fp16, or came near its ends, as the factor was not known before.
+
+        The same on all ranks, as the sum is. Gradients that live on the wire are lost, as an overflow loses them.
+        """
+        if self.wire.dtype != torch.float16 or self.quantized is not None or not self.unpacks_wire:
+            return False
+        return not (FP16_FACTOR <= self.factor <= 1 / FP16_FACTOR and bool(self.wire.isfinite().all()))
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients at hand, which have not travelled."""
+        torch._foreach_mul_([param.grad for _, param in self.params if param.grad is not None], factor)
+        self._writes += 1
 
     def _clear_gaps(self, gaps: Tensor) -> None:
         """Write zeros between gradients that will be quantized: what lies there would change scales of their blocks."""
@@ -245,6 +294,9 @@ class GradientBucket:
         if self._packing.mismatched:
             self._refuse_sum()
         self._writes += 1
+        if self.factor != 1:
+            torch._foreach_mul_([grad for grad in grads if grad is not None], self.factor)
+            self._writes += 1
 
     def prepare_replay(self, launches: Repeatable, scale: float) -> None:
         """Do what `pack` does, for `launches` that a device graph replays."""
@@ -376,7 +428,7 @@ class ReadyOrder:
         return [place[name] for name in self.seen | place]
 
 
-def build_buckets(
+def build_buckets(  # noqa: PLR0913, PLR0917  # of gradients, and of fragments
     params: Sequence[Named],
     wire: AnyWire | None,
     cap_nbytes: int,
@@ -384,15 +436,22 @@ def build_buckets(
     allocate: Allocate = zeros,
     first: int = 0,
     kind: type[GradientBucket] = GradientBucket,
+    riding: tuple[int, int] | None = None,
 ) -> list[GradientBucket]:
-    """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes wire buffers."""
+    """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes wire buffers.
+
+    The first one has slots for what rides, if `riding` says the rank and the number of ranks.
+    """
     dtypes = [gradient_dtype(param) for _, param in params]
     sizes = [(param.numel() * dtype.itemsize, dtype) for (_, param), dtype in zip(params, dtypes, strict=True)]
-    overlaps, buckets = OverlapCheck(), []
+    overlaps, buckets = OverlapCheck(), list[GradientBucket]()
     quantized = wire if is_quantized(wire) else None
     for index, places in enumerate(plan_buckets(sizes, cap_nbytes), first):
         members, dtype = [params[i] for i in places], dtypes[places[0]]
-        layout = layout_of([param.numel() for _, param in members])
+        rank, ranks = (0, 0) if riding is None or buckets else riding
+        layout = layout_of([param.numel() for _, param in members], riding_numel(ranks))
         buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)
         buckets.append(kind(index, members, layout, buffer, model, overlaps, quantized))
+        if ranks:
+            buckets[0].riders = Riders(layout.riders(buffer)[: riding_numel(ranks)], rank)
     return buckets

@@ -36,6 +36,7 @@ class ViewBucket(GradientBucket):
         self._fits = [()] * len(self.names)  # so that `_require_fit` sees each gradient
         self._addresses = [original.data_ptr() for original in self._originals]
         self._places = {name: place for place, name in enumerate(self.names)}
+        self._moved_scale = 1.0  # of what has moved in
         self._moved: dict[int, int] = {}  # by place, how often the original was written to by the end of `move_in`
         self._torch = self._packing if isinstance(self._packing, TorchPacking) else None
         self._overlaps.claim(self.wire)
@@ -54,7 +55,7 @@ class ViewBucket(GradientBucket):
     def move_in(self, name: str, scale: float) -> None:
         """Write the gradient of `name`, which is complete, times `scale` to the wire, and leave it there.
 
-        It must be the scale of this step's `pack`. Does nothing where Triton packs.
+        Does nothing where Triton packs.
         """
         place = self._places[name]
         grad, original = self.params[place][1].grad, self._home(place)
@@ -62,6 +63,7 @@ class ViewBucket(GradientBucket):
             return
         self._require_movable(place, grad)
         self._torch.pack_one(place, grad, scale)
+        self._moved_scale = scale
         if grad is not original:
             self.params[place][1].grad = original
         self._moved[place] = original._version  # noqa: SLF001  # nothing else tells
@@ -93,7 +95,11 @@ class ViewBucket(GradientBucket):
         for place, grad in enumerate(self._grads):
             if place not in self._moved:
                 self._torch.pack_one(place, grad, scale)
+            elif scale != self._moved_scale:
+                self.layout.tensor(self.wire, place).mul_(scale / self._moved_scale)
         self._torch.seal(self._grads, self._word)
+        if self.riders is not None and self.riders.has_news:
+            self.riders.write()
 
     def unpack(self, parts: Parts = NO_PARTS) -> None:  # gradients live on the wire, so nothing is elsewhere
         """Compare the headers; gradients are where they belong."""
@@ -115,6 +121,8 @@ class ViewBucket(GradientBucket):
             for place, (grad, original) in enumerate(zip(self._grads, self._originals, strict=True))
             if grad is not None and grad is not original
         }
+        if self.factor != 1:
+            self.wire[self.head_numel :].mul_(self.factor)
 
     def _memory_for(self, place: int) -> Tensor:
         return self._originals[place]

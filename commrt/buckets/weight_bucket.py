@@ -12,9 +12,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import Header, encode
 from commrt.buckets.layout import MODEL_CHANGED, REPLACED, TensorKind, TensorSlot, bucket_description, wire_dtype
+from commrt.buckets.riders import SLOT, Riders, riding_numel
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -147,6 +149,12 @@ class Message:
     packing: Packing
     """Packs to and from `sent`."""
     windows: Sequence[Window] = ()  # of `sent` and `received`, where peers can read them
+    said: Riders | None = None
+    """What rides with `sent`; one slot, as messages of gossip are not added up."""
+    heard: Riders | None = None
+    """What came with `received`."""
+    digests: tuple[Digest, Digest] | None = None
+    """Of the weights in `sent` and `received`, if they are watched."""
     memory_epoch: int = 0  # see `WeightBucket.packed`
     step: int = 0
     answer: Future[Received] | None = None
@@ -177,10 +185,12 @@ class WeightBucket(WeightPart):
         allocate: Allocate,
         *,
         watches: bool,
+        has_digests: bool = False,
     ) -> None:
         super().__init__(index, held, watches=watches)
+        self._has_digests = has_digests
         self._kinds = [TensorKind.of(slot.tensor()) for slot in held]
-        self._layout = layout_of([kind.shape.numel() for kind in self._kinds])
+        self._layout = layout_of([kind.shape.numel() for kind in self._kinds], riding_numel(index == 0 or has_digests))
         self._wire = wire_dtype(self._kinds[0].dtype, wire)
         self.rounds = self._wire != self._kinds[0].dtype  # the wire is narrower than the weights
         self.free = deque(self._message(allocate) for _ in range(messages))
@@ -189,7 +199,13 @@ class WeightBucket(WeightPart):
     def _message(self, allocate: Allocate, memory_epoch: int = 0) -> Message:
         like = self._tensors()
         sent, received = (allocate(self._layout.numel, self._wire, like[0].device) for _ in range(2))
-        return Message(sent, received, packing(sent, self._layout, like), memory_epoch=memory_epoch)
+        message = Message(sent, received, packing(sent, self._layout, like), memory_epoch=memory_epoch)
+        if self._layout.riding:
+            areas = (self._layout.riders(wire)[: SLOT.itemsize] for wire in (sent, received))
+            message.said, message.heard = (Riders(area, 0) for area in areas)
+        if self._has_digests:
+            message.digests = Digest([sent[self._layout.head_numel :]]), Digest([received[self._layout.head_numel :]])
+        return message
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import Outer
+from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket, Header, build_buckets
 from commrt.buckets.layout import Named, TensorSlot
+from commrt.buckets.riders import NOTHING_LEAVES, Leaving, Riders
 from commrt.buckets.weight_bucket import WeightPart
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
@@ -52,6 +54,10 @@ class InFlight:
     buckets: Sequence[GradientBucket] = ()
     residuals: Mapping[str, Tensor] | None = None
     """The residuals when the weights left; None before they were sent."""
+    leaving: Leaving = NOTHING_LEAVES
+    """What rides along."""
+    weight: float = 1.0
+    """What this rank's differences weigh."""
 
 
 class _Tensor:
@@ -88,12 +94,15 @@ class Fragment(WeightPart):
     def __init__(self, index: int, held: Sequence[TensorSlot], algorithm: LocalSGD) -> None:
         super().__init__(index, held)
         self.exchanges = self.left = 0  # how many have begun; the step after which the weights left last
+        self.seen = (0, 0, 0.0)
+        """`Riding.seen` when the weights left last."""
         self._algorithm, self._is_gossip = algorithm, algorithm.is_gossip
         self.is_relied_on = algorithm.outer is not None
         self.ids = [id(slot.place[slot.key]) for slot in held]
         self._tensors = [_Tensor(slot, algorithm) for slot in held]
         self.outgoing: list[Named] = [(each.slot.name, each.outgoing) for each in self._tensors]
         self.anchors = [each.anchor for each in self._tensors]
+        self.digest = Digest(self.anchors)
         self.note()
 
     @torch.no_grad()
@@ -175,7 +184,9 @@ class Fragment(WeightPart):
         state: dict[str, Any] = {"exchanges": self.exchanges, "left": self.left, "in_flight": None}
         if self.in_flight is not None:
             sent = {each.slot.name: cast("Tensor", each.outgoing.grad).clone() for each in self._tensors}
-            state["in_flight"] = {"sent": sent, "rates": [*self.in_flight.rates], "settings": self.in_flight.settings}
+            is_weighed, own = self.in_flight.leaving.weighed == 1, self.in_flight
+            state["in_flight"] = {"sent": sent, "rates": [*own.rates], "settings": own.settings}
+            state["in_flight"]["weight"] = own.weight if is_weighed else None
         return state | {key: {name: each.clone() for name, each in kept.items()} for key, kept in self._kept().items()}
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
@@ -266,7 +277,9 @@ class FragmentExchange:
         for fragment in self.fragments:
             own = _reusing(pieces[fragment.index % len(pieces)], self.world.transport.allocate_shared)
             kind = self._request.wire, self._request.cap_nbytes, self._number
-            found.append(build_buckets(fragment.outgoing, *kind, own, first=sum(map(len, found))))
+            riding = None if self.algorithm.is_gossip else (self.world.rank, self.world.size)
+            first = sum(map(len, found))
+            found.append(build_buckets(fragment.outgoing, *kind, own, first=first, riding=riding))
         return found
 
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
@@ -287,7 +300,11 @@ class FragmentExchange:
         buckets, number = self._buckets[fragment.index], fragment.exchanges - 1
         for bucket in buckets:
             header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
+            if bucket.riders is not None:
+                bucket.riders.load(in_flight.leaving)
+                header = header._replace(weighed=in_flight.leaving.weighed)
             bucket.take(header, bucket.names)
+            bucket.own_weight = in_flight.weight
         in_flight.buckets = buckets
         if self.engine.quantizer is not None:  # remember the residuals, for an exchange that is done again
             own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}
@@ -295,14 +312,19 @@ class FragmentExchange:
                 in_flight.residuals = {name: part.clone() for name, part in own.items()}
             for name, part in own.items():
                 part.copy_(in_flight.residuals[name])
-        in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number))
+        watched = fragment.digest if self._request.watch else None
+        in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number, watched))
         in_flight.generation = generation
 
-    def _average(self, in_flight: InFlight, generation: Generation, number: int) -> tuple[Span, ...]:
+    def _average(
+        self, in_flight: InFlight, generation: Generation, number: int, watched: Digest | None
+    ) -> tuple[Span, ...]:
         """Average a fragment in its exchange `number`, and vote if there is a vote. On the communication thread."""
         if self._membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
         self._membership.next_step = in_flight.step
+        if watched is not None:
+            cast("Riders", in_flight.buckets[0].riders).watch(watched)
         spans = tuple(map(self.engine.reduce_now, in_flight.buckets, repeat(number)))
         if in_flight.vote:
             self.world.transport.wait()

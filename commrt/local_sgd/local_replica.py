@@ -47,6 +47,8 @@ class LocalReplica(AfterStepReplica):
         self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
+        self._rides = not self._local.is_gossip
+        self._refuses = "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
         self._live(self._hooks(), self._before_step, self._after_step)
 
     def _on_pass(self) -> None:
@@ -87,6 +89,10 @@ class LocalReplica(AfterStepReplica):
             fragment.require_unwritten()
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
         in_flight = InFlight(self._step, settings, [*map(rates.get, fragment.ids)])
+        if self._rides:
+            is_first = fragment.index == 0
+            in_flight.weight, in_flight.leaving = self._riding.leave_since(fragment.seen, with_numbers=is_first)
+            fragment.seen = self._riding.seen
         fragment.leave(in_flight)
         self._exchange.send(fragment, in_flight)
         return in_flight
@@ -100,6 +106,9 @@ class LocalReplica(AfterStepReplica):
             for bucket in in_flight.buckets:
                 bucket.unpack()
                 bucket.release()
+            if self._rides and fragment.index == 0:
+                self._riding.unread = in_flight.buckets[0].riders
+                self._riding.read()  # before another fragment leaves in this memory
             fragment.merge(in_flight, learned, self._local.outer if in_flight.step > self._local.warmup else None)
 
     def drain(self) -> None:
@@ -171,6 +180,7 @@ class LocalReplica(AfterStepReplica):
             "due": self._passes - self._step,
             "stepped": [max(self._stepped.get(id(each), 0) - self._step, 0) for each in self._optimizers],
             "fragments": [fragment.state_dict() for fragment in self._fragments],
+            "seen": [self._riding.seen_since(fragment.seen) for fragment in self._fragments],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
             "rank": self._world.rank,
         }
@@ -193,6 +203,7 @@ class LocalReplica(AfterStepReplica):
             self._check(saved, state["period"], state["delay"])
             for fragment, part in zip(self._fragments, saved, strict=True):
                 fragment.load_state_dict(part)
+            self._restore_weights(saved, state.get("seen"))
         self._agree_on_state(step + due)
         self._restart_at_step(step)
         self._passes, self._noted = step + due, {}
@@ -201,6 +212,16 @@ class LocalReplica(AfterStepReplica):
         self._exchange.engine.restore_residuals(residuals)
         for fragment, each in self._in_flight():
             self._exchange.send(fragment, each)
+
+    def _restore_weights(
+        self, saved: Sequence[Mapping[str, Any]], seen: Sequence[tuple[int, int, float]] | None
+    ) -> None:
+        """Go on with what the steps of each period weighed so far, and with what is to be sent again."""
+        for i, fragment in enumerate(self._fragments):
+            fragment.seen = self._riding.seen_before(seen[i] if seen else (0, 0, 0.0))
+            if fragment.in_flight is not None and (weight := saved[i]["in_flight"].get("weight")) is not None:
+                fragment.in_flight.weight = weight
+                fragment.in_flight.leaving = self._riding.leave_with(weight, 1, 1.0)
 
     def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
         if len(saved) != len(self._fragments):

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakMethod
 
+import torch
 from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -27,7 +28,7 @@ from commrt.store.client import TimedStore, parse, require
 from commrt.store.keys import store_of_model
 from commrt.threads.deadline import clock
 from commrt.training.attach import Request, check_stateful
-from commrt.training.hooks import current_pass, on_dense_gradients
+from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, StepReport
 
@@ -55,6 +56,7 @@ class AfterStepReplica(Replica):
         self._checks = [part.require_unwritten for part in parts]
         self._passes = 0  # backward passes so far; the steps of those after `_step` have not ended
         self._pass: int | None = None  # the latest
+        self._skipped = -1  # the latest one that is not to be used
         self._stepped: dict[int, int] = {}  # by optimizer: how many passes had come when it last stepped
         self._used_passes = 0  # how many had come when an optimizer last stepped
         self._progress: JoinProgress | None = None  # inside join()
@@ -120,11 +122,21 @@ class AfterStepReplica(Replica):
     def _hooks(self) -> Iterator[RemovableHandle]:
         return on_dense_gradients(self, self._params, AfterStepReplica._end_of_pass)
 
+    def _end_weighing(self) -> None:
+        """Divide gradients that were weighed by what they weigh together, so that each rank steps by its own mean."""
+        if weight := self._riding.end_step():
+            torch._foreach_mul_([param.grad for _, param in self._params if param.grad is not None], 1 / weight)
+
     def _end_of_pass(self, _: str) -> None:
         """Note that a step is due once the optimizers have stepped; called for each gradient."""
         if self._is_synchronous and (number := current_pass()) != self._pass:
             self._pass = number
             self._passes += 1
+            self._riding.steps += 1
+            if not self._riding.is_idle:
+                at_end_of_backward(self._end_weighing)
+            if self._skipped == self._passes:  # no optimizer will end this step
+                at_end_of_backward(partial(self._end_steps, self._passes))
             if self._stepping:  # it may run its closure as it likes
                 self._used_passes = self._passes
             elif self._passes - self._used_passes > MOST_PASSES:
@@ -153,6 +165,15 @@ class AfterStepReplica(Replica):
     def _have_stepped(self) -> bool:
         """True if an optimizer has stepped after a pass whose step has not ended."""
         return max(self._stepped.values(), default=0) > self._step
+
+    def skip(self) -> None:
+        """Note that this rank leaves out the step whose backward pass comes next, or runs; no other rank need do so."""
+        self._skipped = self._passes + (self._pass is None or current_pass() != self._pass)
+
+    @property
+    def skipping(self) -> tuple[int, ...]:
+        """This rank, if it is to leave out the latest step; the others do not know of it."""
+        return (self._world.rank,) if self._skipped == self._passes else ()
 
     def average(self) -> None:
         """End a step without a backward pass; see `Replica.average`."""

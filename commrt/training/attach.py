@@ -59,13 +59,15 @@ class Request:
     broadcast_buffers: bool
     graphs: bool | None
     same_bits: bool
+    watch: bool
     scales: LossScales
     copies: WeightCopies
 
     def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
         """Return buckets for `params`, given in ready order."""
         world, allocate = self.world, self.world.transport.allocate_shared
-        buckets = build_buckets(params, self.wire, self.cap_nbytes, world.attached, allocate, kind=self.kind)
+        rows, riding = (params, self.wire, self.cap_nbytes), (world.rank, world.size)
+        buckets = build_buckets(*rows, world.attached, allocate, kind=self.kind, riding=riding)
         for bucket in buckets:
             bucket.own_settings = self._own_settings
         return buckets
@@ -93,6 +95,7 @@ class Request:
             "optimizers": ", ".join(f"{type(each).__name__} of {count} parameters" for each, count in counts),
             "kinds in also=": ", ".join(type(each).__name__ for each in self.also),
             "second copies of weights": f"{len(self.copies.found)} in the optimizers",
+            "watch": str(self.watch),
         }
 
     def agree(self, claim: dict[str, str]) -> None:
@@ -139,6 +142,7 @@ def attach(  # noqa: PLR0913  # each has its default
     broadcast_buffers: bool = True,
     graphs: bool | None = None,
     same_bits: bool = False,
+    watch: bool = False,
     also: Sequence[Stateful] = (),
 ) -> Replica:
     """Make `model` one replica of a world: from now on ``backward()`` averages its gradients over all ranks.
@@ -166,6 +170,10 @@ def attach(  # noqa: PLR0913  # each has its default
       cannot do.
     - `same_bits`: refuse an algorithm unless it adds all elements in one order, as `Direct` does. An average then has
       the same bits however gradients are cut into buckets (docs/same_bits.md).
+    - `watch`: each step compares what weights the ranks hold before it, by a digest that rides with the gradients. So
+      flipped bits on a wire or in memory, and weights that one rank alone has written or loaded, end in a
+      `DisagreementError` in the next step, which names the ranks that are alone; with GPUs in the step after. Costs a
+      pass over the weights (docs/evidence.md).
     - `also`: what goes along with the optimizers, such as a ``GradScaler``, learning rate schedulers, an average of the
       weights. All ranks begin with rank 0's state of it. With `BackupWorkers` a late rank takes it from another.
 
@@ -174,7 +182,7 @@ def attach(  # noqa: PLR0913  # each has its default
     """
     world = _checked(world)
     check_stateful(also, "attach(also=)")
-    flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs, "same_bits": same_bits}
+    flags = {"broadcast_buffers": broadcast_buffers, "graphs": graphs, "same_bits": same_bits, "watch": watch}
     params, optimizers, wire = _check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, gradients, flags)
     if world.size > 1:
         _require_read_only_forward(model)
@@ -186,7 +194,7 @@ def attach(  # noqa: PLR0913  # each has its default
     if (device := params[0][1].device).type == "cuda":
         world.connect(device)
     world.attached += 1
-    chosen = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs, same_bits
+    chosen = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs, same_bits, watch
     trained_by = getattr(algorithm, "trained_by", SYNCHRONOUS)  # an all-reduce says nothing
     scales = LossScales(also, keep_pace=trained_by == SYNCHRONOUS)
     copies = WeightCopies(optimizers)
@@ -233,6 +241,7 @@ def _check_attach(
         "views": gradients == "views",
         "no optimizer": optimizer is None,
         "same bits": flags["same_bits"] is True,
+        "watch": flags["watch"] is True,
     }
     require_compatible(algorithm, wire, [name for name, is_chosen in chosen.items() if is_chosen])
     if isinstance(cap_mb, bool) or not isinstance(cap_mb, int | float) or not 0 < cap_mb <= 1e9:

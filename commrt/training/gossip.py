@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import Header, explain_mismatch
 from commrt.buckets.layout import exchanged_tensors, plan_buckets
+from commrt.buckets.riders import NOTHING_LEAVES, SLOT, Leaving, Riders
 from commrt.buckets.weight_bucket import Message, Received, WeightBucket
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
@@ -50,7 +51,15 @@ def attach(request: Request) -> Replica:
     messages, allocate, watches = algorithm.staleness + 1, world.transport.allocate_shared, bool(request.optimizers)
     plan = plan_buckets(((slot.tensor().nbytes, slot.tensor().dtype) for slot in held), request.cap_nbytes)
     buckets = [
-        WeightBucket(index, [held[i] for i in places], wire, messages, allocate, watches=watches)
+        WeightBucket(
+            index,
+            [held[i] for i in places],
+            wire,
+            messages,
+            allocate,
+            watches=watches,
+            has_digests=request.watch,
+        )
         for index, places in enumerate(plan)
     ]
     if algorithm.within > 1 and any(bucket.rounds for bucket in buckets):
@@ -64,6 +73,22 @@ def attach(request: Request) -> Replica:
     return request.begin(GossipReplica(request, exchange, buckets))
 
 
+class Stop(NamedTuple):
+    """The wish of a rank that all stop after a step."""
+
+    step: int
+    asker: int
+
+    def leaving(self) -> Leaving:
+        """Return what tells others of it."""
+        slot = np.zeros((), SLOT)
+        slot["present"], slot["stop_at"], slot["asker"] = 1, *self
+        return Leaving(slot)
+
+
+NO_STOP = Stop(1 << 32, -1)
+
+
 class GossipReplica(AfterStepReplica):
     """Train one replica by gossip; it stays close to the others, and waits for at most one of them at a time.
 
@@ -74,6 +99,10 @@ class GossipReplica(AfterStepReplica):
 
     def __init__(self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket]) -> None:
         super().__init__(request, buckets)
+        self._refuses = "weights travel there, and are not added up; use an all-reduce"
+        self._stops = cast("Gossip", request.algorithm).within == 1
+        self._asked, self._stop = False, NO_STOP
+        self._heard: Riders | None = None  # what came with the latest message of the first bucket
         self.buckets = buckets  # in the order in which they are sent
         self._exchange, self._staleness = exchange, cast("Gossip", request.algorithm).staleness
         self._hooked: set[int] = set()  # buckets whose modules have called a forward hook since the last step
@@ -115,7 +144,7 @@ class GossipReplica(AfterStepReplica):
             if self._spans:  # of the step before
                 self._report(self._step - 1, self._exchange.members)
             for bucket in self.buckets:
-                self._exchange.send(bucket, self._step)
+                self._exchange.send(bucket, self._step, self._stop)
                 bucket.note()
             for bucket in self.buckets:
                 if bucket.index not in self._hooked:  # compiled modules call no hooks, for instance
@@ -127,6 +156,7 @@ class GossipReplica(AfterStepReplica):
         """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others brought."""
         while len(bucket.in_flight) > allowed:
             with self._waiting_for(bucket):
+                self._heard = bucket.in_flight[0].heard if bucket.index == 0 else self._heard
                 span, _, sources = bucket.mix(self._exchange.membership.outwait)
             self._spans.append(span)
             self._received_from.update(sources)
@@ -135,6 +165,23 @@ class GossipReplica(AfterStepReplica):
         for bucket in self.buckets:
             if not bucket.in_flight:
                 bucket.note(anyway=True)
+
+    def stop(self) -> None:
+        """See `Replica.stop`: ranks hear of it one by one, and all stop after the same, later step."""
+        if not self._stops:
+            raise UsageError(f"stop() with {self._algorithm}: messages of rows are added up; use within=1")
+        self._asked = True
+
+    @property
+    def stopping(self) -> tuple[int, ...]:
+        """See `Replica.stopping`; read it in each step, as ranks pass on what they have read."""
+        if self._heard is not None:
+            (slot,), self._heard = self._heard.read(), None
+            if slot["stop_at"]:
+                self._stop = min(self._stop, Stop(int(slot["stop_at"]), int(slot["asker"])))
+        if self._asked and self._stop == NO_STOP:
+            self._stop = Stop(self._passes + self._exchange.steps_to_all(), self._world.rank)
+        return (self._stop.asker,) if self._passes >= self._stop.step else ()
 
     def drain(self) -> None:
         """Wait for all exchanges in flight and mix what they brought; not collective."""
@@ -214,13 +261,24 @@ class GossipExchange:
         for number, message in enumerate(messages):
             message.windows = windows[2 * number : 2 * number + 2]
 
-    def send(self, bucket: WeightBucket, step: int) -> None:
-        """Exchange `bucket` as it is now with the partners of `step`. On the training thread."""
+    def steps_to_all(self) -> int:
+        """Return after how many steps all ranks know what one passes on.
+
+        In a whole period each rank that knows it tells all its partners. However the ranks are permuted, so many
+        periods as a period has rounds reach everybody. What came is passed on in the next step but one, or later.
+        """
+        rounds = len(self._rounds)
+        return rounds * (rounds + 3 + self._algorithm.staleness) + 1
+
+    def send(self, bucket: WeightBucket, step: int, stop: Stop) -> None:
+        """Exchange `bucket` as it is now with the partners of `step`, and pass on `stop`. On the training thread."""
         if bucket.index == 0:  # from here on a generation that starts at `step` is too early for this rank
             self.membership.submitted_steps = step + 1
         header = Header(0, self._number, 0, step, bucket.index, 0)
         message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
         message.step = step
+        if message.said is not None and (stop != NO_STOP or message.said.has_news):
+            message.said.load(NOTHING_LEAVES if stop == NO_STOP else stop.leaving())
         with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
             message.answer = self.world.comm_thread.submit(partial(self._carry, message, bucket.index, step))
         bucket.in_flight.append(bucket.free.popleft())
@@ -253,6 +311,11 @@ class GossipExchange:
     def _exchange(self, program: Program, message: Message, tag: Tag) -> tuple[int, float]:
         """Return the bytes sent, and the weight of what was received."""
         run, nbytes_sent, share = self._bound(program)(message)
+        if message.said is not None:
+            if message.digests is not None:
+                message.said.watch(message.digests[0])
+            if message.said.has_news:
+                message.said.write()
         run(tag)
         if message.received.is_cuda:
             self.world.transport.wait()  # before it mixes what may never have come
@@ -261,6 +324,14 @@ class GossipExchange:
         if not torch.equal(ours != 0, theirs != 0):
             why = explain_mismatch(ours + theirs)
             raise DisagreementError(f"gossip: bucket {tag.bucket} does not match what the partner sent: {why}")
+        if message.digests is not None:
+            said = cast("Riders", message.heard).read()["digest"][0]
+            if int(said) != message.digests[1].now():
+                peers = [leg.peer for hop in program.hops for leg in hop.recvs]
+                raise DisagreementError(
+                    f"watch: in step {tag.step} other weights came from rank {peers[0]} than it sent: bits were "
+                    "flipped on the way; look at the network between these ranks, and start again from a checkpoint"
+                )
         return nbytes_sent, share
 
     def _program_of(self, schedule: Schedule, order: bytes) -> Program:

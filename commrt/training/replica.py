@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,6 +36,7 @@ from commrt.training.model_state import (
     restore,
     total_of,
 )
+from commrt.training.riding import Riding, Rode, require_weight
 from commrt.training.weight_copies import WeightCopies
 
 
@@ -64,7 +65,9 @@ class Replica(ABC):
         self._stepping: list[Optimizer] = []  # those of `optimizers` whose steps have begun, the outermost first
         self._stats, self._step = Stats(), 0
         self._is_synchronous = True
+        self._refuses = ""  # why nothing can ride
         self._handles: list[RemovableHandle] = []
+        self._riding = Riding(world.rank)
         self._checks: Sequence[Callable[[], None]] = ()  # raise if others have written what an exchange relies on
 
     def _live(
@@ -163,6 +166,65 @@ class Replica(ABC):
     @abstractmethod
     def join(self, *also: Stateful) -> AbstractContextManager[None]:
         """Let ranks run out of data at different times; collective, around the whole loop."""
+
+    def weigh(self, loss: Tensor, weight: float, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
+        """Let the gradients of this `loss` count for `weight`, so that their average is the mean over all that weighs.
+
+        `loss` is the mean of `weight` parts, such as tokens, or with ``reduction="sum"`` their sum. Over micro-batches
+        m and ranks, the average is then ``sum(weight[m] * grad(mean_loss[m])) / sum(weight[m])``. Call it for the loss
+        of each backward pass, on all ranks, and pass to ``backward()`` what it returns, which is `loss` itself, or what
+        a `GradScaler` makes of it; do not divide it by the number of micro-batches. A weight of 0 counts for nothing.
+
+        Raises `UsageError` for a negative, infinite or NaN weight, and for one on a GPU, for which each step would
+        wait; `DisagreementError` in ``backward()`` if some ranks weigh their gradients and others do not, or if all
+        weigh nothing.
+        """
+        self._require_riders("weigh()")
+        found = require_weight(weight)
+        if reduction not in ("mean", "sum"):
+            raise UsageError(f'weigh(reduction={reduction!r}): the loss is a "mean" or a "sum"')
+        self._riding.weigh(loss, found, found if reduction == "mean" else 1.0)
+        return loss
+
+    def ride(self, **numbers: float) -> None:
+        """Let a few `numbers` of this rank travel with the gradients of the next step, for nothing.
+
+        Call it before the backward pass ends, and read `rode` when ``backward()`` has returned. All ranks that give
+        numbers in a step give the same names, at most eight. They travel as float64, on every wire.
+        """
+        self._require_riders("ride()")
+        self._riding.ride(numbers)
+
+    @property
+    def rode(self) -> Mapping[str, Rode]:
+        """The numbers of the latest step, of all ranks that sent some; empty on a rank that sent none."""
+        return self._riding.rode
+
+    def stop(self) -> None:
+        """Ask all ranks to stop; may be called by a signal handler, on any thread.
+
+        All ranks see it in `stopping` after the same step: this one, if its backward pass has only begun, or the next.
+        """
+        self._require_riders("stop()")
+        self._riding.wants_stop = True
+
+    def _require_riders(self, call: str) -> None:
+        if self._refuses:
+            raise UsageError(f"{call} with {self._algorithm}: {self._refuses}")
+
+    @property
+    def stopping(self) -> tuple[int, ...]:
+        """The ranks that have asked to stop, the same on all ranks after each step; empty while none has."""
+        return self._riding.stopping
+
+    def skip(self) -> None:
+        """Ask all ranks not to use the gradients of the step whose backward pass comes next, or runs."""
+        self._riding.skip()
+
+    @property
+    def skipping(self) -> tuple[int, ...]:
+        """The ranks that asked to skip the latest step; if there are any, no rank may call ``optimizer.step()``."""
+        return self._riding.skipping
 
     def drain(self) -> None:  # noqa: B027  # between synchronous steps nothing is in flight
         """Wait for all exchanges that are in flight, and use their results. Collective with `LocalSGD` only.

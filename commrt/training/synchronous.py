@@ -13,8 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
+from commrt.buckets.riders import Riders
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.wire import is_quantized
@@ -32,6 +34,8 @@ from commrt.training.model_state import (
 from commrt.training.replica import Replica, StepReport
 
 _kind = attrgetter("dtype", "shape")
+EVEN = 0.5
+"""The share of a partner's gradients, where ranks gossip them, in which slots stay exact."""
 LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
 """In place of a backward pass's number: averaging in the optimizer's step, and by `Replica.average`."""
 
@@ -64,6 +68,8 @@ class SynchronousReplica(Replica):
         named = [named for bucket in engine.buckets for named in bucket.params]
         super().__init__(request.model, named, request.optimizers, request.algorithm, request.world, request.copies)
         self._engine, self._build_buckets = engine, request.build_buckets
+        if getattr(request.algorithm, "share", EVEN) != EVEN:
+            self._refuses = "a share other than 1/2 would round what rides; leave weight= out"
         params = [param for _, param in named]
         self._guard = StepGuard(self._optimizers, params, partial(self._average, LATE), request.scales)
         self._alone = self._world.size == 1
@@ -79,6 +85,8 @@ class SynchronousReplica(Replica):
             engine.share(self._flat_buffers.flat)
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
+        self._digest = Digest([param for _, param in named]) if request.watch and not self._alone else None
+        self._looked: Future[None] | None = None
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
         gradients = on_dense_gradients(self, named, SynchronousReplica._on_gradient)
@@ -126,14 +134,24 @@ class SynchronousReplica(Replica):
             steps, settings = self._guard.close(self._step)
             late, first = int(number == LATE), self._engine.buckets[0].header
             self._header = first._replace(late=late, optimizer_steps=steps, step=self._step, settings=settings)
+        if self._digest is not None:
+            watch = partial(cast("Riders", self._engine.buckets[0].riders).watch, self._digest)
+            self._looked = self._world.comm_thread.submit(watch)
         # In join() ranks may have left, so each step begins with the question who has data.
         self._has_data = None if self._world.joined is None else self._engine.submit_has_data(True, self._step)
 
     def _submit(self, indices: Iterable[int]) -> None:
         for i in indices:
             bucket = self._engine.buckets[i]
+            header = self._header if i == 0 else bucket.header
+            has_gradients = self._number not in (LATE, BY_HAND)
+            is_plain = has_gradients and self._riding.is_idle and not (self._riding.wants_stop or self._engine.mixes)
+            if bucket.riders is not None and not is_plain:
+                leaving = self._riding.leave(has_gradients=has_gradients, is_mixed=self._engine.mixes)
+                bucket.riders.load(leaving)
+                header = header._replace(weighed=leaving.weighed)
             if not self._alone:
-                bucket.take(self._header if i == 0 else bucket.header, self._order.seen)
+                bucket.take(header, self._order.seen)
             self._in_flight.append(self._engine.submit(bucket, self._step))
 
     def _finish(self) -> None:
@@ -143,6 +161,8 @@ class SynchronousReplica(Replica):
         buffers = self._submit_buffers() if self._broadcasts_buffers else []  # which the backward pass may have changed
         if self._has_data:
             self._has_data.result()  # first: if it failed, the others only know that something did
+        if self._looked:
+            self._looked.result()
         with self._world.comm_thread.within_range("wait", step=self._step):
             spans = tuple(map(Future.result, self._in_flight))
         if not self._alone:
@@ -150,6 +170,9 @@ class SynchronousReplica(Replica):
                 bucket.assign_missing()
         if self._flat_buffers is not None:
             self._flat_buffers.empty(buffers, unread_buffers(self.model))
+        self._riding.unread = riders = cast("Riders", self._engine.buckets[0].riders)
+        if riders.weight is not None and self._world.joined is None and not self._engine.mixes:
+            self._riding.use_unit(riders.weight / self._world.size)
         self.last = StepReport(self._step, self._engine.members, perf_counter() - begin_s, spans)
         self._stats = self._stats.plus(self.last)
         self._number = None
@@ -176,6 +199,7 @@ class SynchronousReplica(Replica):
 
     def _observe_order(self) -> None:
         """Rebuild the buckets in the order in which rank 0's gradients became ready in this pass."""
+        self._riding.read()  # from memory that other buckets may take
         order = torch.tensor(self._order.places(), device="cpu")
         self._world.comm_thread.submit(partial(self._engine.broadcast_now, order, self._step)).result()
         self._reorder(order.tolist())

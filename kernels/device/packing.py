@@ -34,6 +34,7 @@ class TritonPacking:
         require_aligned(wire)
         self.tables = Tables(layout, sizes_for(arch_of(wire.device)).tile, wire.device)
         self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
+        self._riders = layout.riders(wire) if layout.riding else None
         self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
         self._header = 0  # of captured launches, and the same on the device
         self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)
@@ -57,10 +58,12 @@ class TritonPacking:
         return bool(self._seen[0])
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """See `Packing.pack`: one launch."""
+        """See `Packing.pack`: one launch, and one more where something may ride."""
         self.tables.point_at(tensors)
         launch = self._kernel(variants.pack, self.tables.align)
         launch(self.tables.tiles, *self._fixed, header, self._scale.at(scale))
+        if self._riders is not None:
+            self._riders.zero_()
 
     def present(self) -> list[bool]:
         """See `Packing.present`."""
