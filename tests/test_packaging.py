@@ -169,8 +169,6 @@ PROGRAM = """\
 import torch
 
 import commrt
-from commrt.errors import UsageError
-from commrt.runtime.torch_version import NEWEST, OLDEST, check_torch_version
 from commrt.tools.planning.workload import MODELS
 
 world = commrt.init(timeout_s=30.0)
