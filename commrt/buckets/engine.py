@@ -261,6 +261,7 @@ class Engine:
         self._factor = bucket.factor
         if self._factor != 1 and bucket.must_pack_anew():
             bucket.factor = 1.0
+            own.finish(tag)  # or a peer may still read the wire
             bucket.pack(scale * self._factor)
             own.run(tag, self.world.comm_thread.listener)
 

@@ -267,11 +267,13 @@ class GradientBucket:
     def must_pack_anew(self) -> bool:
         """Return True if the sum left the range of fp16, or came near its ends, as the factor was not known before.
 
-        The same on all ranks, as the sum is. Gradients that live on the wire are lost, as an overflow loses them.
+        The same on all ranks, as the factor and the sum are. On a GPU only the factor counts, as parts of the sum may
+        lie elsewhere. Gradients that live on the wire are lost, as an overflow loses them.
         """
         if self.wire.dtype != torch.float16 or self.quantized is not None or not self.unpacks_wire:
             return False
-        return not (FP16_FACTOR <= self.factor <= 1 / FP16_FACTOR and bool(self.wire.isfinite().all()))
+        is_near = FP16_FACTOR <= self.factor <= 1 / FP16_FACTOR
+        return not (is_near and (self.wire.is_cuda or bool(self.wire.isfinite().all())))
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients at hand, which have not travelled."""
