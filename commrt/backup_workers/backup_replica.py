@@ -162,13 +162,13 @@ class BackupWorkersReplica(Replica):
         if self._phase is Phase.RUNNING:
             self._backup_step.mark(name)
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, *, has_gradients: bool = True) -> None:
         if self._phase is Phase.LATE:
             self._phase = Phase.STALE
             return
         self._state.open(self._backup_step.snapshot(in_pass=True))  # again, as a compiled model calls no hooks
         self._parameters.require_unchanged()
-        self._backup_step.begin(self._samples or None)
+        self._backup_step.begin(self._samples or None, has_gradients=has_gradients)
         self._phase = Phase.RUNNING
 
     def _finish(self) -> None:
@@ -211,7 +211,7 @@ class BackupWorkersReplica(Replica):
     def average(self) -> None:
         """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
         if self._is_synchronous:
-            self._begin_pass()
+            self._begin_pass(has_gradients=False)
             self._finish()
 
     def _before_collective(self) -> None:

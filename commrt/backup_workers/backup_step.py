@@ -56,6 +56,7 @@ class _Pass:
     samples: int | None
     ready: list[Future[StreamEvent]]
     """With `early`, for each bucket, and last for the pass: when its gradients were there, as a place on the stream."""
+    has_gradients: bool
     outcome: Future[StepOutcome] | None = None
     spans: list[Span] = field(default_factory=list)
     """Of the latest attempt."""
@@ -149,13 +150,13 @@ class BackupStep:
             self._guard.drop()
         return self._pass is None
 
-    def begin(self, samples: int | None) -> None:
-        """Begin a pass at its first gradient."""
+    def begin(self, samples: int | None, *, has_gradients: bool) -> None:
+        """Begin a pass at its first gradient, or where a rank has none."""
         self._ready_order.arm()
         steps, settings = self._guard.close(self.version)
         says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
         ready = [Future[StreamEvent]() for _ in range(1 + len(self._engine.buckets))] if self._early else []
-        self._pass = _Pass(says, samples, ready)
+        self._pass = _Pass(says, samples, ready, has_gradients)
 
     def mark(self, name: str | None = None) -> _Pass:
         """Note that the gradient of `name` is ready, by default all gradients; announce full buckets."""
@@ -165,10 +166,10 @@ class BackupStep:
         for index in indices:
             bucket = self._engine.buckets[index]
             header = bucket.header._replace(**running.says)
-            if bucket.riders is not None and (self._riding.wants_stop or not self._riding.is_idle):
-                bucket.riders.load(leaving := self._riding.leave())
+            is_plain = running.has_gradients and self._riding.is_idle and not self._riding.wants_stop
+            if bucket.riders is not None and not is_plain:
+                bucket.riders.load(leaving := self._riding.leave(has_gradients=running.has_gradients))
                 header = header._replace(weighed=leaving.weighed)
-                running.says["weighed"] = leaving.weighed
             bucket.take(header, self._ready_order.seen)
             if running.ready:
                 running.ready[index].set_result(self._world.comm_thread.streams.record_event())
@@ -308,7 +309,8 @@ class BackupStep:
         after.digest = before.digest
         after.load(before.leaving)
         for bucket in self._engine.buckets:
-            bucket.take(bucket.header._replace(**running.says), ready_order.seen)
+            weighed = before.leaving.weighed if bucket.riders is not None else 0
+            bucket.take(bucket.header._replace(**running.says, weighed=weighed), ready_order.seen)
 
     def _wait_for(self, ready: Future[StreamEvent]) -> None:
         """Wait until the training thread has come to `ready`; raises if the world was given up, or others call."""

@@ -52,6 +52,8 @@ class Leaving(NamedTuple):
     """By what gradients that weigh were divided; None where this rank has gradients that do not."""
     weighed: int = 0
     """What the header says of that."""
+    names: tuple[str, ...] = ()
+    """Of the numbers, in their order."""
 
 
 def riding_numel(ranks: int) -> int:
@@ -73,8 +75,6 @@ class Riders:
         self._area, self._rank = area, rank
         self.leaving = NOTHING_LEAVES
         self._own: Slots | None = None
-        self.has_news = False
-        """True if this rank writes something in this step."""
         self.share: float | None = None
         """What part of each slot is on the wire, where ranks mix; None where they do not, so that all of it is."""
         self.weight: float | None = None
@@ -85,6 +85,11 @@ class Riders:
         """The step, and its members, whose digests are to be compared."""
 
     @property
+    def has_news(self) -> bool:
+        """True if this rank writes something in this step."""
+        return self._own is not None or self.digest is not None
+
+    @property
     def knows_nothing(self) -> bool:
         """True if this rank had no backward pass, so that it cannot tell whether gradients are weighed."""
         return self._own is not None and bool(self._own["flags"] & EMPTY)
@@ -92,12 +97,11 @@ class Riders:
     def load(self, leaving: Leaving) -> None:
         """Let `leaving` ride in the step that begins."""
         self.leaving, self._own, self.weight = leaving, leaving.slot, None
-        self.has_news = leaving.slot is not None or self.digest is not None
 
     def watch(self, weights: Digest) -> None:
         """Let a digest of `weights` before the step that begins ride too; on a GPU, compare the last ones first."""
         self.compare()
-        self.digest, self.has_news = weights.now(), True
+        self.digest = weights.now()
 
     def write(self) -> None:
         """Write this rank's slot to the wire, where zeros are."""

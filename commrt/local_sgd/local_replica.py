@@ -20,6 +20,7 @@ from commrt.training.attach import Request
 from commrt.training.hooks import settings_digest
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import Replica
+from commrt.training.riding import FEEDBACK
 
 _log = logging.getLogger("commrt")
 
@@ -48,6 +49,8 @@ class LocalReplica(AfterStepReplica):
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
         self._rides = not self._local.is_gossip
+        if exchange.engine.buckets[0].residual is not None:
+            self._refuses_weights = FEEDBACK
         self._refuses = "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
         self._live(self._hooks(), self._before_step, self._after_step)
 

@@ -124,8 +124,8 @@ class AfterStepReplica(Replica):
 
     def _end_weighing(self) -> None:
         """Divide gradients that were weighed by what they weigh together, so that each rank steps by its own mean."""
-        if weight := self._riding.end_step():
-            torch._foreach_mul_([param.grad for _, param in self._params if param.grad is not None], 1 / weight)
+        if factor := self._riding.end_step():
+            torch._foreach_mul_([param.grad for _, param in self._params if param.grad is not None], factor)
 
     def _end_of_pass(self, _: str) -> None:
         """Note that a step is due once the optimizers have stepped; called for each gradient."""

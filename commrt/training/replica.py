@@ -24,7 +24,7 @@ from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
-from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, wrapped_as
+from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, are_zeroed, wrapped_as
 from commrt.training.model_state import (
     Stateful,
     fingerprint,
@@ -65,7 +65,7 @@ class Replica(ABC):
         self._stepping: list[Optimizer] = []  # those of `optimizers` whose steps have begun, the outermost first
         self._stats, self._step = Stats(), 0
         self._is_synchronous = True
-        self._refuses = ""  # why nothing can ride
+        self._refuses = self._refuses_weights = ""  # why nothing can ride, and no weights
         self._handles: list[RemovableHandle] = []
         self._riding = Riding(world.rank)
         self._checks: Sequence[Callable[[], None]] = ()  # raise if others have written what an exchange relies on
@@ -173,14 +173,27 @@ class Replica(ABC):
         `loss` is the mean of `weight` parts, such as tokens, or with ``reduction="sum"`` their sum. Over micro-batches
         m and ranks, the average is then ``sum(weight[m] * grad(mean_loss[m])) / sum(weight[m])``. Call it for the loss
         of each backward pass, on all ranks, and pass to ``backward()`` what it returns, which is `loss` itself, or what
-        a `GradScaler` makes of it; do not divide it by the number of micro-batches. A weight of 0 counts for nothing.
+        a `GradScaler` makes of it; do not divide it by the number of micro-batches. Gradients of all that this loss
+        reaches are multiplied by the weight until they are averaged, those of other models too, so give each a loss of
+        its own. A weight of 0 counts for nothing, if the loss is finite. Put all but the last pass into `no_sync`.
 
         Raises `UsageError` for a negative, infinite or NaN weight, and for one on a GPU, for which each step would
         wait; `DisagreementError` in ``backward()`` if some ranks weigh their gradients and others do not, or if all
         weigh nothing.
         """
         self._require_riders("weigh()")
+        if not isinstance(loss, Tensor):
+            raise UsageError(f"weigh({loss!r:.40}, ...): give the loss, a tensor, first, and then what it weighs")
+        if self._refuses_weights:
+            raise UsageError(f"weigh() with {self._refuses_weights}")
         found = require_weight(weight)
+        if are_zeroed(param for _, param in self._params):
+            self._riding.forget_weight()  # of gradients that were thrown away
+        elif not self._riding.has_weight and self._holds_means():
+            raise UsageError(
+                "weigh() while param.grad holds averages that no optimizer has used: put all but the last pass of an "
+                "accumulation into replica.no_sync(), and set what you skip to None (zero_grad())"
+            )
         if reduction not in ("mean", "sum"):
             raise UsageError(f'weigh(reduction={reduction!r}): the loss is a "mean" or a "sum"')
         self._riding.weigh(loss, found, found if reduction == "mean" else 1.0)
@@ -208,13 +221,22 @@ class Replica(ABC):
         self._require_riders("stop()")
         self._riding.wants_stop = True
 
+    def _holds_means(self) -> bool:
+        """Return True if ``param.grad`` holds averages that were not used, and were not set to zeros."""
+        return False
+
     def _require_riders(self, call: str) -> None:
         if self._refuses:
             raise UsageError(f"{call} with {self._algorithm}: {self._refuses}")
 
     @property
     def stopping(self) -> tuple[int, ...]:
-        """The ranks that have asked to stop, the same on all ranks after each step; empty while none has."""
+        """The ranks that have asked to stop, the same on all ranks after each step; empty while none has.
+
+        For a late rank of backup workers, the rank that gave it its state has asked. Not the same after ``join()``:
+        read it inside. Raises `UsageError` where `stop` does.
+        """
+        self._require_riders("stopping")
         return self._riding.stopping
 
     def skip(self) -> None:
@@ -342,6 +364,7 @@ class Replica(ABC):
         for module in self._owners():
             module.__dict__.pop(ATTRIBUTE, None)
         _replicas.pop(id(self), None)
+        self._refuses = "its model was detached"
 
 
 _replicas: WeakValueDictionary[int, Replica] = WeakValueDictionary()

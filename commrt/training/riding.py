@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from math import inf, nan
+from collections import defaultdict
+from collections.abc import Mapping
+from math import frexp, inf, ldexp, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from commrt.buckets.riders import EMPTY, MOST_NUMBERS, SKIP, SLOT, STOP, WEIGHS,
 from commrt.errors import DisagreementError, UsageError
 
 NOTHING = np.zeros(0, SLOT)
+FEEDBACK = "a wire that feeds back what rounding lost, which would weigh as the step before: use one without feedback"
+NO_NUMBERS: Mapping[str, float] = {}
 Seen = tuple[int, int, float]
 """Steps that a rank has made alone, how many of them were weighed, and by how much together."""
 
@@ -32,18 +35,18 @@ class Rode(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The mean over the ranks that sent it."""
-        return self.sum / len(self.by_rank)
+        """The mean over the ranks that sent it; NaN, as the next two, if no rank did."""
+        return self.sum / len(self.by_rank) if self.by_rank else nan
 
     @property
     def min(self) -> float:
         """The smallest."""
-        return min(self.by_rank.values())
+        return min(self.by_rank.values(), default=nan)
 
     @property
     def max(self) -> float:
         """The largest."""
-        return max(self.by_rank.values())
+        return max(self.by_rank.values(), default=nan)
 
 
 class Riding:
@@ -55,7 +58,7 @@ class Riding:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._numbers: dict[str, float] = {}
-        self._sent: tuple[str, ...] = ()  # names of the numbers of the latest step
+        self._sent: tuple[str, ...] = ()  # names of the numbers that came last
         self._skips = False
         self.wants_stop = False
         """This rank has asked to stop, which rides in each step from then on; set on any thread, and by signals."""
@@ -104,9 +107,8 @@ class Riding:
 
     def leave_with(self, weight: float, weighed: int, unit: float, *, anyway: bool = False) -> Leaving:
         """Return what rides, with gradients that are `weighed`, or are not, or of which nothing is known."""
-        self._sent = tuple(sorted(self._numbers))
-        values, flags = [self._numbers[name] for name in self._sent], STOP * self.wants_stop | SKIP * self._skips
-        leaving = _leaving(weight, weighed, unit, flags=flags, numbers=values, names=_digest(self._sent), anyway=anyway)
+        flags = STOP * self.wants_stop | SKIP * self._skips
+        leaving = _leaving(weight, weighed, unit, flags=flags, numbers=self._numbers, anyway=anyway)
         self._numbers, self._skips, self.is_idle = {}, False, leaving.slot is None
         return leaving
 
@@ -139,15 +141,30 @@ class Riding:
         return (total if weighed == 1 else 1.0), leaving
 
     def end_step(self) -> float | None:
-        """Return what the gradients of a step that this rank makes alone weigh together; None if they do not."""
+        """Return what makes a mean of the gradients of a step that this rank makes alone; None if they do not weigh."""
         weight, self._weight = self._weight, None
-        if weight is not None:
-            self._weighed_steps, self._total = self._weighed_steps + 1, self._total + weight
-        return weight
+        if weight is None:
+            return None
+        self._weighed_steps, self._total = self._weighed_steps + 1, self._total + weight
+        factor = self._unit / weight if weight else None
+        self.use_unit(weight)
+        return factor
+
+    @property
+    def has_weight(self) -> bool:
+        """True if the gradients at hand weigh something, and were not averaged."""
+        return self._weight is not None
+
+    def forget_weight(self) -> None:
+        """Forget what gradients weigh that nobody will use."""
+        self._weight = None
 
     def use_unit(self, unit: float) -> None:
-        """Divide later gradients by `unit`, which is the same on all ranks of later steps."""
-        self._unit = unit
+        """Divide later gradients by about `unit`, a power of two, so that no bit of their mean follows from it.
+
+        Where gradients are averaged, it is the same on all ranks of later steps.
+        """
+        self._unit = ldexp(0.5, frexp(unit)[1]) if unit else self._unit
 
     def drop(self) -> None:
         """Forget the gradients at hand, and what was to ride with them; nothing came."""
@@ -157,6 +174,7 @@ class Riding:
     def read(self) -> None:
         """Read what came in the latest step, if that was not done; on a GPU this waits for the first bucket's sum."""
         if self.unread is not None:
+            self._sent = self.unread.leaving.names
             self._slots, self.unread = self.unread.read(), None
             self.known_to_stop = self.known_to_stop or ranks_with(STOP, self._slots)
 
@@ -186,11 +204,14 @@ class Riding:
                     f"rank {rank} lets other numbers ride than rank {self._rank}, which lets ride {[*self._sent]}: "
                     "give the same names in the same step on all ranks that give any"
                 )
-        return {
-            name: Rode({rank: float(slot["numbers"][place]) for rank, slot in said.items()})
-            for place, name in enumerate(self._sent)
-            if said
-        }
+        return defaultdict(
+            lambda: Rode({}),
+            {
+                name: Rode({rank: float(slot["numbers"][place]) for rank, slot in said.items()})
+                for place, name in enumerate(self._sent)
+                if said
+            },
+        )
 
 
 def _leaving(
@@ -199,17 +220,17 @@ def _leaving(
     unit: float,
     *,
     flags: int = 0,
-    numbers: Sequence[float] = (),
-    names: int = 0,
+    numbers: Mapping[str, float] = NO_NUMBERS,
     anyway: bool = False,
 ) -> Leaving:
     flags |= (0, WEIGHS, EMPTY)[weighed]
     slot: Slots | None = None
+    names = tuple(sorted(numbers))
     if names or flags or anyway:
         slot = np.zeros((), SLOT)
-        slot["numbers"] = [*numbers, *[nan] * (MOST_NUMBERS - len(numbers))]
-        slot["present"], slot["names"], slot["flags"], slot["weight"] = 1, names, flags, weight
-    return Leaving(slot, unit if weighed else None, weighed)
+        slot["numbers"] = [*map(numbers.__getitem__, names), *[nan] * (MOST_NUMBERS - len(names))]
+        slot["present"], slot["names"], slot["flags"], slot["weight"] = 1, _digest(names), flags, weight
+    return Leaving(slot, unit if weighed else None, weighed, names)
 
 
 def ranks_with(flag: int, slots: Slots) -> tuple[int, ...]:
@@ -223,7 +244,10 @@ def require_number(what: str, number: object) -> float:
         number = number.item()
     if isinstance(number, bool) or not isinstance(number, int | float | np.number):
         raise UsageError(f"{what} needs a number on the host and got {number!r:.60}: of a tensor on a GPU its item()")
-    return float(number)
+    try:
+        return float(number)
+    except (OverflowError, TypeError) as error:  # of an int that is too large, of a complex number
+        raise UsageError(f"{what} needs a real number of float64 and got {number!r:.60}") from error
 
 
 def require_weight(weight: object) -> float:

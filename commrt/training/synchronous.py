@@ -32,6 +32,7 @@ from commrt.training.model_state import (
     unread_buffers,
 )
 from commrt.training.replica import Replica, StepReport
+from commrt.training.riding import FEEDBACK
 
 _kind = attrgetter("dtype", "shape")
 EVEN = 0.5
@@ -83,6 +84,8 @@ class SynchronousReplica(Replica):
         self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate_shared) if carries else None
         if self._flat_buffers is not None and self._flat_buffers.flat.numel():
             engine.share(self._flat_buffers.flat)
+        if engine.buckets[0].residual is not None:
+            self._refuses_weights = FEEDBACK
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
         self._digest = Digest([param for _, param in named]) if request.watch and not self._alone else None
@@ -110,6 +113,9 @@ class SynchronousReplica(Replica):
             cast("ViewBucket", bucket).move_in(name, self._engine.scale())
         if leaving:
             self._submit(leaving)
+
+    def _holds_means(self) -> bool:
+        return self._guard.is_due
 
     def average(self) -> None:
         """Average the gradients at hand now; see `Replica.average`."""
@@ -268,6 +274,7 @@ class SynchronousReplica(Replica):
         """Continue at the step of `state`; see `Replica.load_state_dict`."""
         residuals = own_residuals(state, self._world.rank, self._engine.residuals())
         super().load_state_dict(state)
+        self._riding.drop()
         if self._engine.quantizer is not None:
             self._restore_order(state.get("order"))
             self._engine.restore_residuals(residuals)
