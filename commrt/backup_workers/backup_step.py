@@ -306,7 +306,7 @@ class BackupStep:
         self._renew_buckets()
         self._ready_order = ready_order
         after = cast("Riders", self._engine.buckets[0].riders)
-        after.digest = before.digest
+        after.digest, after.is_watched = before.digest, before.is_watched
         after.load(before.leaving)
         for bucket in self._engine.buckets:
             weighed = before.leaving.weighed if bucket.riders is not None else 0

@@ -223,7 +223,7 @@ class Engine:
                     bucket.pack(self.scale() if self.mixes else self.scale() * self._factor)
                 own.run(tag, comm_thread.listener)
                 if bucket.riders is not None:
-                    if bucket.riders.has_news:
+                    if bucket.riders.is_loaded or bucket.riders.is_watched:
                         self._read_riders(bucket, members, own, tag)
                 elif self.mixes:  # the partner sums for another mean
                     bucket.factor = self._factor
@@ -279,7 +279,8 @@ class Engine:
     def _replay(self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
         with self.world.comm_thread.within_range("graph"):
-            has_news = bucket.riders is not None and bucket.riders.has_news
+            riders = bucket.riders
+            has_news = riders is not None and (riders.is_loaded or riders.is_watched)
             plain = self.world.joined is None and self._factor == 1 and not has_news
             return plain and graphs.carry(bucket, bound, self.scale(), tag)
 

@@ -246,7 +246,7 @@ class GradientBucket:
         if self._gaps is not None:
             self._clear_gaps(self._gaps)
         self._packing.pack(self._grads, scale, self._word)
-        if self.riders is not None and self.riders.has_news:
+        if self.riders is not None and (self.riders.is_loaded or self.riders.is_watched):
             self.riders.write()
 
     def weigh(self, scale: float) -> None:

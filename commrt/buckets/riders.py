@@ -73,6 +73,8 @@ class Riders:
 
     def __init__(self, area: Tensor, rank: int) -> None:
         self._area, self._rank = area, rank
+        self.is_loaded = self.is_watched = False
+        """This rank writes something in this step: what it was given, and a digest; each is one thread's to set."""
         self.leaving = NOTHING_LEAVES
         self._own: Slots | None = None
         self.share: float | None = None
@@ -85,11 +87,6 @@ class Riders:
         """The step, and its members, whose digests are to be compared."""
 
     @property
-    def has_news(self) -> bool:
-        """True if this rank writes something in this step."""
-        return self._own is not None or self.digest is not None
-
-    @property
     def knows_nothing(self) -> bool:
         """True if this rank had no backward pass, so that it cannot tell whether gradients are weighed."""
         return self._own is not None and bool(self._own["flags"] & EMPTY)
@@ -97,11 +94,12 @@ class Riders:
     def load(self, leaving: Leaving) -> None:
         """Let `leaving` ride in the step that begins."""
         self.leaving, self._own, self.weight = leaving, leaving.slot, None
+        self.is_loaded = leaving.slot is not None
 
     def watch(self, weights: Digest) -> None:
         """Let a digest of `weights` before the step that begins ride too; on a GPU, compare the last ones first."""
         self.compare()
-        self.digest = weights.now()
+        self.digest, self.is_watched = weights.now(), True
 
     def write(self) -> None:
         """Write this rank's slot to the wire, where zeros are."""

@@ -98,7 +98,7 @@ class ViewBucket(GradientBucket):
             elif scale != self._moved_scale:
                 self.layout.tensor(self.wire, place).mul_(scale / self._moved_scale)
         self._torch.seal(self._grads, self._word)
-        if self.riders is not None and self.riders.has_news:
+        if self.riders is not None and (self.riders.is_loaded or self.riders.is_watched):
             self.riders.write()
 
     def unpack(self, parts: Parts = NO_PARTS) -> None:  # gradients live on the wire, so nothing is elsewhere

@@ -277,7 +277,7 @@ class GossipExchange:
         header = Header(0, self._number, 0, step, bucket.index, 0)
         message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
         message.step = step
-        if message.said is not None and (stop != NO_STOP or message.said.has_news):
+        if message.said is not None and (stop != NO_STOP or message.said.is_loaded):
             message.said.load(NOTHING_LEAVES if stop == NO_STOP else stop.leaving())
         with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
             message.answer = self.world.comm_thread.submit(partial(self._carry, message, bucket.index, step))
@@ -314,7 +314,7 @@ class GossipExchange:
         if message.said is not None:
             if message.digests is not None:
                 message.said.watch(message.digests[0])
-            if message.said.has_news:
+            if message.said.is_loaded or message.said.is_watched:
                 message.said.write()
         run(tag)
         if message.received.is_cuda:
