@@ -24,7 +24,7 @@ from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
-from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, are_zeroed, wrapped_as
+from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, wrapped_as
 from commrt.training.model_state import (
     Stateful,
     fingerprint,
@@ -187,7 +187,7 @@ class Replica(ABC):
         if self._refuses_weights:
             raise UsageError(f"weigh() with {self._refuses_weights}")
         found = require_weight(weight)
-        if are_zeroed(param for _, param in self._params):
+        if all(param.grad is None for _, param in self._params):  # zeros may be gradients that count
             self._riding.forget_weight()  # of gradients that were thrown away
         elif not self._riding.has_weight and self._holds_means():
             raise UsageError(
@@ -236,7 +236,8 @@ class Replica(ABC):
         For a late rank of backup workers, the rank that gave it its state has asked. Not the same after ``join()``:
         read it inside. Raises `UsageError` where `stop` does.
         """
-        self._require_riders("stopping")
+        if self._handles:  # a model that was detached has no news
+            self._require_riders("stopping")
         return self._riding.stopping
 
     def skip(self) -> None:
