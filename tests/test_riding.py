@@ -235,13 +235,48 @@ def test_weights_follow_their_gradients(world):
     backward(replica, model, [batch(world.rank, 0, 0)])  # zeroes what was accumulated
     assert is_mean(model, *true_mean(model, [batch(rank, 0, 0, torch.float64) for rank in range(2)]), 1e-6)
     with pytest.raises(UsageError, match=r"put all but the last pass of an accumulation into replica\.no_sync"):
-        replica.weigh(loss_of(model, *batch(world.rank, 1, 0)), 3)
+        replica.weigh(loss_of(model, *batch(world.rank, 1, 0)), 3).backward()
+    loss = replica.weigh(loss_of(model, *batch(world.rank, 1, 0)), len(batch(world.rank, 1, 0)[0]))
+    torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
     optimizer.zero_grad()
-    replica.skip()
-    backward(replica, model, [batch(world.rank, 1, 0)])
+    loss.backward()
+    assert is_mean(model, *true_mean(model, [batch(rank, 1, 0, torch.float64) for rank in range(2)]), 1e-6)
+    with pytest.raises(UsageError, match="weighs already"):
+        replica.weigh(loss, 3)
     replica.detach()
     with pytest.raises(UsageError, match="was detached"):
         replica.weigh(loss_of(model, *batch(world.rank, 1, 0)), 3)
+
+
+@for_each("algorithm", [commrt.Torus2D(), commrt.BackupWorkers(0), LocalSGD(1)])
+@for_each("first", [True, False])
+def test_an_accumulation_of_which_only_some_passes_weigh_is_refused(algorithm, first):
+    def body(world):
+        model = net()
+        replica = commrt.attach(model, sgd(model), algorithm, world=world)
+        losses = [loss_of(model, *batch(world.rank, 0, part)) for part in range(2)]
+        replica.weigh(losses[not first], 3)
+        with replica.no_sync():
+            losses[0].backward()
+        with pytest.raises(UsageError, match="in some backward passes of an accumulation"):
+            losses[1].backward()
+        return True
+
+    assert run_ranks(2, body) == [True] * 2
+
+
+@on_ranks(2)
+def test_a_rank_that_averages_what_does_not_weigh_differs_from_one_that_weighs(world):
+    model, _, replica = attached(world, net())
+    loss = loss_of(model, *batch(world.rank, 0, 0))
+
+    def average():
+        with replica.no_sync():
+            loss.backward()
+        replica.average()
+
+    with pytest.raises(DisagreementError, match=SOME):
+        replica.weigh(loss, 3).backward() if world.rank else average()
 
 
 WEIGHTS = [-1, float("nan"), float("inf"), True, "3", torch.ones(2), torch.ones((), device="meta")]
@@ -482,7 +517,7 @@ def test_a_step_that_is_not_finite_on_one_rank_leaves_nothing_behind(world, algo
         model = net()
         optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scales)
         replica = commrt.attach(model, optimizer, algorithm, world=world)
-        for step in range(8):
+        for step in range(24):
             optimizer.zero_grad()
             x, y = batch(world.rank, step, 0)
             is_left_out = step == 3 and (world.rank == 1 or algorithm not in ALONE)

@@ -148,27 +148,31 @@ class BackupWorkersReplica(Replica):
             self._samples = None
 
     def _on_gradient(self, name: str) -> None:
+        number = current_pass()
         if not self._is_synchronous:
             self._guard.held_back = True
+            self._riding.count_pass(number)
             return
-        if self._phase not in IN_PASS or self._pass_number != current_pass():
+        if self._phase not in IN_PASS or self._pass_number != number:
             if self._phase in IN_PASS:  # an error ended the pass before
                 if not (self._world.closed or self._backup_step.forget_pass()):
                     raise UsageError(INTERRUPTED.format(what=f"the gradient of {name}"))
                 self._phase = Phase.LATE if self._phase is Phase.STALE else Phase.READY
-            self._pass_number = current_pass()
-            self._begin_pass()
+            if not self._riding.is_idle:
+                self._riding.count_pass(number)  # or refuse it, before the step begins
+            self._pass_number = number
+            self._begin_pass(number)
             at_end_of_backward(self._finish)
         if self._phase is Phase.RUNNING:
             self._backup_step.mark(name)
 
-    def _begin_pass(self, *, has_gradients: bool = True) -> None:
+    def _begin_pass(self, number: int | None) -> None:
         if self._phase is Phase.LATE:
             self._phase = Phase.STALE
             return
         self._state.open(self._backup_step.snapshot(in_pass=True))  # again, as a compiled model calls no hooks
         self._parameters.require_unchanged()
-        self._backup_step.begin(self._samples or None, has_gradients=has_gradients)
+        self._backup_step.begin(self._samples or None, number)
         self._phase = Phase.RUNNING
 
     def _finish(self) -> None:
@@ -211,7 +215,8 @@ class BackupWorkersReplica(Replica):
     def average(self) -> None:
         """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
         if self._is_synchronous:
-            self._begin_pass(has_gradients=False)
+            self._forget_thrown_away()
+            self._begin_pass(None)
             self._finish()
 
     def _before_collective(self) -> None:

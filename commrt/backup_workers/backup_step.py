@@ -56,7 +56,8 @@ class _Pass:
     samples: int | None
     ready: list[Future[StreamEvent]]
     """With `early`, for each bucket, and last for the pass: when its gradients were there, as a place on the stream."""
-    has_gradients: bool
+    number: int | None
+    """As autograd counts; None without a backward pass."""
     outcome: Future[StepOutcome] | None = None
     spans: list[Span] = field(default_factory=list)
     """Of the latest attempt."""
@@ -82,7 +83,7 @@ class BackupStep:
         self._early = cast("BackupWorkers", request.algorithm).early
         self._with_buffers = request.broadcast_buffers and any(True for _ in request.model.buffers())
         self._params = [named for bucket in engine.buckets for named in bucket.params]
-        self._digest = Digest([param for _, param in self._params]) if request.watch else None
+        self._digest = Digest([*self._model.parameters()]) if request.watch else None
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
@@ -150,13 +151,13 @@ class BackupStep:
             self._guard.drop()
         return self._pass is None
 
-    def begin(self, samples: int | None, *, has_gradients: bool) -> None:
-        """Begin a pass at its first gradient, or where a rank has none."""
+    def begin(self, samples: int | None, number: int | None) -> None:
+        """Begin backward pass `number` at its first gradient, or a step without one."""
         self._ready_order.arm()
         steps, settings = self._guard.close(self.version)
         says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
         ready = [Future[StreamEvent]() for _ in range(1 + len(self._engine.buckets))] if self._early else []
-        self._pass = _Pass(says, samples, ready, has_gradients)
+        self._pass = _Pass(says, samples, ready, number)
 
     def mark(self, name: str | None = None) -> _Pass:
         """Note that the gradient of `name` is ready, by default all gradients; announce full buckets."""
@@ -166,9 +167,9 @@ class BackupStep:
         for index in indices:
             bucket = self._engine.buckets[index]
             header = bucket.header._replace(**running.says)
-            is_plain = running.has_gradients and self._riding.is_idle and not self._riding.wants_stop
+            is_plain = running.number is not None and self._riding.is_idle and not self._riding.wants_stop
             if bucket.riders is not None and not is_plain:
-                bucket.riders.load(leaving := self._riding.leave(has_gradients=running.has_gradients))
+                bucket.riders.load(leaving := self._riding.leave(running.number))
                 header = header._replace(weighed=leaving.weighed)
             bucket.take(header, self._ready_order.seen)
             if running.ready:

@@ -32,7 +32,8 @@ class Digest:
             self._use([tensor.detach() for tensor in self._tensors if tensor.numel()])
         found = [*self._large, *map(torch.cat, self._small), *(words_of(each.contiguous()) for each in self._gappy)]
         sums = [torch.sum(words, dtype=torch.int64) for words in found]
-        return sum(torch.stack(sums).tolist()) & (2**64 - 1) if sums else 0
+        together = [each.to(sums[0].device) for each in sums]  # frozen tensors may lie elsewhere
+        return sum(torch.stack(together).tolist()) & (2**64 - 1) if sums else 0
 
     def _use(self, tensors: Sequence[Tensor]) -> None:
         dense = [(tensor, in_memory_order(tensor)) for tensor in tensors]

@@ -28,7 +28,7 @@ from commrt.store.client import TimedStore, parse, require
 from commrt.store.keys import store_of_model
 from commrt.threads.deadline import clock
 from commrt.training.attach import Request, check_stateful
-from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.hooks import are_zeroed, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, StepReport
 
@@ -122,19 +122,24 @@ class AfterStepReplica(Replica):
     def _hooks(self) -> Iterator[RemovableHandle]:
         return on_dense_gradients(self, self._params, AfterStepReplica._end_of_pass)
 
-    def _end_weighing(self) -> None:
+    def _holds_means(self) -> bool:
+        return self._passes > self._used_passes and not are_zeroed(param for _, param in self._params)
+
+    def _end_weighing(self, number: int) -> None:
         """Divide gradients that were weighed by what they weigh together, so that each rank steps by its own mean."""
-        if factor := self._riding.end_step():
+        if factor := self._riding.end_step(number):
             torch._foreach_mul_([param.grad for _, param in self._params if param.grad is not None], factor)
 
     def _end_of_pass(self, _: str) -> None:
         """Note that a step is due once the optimizers have stepped; called for each gradient."""
-        if self._is_synchronous and (number := current_pass()) != self._pass:
+        if not self._is_synchronous:
+            self._riding.count_pass(current_pass())
+        elif (number := current_pass()) != self._pass:
             self._pass = number
             self._passes += 1
             self._riding.steps += 1
             if not self._riding.is_idle:
-                at_end_of_backward(self._end_weighing)
+                at_end_of_backward(partial(self._end_weighing, number))
             if self._skipped == self._passes:  # no optimizer will end this step
                 at_end_of_backward(partial(self._end_steps, self._passes))
             if self._stepping:  # it may run its closure as it likes

@@ -187,17 +187,20 @@ class Replica(ABC):
         if self._refuses_weights:
             raise UsageError(f"weigh() with {self._refuses_weights}")
         found = require_weight(weight)
-        if all(param.grad is None for _, param in self._params):  # zeros may be gradients that count
-            self._riding.forget_weight()  # of gradients that were thrown away
-        elif not self._riding.has_weight and self._holds_means():
-            raise UsageError(
-                "weigh() while param.grad holds averages that no optimizer has used: put all but the last pass of an "
-                "accumulation into replica.no_sync(), and set what you skip to None (zero_grad())"
-            )
         if reduction not in ("mean", "sum"):
             raise UsageError(f'weigh(reduction={reduction!r}): the loss is a "mean" or a "sum"')
-        self._riding.weigh(loss, found, found if reduction == "mean" else 1.0)
+        self._riding.weigh(loss, found, found if reduction == "mean" else 1.0, self._begins_on_means)
         return loss
+
+    def _begins_on_means(self) -> bool:
+        """Return True if a backward pass that begins now would add to averages."""
+        self._forget_thrown_away()
+        return not self._riding.passes and self._holds_means()
+
+    def _forget_thrown_away(self) -> None:
+        """Forget what gradients weigh that were thrown away; zeros may be gradients that count."""
+        if all(param.grad is None for _, param in self._params):
+            self._riding.forget_passes()
 
     def ride(self, **numbers: float) -> None:
         """Let a few `numbers` of this rank travel with the gradients of the next step, for nothing.

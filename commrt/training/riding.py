@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import frexp, inf, ldexp, nan
 from typing import NamedTuple
 
@@ -15,9 +15,12 @@ from torch import Tensor
 from commrt.buckets.gradient_bucket import UNKNOWN
 from commrt.buckets.riders import EMPTY, MOST_NUMBERS, SKIP, SLOT, STOP, WEIGHS, Leaving, Riders, Slots
 from commrt.errors import DisagreementError, UsageError
+from commrt.training.hooks import ATTRIBUTE, current_pass
 
 NOTHING = np.zeros(0, SLOT)
 FEEDBACK = "a wire that feeds back what rounding lost, which would weigh as the step before: use one without feedback"
+NO_PASS = -1
+"""As autograd says outside of a pass."""
 NO_NUMBERS: Mapping[str, float] = {}
 Seen = tuple[int, int, float]
 """Steps that a rank has made alone, how many of them were weighed, and by how much together."""
@@ -49,6 +52,15 @@ class Rode(NamedTuple):
         return max(self.by_rank.values(), default=nan)
 
 
+class Begun(NamedTuple):
+    """The latest backward pass of losses that weigh."""
+
+    number: int
+    weight: float
+    on_means: bool
+    """It began while ``param.grad`` held averages."""
+
+
 class Riding:
     """What one rank sends along in its next step, and what all ranks sent in the latest one.
 
@@ -62,7 +74,11 @@ class Riding:
         self._skips = False
         self.wants_stop = False
         """This rank has asked to stop, which rides in each step from then on; set on any thread, and by signals."""
-        self._weight: float | None = None  # of the gradients at hand
+        self._weight: float | None = None  # of the gradients at hand; None if they do not weigh
+        self.passes = 0
+        """Backward passes whose sum the gradients at hand are, as far as they were counted."""
+        self._counted = NO_PASS  # the latest of them
+        self._begun = Begun(NO_PASS, 0.0, False)
         self._unit = 1.0  # by which they are divided, so that they stay as large as their mean; equal on all ranks
         self.steps = 0
         """Of a rank that trains alone."""
@@ -86,24 +102,59 @@ class Riding:
             raise UsageError(f"{len(merged)} numbers ride in one step, and {MOST_NUMBERS} is the most")
         self._numbers, self.is_idle = merged, False
 
-    def weigh(self, loss: Tensor, weight: float, times: float) -> None:
-        """Let the backward pass of `loss` multiply its gradients by `times`, and count for `weight`."""
+    def weigh(self, loss: Tensor, weight: float, times: float, holds_means: Callable[[], bool]) -> None:
+        """Let the backward pass of `loss` multiply its gradients by `times`, and count for `weight`.
 
-        def count(grad: Tensor) -> Tensor:
-            self._weight, self.is_idle = (self._weight or 0.0) + weight, False
+        It asks `holds_means` where it begins. Raises `UsageError` for a loss that weighs already.
+        """
+        if ATTRIBUTE in vars(loss):
+            raise UsageError(
+                "weigh() of a loss that weighs already: call it once for each loss; attach models that share a loss as "
+                "one, in an nn.ModuleList"
+            )
+        vars(loss)[ATTRIBUTE] = weight
+
+        def begin(grad: Tensor) -> Tensor:
+            number, begun = current_pass(), self._begun
+            earlier = begun.weight if begun.number == number else 0.0
+            self._begun, self.is_idle = Begun(number, earlier + weight, holds_means()), False
             return grad * (times / self._unit)
 
         if loss.requires_grad:
-            loss.register_hook(count)  # type: ignore[no-untyped-call]  # torch's
+            loss.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's
 
-    def leave(self, *, has_gradients: bool = True, is_mixed: bool = False) -> Leaving:
-        """Return what rides in the step that begins; something in any case if it `is_mixed`.
+    def count_pass(self, number: int) -> None:
+        """Note that backward pass `number` adds to the gradients at hand; a pass of `autograd.grad` does not.
+
+        Raises `UsageError` if it weighs and those before it do not, or the other way round, or if they are averages.
+        """
+        if number == self._counted:
+            return
+        begun = self._begun if self._begun.number == number else None
+        if begun is not None and begun.on_means:
+            raise UsageError(
+                "the backward pass of a loss that weighs added to averages that no optimizer has used: put all but the "
+                "last pass of an accumulation into replica.no_sync(), and set what you skip to None (zero_grad())"
+            )
+        weight = None if begun is None else begun.weight
+        if self.passes and (weight is None) != (self._weight is None):
+            raise UsageError(
+                "replica.weigh() in some backward passes of an accumulation and not in others: call it for the loss of "
+                "each, and zero_grad() where the gradients of earlier ones are not to be used"
+            )
+        self._counted, self.is_idle = number, False
+        self.passes += 1
+        self._weight = None if weight is None else (self._weight or 0.0) + weight
+
+    def leave(self, number: int | None, *, is_mixed: bool = False) -> Leaving:
+        """Return what rides in the step of backward pass `number`; something in any case if it `is_mixed`.
 
         A rank that had no backward pass is told what the others' gradients weigh.
         """
-        weight, self._weight = self._weight, None
-        weighed = int(weight is not None) if has_gradients or weight is not None else UNKNOWN
-        return self.leave_with(weight or 0.0, weighed, self._unit, anyway=is_mixed)
+        if number is not None:
+            self.count_pass(number)
+        weighed = int(self._weight is not None) if self.passes else UNKNOWN
+        return self.leave_with(self._take_weight() or 0.0, weighed, self._unit, anyway=is_mixed)
 
     def leave_with(self, weight: float, weighed: int, unit: float, *, anyway: bool = False) -> Leaving:
         """Return what rides, with gradients that are `weighed`, or are not, or of which nothing is known."""
@@ -140,24 +191,28 @@ class Riding:
         leaving = self.leave_with(total, weighed, 1.0) if with_numbers else _leaving(total, weighed, 1.0)
         return (total if weighed == 1 else 1.0), leaving
 
-    def end_step(self) -> float | None:
-        """Return what makes a mean of the gradients of a step that this rank makes alone; None if they do not weigh."""
-        weight, self._weight = self._weight, None
-        if weight is None:
+    def end_step(self, number: int) -> float | None:
+        """Return what makes a mean of the gradients of a step that this rank makes alone; None if they do not weigh.
+
+        The step is that of backward pass `number`.
+        """
+        self.count_pass(number)
+        if (weight := self._take_weight()) is None:
             return None
         self._weighed_steps, self._total = self._weighed_steps + 1, self._total + weight
         factor = self._unit / weight if weight else None
         self.use_unit(weight)
         return factor
 
-    @property
-    def has_weight(self) -> bool:
-        """True if the gradients at hand weigh something, and were not averaged."""
-        return self._weight is not None
-
-    def forget_weight(self) -> None:
+    def forget_passes(self) -> None:
         """Forget what gradients weigh that nobody will use."""
-        self._weight = None
+        self.passes, self._weight = 0, None
+
+    def _take_weight(self) -> float | None:
+        """Return what the gradients at hand weigh, which become averages."""
+        weight = self._weight
+        self.forget_passes()
+        return weight
 
     def use_unit(self, unit: float) -> None:
         """Divide later gradients by about `unit`, a power of two, so that no bit of their mean follows from it.
@@ -168,7 +223,8 @@ class Riding:
 
     def drop(self) -> None:
         """Forget the gradients at hand, and what was to ride with them; nothing came."""
-        self._numbers, self._weight, self._skips = {}, None, False
+        self._numbers, self._skips = {}, False
+        self.forget_passes()
         self._slots, self.unread = NOTHING, None
 
     def read(self) -> None:

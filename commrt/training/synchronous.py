@@ -88,7 +88,7 @@ class SynchronousReplica(Replica):
             self._refuses_weights = FEEDBACK
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
-        self._digest = Digest([param for _, param in named]) if request.watch and not self._alone else None
+        self._digest = Digest([*self.model.parameters()]) if request.watch and not self._alone else None
         self._looked: Future[None] | None = None
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
@@ -101,10 +101,14 @@ class SynchronousReplica(Replica):
         return self._engine.buckets
 
     def _on_gradient(self, name: str) -> None:
+        number = current_pass()
         if not self._is_synchronous:
             self._guard.held_back = True
+            self._riding.count_pass(number)
             return
-        if self._number != (number := current_pass()):
+        if self._number != number:
+            if not self._riding.is_idle:
+                self._riding.count_pass(number)  # or refuse it, before the step begins
             self._begin(number, f"the gradient of {name}")
             at_end_of_backward(self._finish)
         leaving = self._order.mark(name)
@@ -124,6 +128,7 @@ class SynchronousReplica(Replica):
 
     def _average(self, number: int) -> None:
         if self._number != current_pass():
+            self._forget_thrown_away()
             self._begin(number, "average()")
             self._finish()
 
@@ -150,10 +155,10 @@ class SynchronousReplica(Replica):
         for i in indices:
             bucket = self._engine.buckets[i]
             header = self._header if i == 0 else bucket.header
-            has_gradients = self._number not in (LATE, BY_HAND)
-            is_plain = has_gradients and self._riding.is_idle and not (self._riding.wants_stop or self._engine.mixes)
-            if bucket.riders is not None and not is_plain:
-                leaving = self._riding.leave(has_gradients=has_gradients, is_mixed=self._engine.mixes)
+            backward = None if self._number in (LATE, BY_HAND) else self._number
+            is_plain = self._riding.is_idle and not (self._riding.wants_stop or self._engine.mixes)
+            if bucket.riders is not None and not (is_plain and backward is not None):
+                leaving = self._riding.leave(backward, is_mixed=self._engine.mixes)
                 bucket.riders.load(leaving)
                 header = header._replace(weighed=leaving.weighed)
             if not self._alone:
