@@ -199,6 +199,14 @@ def test_weights_of_any_size_do_not_leave_the_range_of_fp16(world):
         assert is_mean(model, *true_mean(model, [(x.double(), torch.zeros(2, 3).double())]), 2.0**-10)
 
 
+@on_ranks(2)
+def test_weights_are_refused_where_ranks_mix_in_fp16(world):
+    model = net()
+    replica = commrt.attach(model, None, commrt.Gossip(payload="gradients"), world=world, wire=torch.float16)
+    with pytest.raises(UsageError, match="gossip in float16"):
+        replica.weigh(loss_of(model, *batch(0, 0, 0)), 3)
+
+
 SOME = r"some ranks say with replica.weigh\(\)"
 
 

@@ -19,6 +19,7 @@ from commrt.training.hooks import ATTRIBUTE, current_pass
 
 NOTHING = np.zeros(0, SLOT)
 FEEDBACK = "a wire that feeds back what rounding lost, which would weigh as the step before: use one without feedback"
+FP16_MIX = "gossip in float16, whose range weights leave: use wire=torch.bfloat16"
 NO_PASS = -1
 """As autograd says outside of a pass."""
 NO_NUMBERS: Mapping[str, float] = {}

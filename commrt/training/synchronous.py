@@ -32,7 +32,7 @@ from commrt.training.model_state import (
     unread_buffers,
 )
 from commrt.training.replica import Replica, StepReport
-from commrt.training.riding import FEEDBACK
+from commrt.training.riding import FEEDBACK, FP16_MIX
 
 _kind = attrgetter("dtype", "shape")
 EVEN = 0.5
@@ -86,6 +86,8 @@ class SynchronousReplica(Replica):
             engine.share(self._flat_buffers.flat)
         if engine.buckets[0].residual is not None:
             self._refuses_weights = FEEDBACK
+        if engine.mixes and any(bucket.wire.dtype == torch.float16 for bucket in engine.buckets):
+            self._refuses_weights = FP16_MIX
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
         self._digest = Digest([*self.model.parameters()]) if request.watch and not self._alone else None
