@@ -192,7 +192,7 @@ def test_ranks_of_two_jobs_that_derive_the_same_port_are_no_world():
     first, second = (task(rank, "2", STEP_NUM_TASKS=2) for rank in range(2))
     stranger = second | {"SLURM_JOB_ID": str(job_at_the_port_of(second))}
     outcomes = run_processes(2, with_variables, [first, stranger], 3)
-    assert "ranks [1] did not come within 3 s" in outcomes[0].error
+    assert "DeadlineExceeded" in outcomes[0].error
     assert outcomes[1].error is not None
 
 

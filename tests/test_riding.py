@@ -141,6 +141,31 @@ def test_with_backup_workers_only_gradients_that_counted_weigh(world):
         replica._optimizers[0].step()
 
 
+@on_ranks(2)
+def test_local_sgd_steps_by_a_mean_wherever_passes_end_and_skips_weigh_nothing(world):
+    model, optimizer, replica = attached(world, net(), plain_sgd, algorithm=LocalSGD(1), bucket_cap_mb=1e-4)
+    parts = [batch(world.rank, 0, part) for part in range(2)]
+    with replica.no_sync():
+        for x, y in parts:
+            replica.weigh(loss_of(model, x, y), len(x)).backward()
+    replica.average()
+    assert is_mean(model, *true_mean(model, [(x.double(), y.double()) for x, y in parts]), 1e-6)
+    optimizer.step()
+    replica.consolidate()
+    optimizer.zero_grad()
+    before = deepcopy(model)
+    if world.rank:
+        replica.skip()
+    x, y = batch(0, 1, 0)
+    replica.weigh(loss_of(model, x, y), 1e6 if world.rank else 3).backward()
+    if not replica.skipping:
+        optimizer.step()
+    replica.consolidate()
+    grads, _ = true_mean(before, [(x.double(), y.double())])
+    moved = [own - old for own, old in zip(model.parameters(), before.parameters(), strict=True)]
+    torch.testing.assert_close(torch.cat([each.detach().flatten() for each in moved]), -0.1 * grads.float())
+
+
 @for_each("period", [1, 2])
 @on_ranks(3)
 def test_local_sgd_weighs_what_each_rank_has_seen_in_a_period(world, period):
@@ -188,23 +213,68 @@ def test_local_sgd_goes_on_with_the_weights_of_a_checkpoint(world):
     assert torch.equal(trained(saves=False), trained(saves=True))
 
 
+@for_each("dtype", [torch.float32, torch.float16])
 @on_ranks(2)
-def test_weights_of_any_size_do_not_leave_the_range_of_fp16(world):
-    model = net()
+def test_weights_of_any_size_do_not_leave_the_range_of_fp16(world, dtype):
+    model = net().to(dtype)
     replica = commrt.attach(model, None, world=world, wire=torch.float16, bucket_cap_mb=1e-4)
     for weight in (1e5, 1e6, 1e-4, 3e3):
         model.zero_grad()
-        x = torch.full((2, 6), 0.5)
-        replica.weigh(loss_of(model, x, torch.zeros(2, 3)), weight).backward()
-        assert is_mean(model, *true_mean(model, [(x.double(), torch.zeros(2, 3).double())]), 2.0**-10)
+        x, y = torch.full((2, 6), 0.5, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
+        replica.weigh(loss_of(model, x, y), weight).backward()
+        assert is_mean(model, *true_mean(model, [(x.double(), y.double())]), 2.0**-9)
+
+
+GOSSIP = commrt.Gossip(payload="gradients")
+NO_WEIGHTS = [
+    (torch.float32, {"algorithm": GOSSIP, "wire": torch.float16}, "gossip in float16"),
+    (torch.float32, {"same_bits": True}, "same_bits"),
+    (torch.float16, {"gradients": "views"}, "views"),
+]
+
+
+@for_each(("dtype", "way", "says"), NO_WEIGHTS)
+@on_ranks(2)
+def test_weights_are_refused_where_they_would_break_a_promise(world, dtype, way, says):
+    model = net().to(dtype)
+    replica = commrt.attach(model, None, world=world, **way)
+    with pytest.raises(UsageError, match=says):
+        replica.weigh(loss_of(model, *batch(0, 0, 0, dtype)), 3)
+
+
+@for_each("call", ["stop", "skip", "stopping", "skipping"])
+@on_ranks(2)
+def test_with_gossip_of_gradients_no_rank_stops_or_skips_alone(world, call):
+    replica = commrt.attach(net(), None, GOSSIP, world=world)
+    with pytest.raises(UsageError, match="only partners hear of it"):
+        getattr(replica, call, replica.stop)()
+    replica.detach()
+    replica.stop()  # of a handler that is still there
+
+
+@on_ranks(3)
+def test_a_rank_without_data_learns_of_a_stop_at_the_end_of_join(world):
+    model, optimizer, replica = attached(world, net())
+    with replica.join():
+        for step in range(1 + world.rank):
+            if step == 2:
+                replica.stop()
+            optimizer.zero_grad()
+            loss_of(model, *batch(world.rank, step, 0)).backward()
+            optimizer.step()
+    assert replica.stopping == (2,)
 
 
 @on_ranks(2)
-def test_weights_are_refused_where_ranks_mix_in_fp16(world):
+def test_two_optimizers_may_take_turns_at_weighed_steps(world):
     model = net()
-    replica = commrt.attach(model, None, commrt.Gossip(payload="gradients"), world=world, wire=torch.float16)
-    with pytest.raises(UsageError, match="gossip in float16"):
-        replica.weigh(loss_of(model, *batch(0, 0, 0)), 3)
+    optimizers = [plain_sgd(model[0]), plain_sgd(model[2])]
+    replica = commrt.attach(model, optimizers, world=world)
+    for step, optimizer in enumerate([optimizers[0], *optimizers, optimizers[1]]):
+        optimizer.zero_grad()
+        loss = replica.weigh(loss_of(model, *batch(world.rank, step, 0)), 3)
+        loss.backward(inputs=[*optimizer.param_groups[0]["params"]])
+        optimizer.step()
 
 
 SOME = r"some ranks say with replica.weigh\(\)"
@@ -235,12 +305,15 @@ def test_weights_that_make_no_mean_are_refused_on_all_ranks(who, weight, says):
     assert run_ranks(3, body) == [True] * 3
 
 
+@for_each("set_to_none", [True, False])
 @on_ranks(2)
-def test_weights_follow_their_gradients(world):
+def test_weights_follow_their_gradients(world, set_to_none):
     model, optimizer, replica = attached(world, net())
     with replica.no_sync():
         replica.weigh(loss_of(model, *batch(world.rank, 9, 0)), 99).backward()
-    backward(replica, model, [batch(world.rank, 0, 0)])  # zeroes what was accumulated
+    optimizer.zero_grad(set_to_none=set_to_none)
+    x, y = batch(world.rank, 0, 0)
+    replica.weigh(loss_of(model, x, y), len(x)).backward()
     assert is_mean(model, *true_mean(model, [batch(rank, 0, 0, torch.float64) for rank in range(2)]), 1e-6)
     with pytest.raises(UsageError, match=r"put all but the last pass of an accumulation into replica\.no_sync"):
         replica.weigh(loss_of(model, *batch(world.rank, 1, 0)), 3).backward()
@@ -287,7 +360,7 @@ def test_a_rank_that_averages_what_does_not_weigh_differs_from_one_that_weighs(w
         replica.weigh(loss, 3).backward() if world.rank else average()
 
 
-WEIGHTS = [-1, float("nan"), float("inf"), True, "3", torch.ones(2), torch.ones((), device="meta")]
+WEIGHTS = [-1, float("nan"), float("inf"), 1e30, True, "3", torch.ones(2), torch.ones((), device="meta")]
 NUMBERS = [{"loss": "1"}, {"loss": None}, {f"n{i}": 0.0 for i in range(9)}]
 
 
@@ -456,7 +529,7 @@ TENSORS = [
 
 @for_each("tensor", TENSORS)
 def test_one_flipped_bit_changes_a_digest(tensor):
-    kept = nn.Parameter(tensor)
+    kept = nn.Parameter(tensor.clone())
     digest = Digest([kept, torch.ones(3)])
     before = digest.now()
     raw = torch.view_as_real(kept.data) if kept.is_complex() else kept.data
@@ -467,6 +540,8 @@ def test_one_flipped_bit_changes_a_digest(tensor):
         assert digest.now() != before
         words[place] ^= 1 << bit
     assert digest.now() == before
+    kept.data.copy_(tensor.flip(0))
+    assert digest.now() != before
 
 
 @for_each(("ranks", "algorithm"), [(2, {}), (3, {}), (4, {"staleness": 1}), (5, {}), (8, {"topology": "hypercube"})])

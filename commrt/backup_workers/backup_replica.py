@@ -215,7 +215,7 @@ class BackupWorkersReplica(Replica):
     def average(self) -> None:
         """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
         if self._is_synchronous:
-            self._forget_thrown_away()
+            self._riding.forget_thrown_away()
             self._begin_pass(None)
             self._finish()
 

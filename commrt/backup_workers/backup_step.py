@@ -154,6 +154,7 @@ class BackupStep:
     def begin(self, samples: int | None, number: int | None) -> None:
         """Begin backward pass `number` at its first gradient, or a step without one."""
         self._ready_order.arm()
+        self._engine.own_weight = self._riding.own_weight
         steps, settings = self._guard.close(self.version)
         says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
         ready = [Future[StreamEvent]() for _ in range(1 + len(self._engine.buckets))] if self._early else []
@@ -228,7 +229,7 @@ class BackupStep:
 
     def drop(self) -> None:
         """Set all gradients to zero, and use nothing of them."""
-        self._riding.drop()
+        self._riding.drop_gradients()
         for bucket in self._engine.buckets:
             bucket.release()
         with torch.no_grad():

@@ -76,6 +76,8 @@ class Engine:
         )
         self.tensors = Prepared(world, self._bind_tensor, kept=KEPT)
         """What runs on other tensors than the buckets in each step, such as the broadcast of buffers."""
+        self.own_weight = 1.0
+        """What this rank's gradients weigh in a mean over ranks; set between steps."""
         self._factor = 1.0  # by what the weights that ride with a step's first bucket change the scale of later ones
         self._shared: tuple[Tensor, Window] | None = None  # one of them that peers of this host read
         self.replace_buckets(buckets)
@@ -244,12 +246,12 @@ class Engine:
                 bucket.riders.write_alone()
             bucket.weigh(1.0)
             self._factor = bucket.factor
-        if self._unpacks and self._factor != 1:
-            bucket.multiply(self._factor)
+        if self._unpacks and (times := self.own_weight * self._factor) != 1:
+            bucket.multiply(times)
 
     def _read_riders(self, bucket: GradientBucket, members: Sequence[int], own: RunnableProgram, tag: Tag) -> None:
         """Let weights that ride decide on the scale of later buckets; compare what the ranks' weights were."""
-        riders, scale = cast("Riders", bucket.riders), self.scale()
+        riders, share = cast("Riders", bucket.riders), self._share
         if riders.digest is not None:
             riders.compared = tag.step, members
             if not bucket.wire.is_cuda and bucket.matches():  # a GPU would be waited for; compared in the next step
@@ -257,12 +259,12 @@ class Engine:
         if self.mixes:
             riders.share = 1.0
             riders.read()
-        bucket.weigh(scale if riders.share is None else scale * riders.share)
+        bucket.weigh(share if riders.share is None else share * riders.share)
         self._factor = bucket.factor
         if self._factor != 1 and bucket.must_pack_anew():
             bucket.factor = 1.0
             own.finish(tag)  # or a peer may still read the wire
-            bucket.pack(scale * self._factor)
+            bucket.pack(self.scale() * self._factor)
             own.run(tag, self.world.comm_thread.listener)
 
     def _find_round(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
@@ -272,9 +274,14 @@ class Engine:
         some, order = self._rounds.rounds(len(members)), self._rounds.order(step, len(members))
         return some[step % len(some)], tuple(map(members.__getitem__, order.tolist()))
 
-    def scale(self) -> float:
-        """Return the weight of a rank's gradients in what the schedule adds."""
+    @property
+    def _share(self) -> float:
+        """What part of what ranks send is in their mean."""
         return 1 / (self._row or len(self.members))
+
+    def scale(self) -> float:
+        """Return by what this rank's gradients are multiplied where they are sent."""
+        return self.own_weight * self._share
 
     def _replay(self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag) -> bool:
         """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""

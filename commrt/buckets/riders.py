@@ -81,6 +81,8 @@ class Riders:
         """What part of each slot is on the wire, where ranks mix; None where they do not, so that all of it is."""
         self.weight: float | None = None
         """What all gradients of the latest step weighed; None if none was weighed."""
+        self.may_weigh_nothing = False
+        """All ranks together may weigh nothing, as they then send zeros only."""
         self.digest: int | None = None
         """Of the weights before the step; None if nobody watches."""
         self.compared: tuple[int, Collection[int]] | None = None
@@ -127,13 +129,16 @@ class Riders:
     def total_weight(self) -> float | None:
         """Return what all gradients that came together weigh; None where none is weighed. The same on all their ranks.
 
-        Raises `DisagreementError` if they weigh nothing.
+        Raises `DisagreementError` if they weigh nothing and may not.
         """
         slots = self.read()
         weighing = (slots["flags"] & WEIGHS) != 0
         if not weighing.any():
             return None
-        if not (total := float(slots["weight"][weighing].sum())):
+        total = float(slots["weight"][weighing].sum())
+        if not total and self.may_weigh_nothing:
+            return None
+        if not total:
             raise DisagreementError(
                 "the gradients of all ranks together weigh nothing, so they have no mean: leave such a step out on all "
                 "ranks"

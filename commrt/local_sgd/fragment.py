@@ -279,7 +279,10 @@ class FragmentExchange:
             kind = self._request.wire, self._request.cap_nbytes, self._number
             riding = None if self.algorithm.is_gossip else (self.world.rank, self.world.size)
             first = sum(map(len, found))
-            found.append(build_buckets(fragment.outgoing, *kind, own, first=first, riding=riding))
+            buckets = build_buckets(fragment.outgoing, *kind, own, first=first, riding=riding)
+            if riding is not None and buckets[0].riders is not None:
+                buckets[0].riders.may_weigh_nothing = True  # all may have skipped the steps of a period
+            found.append(buckets)
         return found
 
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:

@@ -20,7 +20,7 @@ from commrt.training.attach import Request
 from commrt.training.hooks import settings_digest
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import Replica
-from commrt.training.riding import FEEDBACK
+from commrt.training.riding import FEEDBACK, NOTHING_SEEN
 
 _log = logging.getLogger("commrt")
 
@@ -183,7 +183,7 @@ class LocalReplica(AfterStepReplica):
             "due": self._passes - self._step,
             "stepped": [max(self._stepped.get(id(each), 0) - self._step, 0) for each in self._optimizers],
             "fragments": [fragment.state_dict() for fragment in self._fragments],
-            "seen": [self._riding.seen_since(fragment.seen) for fragment in self._fragments],
+            "seen": [tuple(self._riding.seen.since(fragment.seen)) for fragment in self._fragments],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
             "rank": self._world.rank,
         }
@@ -221,7 +221,7 @@ class LocalReplica(AfterStepReplica):
     ) -> None:
         """Go on with what the steps of each period weighed so far, and with what is to be sent again."""
         for i, fragment in enumerate(self._fragments):
-            fragment.seen = self._riding.seen_before(seen[i] if seen else (0, 0, 0.0))
+            fragment.seen = self._riding.seen.since(seen[i] if seen else NOTHING_SEEN)
             if fragment.in_flight is not None and (weight := saved[i]["in_flight"].get("weight")) is not None:
                 fragment.in_flight.weight = weight
                 fragment.in_flight.leaving = self._riding.leave_with(weight, 1, 1.0)

@@ -31,6 +31,7 @@ from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import are_zeroed, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, StepReport
+from commrt.training.riding import ONE_STEP
 
 MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
@@ -90,6 +91,7 @@ class AfterStepReplica(Replica):
                 part.require_unwritten()
         if not self._optimizers:
             self._used_passes = self._passes
+            self._riding.use_step()
         while self._step < until:
             if self._progress is not None:
                 self._progress.begin(self._step + 1)
@@ -122,10 +124,13 @@ class AfterStepReplica(Replica):
     def _hooks(self) -> Iterator[RemovableHandle]:
         return on_dense_gradients(self, self._params, AfterStepReplica._end_of_pass)
 
+    def _holds_gradients(self) -> bool:
+        return any(param.grad is not None for _, param in self._params)
+
     def _holds_means(self) -> bool:
         return self._passes > self._used_passes and not are_zeroed(param for _, param in self._params)
 
-    def _end_weighing(self, number: int) -> None:
+    def _end_weighing(self, number: int | None) -> None:
         """Divide gradients that were weighed by what they weigh together, so that each rank steps by its own mean."""
         if factor := self._riding.end_step(number):
             torch._foreach_mul_([param.grad for _, param in self._params if param.grad is not None], factor)
@@ -137,7 +142,7 @@ class AfterStepReplica(Replica):
         elif (number := current_pass()) != self._pass:
             self._pass = number
             self._passes += 1
-            self._riding.steps += 1
+            self._riding.made = ONE_STEP
             if not self._riding.is_idle:
                 at_end_of_backward(partial(self._end_weighing, number))
             if self._skipped == self._passes:  # no optimizer will end this step
@@ -156,9 +161,13 @@ class AfterStepReplica(Replica):
             self._on_pass()
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._riding.has_passes:  # all in no_sync()
+            self._end_weighing(None)
         self._end_steps(self._stepped.get(id(optimizer), 0))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._refuses:
+            self._riding.use_step()
         for part in self._parts:
             part.note()
         self._copies.after_step(optimizer)
@@ -184,7 +193,12 @@ class AfterStepReplica(Replica):
         """End a step without a backward pass; see `Replica.average`."""
         if self._is_synchronous:
             self._passes += 1
-            self._end_steps(self._passes)
+            self._riding.forget_thrown_away()
+            if self._riding.has_passes and self._optimizers and self._holds_gradients():
+                self._end_weighing(None)
+                self._on_pass()  # an optimizer ends the step, as after a backward pass
+            else:
+                self._end_steps(self._passes)
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

@@ -65,9 +65,9 @@ class Replica(ABC):
         self._stepping: list[Optimizer] = []  # those of `optimizers` whose steps have begun, the outermost first
         self._stats, self._step = Stats(), 0
         self._is_synchronous = True
-        self._refuses = self._refuses_weights = ""  # why nothing can ride, and no weights
+        self._refuses = self._refuses_weights = self._refuses_wishes = ""  # why nothing can ride, or only not these
         self._handles: list[RemovableHandle] = []
-        self._riding = Riding(world.rank)
+        self._riding = Riding(world.rank, params)
         self._checks: Sequence[Callable[[], None]] = ()  # raise if others have written what an exchange relies on
 
     def _live(
@@ -189,18 +189,8 @@ class Replica(ABC):
         found = require_weight(weight)
         if reduction not in ("mean", "sum"):
             raise UsageError(f'weigh(reduction={reduction!r}): the loss is a "mean" or a "sum"')
-        self._riding.weigh(loss, found, found if reduction == "mean" else 1.0, self._begins_on_means)
+        self._riding.weigh(loss, found, found if reduction == "mean" else 1.0, self._holds_means)
         return loss
-
-    def _begins_on_means(self) -> bool:
-        """Return True if a backward pass that begins now would add to averages."""
-        self._forget_thrown_away()
-        return not self._riding.passes and self._holds_means()
-
-    def _forget_thrown_away(self) -> None:
-        """Forget what gradients weigh that were thrown away; zeros may be gradients that count."""
-        if all(param.grad is None for _, param in self._params):
-            self._riding.forget_passes()
 
     def ride(self, **numbers: float) -> None:
         """Let a few `numbers` of this rank travel with the gradients of the next step, for nothing.
@@ -221,7 +211,8 @@ class Replica(ABC):
 
         All ranks see it in `stopping` after the same step: this one, if its backward pass has only begun, or the next.
         """
-        self._require_riders("stop()")
+        if self._handles:  # else the model was detached, and a handler may still call this
+            self._require_wishes("stop()")
         self._riding.wants_stop = True
 
     def _holds_means(self) -> bool:
@@ -232,6 +223,11 @@ class Replica(ABC):
         if self._refuses:
             raise UsageError(f"{call} with {self._algorithm}: {self._refuses}")
 
+    def _require_wishes(self, call: str) -> None:
+        self._require_riders(call)
+        if self._refuses_wishes:
+            raise UsageError(f"{call} with {self._algorithm}: {self._refuses_wishes}")
+
     @property
     def stopping(self) -> tuple[int, ...]:
         """The ranks that have asked to stop, the same on all ranks after each step; empty while none has.
@@ -240,16 +236,21 @@ class Replica(ABC):
         read it inside. Raises `UsageError` where `stop` does.
         """
         if self._handles:  # a model that was detached has no news
-            self._require_riders("stopping")
+            self._require_wishes("stopping")
         return self._riding.stopping
 
     def skip(self) -> None:
-        """Ask all ranks not to use the gradients of the step whose backward pass comes next, or runs."""
+        """Ask all ranks not to use the gradients of the step whose backward pass comes next, or runs.
+
+        Once ``backward()`` has returned, gradients are equal on all ranks, and so is what each of them sees in them.
+        """
+        self._require_wishes("skip()")
         self._riding.skip()
 
     @property
     def skipping(self) -> tuple[int, ...]:
         """The ranks that asked to skip the latest step; if there are any, no rank may call ``optimizer.step()``."""
+        self._require_wishes("skipping")
         return self._riding.skipping
 
     def drain(self) -> None:  # noqa: B027  # between synchronous steps nothing is in flight

@@ -5,26 +5,46 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from math import frexp, inf, ldexp, nan
+from collections.abc import Callable, Mapping, Sequence
+from math import frexp, ldexp, nan
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from commrt.buckets.gradient_bucket import UNKNOWN
+from commrt.buckets.layout import Named
 from commrt.buckets.riders import EMPTY, MOST_NUMBERS, SKIP, SLOT, STOP, WEIGHS, Leaving, Riders, Slots
 from commrt.errors import DisagreementError, UsageError
-from commrt.training.hooks import ATTRIBUTE, current_pass
+from commrt.importing import untraced
+from commrt.training.hooks import ATTRIBUTE, at_end_of_backward, current_pass
 
 NOTHING = np.zeros(0, SLOT)
 FEEDBACK = "a wire that feeds back what rounding lost, which would weigh as the step before: use one without feedback"
-FP16_MIX = "gossip in float16, whose range weights leave: use wire=torch.bfloat16"
 NO_PASS = -1
 """As autograd says outside of a pass."""
 NO_NUMBERS: Mapping[str, float] = {}
-Seen = tuple[int, int, float]
-"""Steps that a rank has made alone, how many of them were weighed, and by how much together."""
+MOST = 2.0**53
+"""No weight is larger."""
+
+
+class Seen(NamedTuple):
+    """What a rank has made alone."""
+
+    steps: int = 0
+    weighed_steps: int = 0
+    weight: float = 0.0
+
+    def since(self, before: tuple[int, int, float]) -> Seen:
+        """Return what came since it was `before`."""
+        return Seen(self.steps - before[0], self.weighed_steps - before[1], self.weight - before[2])
+
+    def plus(self, more: Seen) -> Seen:
+        """Return both together."""
+        return Seen(self.steps + more.steps, self.weighed_steps + more.weighed_steps, self.weight + more.weight)
+
+
+NOTHING_SEEN, ONE_STEP = Seen(), Seen(1)
 
 
 class Rode(NamedTuple):
@@ -53,37 +73,60 @@ class Rode(NamedTuple):
         return max(self.by_rank.values(), default=nan)
 
 
-class Begun(NamedTuple):
-    """The latest backward pass of losses that weigh."""
+class Accumulation:
+    """What the gradients at hand weigh, the sum of backward passes that were not averaged yet."""
 
-    number: int
-    weight: float
-    on_means: bool
-    """It began while ``param.grad`` held averages."""
+    def __init__(self) -> None:
+        self.passes = 0
+        """As far as they were counted."""
+        self.weight: float | None = None
+        """None if they do not weigh."""
+        self.reference = 0.0
+        """By what gradients are divided, so that they stay as large as a mean: about the first weight; 0 before."""
+        self._grads: list[tuple[Tensor, int, int]] = []  # each parameter, and which gradient it had, written how often
+
+    def note(self, params: Sequence[Named]) -> None:
+        """Remember what the latest pass has left in the gradients of `params`."""
+        self._grads = [(param, *_state(param.grad)) for _, param in params if param.grad is not None]
+
+    def was_thrown_away(self) -> bool:
+        """Return True if a gradient was removed or replaced since `note`, or some were set to zeros.
+
+        Zeros that a pass has made are gradients that count.
+        """
+        now = [(param.grad, before) for param, *before in self._grads]
+        if any(grad is None or grad._cdata != number for grad, (number, _) in now):  # noqa: SLF001
+            return True
+        written = [grad for grad, before in now if grad is not None and [*_state(grad)] != before]
+        return bool(written) and not any(grad.any() for grad in written)
 
 
+def _state(grad: Tensor) -> tuple[int, int]:
+    return grad._cdata, grad._version  # noqa: SLF001  # nothing else tells
+
+
+@untraced
 class Riding:
     """What one rank sends along in its next step, and what all ranks sent in the latest one.
 
     All methods belong to the thread that trains.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, params: Sequence[Named]) -> None:
+        self._rank, self._params = rank, params
         self._numbers: dict[str, float] = {}
         self._sent: tuple[str, ...] = ()  # names of the numbers that came last
         self._skips = False
         self.wants_stop = False
         """This rank has asked to stop, which rides in each step from then on; set on any thread, and by signals."""
-        self._weight: float | None = None  # of the gradients at hand; None if they do not weigh
-        self.passes = 0
-        """Backward passes whose sum the gradients at hand are, as far as they were counted."""
-        self._counted = NO_PASS  # the latest of them
-        self._begun = Begun(NO_PASS, 0.0, False)
-        self._unit = 1.0  # by which they are divided, so that they stay as large as their mean; equal on all ranks
-        self.steps = 0
-        """Of a rank that trains alone."""
-        self._weighed_steps, self._total = 0, 0.0
+        self._at_hand = Accumulation()
+        self._begun, self._coming, self._is_refused = NO_PASS, 0.0, False  # the latest pass of losses that weigh
+        self._counted = self._left = NO_PASS  # the latest passes that were counted, and whose step has begun
+        self._unit = 1.0  # by which gradients are divided where they travel; equal on all ranks
+        self.seen = NOTHING_SEEN
+        """What this rank has made alone, in steps that optimizers have used."""
+        self.made = NOTHING_SEEN
+        """In the latest step, which no optimizer has used."""
         self.unread: Riders | None = None
         """What came in the latest step and was not read."""
         self.is_idle = True
@@ -116,13 +159,30 @@ class Riding:
         vars(loss)[ATTRIBUTE] = weight
 
         def begin(grad: Tensor) -> Tensor:
-            number, begun = current_pass(), self._begun
-            earlier = begun.weight if begun.number == number else 0.0
-            self._begun, self.is_idle = Begun(number, earlier + weight, holds_means()), False
-            return grad * (times / self._unit)
+            self._begin(current_pass(), weight, holds_means)
+            return grad * (times / (self._at_hand.reference or 1.0))
 
         if loss.requires_grad:
             loss.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's
+
+    def _begin(self, number: int, weight: float, holds_means: Callable[[], bool]) -> None:
+        """Note that backward pass `number` runs through a loss of this `weight`."""
+        if number == self._left:
+            raise UsageError(
+                "losses that weigh, of which one began when gradients of another had left, in one backward pass: weigh "
+                "each in a pass of its own, all but the last in no_sync()"
+            )
+        if number != self._begun:
+            self.forget_thrown_away()
+            self._begun, self._coming = number, 0.0
+            self._is_refused = not self._at_hand.passes and holds_means()
+            at_end_of_backward(self._note)
+        self._coming, self.is_idle = self._coming + weight, False
+        self._at_hand.reference = self._at_hand.reference or (ldexp(0.5, frexp(weight)[1]) if weight else 0.0)
+
+    def _note(self) -> None:
+        if self._at_hand.passes:
+            self._at_hand.note(self._params)
 
     def count_pass(self, number: int) -> None:
         """Note that backward pass `number` adds to the gradients at hand; a pass of `autograd.grad` does not.
@@ -131,21 +191,32 @@ class Riding:
         """
         if number == self._counted:
             return
-        begun = self._begun if self._begun.number == number else None
-        if begun is not None and begun.on_means:
+        weighs, at_hand = number == self._begun, self._at_hand
+        if weighs and self._is_refused:
             raise UsageError(
                 "the backward pass of a loss that weighs added to averages that no optimizer has used: put all but the "
                 "last pass of an accumulation into replica.no_sync(), and set what you skip to None (zero_grad())"
             )
-        weight = None if begun is None else begun.weight
-        if self.passes and (weight is None) != (self._weight is None):
+        if at_hand.passes and weighs != (at_hand.weight is not None):
             raise UsageError(
                 "replica.weigh() in some backward passes of an accumulation and not in others: call it for the loss of "
                 "each, and zero_grad() where the gradients of earlier ones are not to be used"
             )
         self._counted, self.is_idle = number, False
-        self.passes += 1
-        self._weight = None if weight is None else (self._weight or 0.0) + weight
+        at_hand.passes += 1
+        if weighs:
+            at_hand.weight = (at_hand.weight or 0.0) + self._coming
+
+    @property
+    def own_weight(self) -> float:
+        """By what the gradients at hand are multiplied where they travel."""
+        at_hand = self._at_hand
+        return 1.0 if at_hand.weight is None else (at_hand.reference or 1.0) / self._unit
+
+    @property
+    def has_passes(self) -> bool:
+        """True if gradients of backward passes are at hand that were not averaged."""
+        return self._at_hand.passes > 0
 
     def leave(self, number: int | None, *, is_mixed: bool = False) -> Leaving:
         """Return what rides in the step of backward pass `number`; something in any case if it `is_mixed`.
@@ -154,8 +225,10 @@ class Riding:
         """
         if number is not None:
             self.count_pass(number)
-        weighed = int(self._weight is not None) if self.passes else UNKNOWN
-        return self.leave_with(self._take_weight() or 0.0, weighed, self._unit, anyway=is_mixed)
+            self._left = number
+        at_hand = self._take_gradients()
+        weighed = int(at_hand.weight is not None) if at_hand.passes else UNKNOWN
+        return self.leave_with(at_hand.weight or 0.0, weighed, self._unit, anyway=is_mixed)
 
     def leave_with(self, weight: float, weighed: int, unit: float, *, anyway: bool = False) -> Leaving:
         """Return what rides, with gradients that are `weighed`, or are not, or of which nothing is known."""
@@ -164,25 +237,12 @@ class Riding:
         self._numbers, self._skips, self.is_idle = {}, False, leaving.slot is None
         return leaving
 
-    @property
-    def seen(self) -> Seen:
-        """What this rank has made alone."""
-        return self.steps, self._weighed_steps, self._total
-
-    def seen_since(self, before: Seen) -> Seen:
-        """Return what came to `seen` since it was `before`."""
-        return self.steps - before[0], self._weighed_steps - before[1], self._total - before[2]
-
-    def seen_before(self, since: Seen) -> Seen:
-        """Return what `seen` was before so much came."""
-        return self.seen_since(since)
-
-    def leave_since(self, before: Seen, *, with_numbers: bool) -> tuple[float, Leaving]:
+    def leave_since(self, before: tuple[int, int, float], *, with_numbers: bool) -> tuple[float, Leaving]:
         """Return what this rank's steps since it had `seen` weigh, 1 if they do not, and what rides with them.
 
         Weights ride in any case, and all else `with_numbers`. Raises `UsageError` if only some steps were weighed.
         """
-        steps, weighed_steps, total = self.seen_since(before)
+        steps, weighed_steps, total = self.seen.since(before)
         if weighed_steps not in (0, steps):
             raise UsageError(
                 f"replica.weigh() in {weighed_steps} of the {steps} steps of a period: call it for the loss of each "
@@ -192,41 +252,45 @@ class Riding:
         leaving = self.leave_with(total, weighed, 1.0) if with_numbers else _leaving(total, weighed, 1.0)
         return (total if weighed == 1 else 1.0), leaving
 
-    def end_step(self, number: int) -> float | None:
+    def end_step(self, number: int | None) -> float | None:
         """Return what makes a mean of the gradients of a step that this rank makes alone; None if they do not weigh.
 
-        The step is that of backward pass `number`.
+        The step is that of backward pass `number`, or of those in `no_sync` before it. It counts once it was used.
         """
-        self.count_pass(number)
-        if (weight := self._take_weight()) is None:
-            return None
-        self._weighed_steps, self._total = self._weighed_steps + 1, self._total + weight
-        factor = self._unit / weight if weight else None
-        self.use_unit(weight)
-        return factor
+        if number is not None:
+            self.count_pass(number)
+        at_hand = self._take_gradients()
+        self.made = Seen(1, int(at_hand.weight is not None), at_hand.weight or 0.0)
+        return (at_hand.reference or 1.0) / at_hand.weight if at_hand.weight else None
 
-    def forget_passes(self) -> None:
+    def use_step(self) -> None:
+        """Note that an optimizer has used the gradients of the latest step."""
+        made, self.made = self.made, NOTHING_SEEN
+        self.seen = self.seen.plus(made)
+
+    def forget_thrown_away(self) -> None:
         """Forget what gradients weigh that nobody will use."""
-        self.passes, self._weight = 0, None
+        if self._at_hand.was_thrown_away():
+            self._take_gradients()
 
-    def _take_weight(self) -> float | None:
-        """Return what the gradients at hand weigh, which become averages."""
-        weight = self._weight
-        self.forget_passes()
-        return weight
+    def _take_gradients(self) -> Accumulation:
+        """Return what the gradients at hand weigh, which become averages or are dropped."""
+        taken, self._at_hand = self._at_hand, Accumulation()
+        return taken
 
     def use_unit(self, unit: float) -> None:
-        """Divide later gradients by about `unit`, a power of two, so that no bit of their mean follows from it.
-
-        Where gradients are averaged, it is the same on all ranks of later steps.
-        """
+        """Divide later gradients by about `unit` where they travel: a power of two, so that no bit follows from it."""
         self._unit = ldexp(0.5, frexp(unit)[1]) if unit else self._unit
 
     def drop(self) -> None:
-        """Forget the gradients at hand, and what was to ride with them; nothing came."""
+        """Forget what was to ride with the next step; nothing came."""
         self._numbers, self._skips = {}, False
-        self.forget_passes()
         self._slots, self.unread = NOTHING, None
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients at hand, and what was to ride with them."""
+        self._take_gradients()
+        self.drop()
 
     def read(self) -> None:
         """Read what came in the latest step, if that was not done; on a GPU this waits for the first bucket's sum."""
@@ -310,9 +374,10 @@ def require_number(what: str, number: object) -> float:
 def require_weight(weight: object) -> float:
     """Return `weight` as a float; raise `UsageError` if it is no weight."""
     found = require_number("weigh()", weight)
-    if not 0 <= found < inf:
+    if not 0 <= found <= MOST:
         raise UsageError(
-            f"weigh() with {found}: a weight is finite and not negative, such as the tokens that a loss is the mean of"
+            f"weigh() with {found}: a weight is not negative and at most 2^53, such as the tokens that a loss is the "
+            "mean of"
         )
     return found
 

@@ -26,13 +26,14 @@ from commrt.training.hooks import INTERRUPTED, StepGuard, at_end_of_backward, cu
 from commrt.training.model_state import (
     FlatBuffer,
     Stateful,
+    gather_integers,
     overwrite_model,
     overwrite_states,
     own_residuals,
     unread_buffers,
 )
 from commrt.training.replica import Replica, StepReport
-from commrt.training.riding import FEEDBACK, FP16_MIX
+from commrt.training.riding import FEEDBACK
 
 _kind = attrgetter("dtype", "shape")
 EVEN = 0.5
@@ -54,6 +55,18 @@ def attach(request: Request) -> Replica:
     request.agree(request.claim(engine.schedule(0), buckets) | {name: str(flag) for name, flag in chosen.items()})
     engine.submit_preparation(0).result()
     return request.begin(SynchronousReplica(request, engine, broadcast_buffers=broadcast_buffers))
+
+
+def _no_weights(engine: Engine, request: Request) -> str:
+    """Return why gradients cannot weigh; nothing if they can."""
+    if request.same_bits:
+        return "same_bits=True, as the first bucket is multiplied after its sum: attach without one of them"
+    if any(bucket.wire.dtype == torch.float16 for bucket in engine.buckets):
+        if engine.mixes:
+            return "gossip in float16, whose range weights leave: use wire=torch.bfloat16"
+        if not engine.buckets[0].unpacks_wire:
+            return 'gradients="views" in float16, whose range weights leave: leave views out'
+    return ""
 
 
 class SynchronousReplica(Replica):
@@ -86,8 +99,9 @@ class SynchronousReplica(Replica):
             engine.share(self._flat_buffers.flat)
         if engine.buckets[0].residual is not None:
             self._refuses_weights = FEEDBACK
-        if engine.mixes and any(bucket.wire.dtype == torch.float16 for bucket in engine.buckets):
-            self._refuses_weights = FP16_MIX
+        self._refuses_weights = self._refuses_weights or _no_weights(engine, request)
+        if engine.mixes:
+            self._refuses_wishes = "only partners hear of it in a step: use gossip of weights, or an all-reduce"
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
         self._digest = Digest([*self.model.parameters()]) if request.watch and not self._alone else None
@@ -121,7 +135,7 @@ class SynchronousReplica(Replica):
             self._submit(leaving)
 
     def _holds_means(self) -> bool:
-        return self._guard.is_due
+        return len(self._optimizers) == 1 and self._guard.is_due  # of several, each may have its own passes
 
     def average(self) -> None:
         """Average the gradients at hand now; see `Replica.average`."""
@@ -130,7 +144,7 @@ class SynchronousReplica(Replica):
 
     def _average(self, number: int) -> None:
         if self._number != current_pass():
-            self._forget_thrown_away()
+            self._riding.forget_thrown_away()
             self._begin(number, "average()")
             self._finish()
 
@@ -143,6 +157,7 @@ class SynchronousReplica(Replica):
         self._parameters.require_unchanged()
         self._number, self._in_flight = number, []
         self._order.arm()
+        self._engine.own_weight = self._riding.own_weight
         if not self._alone:
             steps, settings = self._guard.close(self._step)
             late, first = int(number == LATE), self._engine.buckets[0].header
@@ -267,6 +282,10 @@ class SynchronousReplica(Replica):
         overwrite_model(self._world, self.model, self._step, last[0])
         overwrite_states(self._world, [*self._optimizers, *also, *self._copies.owners()], self._step, last[0])
         self._guard.restart(also)
+        self._riding.read()
+        wish = self._riding.known_to_stop or (self._world.rank,) * self._riding.wants_stop
+        asked = gather_integers(self._world, wish[0] if wish else -1)  # of steps in which this rank had no data, too
+        self._riding.known_to_stop = tuple(sorted({*asked.values()} - {-1}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the rest; with feedback, each rank saves its own."""
