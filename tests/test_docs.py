@@ -19,7 +19,7 @@ import commrt
 from commrt.testing.processes import run_processes
 
 FIRST = {"README.md", "docs/index.md", "docs/concepts.md"}
-"""Pages that run in `make test`: those that newcomers read. All run in `make docs` and `make test-slow`."""
+"""Pages that newcomers read, which run in `make test`. `make docs` runs all; `make test-slow`, all but studies."""
 
 
 def executed(page):

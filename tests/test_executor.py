@@ -147,6 +147,14 @@ def runs(world, compared):
     return PreparedRuns(nowhere, world, lambda claim, *_: compared.append(claim))
 
 
+def test_of_many_exchanges_only_the_latest_are_kept(world):
+    made = prepared.Prepared(world, lambda *_: object(), kept=2)
+    some = [commrt.Ring().schedule(0, ranks) for ranks in (2, 3, 4)]
+    for schedule in some:
+        made.get(schedule, None, 0)
+    assert [made.known(schedule, None, 0) is not None for schedule in some] == [False, True, True]
+
+
 CHANGES = {
     "it lies elsewhere": lambda buffer: buffer.set_(torch.zeros(10)),
     "another dtype": lambda buffer: setattr(buffer, "data", buffer.data.view(torch.int32)),

@@ -9,6 +9,7 @@ from collections import defaultdict
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 
 from documentation import DEMO, PAGES, ROOT, commands, parsed
 from sources import assert_none, sources
@@ -116,13 +117,24 @@ def test_worlds_and_replicas_have_what_pages_say_they_have():
     assert_none(wrong(unknown, LINKED))
 
 
+def expanded(span):
+    """`span` with each of the words in its braces."""
+    before, brace, rest = span.partition("{")
+    words, _, after = rest.partition("}")
+    return [f"{before}{word}{after}" for word in words.split(",")] if brace else [span]
+
+
 def test_every_file_of_ours_that_is_named_exists():
     def absent(page):
         for span in spans(page):
-            for name in OURS.findall(span) if "{" not in span else ():
+            for name in chain.from_iterable(map(OURS.findall, expanded(span))):
                 file = name.rstrip(".,/").partition("::")[0]
-                if not (any(ROOT.glob(file)) or any(ROOT.glob(f"{file}.py")) or file in BUILT):
+                found = [*ROOT.glob(file), *ROOT.glob(f"{file}.py")]
+                if not found and file not in BUILT:
                     yield f"{name} in `{span}`"
+                chosen = re.search(r" -k [\"']?(\w+)", span)
+                if chosen and not any(chosen[1] in each.read_text("utf-8") for each in found if each.suffix == ".py"):
+                    yield f"-k {chosen[1]} in `{span}`"
 
     assert_none(wrong(absent, [page for page in PAGES if "decisions" not in page.parts]))
 

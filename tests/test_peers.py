@@ -218,6 +218,7 @@ def test_abort_from_another_thread_ends_a_meeting():
             bound.run(NOW)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12: nothing that is forked computes
 def test_a_forked_child_cannot_exchange_and_leaves_all_to_its_parent():
     with connected("aa") as group:
         buffers = group.buffers(ODD, torch.int32)

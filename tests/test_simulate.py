@@ -87,6 +87,7 @@ def test_on_abci_the_torus_takes_what_the_closed_form_says():
         found_s = seconds(Ring(), x * y, ABCI, RESNET50_FP16)
         assert found_s == pytest.approx(ring_s(x * y, RESNET50_FP16, 10e-6, 20e9), rel=1e-9)
         assert 1e3 * found_s == pytest.approx(ring_ms, rel=0.005)
+        assert found_s / found.seconds == pytest.approx(ring_ms / torus_ms, rel=0.05)
 
 
 @given(

@@ -16,7 +16,6 @@ from commrt.buckets.gradient_bucket import UNKNOWN
 from commrt.buckets.layout import Named
 from commrt.buckets.riders import EMPTY, MOST_NUMBERS, SKIP, SLOT, STOP, WEIGHS, Leaving, Riders, Slots
 from commrt.errors import DisagreementError, UsageError
-from commrt.importing import untraced
 from commrt.training.hooks import ATTRIBUTE, at_end_of_backward, current_pass
 
 NOTHING = np.zeros(0, SLOT)
@@ -105,7 +104,6 @@ def _state(grad: Tensor) -> tuple[int, int]:
     return grad._cdata, grad._version  # noqa: SLF001  # nothing else tells
 
 
-@untraced
 class Riding:
     """What one rank sends along in its next step, and what all ranks sent in the latest one.
 

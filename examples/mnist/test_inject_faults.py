@@ -141,6 +141,7 @@ def forked(body):
     return pid
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12: nothing that is forked computes
 def test_a_stopped_process_continues_and_a_killed_one_does_not():
     begin_s = monotonic()
     stopped = forked(Fault("stop", 0, 0, seconds=2.0).strike)

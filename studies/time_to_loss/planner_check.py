@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare predicted with recorded steps to a loss: ``python studies/time_to_loss/planner_check.py FOLDER``.
 
-The folder holds curves of ``bench/curves.py``: some methods on 1, 2, 4, 8 and 16 ranks, with several seeds each.
+The folder holds curves of ``record_curves.py``: some methods on 1, 2, 4, 8 and 16 ranks, with several seeds each.
 Steps for 8 and 16 ranks are predicted from curves of 1, 2 and 4, and for 16 also from those of 8.
 """
 

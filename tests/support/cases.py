@@ -15,7 +15,7 @@ from commrt.testing.ranks import run_ranks
 
 __all__ = ["for_each", "on_ranks", "pairwise", "taking_turns"]
 
-FAILURES = (Exception, pytest.fail.Exception)
+FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 Test = Callable[..., None]
 
 
@@ -38,6 +38,9 @@ def for_each(
                 for name, row in zip(said, rows, strict=True)
                 if (error := _failure(test, name, fixtures | row)) is not None
             ]
+            skips = [error for error in errors if isinstance(error, pytest.skip.Exception)]
+            if skips and len(skips) == len(errors):
+                raise skips[0]
             if errors:
                 named = "\n".join(error.__notes__[-1] for error in errors)
                 raise BaseExceptionGroup(f"{len(errors)} of {len(rows)} cases failed:\n{named}", errors)
