@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from failing_ranks import raised
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,15 +31,6 @@ def summed(tensor, group=None):
 
 def sums(*groups):
     return [summed(ones(), group).tolist() for group in groups], [total(group) for group in groups]
-
-
-def raised(call):
-    """The error of `call`, as a text."""
-    try:
-        call()
-    except Exception as error:  # of which the text is compared
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def a_mesh_and_its_flattened_group_add_up():
