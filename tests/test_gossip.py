@@ -10,6 +10,7 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
+from cases import for_each
 from commands import told
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,34 +100,24 @@ def test_gossip_of_rows_keeps_the_mean_and_a_row_sends_each_byte_once(within, ro
     assert sent == [Fraction(rows > 1)] * rows
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
+@for_each(
+    ("make", "words"),
     [
-        ({"topology": "star"}, "choose one of dissemination, hypercube"),
-        ({"payload": "loss"}, "choose one of weights, gradients"),
-        ({"staleness": 2}, "two diverge"),
-        ({"staleness": 1, "weight": 0.5}, "below 1/2, as late messages with 1/2 oscillate for ever"),
-        ({"staleness": 1, "payload": "gradients"}, "a late gradient belongs to weights that are gone"),
-        ({"weight": 0.0}, "must be above 0 and at most 1/2"),
-        ({"weight": 0.6}, "must be above 0 and at most 1/2"),
-        ({"within": 0}, "within=0: give a whole number from 1 on"),
+        (lambda: Gossip("star"), "choose one of dissemination, hypercube"),
+        (lambda: Gossip(payload="loss"), "choose one of weights, gradients"),
+        (lambda: Gossip(staleness=2), "two diverge"),
+        (lambda: Gossip(staleness=1, weight=0.5), "late messages with 1/2 oscillate for ever"),
+        (lambda: Gossip(staleness=1, payload="gradients"), "belongs to weights that are gone"),
+        (lambda: Gossip(weight=0.0), "must be above 0 and at most 1/2"),
+        (lambda: Gossip(weight=0.6), "must be above 0 and at most 1/2"),
+        (lambda: Gossip(within=0), "within=0: give a whole number from 1 on"),
+        (lambda: Gossip("hypercube").schedule(0, 6), "use the topology 'dissemination'"),
+        (lambda: Gossip(within=4).schedule(0, 6), "within=4 does not divide 6 ranks"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_the_reason(settings, words):
+def test_settings_and_rank_counts_that_cannot_work_are_refused_with_the_reason(make, words):
     with pytest.raises(UsageError, match=words):
-        Gossip(**settings)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "words"),
-    [
-        (Gossip("hypercube"), "use the topology 'dissemination'"),
-        (Gossip(within=4), "within=4 does not divide 6 ranks"),
-    ],
-)
-def test_rank_counts_that_do_not_fit_are_refused_with_the_reason(algorithm, words):
-    with pytest.raises(UsageError, match=words):
-        algorithm.schedule(0, 6)
+        make()
 
 
 def test_a_round_is_what_the_paper_says():
