@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns
 from late_ranks import MODEL, Loop, Trainee
-from small_models import net
+from small_models import data, net
 from torch.nn.functional import cross_entropy
 
 import commrt
@@ -83,8 +83,7 @@ class Masters(torch.optim.Optimizer):
 def run(model, optimizer, rank, steps):
     for step in range(steps):
         optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        x, y = torch.randn(5, 6, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+        x, y = data(rank, step)
         cross_entropy(model(x.to(model[0].weight.dtype) + rank), y).backward()
         optimizer.step()
 
