@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from cases import for_each
-from commands import told
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,20 +124,6 @@ def test_a_round_is_what_the_paper_says():
     assert [*zip(step.src.tolist(), step.dst.tolist(), strict=True)] == [(0, 2), (1, 3), (2, 4), (3, 0), (4, 1)]
     (step,) = hypercube(4, 1).steps()
     assert [*zip(step.src.tolist(), step.dst.tolist(), strict=True)] == [(0, 2), (1, 3), (2, 0), (3, 1)]
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ("--ranks 1", {"period": 1, "smallest": 1.0}),
-        ("--ranks 8 --topology hypercube", {"schedule": "hypercube 0", "period": 3, "largest": 1.0}),
-        ("--ranks 12 --within 4", {"period": 2, "steps": 7, "met_all_after": 2, "smallest": 0.75, "largest": 1.5}),
-    ],
-)
-def test_the_command_proves_gossip_and_reports_how_it_mixes(args, expected):
-    said = told(f"verify gossip {args}")
-    assert said["ok"]
-    assert {name: said[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("gossip", [Gossip(seed=3), Gossip("hypercube", seed=4), Gossip(within=4, seed=5)])
