@@ -98,15 +98,6 @@ def test_torch_writes_nothing_where_the_header_is_disputed():
     assert torch.equal(tensors[0], values([5], torch.float32)[0])
 
 
-def test_tensors_count_one_more_version_after_unpack(backend):
-    tensors = values([5, 0, 20], torch.float32)
-    _, _, packing = wired(tensors, torch.float32)
-    packing.pack(tensors, 1.0, 1)
-    before = [tensor._version for tensor in tensors]
-    packing.unpack([tensors[0], None, tensors[2]], 1)
-    assert [tensor._version for tensor in tensors] == [before[0] + 1, before[1], before[2] + 1]
-
-
 def test_tensors_that_are_dense_in_another_order_keep_it(backend):
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     layout, wire, packing = wired([image], torch.float32)

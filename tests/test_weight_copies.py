@@ -103,18 +103,6 @@ def test_a_step_that_learns_nothing_leaves_replicas_equal_as_consolidate_made_th
     assert replica.replicas_equal()
 
 
-@for_each("algorithm", [commrt.Gossip(), LocalSGD(2)])
-@on_ranks(2)
-def test_copies_move_with_what_ranks_exchange(world, algorithm):
-    model = net().bfloat16()
-    optimizer = Masters(model.parameters(), 0.3, "in state")
-    replica = commrt.attach(model, optimizer, algorithm, world=world)
-    run(model, optimizer, world.rank, 8)
-    replica.drain()
-    for param, master in zip(optimizer.own, optimizer.of_parameters(), strict=True):
-        torch.testing.assert_close(param.float(), master, rtol=0.02, atol=0.002)
-
-
 @for_each(("kept", "algorithm"), taking_turns(KEPT, [commrt.Torus2D(), commrt.BackupWorkers(0)]))
 @on_ranks(2)
 def test_ranks_with_other_seeds_begin_with_the_copies_of_rank_0(world, kept, algorithm):
