@@ -27,7 +27,6 @@ from late_ranks import (
     trainee,
     weights,
 )
-from small_models import Keeping
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -282,9 +281,17 @@ def test_optimizers_keep_the_dtype_of_what_they_remember(rank):
     assert {state["rounded"].dtype for state in rank.optimizer.state.values()} == {torch.float32}
 
 
+class Unsendable:
+    def state_dict(self):
+        return {"state": torch.nn.Linear}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
 def test_state_that_others_could_not_load_is_refused_at_once():
     with pytest.raises(UsageError, match="cannot be sent to other ranks"):
-        run_ranks(3, lambda world: trainee(world, commrt.BackupWorkers(1), also=[Keeping()]))
+        run_ranks(3, lambda world: trainee(world, commrt.BackupWorkers(1), also=[Unsendable()]))
 
 
 # whom a late rank asks

@@ -299,8 +299,12 @@ def test_triton_packs_the_fp32_buckets_of_a_model_only(model, kernels):
 
 def test_graphs_say_why_they_do_not_carry_fp64_and_the_step_goes_on():
     options = {"algorithm": commrt.Ring(), "graphs": True}
+
+    def body(world):
+        return trained(world, MIXED, options, steps=4)
+
     with interpreted_gpu():
-        (_, reasons), _ = run_ranks(2, lambda world: trained(world, MIXED, options, steps=4), connect=over_nccl)
+        (_, reasons), _ = run_ranks(2, body, connect=over_nccl)
     assert reasons == {NO_KERNEL} != {FIRST}
 
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from threading import Lock
+
 import numpy as np
 import pytest
 import torch
 from cases import for_each, on_ranks
-from small_models import Keeping, backward, gradients, halving, mean_gradients, net, train_scaled, trainee
+from small_models import backward, gradients, halving, mean_gradients, net, train_scaled, trainee
 from torch import nn
 
 import commrt
@@ -50,6 +52,16 @@ def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it(world):
         train_scaled(model, optimizer, scaler, world.rank, (2, 5, 3)[world.rank], scheduler.step)
     train_scaled(model, optimizer, scaler, world.rank, 2, scheduler.step)
     assert (replica.replicas_equal(), scheduler.last_epoch, scaler.get_scale()) == (True, 7, 32.0)
+
+
+class Keeping:
+    """Has a state that cannot be sent."""
+
+    def state_dict(self):
+        return {"kept": Lock()}
+
+    def load_state_dict(self, state):
+        raise AssertionError(state)
 
 
 @on_ranks(2)

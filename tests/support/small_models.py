@@ -39,16 +39,6 @@ class Branches(nn.Module):
         return out + self.somebody(x) if self.uses_branch else out
 
 
-class Keeping:
-    """Has a state that cannot be sent."""
-
-    def state_dict(self):
-        return {"kept": Lock()}
-
-    def load_state_dict(self, state):
-        raise AssertionError(state)
-
-
 def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
