@@ -26,8 +26,10 @@ from commrt.buckets.gradient_bucket import GradientBucket, Header, OverlapCheck
 from commrt.buckets.step_graph import FIRST, NO_KERNEL
 from commrt.errors import UsageError
 from commrt.kernels import device, dispatch
+from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import GRANULE, layout_of
+from commrt.kernels.plain_torch import TorchPacking
 from commrt.quantization import Int4, Int8
 from commrt.testing.ranks import run_ranks
 
@@ -328,3 +330,13 @@ def test_all_reduce_takes_on_a_gpu_what_it_takes_on_a_cpu():
     on_cpu = run_ranks(2, body)
     with interpreted_gpu():
         assert run_ranks(2, body) == on_cpu
+
+
+def test_triton_packs_where_it_offers_both_dtypes_and_plain_torch_packs_the_rest():
+    layout, found = layout_of([5]), {}
+    rows = [*product((FP64, FP32, BF16, torch.float16, torch.int64, torch.complex64), (FP64, FP32, BF16))]
+    with interpreted_gpu():
+        for dtype, wire in rows:
+            tensors = [torch.zeros(5, dtype=dtype)]
+            found[dtype, wire] = type(dispatch.packing(torch.zeros(layout.numel, dtype=wire), layout, tensors))
+    assert found == {row: TritonPacking if {*row} <= {*dispatch.GPU_DTYPES} else TorchPacking for row in rows}
