@@ -63,20 +63,6 @@ def test_every_module_has_a_licence():
     assert_none(each.name for each in unlicensed if each.path.name != "__init__.py")
 
 
-def test_every_module_has_a_docstring():
-    assert_none(each.name for each in modules() if not ast.get_docstring(each.nodes[0]))
-
-
-def test_only_commands_print():
-    def printing(source):
-        is_free = source.path.parent.name == "commands" or source.path.name == "processes.py"
-        return (
-            f"line {call.lineno}" for call in source.all(ast.Call) if ast.unparse(call.func) == "print" and not is_free
-        )
-
-    assert_none(offences(printing, modules()))
-
-
 def test_only_the_launch_and_the_doctor_read_the_environment():
     free = {"launcher.py", "machine.py", "doctor_environment.py", "processes.py"}
     assert_none(each.name for each in modules() if "os.environ" in each.text and each.path.name not in free)
@@ -117,17 +103,6 @@ def programs():
 def test_modules_that_are_imported_by_their_bare_names_have_names_of_their_own():
     shared = {"__init__", "conftest"}
     assert_none(f"{name}: {places}" for name, places in programs().items() if len(places) > 1 and name not in shared)
-
-
-def test_the_package_imports_no_helper_of_tests_and_no_program():
-    names = programs().keys()
-
-    def importing(source):
-        for node in source.all(ast.Import, ast.ImportFrom):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            yield from (f"{module} at line {node.lineno}" for module in modules if module.split(".")[0] in names)
-
-    assert_none(offences(importing, modules()))
 
 
 def test_every_algorithm_and_kernel_has_a_line_in_the_documentation():

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 from cases import for_each, on_ranks
+from failing_ranks import raised
 from late_ranks import (
     AT,
     LATE,
@@ -30,7 +31,7 @@ from late_ranks import (
 )
 
 import commrt
-from commrt.errors import CommrtError, PeerLost, Place, QuorumLost, UsageError
+from commrt.errors import PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 
 
@@ -236,15 +237,6 @@ def test_a_step_with_gradients_from_before_consolidate_is_refused(world):
     assert replica.replicas_equal()
 
 
-def told(call):
-    """What a call raises, in words with its kind."""
-    try:
-        call()
-    except CommrtError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def test_ranks_that_come_to_different_collectives_all_learn_it_at_once_and_the_world_goes_on():
     other_has_come = threading.Event()
 
@@ -255,9 +247,9 @@ def test_ranks_that_come_to_different_collectives_all_learn_it_at_once_and_the_w
             world.hooks = replace(world.hooks, before_collective=lambda: (before(), other_has_come.set()))
         if world.rank == 1:
             assert other_has_come.wait(LIMIT_S)
-            said = told(lambda: world.all_reduce(torch.ones(2)))
+            said = raised(lambda: world.all_reduce(torch.ones(2)))
         else:
-            said = told(replica.consolidate)
+            said = raised(replica.consolidate)
         return said, replica.replicas_equal(), replica.lost
 
     for said, is_equal, lost in run_ranks(4, body):
@@ -276,7 +268,7 @@ def test_a_refusal_of_one_rank_alone_ends_the_collective_for_all_and_the_world_g
         return schedule(*what)
 
     world._sums.schedule = refuse_once
-    said = told(lambda: world.all_reduce(torch.ones(2)))
+    said = raised(lambda: world.all_reduce(torch.ones(2)))
     world.all_reduce(total := torch.ones(2), "sum")
     assert said.startswith("UsageError" if world.rank == 1 else "DisagreementError: rank 1 refused: no schedule of so")
     assert total.tolist() == [4.0, 4.0]
@@ -301,7 +293,7 @@ def test_a_refusal_after_a_collective_inside_another_is_passed_on(is_broken):
                 raise UsageError("not this one")
             return membership.together(int)
 
-    said = run_ranks(3, lambda world: told(lambda: body(world)), timeout_s=LIMIT_S)
+    said = run_ranks(3, lambda world: raised(lambda: body(world)), timeout_s=LIMIT_S)
     assert said[1] == "UsageError: not this one"
     assert all(each.startswith("DisagreementError: rank 1 refused: not this one") for each in said[::2])
 

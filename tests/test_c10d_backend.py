@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -18,11 +16,10 @@ from transports import over_nccl
 from commrt.c10d import create, group
 from commrt.c10d.backend import CommrtBackend
 from commrt.c10d.checked_calls import CheckedCalls
-from commrt.c10d.group import DeviceMessages, HostMessages, HostWork
+from commrt.c10d.group import DeviceMessages, HostMessages
 from commrt.c10d.short_forms import long_form
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.runtime.world import World
-from commrt.threads.comm_thread import CommThread
 
 
 @pytest.fixture
@@ -81,39 +78,6 @@ def test_a_group_is_closed_when_nobody_has_it_any_more():
     thread = owner.group.world.comm_thread
     del owner
     thread._ended.result(20)
-
-
-def test_a_work_that_is_dropped_is_kept_until_it_ends():
-    kept, ended = group.DroppedWorks(), threading.Event()
-
-    class Begun:
-        def wait(self, _):
-            ended.wait(20)
-
-    work = HostWork(SimpleNamespace(timeout_s=9), Begun(), torch.ones(1), Place(0), kept)
-    begun = weakref.ref(work._work)
-    del work
-    waiting = kept.start_waiting()
-    assert begun() is not None
-    assert not waiting.done()
-    ended.set()
-    waiting.result(20)
-    assert not kept._kept
-
-
-def test_a_call_that_waits_runs_on_its_own_thread_unless_another_is_pending():
-    thread, hold, ran = CommThread(lambda _: None), threading.Event(), []
-    thread.run(lambda: ran.append(threading.current_thread()))
-    pending = thread.submit(hold.wait)
-    waiting = threading.Thread(target=thread.run, args=[lambda: ran.append(threading.current_thread())], daemon=True)
-    waiting.start()
-    hold.set()
-    pending.result()
-    waiting.join(20)
-    thread.submit(lambda: None).result()
-    assert ran[0] is threading.current_thread()
-    assert ran[1] not in {waiting, threading.current_thread()}
-    thread.close()
 
 
 @pytest.fixture

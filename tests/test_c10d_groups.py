@@ -38,7 +38,6 @@ def test_a_model_ends_with_the_parameters_of_one_process_on_whole_batches(found,
 ALIKE = [
     c10d_torch_ops.functional,
     c10d_torch_ops.of_c10d,
-    c10d_torch_ops.rooted,
     c10d_torch_ops.dispatched,
     c10d_torch_ops.summed_under_a_mode,
     c10d_torch_ops.of_fake_tensors,

@@ -15,8 +15,6 @@ import nccl_stand_in as stand_in
 import pytest
 import torch
 from cases import taking_turns
-from hypothesis import given
-from hypothesis import strategies as st
 from local_loops import Loop
 from moved_clock import moved_clock
 from peer_group import over_peers, wait_until
@@ -36,7 +34,7 @@ from commrt.errors import (
     TransportError,
     UsageError,
 )
-from commrt.program import MOST_MESSAGES, nccl_groups, program
+from commrt.program import MOST_MESSAGES
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 from commrt.transport import nccl as transport_module
@@ -418,23 +416,6 @@ def peers_of(groups):
     return [[each.peer for each in (*some.sends, *some.recvs)] for some in groups]
 
 
-def test_both_ends_have_a_message_in_the_same_group():
-    schedule = direct.all_gather(WIDE)
-    hops = [program(schedule, rank).hops[0] for rank in range(WIDE)]
-    for rank, hop in enumerate(hops):
-        for sent in hop.sends:
-            (there,) = [each for each in hops[sent.peer].recvs if each.peer == rank]
-            assert there.group == sent.group
-    assert {each.group for each in hops[3].sends} == {0, 1, 2}
-    assert {each.group for each in program(direct.all_gather(8), 3).hops[0].sends} == {None}
-
-
-def test_a_root_sends_seven_messages_in_one_group_and_the_eighth_in_another():
-    groups = {ranks: nccl_groups(next(iter(direct.broadcast(ranks).steps())).canonical(), ranks) for ranks in (8, 9)}
-    assert groups[8] is None
-    assert groups[9].tolist() == [0] * MOST_MESSAGES + [1]
-
-
 def test_groups_have_one_order_on_all_ranks_and_small_messages_share_them():
     small = torch.zeros(8)
     sends = [P2PMessage(1, LARGE, 20), P2PMessage(2, small, 20), P2PMessage(3, LARGE, 0), P2PMessage(4, small, 2)]
@@ -453,16 +434,6 @@ def test_a_short_batch_without_a_schedule_is_one_group_as_nccl_s_own():
     long = [P2PMessage(peer, LARGE) for peer in range(1, WIDE) for _ in range(3)]
     counts = [len(some.sends) for some in uncut(P2PGroup(long, []), 0, range(WIDE))]
     assert (sum(counts), max(counts)) == (len(long), MOST_MESSAGES)
-
-
-@given(st.integers(2, 40), st.data())
-def test_messages_without_a_schedule_are_in_the_same_group_at_both_ends(ranks, data):
-    one, other = data.draw(st.lists(st.integers(0, ranks - 1), min_size=2, max_size=2, unique=True))
-    count = data.draw(st.integers(MOST_MESSAGES + 1, 40))
-    there = uncut(P2PGroup([P2PMessage(other, LARGE)] * count, []), one, range(ranks))
-    here = uncut(P2PGroup([], [P2PMessage(one, LARGE)] * count), other, range(ranks))
-    assert [some.sends[0].group for some in there] == [some.recvs[0].group for some in here]
-    assert {len(some.sends) for some in there} == {1}
 
 
 def exchanged_in_a_wide_hop(world):

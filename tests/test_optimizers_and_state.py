@@ -29,13 +29,6 @@ def test_the_step_survives_a_checkpoint_and_must_be_the_same_everywhere(world):
     assert (state, replica.step) == ({"step": 1, "algorithm": repr(commrt.Torus2D())}, 41)
 
 
-@for_each("state", [None, {}, [1], {"step": -1}, {"step": "3"}, torch.ones(2)])
-@on_ranks(1)
-def test_a_state_of_the_wrong_kind_is_refused_with_a_sentence(world, state):
-    with pytest.raises(UsageError, match=r"without a step number: .*; pass what state_dict\(\) returned"):
-        commrt.attach(net(), world=world).load_state_dict(state)
-
-
 @for_each("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
 @on_ranks(2)
 def test_optimizers_that_have_stepped_alone_start_with_the_state_of_rank_0(world, kind):

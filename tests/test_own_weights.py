@@ -154,23 +154,6 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits_as_without_one(al
 # local SGD alone: what ranks keep equal, models of all kinds, and what is refused
 
 
-def alike(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
-@for_each(("algorithm", "ranks"), [*taking_turns(ALGORITHMS, [3, 2]), (ALGORITHMS[2], 1)])
-def test_anchor_and_momentum_are_bitwise_equal_on_all_ranks(algorithm, ranks):
-    def body(world):
-        loop = Loop(world, algorithm)
-        return [loop.run(1).agreed() for _ in range(10)], params(loop.model)
-
-    (first, weights), *others = run_ranks(ranks, body)
-    assert not alike(first[0], first[-1])
-    for found, own in others:
-        assert all(map(alike, first, found))
-        assert not same(weights, own) or algorithm.delay == 0
-
-
 @ends_equal(2)
 def test_what_no_optimizer_steps_has_no_outer_rule(world):
     model = model_of()

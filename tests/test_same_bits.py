@@ -156,36 +156,6 @@ def test_a_schedule_that_is_asked_for_beside_the_same_bits_is_refused():
 
 # In which order schedules add: one order for all elements, or several, and then two chunks that differ.
 
-RANKS = (*range(1, 10), 12, 15, 16, 17)
-POWERS = (1, 2, 4, 8, 16)
-ONE_ORDER = {
-    ("reduce", "tree"): RANKS,
-    ("reduce", "direct"): RANKS,
-    ("reduce", "chain"): RANKS,
-    ("reduce", "scatter_gather"): (1, 2),
-    ("reduce_scatter", "ring"): (1, 2),
-    ("reduce_scatter", "halving"): RANKS,
-    ("reduce_scatter", "bruck"): POWERS,
-    ("reduce_scatter", "direct"): RANKS,
-    ("all_reduce", "ring"): (1, 2),
-    ("all_reduce", "halving_doubling"): POWERS,
-    ("all_reduce", "torus2d"): (1, 2, 4),
-    ("all_reduce", "doubling"): RANKS,
-    ("all_reduce", "double_tree"): (1, 2),
-    ("all_reduce", "direct"): RANKS,
-}
-"""For how many ranks a schedule adds all elements in one order."""
-
-
-@pytest.mark.parametrize("name", ONE_ORDER, ids=" ".join)
-def test_a_schedule_adds_in_one_order_for_these_counts_of_ranks(name):
-    collective, schedule = name
-    found = {ranks: candidates(collective, ranks).get(schedule) for ranks in RANKS}
-    offered = {ranks: each for ranks, each in found.items() if each is not None}
-    assert {ranks for ranks, each in offered.items() if order_of_additions(each).is_one} == {
-        *ONE_ORDER[name]
-    } & offered.keys()
-
 
 def test_sums_within_hosts_first_have_one_order_too():
     for algorithm, ranks in ((Direct(within=2), 8), (Direct(within=4), 12), (DoubleTree(within=2), 4)):

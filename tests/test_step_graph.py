@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import nccl_stand_in as nccl
 import pytest
@@ -352,22 +351,15 @@ def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(bucket):
     assert step_graphs.reasons == {}
 
 
-def carried_steps(bucket, capture, bounds):
-    """Make a step with each of `bounds`, none of which a graph may carry; returns why not."""
-    step_graphs = StepGraphs([bucket], SimpleNamespace(capture=capture))
-    for step, bound in enumerate(bounds):
-        take(bucket, step)
-        assert not carried(step_graphs, bucket, bound, step)
-    return step_graphs.reasons[0]
+GRADIENTS = commrt.Gossip(payload="gradients")
 
 
-def test_a_schedule_that_never_comes_back_is_not_captured(bucket):
-    capture = Mock()
-    assert carried_steps(bucket, capture, [bound_step() for _ in range(4)]) == FIRST
-    capture.assert_not_called()
-
-
-def test_a_transport_that_queues_nothing_is_asked_once_and_the_reason_is_kept(bucket):
-    capture = Mock(return_value=None)
-    assert carried_steps(bucket, capture, [bound_step()] * 5) == NOTHING_QUEUED
-    capture.assert_called_once()
+@pytest.mark.parametrize(
+    ("algorithm", "connect", "reason"),
+    [(GRADIENTS, over_nccl, FIRST), (RING, None, NOTHING_QUEUED)],
+    ids=["a schedule that never comes back", "a transport that queues nothing"],
+)
+def test_what_no_graph_can_carry_goes_by_calls_and_says_why(gpu, algorithm, connect, reason):
+    body = partial(trained, graphs=True, algorithm=algorithm)
+    for _, reasons, replays, _ in run_ranks(3, body, connect=connect):
+        assert (reasons[-1], replays) == ({reason}, 0)

@@ -13,6 +13,7 @@ from time import monotonic, sleep
 
 import pytest
 from cases import for_each
+from peer_group import wait_until
 
 from commrt import errors
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
@@ -162,7 +163,7 @@ def crew_of_another_process(end):
     end(process)
     process.join(LIMIT_S)
     assert process.exitcode is not None
-    wait_for(lambda: not any(lives(pid) for pid in workers))
+    wait_until(lambda: not any(lives(pid) for pid in workers))
     said = []
     with suppress(EOFError):
         while heard.poll():
@@ -175,13 +176,6 @@ def lives(pid):
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
-
-
-def wait_for(condition):
-    end_s = monotonic() + LIMIT_S
-    while not condition():
-        assert monotonic() < end_s
-        sleep(0.01)
 
 
 def test_no_worker_outlives_the_process_that_holds_their_store_not_even_a_stopped_one():

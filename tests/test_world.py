@@ -175,12 +175,12 @@ REFUSALS = {
     "pending": INHERITED,
     "current": "UsageError: there is no world yet",
     "init": "UsageError: this process was forked from a rank of the same job",
-    "close": "done",
-    "abort": "done",
-    "transport": "done",
-    "exit": "done",
-    "a world of its own": "done",
-    "a world elsewhere": "done",
+    "close": "no error",
+    "abort": "no error",
+    "transport": "no error",
+    "exit": "no error",
+    "a world of its own": "no error",
+    "a world elsewhere": "no error",
 }
 
 

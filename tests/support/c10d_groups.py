@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from failing_ranks import raised
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,15 +31,6 @@ def summed(tensor, group=None):
 
 def sums(*groups):
     return [summed(ones(), group).tolist() for group in groups], [total(group) for group in groups]
-
-
-def raised(call):
-    """The error of `call`, as a text."""
-    try:
-        call()
-    except Exception as error:  # of which the text is compared
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def a_mesh_and_its_flattened_group_add_up():
@@ -118,9 +110,9 @@ def collectives_of_a_coalescing_manager_are_waited_for_as_one():
     return [tensor.tolist() for tensor in tensors], [total()] * 3
 
 
-def after_a_sum(more, added=0.0):
+def after_a_sum(more):
     """What `more` makes of a sum, in a callback."""
-    work = dist.all_reduce(ones() + added, async_op=True)
+    work = dist.all_reduce(ones(), async_op=True)
     return work.get_future().then(lambda future: more(future.value()[0]))
 
 
@@ -139,18 +131,6 @@ def a_callback_sends_and_receives():
         return received
 
     return after_a_sum(more).wait().tolist(), [10.0 + (rank - 1) % 4] * 3
-
-
-def a_callback_of_a_callback_makes_a_collective():
-    def more(tensor):
-        return dist.all_reduce(tensor, async_op=True).get_future().then(lambda one: summed(one.value()[0])).wait()
-
-    return after_a_sum(more).wait().tolist(), [160.0] * 3
-
-
-def callbacks_begin_collectives_between_those_of_a_loop():
-    futures = [after_a_sum(summed, added=n) for n in range(10)]
-    return [future.wait().tolist() for future in futures], [[40.0 + 16 * n] * 3 for n in range(10)]
 
 
 def messages_are_received_by_tag_in_any_order():

@@ -62,18 +62,6 @@ def of_c10d():
     return tensor.tolist(), dist.Work.unbox(torch.ops.c10d.barrier(torch.zeros(1), group, [])).wait()
 
 
-def rooted():
-    """What comes of collectives to or from rank 1, and of a reduce_scatter: of the greatest elements, where any."""
-    reduced, part, scattered, gathered = row(), torch.zeros(4), torch.zeros(4), empty()
-    is_root = dist.get_rank() == 1
-    dist.reduce(reduced, 1, dist.ReduceOp.MAX)
-    dist.reduce_scatter(part, rows(), dist.ReduceOp.MAX)
-    dist.scatter(scattered, rows() if is_root else None, 1)
-    dist.gather(row(), gathered if is_root else None, 1)
-    left = [reduced] if is_root else []  # elsewhere it is whatever is left there
-    return [each.tolist() for each in (*left, part, scattered, *gathered)]
-
-
 def collectives():
     """Every collective of torch.distributed, on small tensors: {name: call}."""
     peer, group = 1 - dist.get_rank(), dist.group.WORLD

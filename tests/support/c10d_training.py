@@ -9,7 +9,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from c10d_groups import raised
+from failing_ranks import raised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

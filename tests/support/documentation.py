@@ -25,7 +25,6 @@ import tomllib
 import traceback
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 from types import ModuleType
@@ -274,9 +273,9 @@ def run_command(words):
 
 
 def _run_commrt(words):
-    from typer.testing import CliRunner  # noqa: PLC0415
+    from commands import invoke  # noqa: PLC0415  # ranks that run Python need none of it
 
-    result = CliRunner().invoke(_commrt(), words, env={"COLUMNS": "200"})
+    result = invoke("", *words)
     if result.exit_code:
         raise ValueError(f"exit code {result.exit_code}: {result.output} {result.exception or ''}")
     return result.stdout
@@ -292,28 +291,12 @@ def _run_study(words):
     return done.stdout
 
 
-def _commrt():
-    from commrt.tools.commands.app import app  # noqa: PLC0415
-
-    return app
-
-
-def _demo():
-    from train import app  # noqa: PLC0415  # of examples/mnist
-
-    return app
-
-
-@cache
-def _command(program):
-    import typer  # noqa: PLC0415
-
-    return typer.main.get_command(_commrt() if program == "commrt" else _demo())
-
-
 def parsed(program, words, *, whole=True):
     """Raise if `commrt` or the demo does not take these words; unless `whole`, arguments and values may be missing."""
-    command, name, rest = _command(program), program, list(words)
+    from commands import app, built  # noqa: PLC0415  # as above
+    from train import app as demo  # noqa: PLC0415  # of examples/mnist
+
+    command, name, rest = built(app if program == "commrt" else demo), program, list(words)
     if not words:
         return
     while hasattr(command, "commands"):  # of commrt, and of its groups

@@ -25,6 +25,15 @@ def tell_and_pause(tell, message):
         signal.pause()
 
 
+def raised(call):
+    """The kind and the text of the error of `call`."""
+    try:
+        call()
+    except Exception as error:  # whatever it is: tests look at the text
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def model_of():
     return network().float()
 

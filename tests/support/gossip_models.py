@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import chain
 
 import torch
 from small_models import attached, sgd
@@ -53,9 +54,10 @@ def trained(world, algorithm, cap_mb=1e-4):
 
 
 def sources(algorithm, step, ranks):
-    """Of each rank, the one that it hears from."""
-    (hop,) = algorithm.schedule(step, ranks).steps()
-    return dict(zip(hop.dst.tolist(), hop.src.tolist(), strict=True))
+    """Of each rank, the one that it hears from; of one rank alone nothing."""
+    hops = algorithm.schedule(step, ranks).steps()
+    ends = [zip(hop.dst.tolist(), hop.src.tolist(), strict=True) for hop in hops]
+    return dict(chain.from_iterable(ends))
 
 
 def simulated(algorithm, ranks, steps=STEPS):
@@ -76,8 +78,9 @@ def simulated(algorithm, ranks, steps=STEPS):
 
 @torch.no_grad()
 def mixed(models, share, source, sent):
-    for rank, model in enumerate(models):
-        for own, theirs, ours in zip(model.parameters(), sent[source[rank]], sent[rank], strict=True):
+    for rank in source:
+        pairs = zip(models[rank].parameters(), sent[source[rank]], sent[rank], strict=True)
+        for own, theirs, ours in pairs:
             own.copy_(own + share * (theirs - ours))
 
 

@@ -13,6 +13,7 @@ from functools import partial, wraps
 import torch
 import torch.distributed as dist
 from dataset import lenet, load
+from failing_ranks import raised
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -35,15 +36,6 @@ def in_a_group(timeout_s=30):
         return run
 
     return decorate
-
-
-def error_of(call):
-    """The kind and the text of our error that ends `call`."""
-    try:
-        call()
-    except commrt.CommrtError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def hooked(module=None, state=None, **options):
@@ -140,7 +132,7 @@ def lose_one(world):
         loss = model(torch.ones(2, 3)).sum()
         if (step, world.rank) == (3, 1):
             os.kill(os.getpid(), signal.SIGKILL)
-        error = error_of(loss.backward)
+        error = raised(loss.backward)
     return error
 
 
@@ -149,7 +141,7 @@ def over_two_groups(world):
     """Train one DDP model on each half of the ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = hooked(process_group=groups[world.rank // 2])
-    return error_of(lambda: backward(model))
+    return raised(lambda: backward(model))
 
 
 @in_a_group()
@@ -160,7 +152,7 @@ def one_state_for_two_models(world):
     backward(models[0])
     copied = deepcopy(models[0])
     are_equal = torch.equal(copied.module.weight, models[0].module.weight)
-    return error_of(lambda: backward(models[1])), are_equal, deepcopy(state).world is world
+    return raised(lambda: backward(models[1])), are_equal, deepcopy(state).world is world
 
 
 @in_a_group()
@@ -169,7 +161,7 @@ def two_models_in_two_orders(world):
     models = [hooked(), hooked()]
     for model in models:
         backward(model)
-    return error_of(lambda: [backward(model) for model in (models if world.rank else models[::-1])])
+    return raised(lambda: [backward(model) for model in (models if world.rank else models[::-1])])
 
 
 def one_state_after_a_failure(_):
@@ -195,6 +187,6 @@ def after_its_group(_):
         with commrt.init():
             if number == 0:
                 model = hooked()
-            error = error_of(partial(backward, model))
+            error = raised(partial(backward, model))
         dist.destroy_process_group()
     return error

@@ -15,7 +15,7 @@ from threading import Event
 
 import torch
 import torch.distributed as dist
-from failing_ranks import tell_and_pause
+from failing_ranks import raised, tell_and_pause
 from torch import nn
 from torch.distributed import FileStore
 
@@ -103,14 +103,6 @@ def in_a_child(body):
         os.waitpid(child, 0)
 
 
-def attempt(use):
-    try:
-        use()
-    except commrt.CommrtError as error:
-        return f"{type(error).__name__}: {error}"
-    return "done"
-
-
 def child_uses_the_world(tell, in_group, port):
     """Children of every rank try all that a world offers, and open others; then the parents go on with it."""
     torch.set_num_threads(1)
@@ -132,7 +124,7 @@ def child_uses_the_world(tell, in_group, port):
             "a world of its own": lambda: add_up_in_another_world(1, RANK="0", WORLD_SIZE="1"),
             "a world elsewhere": lambda: add_up_in_another_world(2, MASTER_PORT=str(port)),
         }
-        answers = {name: in_a_child(lambda use=use: attempt(use)) for name, use in uses.items()}
+        answers = {name: in_a_child(lambda use=use: raised(use)) for name, use in uses.items()}
         go_on.set()
         world.agree("dinner")
         reported = world.store.check([f"report/{world.rank}"])
