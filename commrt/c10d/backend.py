@@ -266,6 +266,9 @@ class CommrtBackend(Methods, Backend):
         Backend.__init__(self, options.group_rank, options.group_size)
         self.group = ProcessGroupWorld(options)
         self.group.close_with(self)
+        self._use_options(options)
+
+    def _use_options(self, options: Any) -> None:
         self._options = cast("Any", Backend).Options(NAME, options.timeout)
         self._options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(options.group_size))
 

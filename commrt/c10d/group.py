@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from typing import Any, cast
 from weakref import WeakSet, finalize
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
@@ -51,6 +52,11 @@ CONNECT_TRIES = 5
 """Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
 SHORTEST_S = 0.001
 """The shortest timeout of a wait that torch does not take for the group's own."""
+
+
+def group_devices() -> list[torch.device]:
+    """Return the kinds of devices whose tensors a group takes."""
+    return [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
 
 
 class ProcessGroupWorld:

@@ -28,11 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.backend import Methods
 from commrt.c10d.call_engine import as_dist_error
-from commrt.c10d.group import ProcessGroupWorld
+from commrt.c10d.group import ProcessGroupWorld, group_devices
 from commrt.errors import UsageError
 from commrt.importing import NAME
 
-DEVICES = [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
 KEY = "FPGA"
 """Comes after the keys of modes, and before those of devices. All ops but those below fall through it."""
 TORCH_S_KEY = DispatchKey.CompositeExplicitAutograd
@@ -54,7 +53,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         self.group = group
         group.close_with(self)
         self._gloo = group.gloo.process_group
-        for device in DEVICES:
+        for device in group_devices():
             self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo)
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
 
@@ -73,7 +72,7 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         return plain
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if torch.device(device) in DEVICES else super()._get_backend(device)
+        return self if torch.device(device) in group_devices() else super()._get_backend(device)
 
     def _get_sequence_number_for_group(self) -> int:
         return self.group.engine.begun

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group of ``init_process_group("commrt", enable_reconfigure=True)``, whose ranks may change (torch 2.14 and on).
+
+torch's protocol: each process has a handle, and ``torch.distributed._reconfigure(uuid, handles)`` makes the processes
+with these handles the ranks of the group, in their order. Who calls it with which handles is the caller's to agree on.
+A group is a world, and a world's ranks are fixed, so each reconfiguration ends one world and connects the next, under
+keys of its own on the group's store.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, ErrorType
+from torch.distributed import PrefixStore, ProcessGroup
+
+from commrt.c10d.backend import CommrtBackend, collective
+from commrt.c10d.call_engine import GroupWork, as_dist_error
+from commrt.c10d.group import ProcessGroupWorld, group_devices
+from commrt.errors import CommrtError, UsageError
+from commrt.importing import NAME
+from commrt.threads.future import Future, start_call
+
+FIRST = (
+    "this group has no ranks yet, as after enable_reconfigure=True or while it is reconfigured: call "
+    "torch.distributed._reconfigure(uuid, handles).wait() first"
+)
+
+
+class ReconfigurableBackend(CommrtBackend):
+    """A backend that has another world after each `reconfigure`, and none before the first one."""
+
+    supports_reconfigure = True
+
+    def __init__(self, options: Any) -> None:
+        Backend.__init__(self, options.group_rank, options.group_size)
+        self._place = options.group_rank, options.group_size
+        self._store, self._timeout, self._name = options.store, options.timeout, options.group_id
+        self._use_options(options)
+        self._handle = f"{NAME}:{uuid4().hex}"
+        self._world: ProcessGroupWorld | None = None
+        self._used = set[int]()
+        self._running: Future[None] | None = None
+
+    @property
+    def group(self) -> ProcessGroupWorld:  # type: ignore[override]  # which is fixed there
+        """The present world; raises `UsageError` if there is none."""
+        if self._world is None:
+            raise UsageError(FIRST)
+        return self._world
+
+    def rank(self) -> int:
+        """Return this process's rank."""
+        return self._place[0]
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._place[1]
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what stands for this process in `reconfigure`; the same as long as it lives."""
+        return self._handle
+
+    @collective("reconfigure")
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Connect the processes with ``opts.handles``, whose ranks follow from their order, or are sorted if in a set.
+
+        All of them call this with the same handles and ``opts.uuid``, a number that none has used before. What is in
+        flight ends with an error. After an error, call it again with another number. Raises `UsageError` for a number
+        that was used, and where this process is not among the handles; the work raises `TransportError` if one of them
+        does not come in time or dies.
+        """
+        handles = opts.handles if isinstance(opts.handles, list) else sorted(opts.handles)
+        if self._running is not None and not self._running.done():
+            raise UsageError("a reconfiguration is running: wait for its work first")
+        if opts.uuid in self._used:
+            raise UsageError(f"the uuid {opts.uuid} was already used: give one that no reconfiguration had before")
+        if handles.count(self._handle) != 1 or len({*handles}) != len(handles):
+            raise UsageError(
+                f"the handles {handles} are not each process once, this one ({self._handle}) among them: collect them "
+                "by torch.distributed._get_reconfigure_handle()"
+            )
+        self._used.add(opts.uuid)
+        self.abort()
+        place = handles.index(self._handle), len(handles)
+        self._running = start_call(partial(self._connect, opts.uuid, place, opts.timeout or self._timeout))
+        return GroupWork(self._running, [], "the reconfiguration")
+
+    def _connect(self, uuid: int, place: tuple[int, int], timeout: Any) -> None:
+        rank, size = place
+        options = SimpleNamespace(
+            store=PrefixStore(f"reconfigured/{uuid}", self._store),
+            group_rank=rank,
+            group_size=size,
+            timeout=timeout,
+            global_ranks_in_group=[],
+            group_id=self._name,
+        )
+        world = ProcessGroupWorld(options)
+        world.close_with(self)
+        world.set_timeout(self._timeout.total_seconds())
+        self._place, self._world = place, world
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Change the deadline of all later collectives, also after reconfigurations."""
+        self._timeout = timeout
+        if self._world is not None:
+            super().set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """See `Methods.shutdown`."""
+        if self._world is not None:
+            super().shutdown()
+
+    def abort(self) -> None:
+        """End what is in flight with an error, and close all connections; `reconfigure` makes new ones."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.abort()
+            world.close()
+
+    def get_error(self) -> ErrorType:
+        """Return that there is none: errors are raised by works."""
+        return ErrorType.SUCCESS
+
+
+class ReconfigurableGroup(ProcessGroup):
+    """What torch gets with ``enable_reconfigure=True``: a group whose rank and size are those of its backend.
+
+    torch's C++ keeps the numbers of a backend in Python for good, and asks a group in Python for its own.
+    """
+
+    def __init__(self, options: Any) -> None:
+        ProcessGroup.__init__(self, options.store, options.group_rank, options.group_size)
+        self._own = ReconfigurableBackend(options)
+        for device in group_devices():
+            self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._own)
+        self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+
+    def rank(self) -> int:
+        """Return this process's rank."""
+        return self._own.rank()
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._own.size()
+
+    getRank, getSize = rank, size  # noqa: N815  # C++'s names
