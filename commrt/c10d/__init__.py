@@ -26,9 +26,9 @@ def create(options: Any, _: Any = None) -> Any:
     from commrt.c10d.call_engine import as_dist_error  # noqa: PLC0415  # imports the runtime
 
     if getattr(options, "enable_reconfigure", False):
-        from commrt.c10d.reconfigurable import ReconfigurableGroup as Kind  # noqa: PLC0415  # each needs its own torch
+        from commrt.c10d.reconfigurable import ReconfigurableGroup as Kind  # noqa: PLC0415  # each needs its own version
     elif Version(torch.__version__) >= BACKENDS_SINCE:
-        from commrt.c10d.backend import CommrtBackend as Kind  # noqa: PLC0415  # each needs its own version of torch
+        from commrt.c10d.backend import CommrtBackend as Kind  # type: ignore[assignment]  # noqa: PLC0415
     else:
         from commrt.c10d.process_group import CommrtProcessGroup as Kind  # type: ignore[assignment]  # noqa: PLC0415
     try:

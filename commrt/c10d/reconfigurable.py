@@ -9,6 +9,7 @@ keys of its own on the group's store.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -38,13 +39,15 @@ class ReconfigurableBackend(CommrtBackend):
 
     def __init__(self, options: Any) -> None:
         Backend.__init__(self, options.group_rank, options.group_size)
-        self._place = options.group_rank, options.group_size
+        self._place: tuple[int, int] = options.group_rank, options.group_size
         self._store, self._timeout, self._name = options.store, options.timeout, options.group_id
         self._use_options(options)
         self._handle = f"{NAME}:{uuid4().hex}"
         self._world: ProcessGroupWorld | None = None
         self._used = set[int]()
         self._running: Future[None] | None = None
+        self._uuid = -1
+        self._derived = Counter[tuple[int, ...]]()  # groups made of these ranks since the latest reconfiguration
 
     @property
     def group(self) -> ProcessGroupWorld:  # type: ignore[override]  # which is fixed there
@@ -103,7 +106,26 @@ class ReconfigurableBackend(CommrtBackend):
         world = ProcessGroupWorld(options)
         world.close_with(self)
         world.set_timeout(self._timeout.total_seconds())
-        self._place, self._world = place, world
+        self._place, self._world, self._uuid = place, world, uuid
+        self._derived.clear()
+
+    def derived(self, ranks: list[int], timeout: Any, name: str) -> CommrtBackend:
+        """Return the backend of a group of some `ranks` of this one; those of a group of these ranks call it alike.
+
+        torch numbers the groups that a process has made, which differs between processes that came at other times.
+        """
+        self._derived[*ranks] += 1
+        place = f"groups of {self._uuid}/{'_'.join(map(str, ranks))} {self._derived[*ranks]}"
+        return CommrtBackend(
+            SimpleNamespace(
+                store=PrefixStore(place, self._store),
+                group_rank=ranks.index(self.rank()),
+                group_size=len(ranks),
+                timeout=timeout or self._timeout,
+                global_ranks_in_group=ranks,
+                group_id=name,
+            )
+        )
 
     def set_timeout(self, timeout: Any) -> None:
         """Change the deadline of all later collectives, also after reconfigurations."""
@@ -137,9 +159,30 @@ class ReconfigurableGroup(ProcessGroup):
     def __init__(self, options: Any) -> None:
         ProcessGroup.__init__(self, options.store, options.group_rank, options.group_size)
         self._own = ReconfigurableBackend(options)
-        for device in group_devices():
-            self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._own)
-        self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+        _use_backend(self, self._own)
+
+    def new_group(
+        self, ranks: list[int], *, timeout: Any, backend: Any, group_name: Any, group_desc: str | None, **_: Any
+    ) -> ProcessGroup | None:
+        """Return a group of some `ranks`, or None on other ranks; ``torch.distributed.new_group`` calls it.
+
+        It goes on as long as its processes live, whatever becomes of this one. Raises `UsageError` for a `backend`
+        other than commrt.
+        """
+        if backend != NAME:
+            raise as_dist_error(UsageError(f"a group over {backend} of one that is reconfigured: leave backend out"))
+        if self.rank() not in ranks:
+            return None
+        try:
+            own = self._own.derived(ranks, timeout, group_name)
+        except CommrtError as error:
+            as_dist_error(error)
+            raise
+        group = ProcessGroup(self._own.group.store, ranks.index(self.rank()), len(ranks))
+        _use_backend(group, own)
+        group._set_group_name(group_name)  # noqa: SLF001  # as torch does
+        group._set_group_desc(group_desc or "undefined")  # noqa: SLF001
+        return group
 
     def rank(self) -> int:
         """Return this process's rank."""
@@ -150,3 +193,10 @@ class ReconfigurableGroup(ProcessGroup):
         return self._own.size()
 
     getRank, getSize = rank, size  # noqa: N815  # C++'s names
+
+
+def _use_backend(group: ProcessGroup, backend: CommrtBackend) -> None:
+    """Let `backend` carry all that `group` does."""
+    for device in group_devices():
+        group._register_backend(device, ProcessGroup.BackendType.CUSTOM, backend)  # noqa: SLF001  # as torch does
+    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)  # noqa: SLF001

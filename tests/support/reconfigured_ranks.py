@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes of a torch.distributed group whose ranks change."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commrt  # noqa: F401  # registers the backend
+
+SOON_S = 20.0
+
+
+def begin(timeout_s=60.0):
+    """Return this process's number, the store that all share, and its handle, in a group that has no ranks yet."""
+    dist.init_process_group("commrt", timeout=timedelta(seconds=timeout_s), enable_reconfigure=True)
+    number, store = int(os.environ["RANK"]), dist.distributed_c10d._get_default_store()
+    store.set(f"handle {number}", dist._get_reconfigure_handle())
+    return number, store
+
+
+def regroup(store, uuid, numbers):
+    """Make the processes with these `numbers` the ranks of the group, in this order."""
+    handles = [store.get(f"handle {number}").decode() for number in numbers]
+    dist._reconfigure(uuid, handles, timeout=timedelta(seconds=60)).wait()
+
+
+def summed(number, group=None):
+    """What an all-reduce makes of this process's number."""
+    tensor = torch.full((1000,), float(number))
+    dist.all_reduce(tensor, group=group)
+    (value,) = tensor.unique().tolist()
+    return value
+
+
+def raised(call):
+    """The text of the error that `call` raises."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def changing(tell):
+    """Three of four processes begin, one of these dies, and the fourth comes first in what the rest becomes."""
+    number, store = begin()
+    seen = [raised(lambda: summed(number))]
+    if number < 3:
+        regroup(store, 1, [0, 1, 2])
+        pair = dist.new_group([0, 1])
+        seen += [(dist.get_rank(), dist.get_world_size(), summed(number))]
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start_s = monotonic()
+        seen += [raised(lambda: summed(number)), monotonic() - start_s < SOON_S]
+        regroup(store, 2, [1, 0])
+        seen += [(dist.get_rank(), dist.get_world_size(), summed(number)), summed(number, pair)]
+    regroup(store, 3, [3, 0, 1])
+    seen += [(dist.get_rank(), dist.get_world_size(), summed(number))]
+    received = torch.empty(3)
+    sending = dist.isend(torch.full((3,), float(number)), (dist.get_rank() + 1) % 3)
+    dist.recv(received, (dist.get_rank() - 1) % 3)
+    sending.wait()
+    later = dist.new_group()
+    seen += [received.tolist(), summed(number, later)]
+    dist.destroy_process_group()
+    return seen
+
+
+def training(tell):
+    """DDP trains through a death: a new group, a new wrapper, and a step again."""
+    number, store = begin()
+    regroup(store, 1, [0, 1, 2])
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = DistributedDataParallel(model)
+    step = 0
+    while step < 6:
+        if (number, step) == (2, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        try:
+            wrapped(torch.full((2, 4), float(number + step))).square().sum().backward()
+        except RuntimeError:
+            regroup(store, 2, [0, 1])
+            wrapped = DistributedDataParallel(model)
+            continue
+        optimizer.step()
+        step += 1
+    dist.destroy_process_group()
+    return [each.tolist() for each in model.parameters()]
+
+
+def refused(tell):
+    """What cannot work, and that a group goes on after it, and after an abort."""
+    number, store = begin()
+    own = dist._get_reconfigure_handle()
+    seen = [raised(lambda: dist._reconfigure(1, ["another"])), raised(lambda: dist._reconfigure(1, [own, own]))]
+    dist._reconfigure(7 + number, [own]).wait()
+    seen += [raised(lambda: dist._reconfigure(7 + number, [own])), summed(number)]
+    late = dist._reconfigure(20, sorted([own, "never there"]), timeout=timedelta(seconds=1))
+    seen += [raised(late.wait)]
+    regroup(store, 21, [0, 1])
+    dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).abort()
+    seen += [raised(lambda: summed(number))]
+    regroup(store, 22, [0, 1])
+    seen += [summed(number)]
+    dist.destroy_process_group()
+    return seen
