@@ -127,7 +127,8 @@ def test_a_wait_with_a_timeout_of_its_own_leaves_the_collective_under_way(pool):
     assert_error(
         found, "DeadlineExceeded", "all_reduce (sum) of float32[8] is still in flight after 0.1 s: wait() again"
     )
-    assert (before, after, total) == ([False, False], [True, True], [2.0] * 8)
+    is_in_c = hasattr(dist, "_reconfigure")  # from 2.14 on torch never asks a work in Python whether it is completed
+    assert (before, after, total) == (False, [not is_in_c, True], [2.0] * 8)
 
 
 @pytest.mark.parametrize("sender", [0, 1])  # the one that connects, and the one that is connected to
@@ -138,7 +139,8 @@ def test_a_first_send_to_a_rank_that_does_nothing_ends_at_the_timeout(pool, send
 
 def test_a_shorter_timeout_of_a_group_reaches_its_collectives_and_its_receives(pool):
     (from_any, received, barrier), _ = found_by(pool, 2, c10d_failing_ranks.hurried)
-    assert_error(from_any, "DeadlineExceeded", "did not do its part in time")
+    if not hasattr(dist, "_reconfigure"):  # from 2.14 on a receive from any rank is refused
+        assert_error(from_any, "DeadlineExceeded", "did not do its part in time")
     assert_error(received, "DeadlineExceeded", "bucket receive with tag 0")
     assert_error(barrier, "DeadlineExceeded", "no answer from ranks [1] within 0.5 s")
 

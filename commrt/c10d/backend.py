@@ -210,6 +210,9 @@ class Methods:
         """Change the deadline of all later collectives."""
         self.group.set_timeout(timeout.total_seconds())
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self.group.engine.begun
+
     def shutdown(self) -> None:
         """Finish what was started, then close all connections; ``destroy_process_group`` calls it."""
         self.group.close()

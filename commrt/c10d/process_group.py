@@ -74,9 +74,6 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     def _get_backend(self, device: torch.device) -> Any:
         return self if torch.device(device) in group_devices() else super()._get_backend(device)
 
-    def _get_sequence_number_for_group(self) -> int:
-        return self.group.engine.begun
-
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: all ranks count from 0."""
 

@@ -150,7 +150,8 @@ def after_functional():
 
 def dtensor_refused():
     replicated = distribute_tensor(torch.ones(4), square(), [Replicate(), Replicate()])
-    return "a DTensor cannot travel: pass the tensor in it" in raised(lambda: dist.all_reduce(replicated)), True
+    said = raised(lambda: dist.all_reduce(replicated))  # from 2.14 on torch refuses it
+    return "a DTensor cannot travel: pass the tensor in it" in said or "does not have a sharding strategy" in said, True
 
 
 def counted_by_autograd():
