@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
+from weakref import ref
 
 import failing_ranks
 import pytest
@@ -20,6 +21,7 @@ from gossip_models import model_of, params, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_loops import ALGORITHMS, Loop
+from peer_group import wait_until
 from torch.distributed import HashStore
 
 import commrt
@@ -224,6 +226,11 @@ def test_what_has_no_weights_of_its_own_or_no_step_in_common_ends_with_a_lost_ra
         run_ranks(2, body)
 
 
+def is_collected(kept):
+    gc.collect()
+    return kept() is None
+
+
 @for_each("how", ["detached", "dropped"])
 def test_a_model_that_gossips_after_another_was_detached_or_dropped_survives_a_lost_rank(how):
     def body(world):
@@ -232,8 +239,9 @@ def test_a_model_that_gossips_after_another_was_detached_or_dropped_survives_a_l
         if how == "detached":
             loop.replica.detach()  # the variable keeps it alive
         else:
+            kept = ref(loop.replica)
             del loop
-            gc.collect()
+            wait_until(lambda: is_collected(kept))  # not while another rank collects
         return finished(world, Gossip(), {1: 4}).replica.lost
 
     first, _, last = run_ranks(3, body)
