@@ -11,26 +11,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SMALL_NUMEL = 1 << 14
-"""Tensors of fewer words are summed together, as a call for each would take longer than the sum."""
+WORD_NBYTES = 8
+LARGE_NBYTES = 1 << 16
+"""Smaller tensors are summed together, as a call for each would take longer than the sum."""
+ROW = 64
+"""Words that are summed without telling their places apart: to add in rows takes half the time of columns."""
 COLUMNS = 4093
-"""Words so far apart have the same weight in a sum; a prime, so that rows of a matrix do not."""
+"""Rows so far apart have the same weight in a sum; a prime, so that rows of a matrix do not."""
 SPREAD = 0x9E3779B97F4A7C15
 """An odd number with bits everywhere: its multiples are weights of which no two small ones are close."""
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digest:
-    """A weighted sum of all words of `tensors` as integers, modulo 2 to the power of 64.
+    """A weighted sum of all words of the memory of `tensors`, as integers, modulo 2 to the power of 64.
 
-    Words are as wide as an element. Weights tell places and tensors apart, so words that change places change it too.
+    Weights tell places and tensors apart, so rows of words that change places change it too.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._addresses: list[int] = []
         self._large: list[Tensor] = []
-        self._small: list[list[Tensor]] = []
+        self._small: list[Tensor] = []
         self._gappy: list[Tensor] = []
 
     @torch.no_grad()
@@ -39,8 +41,8 @@ class Digest:
         if (addresses := [*map(Tensor.data_ptr, self._tensors)]) != self._addresses:
             self._addresses = addresses
             self._use([tensor.detach() for tensor in self._tensors if tensor.numel()])
-        found = [*self._large, *map(torch.cat, self._small), *(words_of(each.contiguous()) for each in self._gappy)]
-        sums = [weighted_sum(words) for words in found]
+        rest = [*self._small, *(bytes_of(each.contiguous()) for each in self._gappy)]
+        sums = [weighted_sum(words) for words in (*self._large, *map(words_of, _by_device(rest)))]
         together = [each.to(sums[0].device) for each in sums]  # frozen tensors may lie elsewhere
         parts: list[int] = torch.stack(together).tolist() if sums else []
         return sum((2 * place + 1) * part for place, part in enumerate(parts)) & (2**64 - 1)
@@ -48,10 +50,13 @@ class Digest:
     def _use(self, tensors: Sequence[Tensor]) -> None:
         dense = [(tensor, in_memory_order(tensor)) for tensor in tensors]
         self._gappy = [tensor for tensor, flat in dense if not flat.is_contiguous()]
-        self._large, small = [], defaultdict[torch.dtype, list[Tensor]](list)
-        for words in (words_of(flat) for _, flat in dense if flat.is_contiguous()):
-            (self._large if words.numel() >= SMALL_NUMEL else small[words.dtype]).append(words)
-        self._small = [*small.values()]
+        self._large, self._small = [], []
+        for memory in (bytes_of(flat) for _, flat in dense if flat.is_contiguous()):
+            is_whole = not (memory.data_ptr() % WORD_NBYTES or len(memory) % WORD_NBYTES)
+            if is_whole and len(memory) >= LARGE_NBYTES:
+                self._large.append(memory.view(torch.int64))
+            else:
+                self._small.append(memory)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -59,19 +64,33 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def words_of(tensor: Tensor) -> Tensor:
-    """Return a view of the memory of `tensor`, which is contiguous, as integers, flat."""
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a view of the memory of `tensor`, which is contiguous, as bytes, flat."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(-1).view(WORDS[real.itemsize])
+    return real.view(-1).view(torch.uint8)
+
+
+def words_of(parts: Sequence[Tensor]) -> Tensor:
+    """Return a copy of the bytes of all `parts`, and zeros behind them, as words."""
+    missing = -sum(map(len, parts)) % WORD_NBYTES
+    return torch.cat([*parts, parts[0].new_zeros(missing)]).view(torch.int64)
+
+
+def _by_device(parts: Sequence[Tensor]) -> list[list[Tensor]]:
+    found = defaultdict[torch.device, list[Tensor]](list)
+    for part in parts:
+        found[part.device].append(part)
+    return [*found.values()]
 
 
 def weighted_sum(words: Tensor) -> Tensor:
-    """Return the sum of `words` [n], each times the weight of its place, as int64 []."""
-    weights, whole = _weights(words.device), len(words) // COLUMNS * COLUMNS
-    columns = torch.sum(words[:whole].view(-1, COLUMNS), 0, dtype=torch.int64)
-    rest = words[whole:]
-    columns[: len(rest)] += rest
-    return torch.sum(columns * weights)
+    """Return the sum of `words` [n], int64, each times the weight of its row, as int64 []."""
+    in_rows = len(words) // ROW * ROW
+    rows = torch.cat([words[:in_rows].view(-1, ROW).sum(1), words[in_rows:]])
+    whole = len(rows) // COLUMNS * COLUMNS
+    columns = rows[:whole].view(-1, COLUMNS).sum(0)
+    columns[: len(rows) - whole] += rows[whole:]
+    return torch.sum(columns * _weights(words.device))
 
 
 @cache
