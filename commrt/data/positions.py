@@ -17,7 +17,7 @@ def order_of(size: int, seed: int, epoch: int) -> NDArray[np.integer[Any]]:
     """Return the sample at each position of `epoch`, the same with every version of numpy.
 
     >>> order_of(6, seed=0, epoch=1).tolist()
-    [3, 0, 2, 5, 1, 4]
+    [4, 5, 1, 2, 0, 3]
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(size)
     return np.argsort(bits, kind="stable")
@@ -71,6 +71,8 @@ def left_after(todo: Ranges, ranks: int, batch_size: int, counted: Collection[in
 
     >>> left_after(((0, 9),), ranks=2, batch_size=3, counted=[1])
     ((6, 9), (0, 3))
+    >>> left_after(((8, 9),), ranks=2, batch_size=3, counted=[])
+    ((8, 9),)
     """
     shares, left = deal(todo, ranks, batch_size)
     used = {shares[rank] for rank in counted}
