@@ -14,6 +14,7 @@ from commrt.algorithms.gossip import Gossip as Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling as HalvingDoubling
 from commrt.algorithms.ring import Ring as Ring
 from commrt.algorithms.torus import Torus2D as Torus2D
+from commrt.data.shares import Shares as Shares
 from commrt.errors import CommrtError as CommrtError
 from commrt.errors import DeadlineExceeded as DeadlineExceeded
 from commrt.errors import DisagreementError as DisagreementError

@@ -20,6 +20,7 @@ from torch import nn
 
 import commrt
 from commrt.backup_workers.catch_up import Snapshot, StateTransfer, pack, unpack
+from commrt.data.shares import Shares
 from commrt.errors import DisagreementError
 from commrt.testing.ranks import local_worlds
 from commrt.training.large_batch import BatchSizeControl, Rate
@@ -124,6 +125,26 @@ def test_a_recipe_takes_a_state_or_refuses_it_and_goes_on(of_batches, of_rate):
     met(rate.load_state_dict, of_rate)
     assert len(list(control)) in range(11)
     rate.step()
+
+
+FIELDS = {name: st.integers(0, 8) | VALUES for name in ("size", "seed", "epoch")}
+TODO = st.lists(st.lists(st.integers(-1, 9), min_size=2, max_size=2), max_size=3)
+
+
+@cases(60)
+@given(VALUES | st.fixed_dictionaries(FIELDS | {"size": st.just(8), "todo": TODO | VALUES}))
+@example({"size": 8, "seed": 0, "epoch": 1, "todo": [[4, 8], [0, 5]]})
+@example({"size": 8, "seed": 0, "epoch": 1, "todo": [[4, 4]]})
+@example({"size": 8, "seed": 0, "epoch": 1, "todo": [[0, 9]]})
+@example({"size": 8, "seed": 0, "epoch": 1, "todo": []})
+def test_shares_take_a_state_or_refuse_it_and_go_on(state):
+    shares = Shares(range(8), 2, place=lambda: (0, 1))
+    before = shares.state_dict()
+    if met(lambda: (shares.load_state_dict(state), True)) is None:
+        assert shares.state_dict() == before
+    left = [sample for batch in shares for sample in batch]
+    assert left
+    assert len({*left}) == len(left)
 
 
 def owner():
