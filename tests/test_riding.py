@@ -310,6 +310,8 @@ def test_weights_that_make_no_mean_are_refused_on_all_ranks(who, weight, says):
 def test_weights_follow_their_gradients(world, set_to_none):
     model, optimizer, replica = attached(world, net())
     with replica.no_sync():
+        loss_of(model, *batch(world.rank, 9, 1)).backward()
+        optimizer.zero_grad()
         replica.weigh(loss_of(model, *batch(world.rank, 9, 0)), 99).backward()
     optimizer.zero_grad(set_to_none=set_to_none)
     x, y = batch(world.rank, 0, 0)

@@ -268,7 +268,8 @@ class Riding:
 
     def forget_thrown_away(self) -> None:
         """Forget what gradients weigh that nobody will use."""
-        if self._at_hand.was_thrown_away():
+        is_none_left = all(param.grad is None for _, param in self._params)
+        if is_none_left or self._at_hand.was_thrown_away():
             self._take_gradients()
 
     def _take_gradients(self) -> Accumulation:
