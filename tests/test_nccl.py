@@ -264,6 +264,11 @@ def test_an_exchange_that_waits_while_the_communicator_is_freed_is_not_issued(qu
     assert queued.binding.calls == []
 
 
+def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held(queued):
+    with ThreadPoolExecutor(1) as pool, queued.transport._in_use, queued.transport._freeing._cond:
+        pool.submit(queued.transport.leave_to_parent).result(PATIENT_S)
+
+
 def polled(queued):
     """Whether this thread asks NCCL for errors if it looks for a failure now."""
     names = []

@@ -325,9 +325,12 @@ class NcclTransport(Transport):
         self._give_up()
 
     def leave_to_parent(self) -> None:
-        """Never free the communicator in a forked child: that would end the parent's."""
+        """Never free the communicator in a forked child: that would end the parent's.
+
+        Takes no lock, as a thread that is not here may have held it, such as the watchdog that of its event.
+        """
         self._closed = True
-        if self._may_free():
+        if self._abandon.detach() is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
 
 

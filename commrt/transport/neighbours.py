@@ -268,6 +268,10 @@ class Neighbours:
         self._keeps = False
         self._free.clear()
 
+    def leave_to_parent(self) -> None:
+        """Let a forked child drop buffers: a thread that is not here may have held the lock."""
+        self._lock = threading.RLock()
+
     def _wait_until_unmapped(self, limit_s: float) -> None:
         self._store.set(f"unmapped/{self.rank}", "")
         if limit_s:

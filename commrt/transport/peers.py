@@ -206,6 +206,7 @@ class PeersTransport(NcclTransport):
 
     def leave_to_parent(self) -> None:
         self._is_unmapped = True
+        self._neighbours.leave_to_parent()
         super().leave_to_parent()
 
 
