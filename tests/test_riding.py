@@ -518,6 +518,53 @@ def test_a_watch_compares_the_anchors_of_local_sgd(world):
         end_period()
 
 
+@for_each("algorithm", [commrt.Torus2D(), LocalSGD(2)])
+def test_a_watch_compares_the_weights_of_the_last_step_in_consolidate(algorithm):
+    def body(world):
+        model, optimizer, replica = attached(world, net(), algorithm=algorithm, watch=True)
+        loss_of(model, *batch(world.rank, 0, 0)).backward()
+        optimizer.step()
+        replica.consolidate()
+        loss_of(model, *batch(world.rank, 1, 0)).backward()
+        optimizer.step()
+        held = model[0].weight if algorithm == commrt.Torus2D() else replica._fragments[0].anchors[0]
+        if world.rank == 1:
+            held.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        with pytest.raises(DisagreementError, match=r"before step 2 .* those of ranks \[1\] differ"):
+            replica.consolidate()
+
+    run_ranks(3, body)
+
+
+@on_ranks(2)
+def test_local_sgd_forgets_a_step_that_was_left_out_and_keeps_one_of_held_back_passes(world):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    replica = commrt.attach(model, optimizer, LocalSGD(3), world=world)
+
+    def backward(weight):  # rank 0 moves by 1, rank 1 by 2
+        optimizer.zero_grad()
+        replica.weigh(-(1 + world.rank) * model(torch.ones(1, 1)).sum(), weight).backward()
+
+    backward(1 + 999 * world.rank)
+    if world.rank == 0:
+        optimizer.step()  # rank 1 leaves it out
+        backward(1)
+    else:
+        optimizer.zero_grad()
+        replica.average()
+    optimizer.step()
+    backward(1)
+    optimizer.step()
+    assert model.weight.item() == 11 / 4  # of 3 steps to 3, and 1 to 2
+    with replica.no_sync():
+        backward(1)
+    optimizer.step()
+    replica.consolidate()
+    assert model.weight.item() == 11 / 4 + 1.5
+
+
 TENSORS = [
     torch.randn(3, 5),
     torch.randn(7).bfloat16(),

@@ -12,7 +12,7 @@ To let something else ride, add a field to `SLOT`, and whoever fills and reads i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -152,14 +152,18 @@ class Riders:
             return
         (step, members), self.compared = self.compared, None
         slots = self.read()
-        digests = {rank: int(slots["digest"][rank]) for rank in members}
-        (common, count), *others = Counter(digests.values()).most_common()
-        if others:
-            alone = [rank for rank, digest in digests.items() if digest != common]
-            is_most = 2 * count > len(digests)
-            who = f"those of ranks {alone} differ from all others'" if is_most else f"their digests are {digests}"
-            raise DisagreementError(
-                f"watch: before step {step} the ranks held different weights for the first time: {who}. Bits were "
-                "flipped, on a wire or in memory, or a rank alone has written weights or loaded a state: start again "
-                "from a checkpoint, and look at the hosts of these ranks"
-            )
+        require_equal({rank: int(slots["digest"][rank]) for rank in members}, step)
+
+
+def require_equal(digests: Mapping[int, int], step: int) -> None:
+    """Raise `DisagreementError` if ranks have different `digests` of the weights before `step`."""
+    (common, count), *others = Counter(digests.values()).most_common()
+    if others:
+        alone = [rank for rank, digest in digests.items() if digest != common]
+        is_most = 2 * count > len(digests)
+        who = f"those of ranks {alone} differ from all others'" if is_most else f"their digests are {digests}"
+        raise DisagreementError(
+            f"watch: before step {step} the ranks held different weights for the first time: {who}. Bits were "
+            "flipped, on a wire or in memory, or a rank alone has written weights or loaded a state: start again "
+            "from a checkpoint, and look at the hosts of these ranks and of those that send to them"
+        )

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import SlowMomentum
+from commrt.buckets.digest import Digest
 from commrt.buckets.layout import exchanged_tensors
 from commrt.errors import UsageError
 from commrt.local_sgd.fragment import Fragment, FragmentExchange, InFlight, cut_fragments
@@ -18,7 +19,7 @@ from commrt.runtime.wire import is_quantized
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.attach import Request
 from commrt.training.hooks import settings_digest
-from commrt.training.model_state import Stateful, digest, own_residuals
+from commrt.training.model_state import Stateful, digest, gather_integers, own_residuals
 from commrt.training.replica import Replica
 from commrt.training.riding import FEEDBACK, NOTHING_SEEN
 
@@ -49,6 +50,8 @@ class LocalReplica(AfterStepReplica):
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
         self._rides = not self._local.is_gossip
+        if request.watch and self._rides:
+            self._watched = Digest([anchor for fragment in self._fragments for anchor in fragment.anchors])
         if exchange.engine.buckets[0].residual is not None:
             self._refuses_weights = FEEDBACK
         self._refuses = "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
@@ -138,7 +141,7 @@ class LocalReplica(AfterStepReplica):
         with self._world.collective("consolidate()"):
             self.drain()
             for fragment in self._fragments:
-                if fragment.left != self._step:
+                if fragment.left != self._step or self._has_learned(fragment):
                     self._merge(fragment, self._leave(fragment))
             self._account()
             if self._local.is_gossip:
@@ -150,6 +153,13 @@ class LocalReplica(AfterStepReplica):
                     fragment.land()
                 self._copies.settle()
                 self._take_from_first(buffers_only=True)
+                self._compare_replicas()
+
+    def _has_learned(self, fragment: Fragment) -> bool:
+        """Return True if a rank has made a step since its weights left: one of passes in `no_sync` has no number."""
+        own = int(self._riding.seen != fragment.seen)
+        learned = self._world.membership.together(lambda: gather_integers(self._world, own))
+        return self._rides and any(learned.values())  # with gossip all weights are averaged anyway
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

@@ -31,7 +31,7 @@ from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import are_zeroed, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.replica import Replica, StepReport
-from commrt.training.riding import ONE_STEP
+from commrt.training.riding import NOTHING_SEEN, ONE_STEP
 
 MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
@@ -198,6 +198,7 @@ class AfterStepReplica(Replica):
                 self._end_weighing(None)
                 self._on_pass()  # an optimizer ends the step, as after a backward pass
             else:
+                self._riding.made = NOTHING_SEEN  # a pass before whose step was left out
                 self._end_steps(self._passes)
 
     @contextmanager

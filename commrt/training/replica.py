@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Span
 from commrt.buckets.layout import Named, exchanged_tensors
+from commrt.buckets.riders import require_equal
 from commrt.errors import UsageError
 from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
@@ -29,6 +31,7 @@ from commrt.training.model_state import (
     Stateful,
     fingerprint,
     flatten,
+    gather_integers,
     gather_values,
     mean,
     overwrite_model,
@@ -68,6 +71,7 @@ class Replica(ABC):
         self._refuses = self._refuses_weights = self._refuses_wishes = ""  # why nothing can ride, or only not these
         self._handles: list[RemovableHandle] = []
         self._riding = Riding(world.rank, params)
+        self._watched: Digest | None = None
         self._checks: Sequence[Callable[[], None]] = ()  # raise if others have written what an exchange relies on
 
     def _live(
@@ -321,6 +325,17 @@ class Replica(ABC):
         """
         with self._collective("replicas_equal()"):
             return self._world.all_equal("replicas", fingerprint(self.model))
+
+    def _compare_replicas(self) -> None:
+        """Raise `DisagreementError` if somebody watches, and ranks hold different weights. Collective."""
+        if (watched := self._watched) is None:
+            return
+        with self._world.collective("watch"):
+            halves = [
+                self._world.membership.together(partial(gather_integers, self._world, half))
+                for half in divmod(watched.now(), 1 << 32)
+            ]
+        require_equal({rank: (high << 32) + halves[1][rank] for rank, high in halves[0].items()}, self.step)
 
     def _collective(self, what: str) -> AbstractContextManager[None]:
         return self._world.collective(what)

@@ -104,7 +104,8 @@ class SynchronousReplica(Replica):
             self._refuses_wishes = "only partners hear of it in a step: use gossip of weights, or an all-reduce"
         self._number: int | None = None  # of the backward pass whose gradients are on their way
         self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
-        self._digest = Digest([*self.model.parameters()]) if request.watch and not self._alone else None
+        if request.watch and not self._alone:
+            self._watched = Digest([*self.model.parameters()])
         self._looked: Future[None] | None = None
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
@@ -162,8 +163,8 @@ class SynchronousReplica(Replica):
             steps, settings = self._guard.close(self._step)
             late, first = int(number == LATE), self._engine.buckets[0].header
             self._header = first._replace(late=late, optimizer_steps=steps, step=self._step, settings=settings)
-        if self._digest is not None:
-            watch = partial(cast("Riders", self._engine.buckets[0].riders).watch, self._digest)
+        if self._watched is not None:
+            watch = partial(cast("Riders", self._engine.buckets[0].riders).watch, self._watched)
             self._looked = self._world.comm_thread.submit(watch)
         # In join() ranks may have left, so each step begins with the question who has data.
         self._has_data = None if self._world.joined is None else self._engine.submit_has_data(True, self._step)
@@ -319,6 +320,7 @@ class SynchronousReplica(Replica):
             super().consolidate()
         else:
             self.sync_buffers()
+            self._compare_replicas()
 
     def why_not_graphs(self) -> dict[int, str]:
         """Return why buckets were not carried by a graph; see `Replica.why_not_graphs`."""
