@@ -214,6 +214,7 @@ class Replica(ABC):
         """Ask all ranks to stop; may be called by a signal handler, on any thread.
 
         All ranks see it in `stopping` after the same step: this one, if its backward pass has only begun, or the next.
+        Of backup workers, a rank whose gradients come too late says it when it catches up, up to a few steps later.
         """
         if self._handles:  # else the model was detached, and a handler may still call this
             self._require_wishes("stop()")
