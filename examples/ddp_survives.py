@@ -27,9 +27,11 @@ import torch
 import torch.distributed as dist
 from meeting import Meeting
 from mnist.dataset import lenet, load
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import commrt
@@ -51,6 +53,14 @@ def batches(shares: commrt.Shares, loader: DataLoader, epochs: int) -> Iterator[
         yield from shares.batches(loader)
 
 
+def take_moments(model: nn.Module, optimizer: Optimizer) -> None:
+    """Copy the optimizer's state of rank 0."""
+    optimizer.zero_grad()  # else torch adds no moments before the first step
+    moments = get_optimizer_state_dict(model, optimizer) if dist.get_rank() == 0 else {}
+    from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, moments, options=from_rank_0)
+
+
 def main() -> None:
     """Train, then print the accuracy."""
     options = parsed()
@@ -62,17 +72,15 @@ def main() -> None:
     shares = commrt.Shares(samples, 16, place=lambda: (dist.get_rank(), dist.get_world_size()))
     loader = DataLoader(samples, batch_sampler=shares)
     model = lenet(seed=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
     steps = 0
 
-    while meeting.hold(steps):
+    while meeting.hold(steps, shares.state_dict()):
         try:
             ddp = DistributedDataParallel(model)  # copies the weights of rank 0, which has most steps
-            state = [steps, optimizer.state_dict(), shares.state_dict()]
-            dist.broadcast_object_list(state, src=0)
-            steps = state[0]
-            optimizer.load_state_dict(state[1])
-            shares.load_state_dict(state[2])
+            take_moments(model, optimizer)
+            steps = meeting.members[0].steps
+            shares.load_state_dict(meeting.members[0].about)
             print(f"process {number}: rank {dist.get_rank()} of {dist.get_world_size()} from step {steps}", flush=True)
 
             for pixels, digits in batches(shares, loader, options.epochs):

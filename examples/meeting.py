@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 LIMIT_S = 300.0
 """Give up after so long without a process that has the state of training."""
+TRIES = 10
+"""Give up after so many turns without a step."""
 CONNECT_S = 30.0
 """A process that dies while the group connects costs this long."""
 
@@ -51,6 +53,7 @@ class Meeting:
     def __init__(self, number: int, size: int, grace_s: float) -> None:
         self._store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no other name for it
         self._number, self._size, self._grace_s = number, size, grace_s
+        self._steps, self._tries = -1, 0
         self.turn = -1
         self.members: list[Member] = []
         """Of the present turn, in the order of ranks."""
@@ -65,6 +68,10 @@ class Meeting:
 
     def hold(self, steps: int, about: Any = None, order: Order = latest_first) -> bool:
         """Become a rank of the group with all that come; return False once training is over."""
+        self._tries = self._tries + 1 if steps == self._steps else 0
+        self._steps = steps
+        if self._tries == TRIES:
+            raise RuntimeError(f"no step in {TRIES} turns: see the errors before")
         handle = dist._get_reconfigure_handle()  # noqa: SLF001  # the API's present name
         while not self._store.check(["is over"]):
             dist.group.WORLD.abort()  # ranks that wait for this one get an error, and come too
