@@ -130,7 +130,7 @@ newest: build/newest-venv/ready
 
 build/newest-venv/ready:
 	$(PYTHON) -m venv --clear build/newest-venv
-	build/newest-venv/bin/pip install --quiet 'torch>=2.14' pytest pytest-benchmark pytest-timeout pytest-xdist hypothesis numba
+	build/newest-venv/bin/pip install --quiet 'torch>=2.14' pytest pytest-benchmark pytest-timeout pytest-xdist hypothesis numba accelerate lightning transformers
 	build/newest-venv/bin/pip install --quiet --no-deps --editable .
 	build/newest-venv/bin/pip install --quiet numpy packaging rich typer
 	touch $@
