@@ -81,7 +81,8 @@ def main() -> None:
             take_moments(model, optimizer)
             steps = meeting.members[0].steps
             shares.load_state_dict(meeting.members[0].about)
-            print(f"process {number}: rank {dist.get_rank()} of {dist.get_world_size()} from step {steps}", flush=True)
+            place = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            print(f"process {number}: {place} from step {steps}\n", end="", flush=True)
 
             for pixels, digits in batches(shares, loader, options.epochs):
                 if meeting.is_called():  # a new process waits
@@ -98,7 +99,7 @@ def main() -> None:
                 meeting.end()
                 break
         except dist.DistBackendError as error:
-            print(f"process {number}: step {steps} again: {error}", flush=True)
+            print(f"process {number}: step {steps} again: {error}\n", end="", flush=True)
 
     with torch.no_grad():
         right = (model(test.pixels).argmax(1) == test.digits).float().mean().item()

@@ -102,7 +102,8 @@ def sharded(most: int, turn: int) -> tuple[DeviceMesh, nn.Module, Optimizer]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=(f"replicate{turn}", f"shard{turn}"))
     model = lenet(seed=0)
     for layer in model:
-        fully_shard(layer, mesh=mesh)
+        if [*layer.parameters()]:
+            fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return mesh, model, SGD(model.parameters(), lr=0.02, momentum=0.9)
 
@@ -154,7 +155,7 @@ class Training:
             try:
                 self._train(*self._recovered())
             except dist.DistBackendError as error:
-                print(f"process {self._number}: step {self._steps} again: {error}", flush=True)
+                print(f"process {self._number}: step {self._steps} again: {error}\n", end="", flush=True)
             for group in self._groups:  # ranks that wait for this one get an error, and come too
                 group.abort()
 
@@ -181,7 +182,7 @@ class Training:
         self._kept[place] = model, optimizer
         dist.barrier()
         self._kept = {place: self._kept[place]}  # all have the state: nobody needs earlier rows
-        print(f"process {self._number}: row {row} of {tuple(mesh.shape)} from step {self._steps}", flush=True)
+        print(f"process {self._number}: row {row} of {tuple(mesh.shape)} from step {self._steps}\n", end="", flush=True)
         return model, optimizer
 
     def _train(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -189,9 +190,8 @@ class Training:
         for pixels, digits in batches(self._shares, self._loader, self._options.epochs):
             if self._meeting.is_called():
                 return
-            if (self._number, self._steps) == (self._options.kill_rank, self._options.at_step) and (
-                self._meeting.turn == 0
-            ):
+            here = self._number, self._steps, self._meeting.turn
+            if here == (self._options.kill_rank, self._options.at_step, 0):
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             cross_entropy(model(pixels), digits).backward()  # raises if a rank has died
