@@ -81,6 +81,7 @@ def main() -> None:
             take_moments(model, optimizer)
             steps = meeting.members[0].steps
             shares.load_state_dict(meeting.members[0].about)
+            meeting.loaded()
             place = f"rank {dist.get_rank()} of {dist.get_world_size()}"
             print(f"process {number}: {place} from step {steps}\n", end="", flush=True)
 

@@ -181,6 +181,7 @@ class Training:
         place = Place(self._meeting.turn, row, mesh.size(1), column)
         self._kept[place] = model, optimizer
         dist.barrier()
+        self._meeting.loaded()
         self._kept = {place: self._kept[place]}  # all have the state: nobody needs earlier rows
         print(f"process {self._number}: row {row} of {tuple(mesh.shape)} from step {self._steps}\n", end="", flush=True)
         return model, optimizer

@@ -26,7 +26,7 @@ class Member(NamedTuple):
     """A process that comes in a turn."""
 
     turn: int
-    """The latest turn in which it was a rank; -1 for a new process."""
+    """The latest turn whose state it has; -1 for a new process."""
     steps: int
     number: int
     """The launcher's rank, for a fixed order and for messages."""
@@ -54,6 +54,7 @@ class Meeting:
         self._store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no other name for it
         self._number, self._size, self._grace_s = number, size, grace_s
         self._steps, self._tries = -1, 0
+        self._has_state_of = -1
         self.turn = -1
         self.members: list[Member] = []
         """Of the present turn, in the order of ranks."""
@@ -61,6 +62,10 @@ class Meeting:
     def is_called(self) -> bool:
         """Return True if a process waits for the next turn. Takes one question to the store."""
         return self._store.check([f"came {self.turn + 1}"])
+
+    def loaded(self) -> None:
+        """Note that this process has the state of rank 0: it may give it in a later turn."""
+        self._has_state_of = self.turn
 
     def end(self) -> None:
         """Note that training is over: who comes from now on leaves."""
@@ -76,7 +81,7 @@ class Meeting:
         while not self._store.check(["is over"]):
             dist.group.WORLD.abort()  # ranks that wait for this one get an error, and come too
             turn = int(self._store.compare_set("turn", "", "0"))
-            me = Member(self.turn, steps, self._number, handle, about)
+            me = Member(self._has_state_of, steps, self._number, handle, about)
             self._store.append(f"came {turn}", json.dumps(me) + "\n")
             came = json.dumps(order(self._wait(turn)))
             found = self._store.compare_set(f"ranks {turn}", "", came)  # the first one decides
@@ -86,6 +91,8 @@ class Meeting:
             if handle not in handles:
                 continue
             self.turn = turn
+            if turn == 0:
+                self.loaded()  # all begin with the same
             try:
                 dist._reconfigure(turn, handles, timeout=timedelta(seconds=CONNECT_S)).wait()  # noqa: SLF001
             except dist.DistBackendError:  # one of them has died since
