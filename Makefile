@@ -121,14 +121,16 @@ build/gpu-venv/ready: bench/gpu_requirements.txt
 	build/gpu-venv/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
-# The backend on the newest torch that pip finds, whose code differs from 2.14 on: ranks that come and go.
+# The backend on the newest torch that pip finds, whose code differs from 2.14 on: ranks that come and go, and the loops
+# of examples that go on.
+NEWEST = tests/test_c10d_*.py tests/test_reconfigure.py examples/test_loops_survive.py
 .PHONY: newest
 newest: build/newest-venv/ready
-	build/newest-venv/bin/python -m pytest -p no:cacheprovider tests/test_reconfigure.py
+	build/newest-venv/bin/python -m pytest -p no:cacheprovider $(NEWEST)
 
 build/newest-venv/ready:
 	$(PYTHON) -m venv --clear build/newest-venv
-	build/newest-venv/bin/pip install --quiet 'torch>=2.14' pytest pytest-benchmark pytest-timeout pytest-xdist hypothesis numba
+	build/newest-venv/bin/pip install --quiet 'torch>=2.14' pytest pytest-benchmark pytest-timeout pytest-xdist hypothesis numba accelerate lightning transformers
 	build/newest-venv/bin/pip install --quiet --no-deps --editable .
 	build/newest-venv/bin/pip install --quiet numpy packaging rich typer
 	touch $@

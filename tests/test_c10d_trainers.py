@@ -7,6 +7,7 @@ import c10d_losses
 import c10d_ranks
 import c10d_trainers
 import pytest
+import torch.distributed as dist
 from inductor import what_inductor_lacks
 from rank_pool import Pool
 
@@ -26,6 +27,8 @@ def like(losses, ranks):
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.__name__)
 def test_a_trainer_has_the_losses_that_it_has_over_gloo(trainer):
+    if trainer is c10d_trainers.torchft and hasattr(dist, "_reconfigure"):
+        pytest.skip("the group of the page is one of torch 2.13 or earlier")
     with Pool(4) as pool:  # each process imports the trainer once
         for ranks in (2, 4):
             for losses in pool.values(c10d_trainers.trained, trainer, size=ranks, limit_s=LIMIT_S):

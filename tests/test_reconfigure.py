@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from reconfigured_ranks import changing, refused, training
+from reconfigured_ranks import changing, in_flight, refused, training
 from torch import nn
 
 from commrt.testing.processes import run_processes
@@ -30,6 +30,17 @@ def test_a_group_goes_on_without_a_process_that_died_and_with_one_that_came_late
     assert zero[1:2] + zero[3:] == [(0, 3, 3.0), True, (1, 2, 1.0), 1.0, (1, 3, 4.0), [3.0] * 3, 4.0]
     assert one[1:2] + one[3:] == [(1, 3, 3.0), True, (0, 2, 1.0), 1.0, (2, 3, 4.0), [0.0] * 3, 4.0]
     assert three[1:] == [(0, 3, 4.0), [1.0] * 3, 4.0]
+
+
+def test_works_in_flight_name_the_process_that_died_and_the_one_that_left():
+    zero, one, _ = values(run_processes(3, in_flight), lost={2})
+    for rank, seen in enumerate((zero, one)):
+        assert [f"[rank {rank}, peer 2" in each or "Rank 2" in each for each in seen[:2]] == [True] * 2, seen
+        assert seen[3] == 1.0
+    reason = "the process group is reconfigured, without the ranks [1]"
+    assert f"sequence number 0 of group 0: the transport was closed, as {reason}" in zero[2]
+    assert "[rank 1, peer 0" in one[2]
+    assert f"Rank 0 saw TransportClosed: {reason}" in one[2]
 
 
 def test_ddp_trains_through_a_death_as_if_the_rest_had_made_the_later_steps():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commrt.algorithms.catalogue import ROOTED
-from commrt.errors import CommrtError, DeadlineExceeded, TransportError
+from commrt.errors import CommrtError, DeadlineExceeded, TransportClosed, TransportError
 from commrt.importing import untraced
 from commrt.kernels.dispatch import combining
 from commrt.kernels.layout import GRANULE, padded
@@ -189,7 +189,9 @@ class CallEngine:
                     row.record_stream(torch.cuda.current_stream(row.device))
         except TransportError as error:
             limit = f", with a timeout of {transport.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
-            error.what = f"{call.kind}, sequence number {number} of group {self._name}{limit}: {error.what}"
+            ended = comm_thread.failure if isinstance(error, TransportClosed) else None  # why it was closed
+            why = f", as {ended.what}" if isinstance(ended, TransportClosed) else ""
+            error.what = f"{call.kind}, sequence number {number} of group {self._name}{limit}: {error.what}{why}"
             raise
         finally:
             if timeout_s is not None:

@@ -123,9 +123,9 @@ class ProcessGroupWorld:
         with suppress(CommrtError, RuntimeError):  # the store is gone, with all that it held
             call_store(leave, rank=self.world.rank)
 
-    def abort(self) -> None:
-        """End what is in flight with an error; call `close` too."""
-        self.world.abort(TransportClosed("the process group was aborted"))
+    def abort(self, reason: str = "the process group was aborted") -> None:
+        """End what is in flight with an error that says `reason`; call `close` too."""
+        self.world.abort(TransportClosed(reason))
         self.host_messages.close()
 
 

@@ -45,6 +45,7 @@ class ReconfigurableBackend(CommrtBackend):
         self._handle = f"{NAME}:{uuid4().hex}"
         self._world: ProcessGroupWorld | None = None
         self._used = set[int]()
+        self._handles: list[str] = []  # of the present world's ranks
         self._running: Future[None] | None = None
         self._uuid = -1
         self._derived = Counter[tuple[int, ...]]()  # groups made of these ranks since the latest reconfiguration
@@ -88,7 +89,11 @@ class ReconfigurableBackend(CommrtBackend):
                 "by torch.distributed._get_reconfigure_handle()"
             )
         self._used.add(opts.uuid)
-        self.abort()
+        gone = [rank for rank, handle in enumerate(self._handles) if handle not in handles]
+        self._end(
+            f"the process group is reconfigured, without the ranks {gone}" if gone else "the group is reconfigured"
+        )
+        self._handles = handles
         place = handles.index(self._handle), len(handles)
         self._running = start_call(partial(self._connect, opts.uuid, place, opts.timeout or self._timeout))
         return GroupWork(self._running, [], "the reconfiguration")
@@ -140,9 +145,12 @@ class ReconfigurableBackend(CommrtBackend):
 
     def abort(self) -> None:
         """End what is in flight with an error, and close all connections; `reconfigure` makes new ones."""
+        self._end("the process group was aborted")
+
+    def _end(self, reason: str) -> None:
         world, self._world = self._world, None
         if world is not None:
-            world.abort()
+            world.abort(reason)
             world.close()
 
     def get_error(self) -> ErrorType:

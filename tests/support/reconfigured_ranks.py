@@ -100,6 +100,32 @@ def training(tell):
     return [each.tolist() for each in model.parameters()]
 
 
+def in_flight(tell):
+    """What works say that wait for a process which dies, or which their own process leaves, before it is waited for."""
+    number, store = begin()
+    regroup(store, 1, [0, 1, 2])
+    works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(2 if number < 2 else 0)]
+    if number == 2:
+        for each in range(2):
+            store.get(f"begun {each}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set(f"begun {number}", "")
+    seen = [raised(work.wait) for work in works]
+    regroup(store, 2, [0, 1])
+    if number == 1:
+        store.get("alone")
+        seen += [raised(lambda: [summed(number) for _ in range(2)])]  # rank 0 may have sent its part of the first one
+    else:
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        regroup(store, 3, [0])
+        store.set("alone", "")
+        seen += [raised(work.wait)]
+    regroup(store, 4, [0, 1])
+    seen += [summed(number)]
+    dist.destroy_process_group()
+    return seen
+
+
 def refused(tell):
     """What cannot work, and that a group goes on after it, and after an abort."""
     number, store = begin()
