@@ -8,7 +8,9 @@ step for the first time, a rank is hit. A failure of a rank that has no process 
 * ddp, ddp-commrt: DDP over Gloo and over commrt. torchrun's agent starts all ranks again, from a checkpoint.
 * backup1, backup2: `BackupWorkers`. Another process takes the place of each that ended.
 * gossip, local: `Gossip()` and `LocalSGD`. The others go on without the process that ended.
-* torchft: as for backup workers, but the others repeat the step without the process that ended.
+* ddp-reconfigure, ddp-reconfigure-gloo: DDP over commrt and over Gloo, as in ``examples/ddp_survives.py``. The others
+  go on without the process that ended, and take another one in. Needs torch 2.14.
+* torchft, torchft-stable: the same with torchft-nightly, and with torchft's releases.
 
 Processes start forked from one that has imported torch and commrt, for all contenders. The command exits with 1 if a
 run does not end, if processes end with different weights, or if backup workers lose an update, or make one twice.
@@ -22,18 +24,19 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 os.environ.setdefault("RUST_LOG", "error")  # torchft's lighthouse, which prints several lines per step
 from failures_audit import Row, row_of
 from failures_runs import checkpoint_interval, draw, run
-from failures_worker import Job, fresh, prepare_images, save_state
+from failures_worker import RECONFIGURED, TORCHFT, Job, fresh, prepare_images, save_state
 from records import Record, append, provenance, read
 
 HERE = Path(__file__).parent
@@ -44,7 +47,10 @@ NAMES = {
     "backup2": "`BackupWorkers(2)`, replacement",
     "gossip": "`Gossip()`, without the dead",
     "local": "`LocalSGD(4, delay=1)`, without the dead",
-    "torchft": "torchft over Gloo, replacement",
+    "torchft": "torchft-nightly over Gloo, replacement",
+    "ddp-reconfigure": "DDP over commrt, reconfigured",
+    "ddp-reconfigure-gloo": "DDP over Gloo, reconfigured",
+    "torchft-stable": "torchft 0.2.0 over Gloo, replacement",
 }
 COUNTS = ("updates_lost", "samples_twice", "samples_never", "restarted", "replaced", "hit", "failures")
 LIMIT_S = 60.0
@@ -86,9 +92,10 @@ def _options() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yield the figures of all runs. The contenders take turns within each seed and rate."""
-    contenders = [name for name in options.contenders if name != "torchft" or find_spec("torchft")]
-    if len(contenders) < len(options.contenders):
-        print("torchft is not installed: pip install 'commrt[test]' installs it on Linux, x86_64", file=sys.stderr)
+    lacking = {name: why for name in options.contenders if (why := _lacks(name))}
+    contenders = [name for name in options.contenders if name not in lacking]
+    for name, why in lacking.items():
+        print(f"{name} is left out: {why}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as root:
         prepare_images(Path(root))
         checkpoint_s, step_s = _checkpoint_s(Path(root)), options.compute_ms / 1e3
@@ -101,6 +108,22 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                         step_s = row["seconds"] / options.steps
                     print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr, flush=True)
                     yield row
+
+
+def _lacks(contender: str) -> str:
+    """Return what a contender needs and this machine has not, in words."""
+    if contender in RECONFIGURED and not hasattr(dist, "_reconfigure"):
+        return f"it needs torch 2.14 or later, and this is {torch.__version__}"
+    if contender in TORCHFT and not _version(TORCHFT[contender]):
+        return f"{TORCHFT[contender]} is not installed (there are wheels for Linux, x86_64)"
+    return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def one(root: Path, contender: str, every: int | None, seed: int, options: argparse.Namespace, interval: int) -> Row:
@@ -151,6 +174,7 @@ def records_of(rows: Sequence[Row], **about: Any) -> Iterator[Record]:
                     "joins_s": median([row["join_s"] for row in mine if row["join_s"] is not None] or [0.0]),
                     **about,
                     **provenance(),
+                    **{package: _version(package) for package in [TORCHFT.get(name)] if package},
                 }
 
 

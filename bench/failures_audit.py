@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from failures_runs import Run
-from failures_worker import BATCH, Job, batch_of, fresh, images
+from failures_worker import BATCH, RECONFIGURED, TORCHFT, Job, batch_of, fresh, images
 from torch.nn.functional import cross_entropy
 
 TOLERANCE = 1e-8
@@ -43,7 +43,7 @@ def row_of(found: Run, every: int | None) -> Row:
         "seconds": done_s - begin_s,
         "failures": len(found.struck),
         "hit": sum(each["hit"] for each in found.struck),
-        "restarted": max((event["attempt"] for event in events), default=0),
+        "restarted": max((event["attempt"] for event in events if event["kind"] == "start"), default=0),
         "replaced": found.starts,
         "updates_lost": lost_updates(events),
         "samples_twice": BATCH * repeated,
@@ -99,7 +99,7 @@ def units(events: Sequence[Event], job: Job) -> tuple[int, int]:
     seen = defaultdict[tuple[int, int], set[Any]](set)
     for event in events:
         if event["kind"] == "update":
-            source = event["attempt"], (event["rank"], event["pid"]) if job.contender == "torchft" else 0
+            source = event["attempt"], (event["rank"], event["pid"]) if job.contender in TORCHFT else 0
             for rank in event["members"]:
                 seen[event["step"], rank].add(source)
     return final, sum(len(sources) - 1 for sources in seen.values())
@@ -152,21 +152,28 @@ def wrong(found: Run) -> Iterator[str]:
         return
     if any(not torch.equal(weights[name], finals[0][name]) for weights in finals for name in weights):
         yield "processes ended with different weights"
-    if job.contender.startswith("backup"):
+    if job.contender.startswith("backup") or job.contender in RECONFIGURED:
         unplanned = (event for event in events if _is_unplanned(event))
         yield from (f"rank {event['rank']}: {event['text']:.300}" for event in unplanned if not _is_promised(event))
         yield from _wrong_updates(job, lineage(events), finals[0])
 
 
 def _wrong_updates(job: Job, used: dict[int, set[tuple[int, ...]]], weights: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Yield what is wrong with the updates of backup workers: none may be lost, or made twice."""
-    needed = job.ranks - int(job.contender[-1])
+    """Yield what is wrong with the updates of a contender that must make each once, of gradients that it names.
+
+    Backup workers take as many in each; a group that is reconfigured takes those of all its ranks.
+    """
+    needed = None if job.contender in RECONFIGURED else job.ranks - int(job.contender[-1])
     if list(used) != list(range(job.steps)):
         yield f"the updates are {list(used)}, and not one for each of {job.steps} steps"
-    elif bad := {step: sets for step, sets in used.items() if len(sets) > 1 or any(len({*m}) != needed for m in sets)}:
-        yield f"not one set of {needed} gradients for each step: {bad}"
+    elif bad := {step: sets for step, sets in used.items() if len(sets) > 1 or any(_are_wrong(m, needed) for m in sets)}:
+        yield f"not one set of {needed or 'all'} gradients for each step: {bad}"
     elif (away := _replay(job, used, weights)) > TOLERANCE:
         yield f"the final weights are off by {away:.1e} from those of the same steps in one process"
+
+
+def _are_wrong(members: Sequence[int], needed: int | None) -> bool:
+    return len({*members}) != (needed or len(members))
 
 
 def _replay(job: Job, used: dict[int, set[tuple[int, ...]]], weights: dict[str, torch.Tensor]) -> float:

@@ -39,6 +39,7 @@ PRELOADED = [
     "commrt.backup_workers.backup_replica",
     "commrt.c10d.process_group",
     "failures_worker",
+    "ddp_survives",
 ]
 POLL_S = 0.004
 HEARTBEAT_MS, JOIN_MS, TICK_MS = 1000, 1000, 10
@@ -188,7 +189,7 @@ def run(job: Job, failures: Sequence[Failure], limit_s: float) -> Run:
     striker = Striker(found)
     striker.start()
     try:
-        if job.contender.startswith("ddp"):
+        if job.contender in worker.RESTARTED:
             _run_with_torchrun(found, limit_s)
         else:
             Supervisor(found).run(limit_s)
@@ -273,9 +274,9 @@ class Supervisor:
         self._found, self._job, self._context = found, found.job, context()
         self._board = board(found.job.folder, found.job.ranks)
         self._folder, self._attempt = Path(found.job.folder), 0
-        self._replaces = found.job.contender.startswith(("backup", "torchft"))
+        self._replaces = found.job.contender not in ("gossip", "local")
         self._processes: dict[int, BaseProcess] = {}
-        self._lighthouse = lighthouse() if found.job.contender == "torchft" else None
+        self._lighthouse = lighthouse() if found.job.contender in worker.TORCHFT else None
 
     def run(self, limit_s: float) -> None:
         """Run the job to its end."""

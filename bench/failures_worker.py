@@ -31,7 +31,8 @@ import commrt
 import commrt.c10d
 from commrt.store.launcher import LOOPBACK
 
-sys.path.append(str(Path(__file__).parents[1] / "examples" / "mnist"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path += [str(EXAMPLES), str(EXAMPLES / "mnist")]
 from dataset import TRAIN_IMAGES, Images, lenet, load
 
 BATCH = 4
@@ -50,6 +51,15 @@ WAYS: dict[str, Callable[[], Any]] = {
     "gossip": commrt.Gossip,
     "local": lambda: commrt.local_sgd.LocalSGD(period=4, delay=1),
 }
+
+
+RECONFIGURED = {"ddp-reconfigure": "commrt", "ddp-reconfigure-gloo": "gloo"}
+"""The backend of torch.distributed of each contender whose ranks come and go in one group."""
+RESTARTED = {"ddp": "gloo", "ddp-commrt": "commrt"}
+"""The same of those that torchrun's agent starts again."""
+
+TORCHFT = {"torchft": "torchft-nightly", "torchft-stable": "torchft"}
+"""The package of each contender of torchft. Both have one name in Python, so one of them runs at a time."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,7 @@ class Reporter:
 def train_ddp(reporter: Reporter) -> None:
     """Train with DDP, and write a checkpoint every few steps."""
     job, path = reporter.job, reporter.folder / CHECKPOINT
-    dist.init_process_group("gloo" if job.contender == "ddp" else "commrt", timeout=timedelta(seconds=DDP_TIMEOUT_S))
+    dist.init_process_group(RESTARTED[job.contender], timeout=timedelta(seconds=DDP_TIMEOUT_S))
     model, optimizer = fresh(job.seed)
     step = load_state(path, model, optimizer)
     replicated = DistributedDataParallel(model)
@@ -206,6 +216,44 @@ def train_ddp(reporter: Reporter) -> None:
             save_state(path, model, optimizer, step)
     reporter.done()
     reporter.save_final(model)
+    dist.destroy_process_group()
+
+
+def train_reconfigured(reporter: Reporter) -> None:
+    """Train with DDP as ``examples/ddp_survives.py`` does: a turn for each death, and for each process that comes."""
+    from ddp_survives import take_moments  # noqa: PLC0415  # heavy
+    from meeting import Meeting  # noqa: PLC0415
+
+    job, limit = reporter.job, timedelta(seconds=DDP_TIMEOUT_S)
+    dist.init_process_group(RECONFIGURED[job.contender], timeout=limit, enable_reconfigure=True)
+    meeting = Meeting(reporter.rank, job.ranks, job.timeout_s)
+    model, optimizer = fresh(job.seed)
+    step = 0
+    while meeting.hold(step):
+        reporter.attempt = meeting.turn
+        reporter.note("formed")
+        members = [member.number for member in meeting.members]
+        try:
+            replicated = DistributedDataParallel(model)
+            take_moments(model, optimizer)
+            step = meeting.members[0].steps
+            meeting.loaded()
+            reporter.note("ready", step=step)
+            while step < job.steps and not meeting.is_called():
+                _step(reporter, replicated, optimizer, step)
+                reporter.counted(step, members)
+                step += 1
+            if step == job.steps:
+                reporter.done()
+                dist.barrier()
+                meeting.end()
+                break
+        except InjectedError:
+            raise
+        except RuntimeError as error:  # of a collective: a rank has died, or called the others
+            reporter.note("leaves", text=f"{type(error).__name__}: {error}")
+    if step == job.steps:
+        reporter.save_final(model)
     dist.destroy_process_group()
 
 
@@ -362,8 +410,10 @@ def run_rank(job: Job, attempt: int = 0) -> None:
 
 
 def _train(reporter: Reporter) -> None:
-    if reporter.job.contender == "torchft":
+    if reporter.job.contender in TORCHFT:
         train_torchft(reporter)
+    elif reporter.job.contender in RECONFIGURED:
+        train_reconfigured(reporter)
     elif reporter.job.contender in WAYS:
         train_commrt(reporter)
     else:

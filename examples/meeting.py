@@ -2,11 +2,16 @@
 """Agree over the launcher's store which processes are the ranks of the group (torch 2.14 and later).
 
 A death or a new process begins another turn. All that come in a turn become the ranks of the group.
+
+Each process holds a socket, and in a turn the others connect to it. The kernel breaks the connection
+when the process ends: so a turn need not wait for the dead, and closes when all others have come.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic, sleep
@@ -20,6 +25,10 @@ TRIES = 10
 """Give up after so many turns without a step."""
 CONNECT_S = 30.0
 """A process that dies while the group connects costs this long."""
+REACH_S = 1.0
+"""A host that does not answer for so long may live."""
+BACKLOG = 1024
+"""At least as many as there are processes."""
 
 
 class Member(NamedTuple):
@@ -31,8 +40,44 @@ class Member(NamedTuple):
     number: int
     """The launcher's rank, for a fixed order and for messages."""
     handle: str
+    address: str
+    """Of its socket; no other process has the same."""
     about: Any = None
     """What else the others need to know, as JSON has it."""
+
+
+class Lives:
+    """Tells which processes have ended. Waits only for the first connection to each."""
+
+    def __init__(self) -> None:
+        place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        family, kind, _, _, store = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:  # which sends nothing
+            way.connect(store)
+            own = way.getsockname()[0]  # where other hosts find this one
+        self._own = socket.create_server((own, 0), family=family, backlog=BACKLOG)  # accepts nothing
+        self.address = f"{own} {self._own.getsockname()[1]}"
+        self._others: dict[str, socket.socket | None] = {}
+        self._ended = set[str]()
+
+    def has_ended(self, address: str) -> bool:
+        """Return True if the process with the socket at `address` is gone. One that is stopped is not."""
+        if address in self._ended:
+            return True
+        try:
+            if address not in self._others:
+                self._others[address] = None  # if the host cannot be reached: it may live
+                self._others[address] = other = socket.create_connection(address.split(), REACH_S)
+                other.setblocking(False)
+            other = self._others[address]
+            if other is None or other.recv(1):
+                return False
+        except ConnectionError:  # refused, or reset
+            pass
+        except OSError:  # nothing to receive, or out of reach
+            return False
+        self._ended.add(address)
+        return True
 
 
 Order = Callable[[list[Member]], list[Member]]
@@ -46,13 +91,15 @@ def latest_first(members: list[Member]) -> list[Member]:
 class Meeting:
     """The turns of one process. The first one waits for `size` processes.
 
-    A later turn closes when nobody has come for `grace_s` seconds. Choose more than a step takes:
-    a rank notices a death in its next collective. A rank that comes too late is in the next turn.
+    A later turn closes when all ranks of the latest group have come or ended: it waits for one that
+    still computes, or is stopped. If nobody has come for `grace_s` seconds, it closes without those
+    that are missing: their hosts may be lost. A rank that comes too late is in the next turn.
     """
 
     def __init__(self, number: int, size: int, grace_s: float) -> None:
         self._store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no other name for it
         self._number, self._size, self._grace_s = number, size, grace_s
+        self._lives = Lives()
         self._steps, self._tries = -1, 0
         self._has_state_of = -1
         self.turn = -1
@@ -77,13 +124,15 @@ class Meeting:
         self._steps = steps
         if self._tries == TRIES:
             raise RuntimeError(f"no step in {TRIES} turns: see the errors before")
-        handle = dist._get_reconfigure_handle()  # noqa: SLF001  # the API's present name
-        while not self._store.check(["is over"]):
+        while not self._is_over():
             dist.group.WORLD.abort()  # ranks that wait for this one get an error, and come too
+            handle = dist._get_reconfigure_handle()  # noqa: SLF001  # the API's present name
             turn = int(self._store.compare_set("turn", "", "0"))
-            me = Member(self._has_state_of, steps, self._number, handle, about)
+            me = Member(self._has_state_of, steps, self._number, handle, self._lives.address, about)
             self._store.append(f"came {turn}", json.dumps(me) + "\n")
-            came = json.dumps(order(self._wait(turn)))
+            if not (members := self._wait(turn)):
+                continue
+            came = json.dumps(order(members))
             found = self._store.compare_set(f"ranks {turn}", "", came)  # the first one decides
             self._store.compare_set("turn", str(turn), str(turn + 1))
             self.members = [Member(*each) for each in json.loads(found)]
@@ -95,20 +144,38 @@ class Meeting:
                 self.loaded()  # all begin with the same
             try:
                 dist._reconfigure(turn, handles, timeout=timedelta(seconds=CONNECT_S)).wait()  # noqa: SLF001
-            except dist.DistBackendError:  # one of them has died since
+            except RuntimeError:  # one of them has died since
                 continue
             return True
         return False
 
+    def _is_over(self) -> bool:
+        return self._store.check(["is over"])
+
     def _wait(self, turn: int) -> list[Member]:
-        """Return those who come in `turn`, one of the latest group among them."""
-        count, end_s = 0, monotonic() + LIMIT_S
-        while monotonic() < end_s:
-            lines = self._store.get(f"came {turn}").splitlines()
-            members = [Member(*json.loads(line)) for line in lines]
-            is_enough = len(members) >= self._size if turn == 0 else max(members).turn >= 0
-            if is_enough and (turn == 0 or len(members) == count):
+        """Return those who come in `turn`, one of them with the state; none once training is over."""
+        before = self._store.get(f"ranks {turn - 1}") if turn else "[]"
+        latest = [Member(*each).address for each in json.loads(before)]
+        count, now_s = 0, monotonic()
+        end_s, since_s = now_s + LIMIT_S, now_s
+        while now_s < end_s:
+            if self._is_over():
+                return []
+            came = [Member(*json.loads(line)) for line in self._store.get(f"came {turn}").splitlines()]
+            if len(came) > count:
+                count, since_s = len(came), now_s
+            members = [each for each in came if not self._lives.has_ended(each.address)]
+            there = [each.address for each in came]
+            if turn == 0:
+                is_enough = len(members) >= self._size
+            else:
+                has_state = any(each.turn >= 0 for each in members)
+                is_late = now_s > since_s + self._grace_s
+                is_enough = has_state and (
+                    is_late or all(each in there or self._lives.has_ended(each) for each in latest)
+                )
+            if is_enough:
                 return members
-            count = len(members)
-            sleep(self._grace_s if turn else 0.1)
+            sleep(min(max(0.01, (now_s - since_s) / 10), 0.5))
+            now_s = monotonic()
         raise TimeoutError(f"no process that has the state came within {LIMIT_S:g} s: start again")

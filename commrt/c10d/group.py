@@ -13,11 +13,11 @@ import atexit
 import json
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
 from math import inf
 from queue import SimpleQueue
 from typing import Any, cast
@@ -321,7 +321,7 @@ def _connect(
     forced = parse_forced(variable("COMMRT_SCHEDULES"), same_bits=is_on("COMMRT_SAME_BITS"))
     cluster = Cluster.named(given or "host")
     if size == 1:
-        return Fabric(1).transport(0), LOOPBACK, Selection(cluster, [0], forced)
+        return Fabric(1).transport(0), LOOPBACK, _selection(cluster, [0], forced)
     choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])
     start = compare_starts(store, rank, range(size), timeout_s, choice)
     transport = connect_hosts(store, rank, start, timeout_s)
@@ -330,10 +330,19 @@ def _connect(
     if not transport.one_host:  # no rank goes on, and perhaps ends, while others still connect to it
         gather(PrefixStore("connected", store), rank, range(size), None, timeout_s, json.loads)
     if given:
-        return transport, address, Selection(cluster, global_ranks, forced)
+        return transport, address, _selection(cluster, global_ranks, forced)
     per_host = max(map(hosts.count, hosts))
-    selection = Selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced)
-    return transport, address, selection
+    return transport, address, _selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced)
+
+
+def _selection(cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str]) -> Selection:
+    """Return the same object for a group of the same places, as after a reconfiguration: it knows its choices."""
+    return _selection_of(cluster.text(), cluster.name, tuple(ranks), tuple(forced.items()))
+
+
+@lru_cache(64)
+def _selection_of(text: str, name: str, ranks: tuple[int, ...], forced: tuple[tuple[str, str], ...]) -> Selection:
+    return Selection(Cluster.parsed(text, name), ranks, dict(forced))
 
 
 def _places(hosts: Sequence[str], per_host: int) -> list[int]:

@@ -152,6 +152,8 @@ class ReconfigurableBackend(CommrtBackend):
         if world is not None:
             world.abort(reason)
             world.close()
+            if (failure := world.world.comm_thread.failure) is not None:
+                failure.__traceback__ = None  # its frames keep the caller's old DDP, whose hooks would run beside a new one
 
     def get_error(self) -> ErrorType:
         """Return that there is none: errors are raised by works."""
