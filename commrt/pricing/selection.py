@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
@@ -19,6 +19,8 @@ WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 """What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each way."""
 ALIGNMENT_NBYTES = 256
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
+KEPT = 4
+"""For so many collectives and roots what is priced is remembered: much more than its price."""
 PROVEN_RANKS = 256
 """A proof takes time and memory as ranks to the third, or to the fourth for all_to_all: a second here."""
 
@@ -32,6 +34,14 @@ class Choice(NamedTuple):
     price: Price
 
 
+class Candidate(NamedTuple):
+    """A schedule of a collective, which can be priced for any size."""
+
+    name: str
+    schedule: Schedule
+    pricing: Pricing
+
+
 def choices(
     cluster: Cluster, collective: str, ranks: Sequence[int], piece_nbytes: float, root: int = 0
 ) -> list[Choice]:
@@ -40,11 +50,19 @@ def choices(
     `piece_nbytes` is the size of what one rank has for, or gets from, one other; of the whole buffer for broadcast,
     reduce and all_reduce. Ties go to the schedule with fewer steps.
     """
+    return _soonest_first(_offered(cluster, collective, ranks, root), piece_nbytes * slots_of(collective, len(ranks)))
+
+
+def _offered(cluster: Cluster, collective: str, ranks: Sequence[int], root: int) -> list[Candidate]:
     world = max(ranks) + 1
-    found = []
-    for name, schedule in candidates(collective, len(ranks), root).items():
-        pricing = Pricing(schedule.over(ranks, world), cluster)
-        found.append(Choice(name, schedule, pricing, pricing.price(piece_nbytes * slots_of(collective, len(ranks)))))
+    return [
+        Candidate(name, schedule, Pricing(schedule.over(ranks, world), cluster))
+        for name, schedule in candidates(collective, len(ranks), root).items()
+    ]
+
+
+def _soonest_first(offered: Sequence[Candidate], nbytes: float) -> list[Choice]:
+    found = [Choice(*each, each.pricing.price(nbytes)) for each in offered]
     return sorted(found, key=lambda each: (round(1e9 * each.price.seconds), each.price.steps))
 
 
@@ -90,8 +108,9 @@ class Selection:
         cluster.require_capacity(max(ranks) + 1)
         for collective, name in (forced or {}).items():
             require_candidate(collective, name, len(ranks))
-        self._cluster, self._ranks, self._forced = cluster, ranks, forced or {}
+        self._ranks, self._forced = ranks, forced or {}
         self._known = cache(self._choose)
+        self._offered = lru_cache(KEPT)(partial(_offered, cluster, ranks=ranks))
 
     def choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         """Return the schedule to take for pieces of `piece_nbytes`; see `choices`."""
@@ -100,7 +119,8 @@ class Selection:
     def _choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         ranks = len(self._ranks)
         if (forced := self._forced.get(collective)) is None:
-            schedule = choices(self._cluster, collective, self._ranks, piece_nbytes, root)[0].schedule
+            offered = self._offered(collective=collective, root=root)
+            schedule = _soonest_first(offered, piece_nbytes * slots_of(collective, ranks))[0].schedule
         else:
             schedule = require_candidate(collective, forced, ranks, root)
         if ranks <= PROVEN_RANKS:
