@@ -164,16 +164,19 @@ def _wrong_updates(job: Job, used: dict[int, set[tuple[int, ...]]], weights: dic
     Backup workers take as many in each; a group that is reconfigured takes those of all its ranks.
     """
     needed = None if job.contender in RECONFIGURED else job.ranks - int(job.contender[-1])
+    bad = {step: sets for step, sets in used.items() if not _are_right(sets, needed)}
     if list(used) != list(range(job.steps)):
         yield f"the updates are {list(used)}, and not one for each of {job.steps} steps"
-    elif bad := {step: sets for step, sets in used.items() if len(sets) > 1 or any(_are_wrong(m, needed) for m in sets)}:
+    elif bad:
         yield f"not one set of {needed or 'all'} gradients for each step: {bad}"
     elif (away := _replay(job, used, weights)) > TOLERANCE:
         yield f"the final weights are off by {away:.1e} from those of the same steps in one process"
 
 
-def _are_wrong(members: Sequence[int], needed: int | None) -> bool:
-    return len({*members}) != (needed or len(members))
+def _are_right(sets: set[tuple[int, ...]], needed: int | None) -> bool:
+    """Return True for one set, of different ranks; `needed` of them if that is given."""
+    (first, *others) = sets
+    return not others and len({*first}) == (needed or len(first))
 
 
 def _replay(job: Job, used: dict[int, set[tuple[int, ...]]], weights: dict[str, torch.Tensor]) -> float:

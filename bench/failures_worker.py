@@ -31,8 +31,8 @@ import commrt
 import commrt.c10d
 from commrt.store.launcher import LOOPBACK
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path += [str(EXAMPLES), str(EXAMPLES / "mnist")]
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "mnist"))
 from dataset import TRAIN_IMAGES, Images, lenet, load
 
 BATCH = 4

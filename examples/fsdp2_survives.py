@@ -129,7 +129,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=8, help="passes over all images")
     parser.add_argument("--shards", type=int, default=2, help="ranks that share a replica")
-    parser.add_argument("--grace", type=float, default=2.0, help="seconds to wait for others after a death")
+    parser.add_argument("--grace", type=float, default=10.0, help="seconds to wait for a rank that is silent")
     parser.add_argument("--kill-rank", type=int, help="kill this process once")
     parser.add_argument("--at-step", type=int, default=40, help="the step in which it is killed")
     return parser.parse_args()

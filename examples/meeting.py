@@ -164,17 +164,15 @@ class Meeting:
             came = [Member(*json.loads(line)) for line in self._store.get(f"came {turn}").splitlines()]
             if len(came) > count:
                 count, since_s = len(came), now_s
+            there = {each.address for each in came}
             members = [each for each in came if not self._lives.has_ended(each.address)]
-            there = [each.address for each in came]
             if turn == 0:
                 is_enough = len(members) >= self._size
+            elif now_s > since_s + self._grace_s:
+                is_enough = True
             else:
-                has_state = any(each.turn >= 0 for each in members)
-                is_late = now_s > since_s + self._grace_s
-                is_enough = has_state and (
-                    is_late or all(each in there or self._lives.has_ended(each) for each in latest)
-                )
-            if is_enough:
+                is_enough = all(each in there or self._lives.has_ended(each) for each in latest)
+            if is_enough and (turn == 0 or any(each.turn >= 0 for each in members)):
                 return members
             sleep(min(max(0.01, (now_s - since_s) / 10), 0.5))
             now_s = monotonic()

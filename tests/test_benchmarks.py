@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import records
@@ -128,6 +130,15 @@ def test_the_audit_finds_updates_that_are_wrong(finished):
     assert "off by" in complaint
 
 
+def test_the_audit_takes_updates_of_the_ranks_that_were_there(finished):
+    finished.job = replace(finished.job, contender="ddp-reconfigure")
+    finished.events = [update(0, [0, 2]), update(1, [0, 1])]
+    assert [*wrong(finished)] == []
+    finished.events += [{**update(1, [0]), "attempt": 1}]  # made again, in a later turn
+    (complaint,) = wrong(finished)
+    assert "off by" in complaint
+
+
 def test_the_pages_show_the_tables_of_the_records():
     ratios, details = tables(records.read([BENCH / "results" / "failures.jsonl"])).split("\n\n")
     assert ratios in (ROOT / "docs" / "fault_tolerance.md").read_text(encoding="utf-8")
@@ -136,9 +147,12 @@ def test_the_pages_show_the_tables_of_the_records():
 
 @pytest.mark.slow  # real processes
 @pytest.mark.timeout(600)  # on a busy machine
-def test_training_under_failures_ends_and_loses_no_update(tmp_path):
+@pytest.mark.parametrize("contender", ["backup1", "ddp-reconfigure", "ddp-reconfigure-gloo"])
+def test_training_under_failures_ends_and_loses_no_update(tmp_path, contender):
+    if "reconfigure" in contender and not hasattr(dist, "_reconfigure"):
+        pytest.skip("torch 2.14 or later")
     kept = tmp_path / "records.jsonl"
-    options = ["--steps", "12", "--rates", "4", "--seeds", "1", "--ranks", "3", "--contenders", "backup1"]
+    options = ["--steps", "12", "--rates", "4", "--seeds", "1", "--ranks", "3", "--contenders", contender]
     command = [sys.executable, str(ROOT / "bench" / "failures.py"), *options, "--records", str(kept)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)

@@ -153,7 +153,7 @@ class ReconfigurableBackend(CommrtBackend):
             world.abort(reason)
             world.close()
             if (failure := world.world.comm_thread.failure) is not None:
-                failure.__traceback__ = None  # its frames keep the caller's old DDP, whose hooks would run beside a new one
+                failure.__traceback__ = None  # its frames keep the old DDP, whose hooks would run
 
     def get_error(self) -> ErrorType:
         """Return that there is none: errors are raised by works."""
