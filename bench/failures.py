@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 os.environ.setdefault("RUST_LOG", "error")  # torchft's lighthouse, which prints several lines per step
 from failures_audit import Row, row_of
-from failures_runs import checkpoint_interval, draw, run
+from failures_runs import KINDS, checkpoint_interval, draw, run
 from failures_worker import RECONFIGURED, TORCHFT, Job, fresh, prepare_images, save_state
 from records import Record, append, provenance, read
 
@@ -85,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="*", default=[*NAMES], choices=NAMES)
     parser.add_argument("--ranks", type=int, default=5)
     parser.add_argument("--compute-ms", type=float, default=50.0, help="sleep of a step, as if a GPU were busy")
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="the failures that happen")
     parser.add_argument("--records", type=Path, help="append records to this file")
     parser.add_argument("--table", type=Path, help="only print the tables of these records, and draw their picture")
     return parser.parse_args()
@@ -133,7 +134,8 @@ def one(root: Path, contender: str, every: int | None, seed: int, options: argpa
     (folder / "images.pt").symlink_to(root / "images.pt")
     job = Job(contender, str(folder), options.ranks, options.steps, options.compute_ms / 1e3, seed, interval)
     limit_s = LIMIT_S + 10 * job.steps * job.compute_s
-    row = row_of(run(job, draw(seed, every, job.steps, job.ranks), limit_s), every)
+    failures = draw(seed, every, job.steps, job.ranks, options.kinds)
+    row = row_of(run(job, failures, limit_s), every)
     shutil.rmtree(folder)
     return row
 

@@ -71,7 +71,7 @@ class Failure:
     """Of ``stop`` and ``slow``; otherwise 0."""
 
 
-def draw(seed: int, every: int | None, steps: int, ranks: int) -> list[Failure]:
+def draw(seed: int, every: int | None, steps: int, ranks: int, among: Sequence[str] = KINDS) -> list[Failure]:
     """Return the failures of a run: one for each `every` steps, at random places, of all kinds in turn.
 
     Short runs at low rates would often have none if their number were random, too.
@@ -83,7 +83,7 @@ def draw(seed: int, every: int | None, steps: int, ranks: int) -> list[Failure]:
         return []
     rng = Random(f"{seed} {every}")
     places = sorted(rng.uniform(0, steps) for _ in range(max(1, round(steps / every))))
-    kinds = [KINDS[(seed + number) % len(KINDS)] for number in range(len(places))]
+    kinds = [among[(seed + number) % len(among)] for number in range(len(places))]
     rng.shuffle(kinds)
     found = []
     for place, kind in zip(places, kinds, strict=True):

@@ -332,8 +332,7 @@ def _train_apart(
 
 def train_torchft(reporter: Reporter) -> None:
     """Train as one replica of torchft, which copies the weights of another to join, to the last step."""
-    from torchft import DistributedDataParallel as Averaged  # noqa: PLC0415  # not on all platforms
-    from torchft import Manager, Optimizer  # noqa: PLC0415
+    from torchft import DistributedDataParallel, Manager, Optimizer  # noqa: PLC0415  # not on all platforms
     from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415
 
     job, limit = reporter.job, timedelta(seconds=reporter.job.timeout_s)
@@ -360,7 +359,8 @@ def train_torchft(reporter: Reporter) -> None:
         hostname=LOOPBACK,
         init_sync=False,
     )
-    steps, replicated = Optimizer(manager, optimizer), Averaged(manager, model)
+    steps, is_stable = Optimizer(manager, optimizer), job.contender == "torchft-stable"
+    replicated = model if is_stable else DistributedDataParallel(manager, model)
     _await_all(reporter)
     reporter.note("ready", step=manager.current_step())
     while (step := manager.current_step()) < job.steps:
@@ -369,6 +369,8 @@ def train_torchft(reporter: Reporter) -> None:
         loss = cross_entropy(replicated(x), y)
         reporter.compute(step)
         loss.backward()
+        if is_stable:  # its DistributedDataParallel ends all replicas if one dies: "assert fut._fut"
+            _average(manager, model)
         takes_part = manager.is_participating()
         steps.step()
         if manager.current_step() > step and takes_part:
@@ -376,6 +378,16 @@ def train_torchft(reporter: Reporter) -> None:
     reporter.done()
     reporter.save_final(model)
     manager.shutdown(wait=False)
+
+
+def _average(manager: Any, model: nn.Module) -> None:
+    """Average the gradients of all replicas, in one buffer, as DDP has them in one bucket."""
+    gradients = [param.grad for param in model.parameters() if param.grad is not None]
+    buffer = torch.cat([gradient.flatten() for gradient in gradients])
+    manager.allreduce(buffer).wait()
+    mean = buffer.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, mean, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _await_all(reporter: Reporter) -> None:

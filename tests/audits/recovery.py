@@ -9,7 +9,8 @@ median over all failures of a run, with the 20th and 80th percentile:
 * A process that takes its place: from its start (torch is imported) until it is a member, and until its gradient
   counts; and the longest time between two updates of the others meanwhile.
 * A rank is killed while another one is stopped (`BackupWorkers(2)`): until the next update.
-* A rank of DDP is killed, and torchrun starts all again from a checkpoint: until the next update.
+* A rank of DDP is killed, and torchrun starts all again from a checkpoint: until the next update. With torch 2.14 or
+  later, the same where the others reconfigure the group.
 
 All processes are of one machine, and read one clock.
 """
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from failures_runs import Failure, Job, Run, run
@@ -76,6 +78,9 @@ def _rows(root: Path, transport: str, runs: int) -> Iterator[tuple[str, list[flo
     yield "killed beside a stopped rank, until the next update", until_next_updates(beside)
     again = _run(root, "ddp-commrt", transport, kills)
     yield "torchrun starts all again, until the next update", until_next_updates(again)
+    if hasattr(dist, "_reconfigure"):
+        beside = _run(root, "ddp-reconfigure", transport, kills)
+        yield "the others reconfigure the group, until the next update", until_next_updates(beside)
     if transport == "gloo":
         yield "the same of DDP over Gloo", until_next_updates(_run(root, "ddp", transport, kills))
 
