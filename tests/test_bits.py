@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every algorithm gives the bits that it gave before."""
 
-from __future__ import annotations
-
 import json
 
 import bits

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of torch.distributed: groups, works, messages, DTensors, ops; DDP, FSDP2 and HSDP train with it."""
 
-from __future__ import annotations
-
 import c10d_groups
 import c10d_ranks
 import c10d_torch_ops

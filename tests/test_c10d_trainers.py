@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of torch.distributed under what others wrote: trainers, hooks, checkpoints, compilers. Gloo's losses."""
 
-from __future__ import annotations
-
 import c10d_losses
 import c10d_ranks
 import c10d_trainers

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler makes of the kernels, for three architectures, without any of them at hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

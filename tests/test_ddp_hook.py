@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The communication hook for DistributedDataParallel, and the same bits as attach() and all_reduce()."""
 
-from __future__ import annotations
-
 import re
 
 import hooked_ranks

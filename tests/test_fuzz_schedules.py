@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a user makes a schedule of: it is proven, priced and run, or refused in words; nothing is rounded."""
 
-from __future__ import annotations
-
 from itertools import repeat
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients are means over ranks, whatever their layout, dtype or order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import for_each, on_ranks

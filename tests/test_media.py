@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's transports as one; and work that is queued on a device, as it is asked of torch."""
 
-from __future__ import annotations
-
 import gc
 from itertools import count
 from types import SimpleNamespace

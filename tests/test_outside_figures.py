@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prices beside figures that others published: optima, simulators and bounds of other projects, as docs/simulate.md."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -4,8 +4,6 @@
 Ranks run out of data, have no batch, skip a step or accumulate; states are saved and loaded; models leave and come.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

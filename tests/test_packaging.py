@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is shipped is whole, and works where nobody sees the checkout."""
 
-from __future__ import annotations
-
 import email
 import json
 import os

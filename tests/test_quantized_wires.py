@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wires that carry codes of few bits: their settings, what is sent, what is lost, and that replicas stay equal."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums in one order: the same contributions give the same bits, wherever they lie and however they are cut."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import pytest

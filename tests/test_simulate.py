@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The price of a schedule, against closed forms, published models, and itself."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import ceil
 

@@ -5,8 +5,6 @@
 noted instead of made, and host code runs once. Replaying makes the noted calls again, with the same arguments.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

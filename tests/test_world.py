@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that leaves its world by an error leaves at once, and the others learn why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs many checks in one group of torch.distributed."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 

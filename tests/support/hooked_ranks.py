@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the worker processes of test_ddp_hook run."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -5,8 +5,6 @@
 `init`, and `gloo` and `commrt` for an init within a group of torch's with that backend.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that are started once and run one function after the other, each of them in groups of its own."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal
