@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runtime asks of a GPU in each step, counted where launches are noted and not made."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ The interpreter has no inline assembly, so functions in Python stand for the hel
 done in which order, and move the clock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run commands in processes of their own, forked from one that has imported torch: they cost what they do."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import contextmanager

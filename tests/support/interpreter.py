@@ -6,8 +6,6 @@ torch's, and an access outside of what was handed to the kernel, a hint that is 
 write is an error.
 """
 
-from __future__ import annotations
-
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator

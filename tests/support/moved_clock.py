@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A clock that a test moves, so that a test of a deadline waits for nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, get_ident

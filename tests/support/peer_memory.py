@@ -5,8 +5,6 @@ It keeps CUDA's rules: a process does not open its own segment, nor one that is 
 once. A meeting waits on the calling thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantizers that tests of kernels go through, values for them, and how values are compared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import inf, nan
