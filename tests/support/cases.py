@@ -11,8 +11,6 @@ import pytest
 
 from commrt.testing.ranks import run_ranks
 
-__all__ = ["for_each", "on_ranks", "pairwise", "taking_turns"]
-
 FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 Test = Callable[..., None]
 

@@ -14,8 +14,6 @@ from tempfile import TemporaryDirectory
 
 from commrt.testing import processes
 
-__all__ = ["command", "started"]
-
 LIMIT_S = 110
 COMMRT = "commrt.tools.commands.app"
 

@@ -27,10 +27,6 @@ from commrt.kernels import dispatch
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing, variants
 
-__all__ = [
-    "BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "plant", "require", "watched",
-]  # fmt: skip
-
 BUILDER = interpreter.InterpreterBuilder
 FLOATS = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64}
 

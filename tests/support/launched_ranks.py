@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 import commrt
 
-__all__ = ["in_a_group", "with_variables"]
-
 
 def report(number, start_timeout_s=60):
     """Of one world: rank, size, local rank, launcher, transport, and the sum of `number` plus the rank."""

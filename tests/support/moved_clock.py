@@ -8,8 +8,6 @@ from time import monotonic
 
 from commrt.threads.deadline import clock
 
-__all__ = ["MovedClock", "moved_clock"]
-
 POLL_S = 0.002
 """Real seconds that a wait sleeps before it looks at the clock again."""
 MOVE_S, SEEN_S = 0.02, 0.1

@@ -21,8 +21,6 @@ from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_N
 from commrt.threads.deadline import clock
 from commrt.transport.neighbours import PeerMemory
 
-__all__ = ["HostPeerMemory"]
-
 PAUSE_S = 0.0001
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from commrt.quantizer import BITS, NEAREST, STOCHASTIC, Float8, Quantizer
 
-__all__ = ["KINDS", "ODD", "QUANTIZERS", "same", "ties", "values"]
-
 KINDS = [*(Quantizer(bits) for bits in BITS), Float8()]
 QUANTIZERS = [
     replace(kind, feedback=feedback, rounding=rounding, block=64 if feedback == (rounding == STOCHASTIC) else 256)
