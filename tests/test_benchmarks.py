@@ -7,22 +7,19 @@
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import records
 import report
+import torch
 from failures import tables
 from failures_audit import wrong
 from failures_runs import Run
 from failures_worker import TRAIN_IMAGES, Job, batch_of, fresh, images
+from forked_commands import printed
+from sources import ROOT
 
-ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "bench"
 
 
@@ -34,17 +31,13 @@ BENCH = ROOT / "bench"
 )
 def test_a_benchmark_of_the_kernels_runs(name, chosen):
     options = ["-q", "-p", "no:cacheprovider", "--benchmark-disable", "-k", chosen]
-    command = [sys.executable, "-m", "pytest", str(BENCH / name), *options]
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed(sys.executable, "-m", "pytest", BENCH / name, *options, TRITON_INTERPRET="0")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # on a busy machine
 def test_the_check_of_a_gpu_writes_one_record(tmp_path):
-    check = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--only", "can two", "--out", str(tmp_path)]
-    subprocess.run(check, check=True, capture_output=True)
+    printed(sys.executable, BENCH / "gpu_check.py", "correctness", "--only", "can two", "--out", tmp_path)
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
     (stage,) = record["stages"]
@@ -139,10 +132,8 @@ def test_the_pages_show_the_tables_of_the_records():
 def test_training_under_failures_ends_and_loses_no_update(tmp_path):
     kept = tmp_path / "records.jsonl"
     options = ["--steps", "12", "--rates", "4", "--seeds", "1", "--ranks", "3", "--contenders", "backup1"]
-    command = [sys.executable, str(ROOT / "bench" / "failures.py"), *options, "--records", str(kept)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")])
+    printed(sys.executable, BENCH / "failures.py", *options, "--records", kept, PYTHONPATH=path)
     without, failing = map(json.loads, kept.read_text().splitlines())
     assert (without["failures"], without["replaced"], without["complaints"]) == (0, 0, 0)
     assert failing["hit"] > 0
