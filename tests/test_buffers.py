@@ -66,6 +66,20 @@ def test_a_graph_may_run_again_where_overwriting_changed_nothing(world):
 
 
 @on_ranks(2)
+def test_statistics_that_a_graph_reads_are_not_overwritten_behind_its_back(world):
+    model = net(nn.BatchNorm1d(8))
+    commrt.attach(model, world=world)
+    x, y = data(world.rank)
+    trained = cross_entropy(model(x), y)
+    model.eval()
+    read = cross_entropy(model(x), y)
+    trained.backward()
+    if world.rank == 1:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            read.backward()
+
+
+@on_ranks(2)
 def test_buffers_can_be_left_alone_and_made_equal_on_request(world):
     model, _, replica = trainee(world, nn.BatchNorm1d(8), broadcast_buffers=False)
     backward(model, world.rank)

@@ -28,6 +28,10 @@ def backend():
     return backend
 
 
+def test_torch_begins_sends_and_receives_one_by_one(backend):
+    assert backend.supports_coalescing is False
+
+
 def test_a_receive_from_any_rank_is_refused_with_what_to_do(backend):
     with pytest.raises(DistBackendError, match="not possible with this version of torch: name src"):
         backend.recv_anysource([], 0)

@@ -68,6 +68,7 @@ def looked_at(schedule):
 @example([([0], [-1], 0, 1, 1, 0.5)], 2, 1)
 @example([([0], [1], -1, 1, 1, 0.5)], 2, 1)
 @example([([0], [1], 0, 1, 9, 0.5)], 2, 1)
+@example([(0, 1, np.zeros((2, 2)), 1, 1, 0.5)], 2, 1)
 @example([([0, 1], [1, 0], 0, 1, 2, "much")], 2, 1)
 def test_steps_of_anything_make_a_schedule_or_are_refused_in_words(steps, ranks, chunks):
     def look():
