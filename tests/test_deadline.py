@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All limits of waits follow from one number and one clock, and count no time in which the process was stopped."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations: all ranks agree on one, late ranks are evicted, and a live rank is not evicted before the deadline."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from threading import Event

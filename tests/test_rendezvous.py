@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process finds its place from what its launcher left; ranks meet at one store, and one that is gone is an error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
