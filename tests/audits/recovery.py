@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where does the time go after a failure? ``python bench/recovery.py --runs 20``.
+"""Where does the time go after a failure? ``python tests/audits/recovery.py --runs 20``.
 
 The job is that of ``bench/failures.py``: five processes train a CNN over shared memory, or over Gloo. Rows, each the
 median over all failures of a run, with the 20th and 80th percentile:
@@ -15,6 +15,7 @@ All processes are of one machine, and read one clock.
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from failures_runs import Failure, Job, Run, run
 from failures_worker import prepare_images
 
