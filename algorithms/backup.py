@@ -59,6 +59,14 @@ class BackupWorkers:
             )
         return ranks - self.backups
 
+    def needed_among(self, members: int, founders: int) -> int:
+        """Return N for `members` ranks of a job that began with `founders`: it rises as ranks come.
+
+        >>> [BackupWorkers(1).needed_among(members, founders=3) for members in (1, 2, 3, 4, 5)]
+        [2, 2, 2, 3, 4]
+        """
+        return max(self.needed(founders), members - min(self.backups, (members - 1) // 2))
+
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the schedule of a step whose quorum is ranks 0 to N - 1 of `ranks`."""
         needed = self.needed(ranks)

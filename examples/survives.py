@@ -6,8 +6,8 @@ r"""A job that survives: backup workers, replacement, checkpoints of torch.distr
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 --no-python \
         examples/launch/replace.sh python examples/survives.py --folder run --kill-ranks 2
 
-Each step uses the first N of N + b gradients, so that b ranks may be slow or die. Here ranks sleep at random. Batches
-whose gradients came too late are given out again.
+Each step uses the first N of N + b gradients, so that b ranks may be slow or die. Here ranks sleep at random. Samples
+whose gradients came too late, or whose rank has died, come again: each is used once per epoch.
 
 `replace.sh` starts a process that died again, which takes its old place while the others train. If more ranks are lost
 than there are backups, all exit with code 75: the launcher starts them again, and they go on from the last checkpoint.
@@ -19,6 +19,7 @@ have, and nobody waits for it. If it dies meanwhile, its folder stays incomplete
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -33,15 +34,17 @@ from uuid import uuid4
 
 import torch
 import torch.distributed.checkpoint as dcp
-from mnist.dataset import Images, lenet, load
+from mnist.dataset import lenet, load
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import commrt
 from commrt.errors import DeadlineExceeded, PeerLost, QuorumLost, UsageError
+from commrt.training.replica import Replica
 
 
 def complete(folder: Path) -> list[Path]:
@@ -58,21 +61,27 @@ def save(folder: Path, state: dict[str, Any]) -> None:
 
 
 def state_of(
-    model: nn.Module, optimizer: Optimizer, rate: CosineAnnealingLR, replica: dict[str, Any]
+    model: nn.Module,
+    optimizer: Optimizer,
+    rate: CosineAnnealingLR,
+    shares: commrt.Shares,
+    replica: dict[str, Any],
 ) -> dict[str, Any]:
     """Return what a checkpoint holds."""
     weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "rate": rate.state_dict(), "replica": replica}
+    place = json.dumps(shares.state_dict())  # as a text, since lists in a checkpoint keep their length
+    return {"model": weights, "optimizer": moments, "rate": rate.state_dict(), "shares": place, "replica": replica}
 
 
-def resume(folder: Path, model: nn.Module, optimizer: Optimizer, rate: CosineAnnealingLR) -> int:
+def resume(folder: Path, model: nn.Module, optimizer: Optimizer, rate: CosineAnnealingLR, shares: commrt.Shares) -> int:
     """Load the last complete checkpoint; return its step, 0 if there is none."""
     if not (found := complete(folder)):
         return 0
-    state = state_of(model, optimizer, rate, {"step": 0})
+    state = state_of(model, optimizer, rate, shares, {"step": 0})
     dcp.load(state, checkpoint_id=found[-1], no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     rate.load_state_dict(state["rate"])
+    shares.load_state_dict(json.loads(state["shares"]))
     return int(state["replica"]["step"])
 
 
@@ -81,12 +90,10 @@ def done(folder: Path) -> Path:
     return folder / "done"
 
 
-def batches(images: Images, replica: Any, world: commrt.World) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random batches. They follow from step and rank, so a checkpoint need not hold a position in the data."""
+def batches(shares: commrt.Shares, loader: DataLoader[Any], replica: Replica) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's batches, epoch by epoch."""
     while True:
-        draw = torch.Generator().manual_seed(replica.step * world.size + world.rank)
-        chosen = torch.randint(len(images.digits), (32,), generator=draw)
-        yield images.pixels[chosen], images.digits[chosen]
+        yield from shares.batches(loader, replica)
 
 
 def parsed() -> argparse.Namespace:
@@ -109,20 +116,22 @@ def train(options: argparse.Namespace, world: commrt.World) -> None:
     """Train to the end, from the last checkpoint or from the state of the others."""
     images, test = load()
     model = lenet(seed=0).to(world.device)
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
     rate = CosineAnnealingLR(optimizer, options.steps)
     is_first = not world.is_replacement  # which gets the state of the others
-    found = (
-        resume(options.folder, model, optimizer, rate) if is_first else 0
-    )  # before attach, which hooks the optimizer
-    replica = commrt.attach(model, optimizer, commrt.BackupWorkers(options.backups), also=[rate])
+    samples = TensorDataset(images.pixels, images.digits)
+    shares = commrt.Shares(samples, 32)
+    loader = DataLoader(samples, batch_sampler=shares)
+    # before attach, which hooks the optimizer
+    found = resume(options.folder, model, optimizer, rate, shares) if is_first else 0
+    replica = commrt.attach(model, optimizer, commrt.BackupWorkers(options.backups), also=[rate, shares])
     if is_first:
         replica.load_state_dict({"step": found})  # an error if ranks found different checkpoints
     what = "begins" if is_first else "takes its place"
     print(f"rank {world.rank} {what} at step {replica.step}\n", end="", flush=True)
 
     chance = Random(world.rank)
-    for pixels, digits in commrt.backup_workers.reissued(batches(images, replica, world), replica):
+    for pixels, digits in batches(shares, loader, replica):
         if replica.step >= options.steps:  # of all ranks: a loop's own counter would fall behind on a late rank
             break
         if is_first and world.rank in options.kill_ranks and found == 0 and replica.step >= options.at_step:
@@ -134,13 +143,14 @@ def train(options: argparse.Namespace, world: commrt.World) -> None:
         loss.backward()  # the mean of the first N gradients, or nothing if this one came too late
         optimizer.step()  # does nothing then; this rank gets the weights before its next forward pass
         rate.step()
+        shares.done()  # this rank takes the position of the others, too
         report = replica.last
         if replica.step % options.every == 0 and report.counted and world.rank == report.members[0]:
-            save(options.folder, state_of(model, optimizer, rate, replica.state_dict()))
+            save(options.folder, state_of(model, optimizer, rate, shares, replica.state_dict()))
 
     replica.consolidate()  # brings late ranks up to date
     if world.rank == world.members[0]:
-        save(options.folder, state_of(model, optimizer, rate, replica.state_dict()))
+        save(options.folder, state_of(model, optimizer, rate, shares, replica.state_dict()))
         done(options.folder).touch()
         with torch.no_grad():
             right = (model(test.pixels.to(world.device)).argmax(dim=1).cpu() == test.digits).float().mean()

@@ -20,6 +20,7 @@ import yaml
 from documentation import ROOT, blocks
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
+import commrt
 from commrt.store.launcher import launched
 from commrt.testing.processes import free_port
 
@@ -99,9 +100,12 @@ def test_a_checkpoint_whose_writer_died_does_not_count_and_old_ones_are_dropped(
     example = runpy.run_path(str(ROOT / "examples" / "survives.py"))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parts = model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    shares = commrt.Shares(range(90), 10, place=lambda: (0, 1))
+    parts = model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100), shares
 
     def save(step):
+        next(shares.batches(shares))
+        shares.done()
         optimizer.zero_grad()
         model(torch.ones(2)).backward()
         optimizer.step()
@@ -116,6 +120,7 @@ def test_a_checkpoint_whose_writer_died_does_not_count_and_old_ones_are_dropped(
     assert [path.name[:13] for path in sorted(tmp_path.iterdir())] == [f"step{step:09}" for step in (40, 60, 80)]
     assert example["resume"](tmp_path, *parts) == 60
     assert parts[2].last_epoch == 3
+    assert shares.state_dict()["todo"] == [[30, 90]]
     assert all(map(torch.equal, last, [*model.parameters(), optimizer.state[model.bias]["momentum_buffer"]]))
 
 

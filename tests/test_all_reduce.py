@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """world.all_reduce() and world.run() of single tensors, and the Work that they return."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from datetime import timedelta

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of the house that a linter cannot say."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -94,7 +92,7 @@ def programs():
     """Return the modules that tests import by their bare names, each with its folders: helpers, examples, studies."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     folders = defaultdict(list)
-    for folder in (*settings["pythonpath"], "bench"):
+    for folder in settings["pythonpath"]:
         for path in (ROOT / folder).glob("*.py"):
             folders[path.stem].append(folder)
     return folders

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What attach() takes and refuses, and several models in one world."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

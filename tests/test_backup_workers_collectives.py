@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backup workers in collectives of all ranks, at the end of data, and when ranks die."""
 
-from __future__ import annotations
-
 import threading
 from copy import deepcopy
 from dataclasses import replace

@@ -15,6 +15,7 @@ from failing_collectives import (
     missing_a_call,
 )
 from fault_cost import Fault, RunLength, reference_holds, run_with_faults
+from growth import run
 from replacements import train_with_deaths
 
 import commrt
@@ -157,6 +158,11 @@ def test_a_replacement_copies_the_weights_of_the_others_and_counts(where):
 def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
     found = train_with_deaths(6, 2, deaths=3)
     assert found.deaths == 3
+
+
+@pytest.mark.parametrize("way", [0, "gossip", "local SGD"])
+def test_ranks_come_one_dies_and_more_come_and_nothing_is_lost_or_used_twice(way):
+    run(seed=4, steps=80, way=way)
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backup workers under loops that do more than step: own buffers, skipped batches, own counters, several optimizers."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with backup workers: exactly N gradients count in a step, and replicas stay equal."""
 
-from __future__ import annotations
-
 import threading
 from copy import deepcopy
 from threading import Event

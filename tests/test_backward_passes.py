@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward passes that are missing, interrupted, repeated, held back or stepped in the middle, or in a closure."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

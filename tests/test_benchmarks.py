@@ -7,24 +7,21 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import records
 import report
+import torch
+import torch.distributed as dist
 from failures import tables
 from failures_audit import wrong
 from failures_runs import Run
 from failures_worker import TRAIN_IMAGES, Job, batch_of, fresh, images
+from forked_commands import printed
+from sources import ROOT
 
-ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "bench"
 
 
@@ -36,17 +33,13 @@ BENCH = ROOT / "bench"
 )
 def test_a_benchmark_of_the_kernels_runs(name, chosen):
     options = ["-q", "-p", "no:cacheprovider", "--benchmark-disable", "-k", chosen]
-    command = [sys.executable, "-m", "pytest", str(BENCH / name), *options]
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed(sys.executable, "-m", "pytest", BENCH / name, *options, TRITON_INTERPRET="0")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # on a busy machine
 def test_the_check_of_a_gpu_writes_one_record(tmp_path):
-    check = [sys.executable, str(BENCH / "gpu_check.py"), "correctness", "--only", "can two", "--out", str(tmp_path)]
-    subprocess.run(check, check=True, capture_output=True)
+    printed(sys.executable, BENCH / "gpu_check.py", "correctness", "--only", "can two", "--out", tmp_path)
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
     (stage,) = record["stages"]
@@ -104,13 +97,8 @@ def test_the_page_of_an_algorithm_says_what_was_recorded(recorded):
 # Training under failures.
 
 
-def update(step, members):
-    return {"kind": "update", "step": step, "members": members, "attempt": 0, "rank": members[0], "pid": 1}
-
-
-@pytest.fixture
-def finished(tmp_path):
-    """A run of three ranks with one backup and two updates, of which the first one comes from ranks 0 and 2."""
+def test_the_audit_finds_updates_that_are_wrong(tmp_path):
+    """Of two updates of three ranks with one backup, the first one comes from ranks 0 and 2, and says 0 and 1."""
     noise, digits = torch.randn(TRAIN_IMAGES, 1, 28, 28, dtype=torch.float64), torch.arange(TRAIN_IMAGES) % 10
     torch.save([noise, digits, noise[:1], digits[:1]], tmp_path / "images.pt")
     job = Job("backup1", str(tmp_path), ranks=3, steps=2, compute_s=0.0, seed=0, checkpoint_every=0)
@@ -121,12 +109,8 @@ def finished(tmp_path):
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     torch.save(model.state_dict(), tmp_path / "final-0.pt")
-    return Run(job, [])
-
-
-def test_the_audit_finds_updates_that_are_wrong(finished):
-    finished.events = [update(0, [0, 1]), update(1, [0, 1])]
-    (complaint,) = wrong(finished)
+    said = {"kind": "update", "members": [0, 1], "attempt": 0, "rank": 0, "pid": 1}
+    (complaint,) = wrong(Run(job, [], events=[said | {"step": step} for step in range(2)]))
     assert "off by" in complaint
 
 
@@ -153,10 +137,8 @@ def test_training_under_failures_ends_and_loses_no_update(tmp_path, contender):
         pytest.skip("torch 2.14 or later")
     kept = tmp_path / "records.jsonl"
     options = ["--steps", "12", "--rates", "4", "--seeds", "1", "--ranks", "3", "--contenders", contender]
-    command = [sys.executable, str(ROOT / "bench" / "failures.py"), *options, "--records", str(kept)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    path = os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")])
+    printed(sys.executable, BENCH / "failures.py", *options, "--records", kept, PYTHONPATH=path)
     without, failing = map(json.loads, kept.read_text().splitlines())
     assert (without["failures"], without["replaced"], without["complaints"]) == (0, 0, 0)
     assert failing["hit"] > 0

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers such as statistics of batch norm are those of rank 0 after each step, or the means of all ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend without its group: what other versions of torch need, a GPU's sends and receives, explanations."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from types import SimpleNamespace
 

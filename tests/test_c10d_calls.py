@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every collective of the backend, along every schedule, on tensors of any dtype, layout and size."""
 
-from __future__ import annotations
-
 from functools import partial, reduce
 from itertools import product
 

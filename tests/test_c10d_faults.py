@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """If a rank of the torch.distributed backend dies, stops, leaves or differs, all others get an error. None hangs."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of torch.distributed: groups, works, messages, DTensors, ops; DDP, FSDP2 and HSDP train with it."""
 
-from __future__ import annotations
-
 import c10d_groups
-import c10d_ranks
 import c10d_torch_ops
 import c10d_training
 import pytest
@@ -18,8 +15,8 @@ BODIES = [*c10d_training.TENSORS, *c10d_groups.BODIES]
 @pytest.fixture(scope="module")
 def found():
     with Pool(4) as pool:
-        over_gloo = c10d_ranks.answers(pool, c10d_training.hooked, backend="gloo")
-        return over_gloo | c10d_ranks.answers(pool, *c10d_training.TRAINED, *BODIES)
+        over_gloo = pool.answers(c10d_training.hooked, backend="gloo")
+        return over_gloo | pool.answers(*c10d_training.TRAINED, *BODIES)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
@@ -51,7 +48,7 @@ SIZES = {"all_reduce": "[[4]]", "all_gather": "[[4]]", "reduce_scatter_tensor": 
 def of_two():
     with Pool(2) as pool:
         bodies = *ALIKE, c10d_torch_ops.profiled
-        return {backend: c10d_ranks.answers(pool, *bodies, backend=backend) for backend in ("gloo", "commrt")}
+        return {backend: pool.answers(*bodies, backend=backend) for backend in ("gloo", "commrt")}
 
 
 @pytest.mark.parametrize("body", ALIKE, ids=lambda body: body.__name__)

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of torch.distributed under what others wrote: trainers, hooks, checkpoints, compilers. Gloo's losses."""
 
-from __future__ import annotations
-
 import c10d_losses
-import c10d_ranks
 import c10d_trainers
 import pytest
 import torch.distributed as dist
@@ -42,7 +39,7 @@ def test_hooks_shards_and_checkpoints_of_torch_have_the_losses_that_they_have_ov
     if ranks == 2:
         ways.append(c10d_losses.half_precision)  # whose sums of more ranks depend on their order
     with Pool(ranks) as pool:
-        gloo, ours = (c10d_ranks.answers(pool, *ways, backend=backend) for backend in ("gloo", "commrt"))
+        gloo, ours = (pool.answers(*ways, backend=backend) for backend in ("gloo", "commrt"))
     for way, by_rank in gloo.items():
         assert ours[way] == [like(losses, ranks) for losses in by_rank], way
         assert by_rank[0][-1] < 0.9 * by_rank[0][0], way
@@ -55,7 +52,7 @@ def test_what_is_compiled_gives_the_same_as_over_gloo(compiler, monkeypatch):
     monkeypatch.setenv("COMPILER", compiler)
     ways = c10d_losses.COMPILED[compiler]
     with Pool(2) as pool:  # commrt first: what has been compiled for one group may serve the next one, too
-        ours, gloo = (c10d_ranks.answers(pool, *ways, backend=backend) for backend in ("commrt", "gloo"))
+        ours, gloo = (pool.answers(*ways, backend=backend) for backend in ("commrt", "gloo"))
     for way, by_rank in gloo.items():
         assert isinstance(by_rank[0], list)  # else an error
         assert ours[way] == [pytest.approx(values, abs=ROUNDING) for values in by_rank], way

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A late rank takes weights, buffers, schedulers and optimizers from the others."""
 
-from __future__ import annotations
-
 import threading
 from copy import deepcopy
 from random import Random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model or gradient that changed after attach() is refused before anything is overwritten."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command as a user calls it: its help, its exit codes, what it refuses, and what it proves."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

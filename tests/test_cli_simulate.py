@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt simulate`` and ``commrt plan`` of exchanges, training steps and local SGD, as a user calls them."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clusters that ship with the package or were probed, and what is said of files that describe none."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of a communication thread are answered whatever interrupts it; callbacks have one place in their order."""
 
-from __future__ import annotations
-
 import _thread
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler makes of the kernels, for three architectures, without any of them at hand."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
+import inspect_quantize
 import pytest
 import torch
+from forked_commands import printed
+from inspect_kernels import ARCHS, PEERS, SHORT, cases
 from interpreter import interpreted_gpu
 
 from commrt.kernels import dispatch, quantize
@@ -22,9 +22,6 @@ from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
 from commrt.kernels.packing import Parts
 
 DEV = Path(__file__).parent.parent / "dev"
-import inspect_quantize  # noqa: E402
-from inspect_kernels import ARCHS, PEERS, SHORT, cases  # noqa: E402
-
 GOLDEN = DEV / "golden"
 FINDINGS = {path.stem: json.loads(path.read_text())["findings"] for path in GOLDEN.iterdir()}
 GOLDEN_CODING = DEV / "golden_quantize"
@@ -51,10 +48,9 @@ INSTRUCTIONS_PER_ELEMENT = {
     [("inspect_kernels.py", EVERY, GOLDEN), ("inspect_quantize.py", 31, GOLDEN_CODING)],
 )
 def test_the_kernels_compile_to_what_the_golden_file_says(program, every, golden):
-    command = [sys.executable, str(DEV / program), "--every", str(every), "--golden", str(golden)]
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(DEV.parent), str(DEV)])}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, f"{done.stderr}\nif this is meant: dev/{program} --write {golden}"
+    """After a change that is meant, ``python dev/PROGRAM --write GOLDEN`` writes the file."""
+    env = {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(DEV.parent), str(DEV)])}
+    printed(sys.executable, DEV / program, "--every", every, "--golden", golden, **env)
 
 
 def test_every_kernel_that_is_launched_has_been_looked_at(monkeypatch):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples passed round a ring: none lost, none twice, and all of them everywhere in the end."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections import Counter

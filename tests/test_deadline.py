@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All limits of waits follow from one number and one clock, and count no time in which the process was stopped."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -136,7 +134,7 @@ LIMITS = "commrt: timeouts: probe 2 s < step 10 s < collective 20 s <= start 60 
 def test_rank_0_alone_logs_the_limits_at_the_start(rank, logged, monkeypatch, caplog):
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(init, "_join_launch", lambda launch, start_s: local_worlds(2, start_s)[launch.rank])
+    monkeypatch.setattr(init, "_join_launch", lambda launch, start_s, _: local_worlds(2, start_s)[launch.rank])
     with caplog.at_level(logging.INFO, "commrt"), commrt.init(20, start_timeout_s=60) as world:
         assert (world.rank, world.timeout_s) == (rank, 20)
     assert [record.getMessage() for record in caplog.records] == logged

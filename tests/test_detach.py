@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What detach(), dropping, copying and failed attaching leave behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every block of code in the documentation does what it says, and `make docs` builds a complete site."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt doctor``: each thing that it would say, and that what it looks at cannot end it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

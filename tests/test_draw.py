@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt draw``: that pictures are made, and say what they show; how they look a person must see."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which optimizers step a model, and when a step ends: what is never exchanged is refused."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from functools import partial

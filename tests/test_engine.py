@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a step run the same schedule, in every step; headers show where they differ."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import lru_cache
 

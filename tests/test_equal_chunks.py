@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """world.run cuts a buffer into equal chunks, or refuses it where that matters: no part is where nobody expects it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import on_ranks

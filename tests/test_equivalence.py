@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with any algorithm is training with DDP, and training on one joined batch; in real processes."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

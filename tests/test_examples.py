@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs that people start from."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program on a buffer does what its schedule says, whatever the sizes; it is bound once, and goes with the buffer."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from threading import Event

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker that dies, stops, differs or ends early: the others end in time, in an error that names it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

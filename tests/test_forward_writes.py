@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules whose forward pass writes parameters, by what is in a rank's batch, are refused at attach()."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import for_each, on_ranks, taking_turns

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever is given to `attach` and `init`: it is used, or refused in words before anything was sent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fuzzing import NUMBERS, VALUES, cases, met

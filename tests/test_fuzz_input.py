@@ -4,8 +4,6 @@
 It works, or is refused in words.
 """
 
-from __future__ import annotations
-
 import json
 from math import isfinite
 

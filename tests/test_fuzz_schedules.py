@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a user makes a schedule of: it is proven, priced and run, or refused in words; nothing is rounded."""
 
-from __future__ import annotations
-
 from itertools import repeat
 
 import numpy as np
@@ -66,10 +64,7 @@ def looked_at(schedule):
 
 @cases(100)
 @given(st.lists(STEPS | SANE_STEPS, max_size=3), st.integers(1, 4), st.integers(1, 4))
-@example([([0, 1], [1, 0], 0, 1.5, 1, 0.5)], 2, 1)
-@example([([0, 1], [1, 0], 0, "1", 1, 0.5)], 2, 1)
 @example([([0], [1], 0, 1, 2, float("inf"))], 2, 1)
-@example([([0], [1], 0, 2**63, 1, 0.5)], 2, 1)
 @example([([0], [-1], 0, 1, 1, 0.5)], 2, 1)
 @example([([0], [1], -1, 1, 1, 0.5)], 2, 1)
 @example([([0], [1], 0, 1, 9, 0.5)], 2, 1)

@@ -14,10 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rendezvous_ranks import where_a_world_listens
 
-from commrt.backup_workers import catch_up
-from commrt.backup_workers.catch_up import NBYTES, YES, StateServer, request_state
+from commrt.elastic import state_server
 from commrt.elastic.generations import Listener
 from commrt.elastic.links import probe
+from commrt.elastic.state_server import NBYTES, YES, StateServer, request_state
 from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
 
@@ -48,8 +48,8 @@ def open_service():
 
 @cases(20)
 @given(said=FILES)
-@example(said=b"\0" * catch_up.REQUEST.size)
-@example(said=b"\0" * (catch_up.REQUEST.size - 1))
+@example(said=b"\0" * state_server.REQUEST.size)
+@example(said=b"\0" * (state_server.REQUEST.size - 1))
 def test_a_service_goes_on_after_any_bytes(open_service, said):
     host, port, _ = open_service.address.split()
     with in_time(), suppress(ConnectionError), socket.create_connection((host, int(port)), 5.0) as line:
@@ -61,8 +61,8 @@ def test_a_service_goes_on_after_any_bytes(open_service, said):
 
 
 def test_idle_connections_to_a_server_delay_nobody_and_are_few(monkeypatch):
-    monkeypatch.setattr(catch_up, "PASSWORD_S", 1e6)
-    monkeypatch.setattr(catch_up, "MAX_SILENT", 4)
+    monkeypatch.setattr(state_server, "PASSWORD_S", 1e6)
+    monkeypatch.setattr(state_server, "MAX_SILENT", 4)
     served = StateServer(LOOPBACK, lambda number: (piece for piece in (b"", b"yes")))
     host, port, _ = served.address.split()
     lines = [socket.create_connection((host, int(port)), 5.0) for _ in range(20)]

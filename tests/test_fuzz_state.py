@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever is in a checkpoint: it is taken, or refused in words before anything changes; and nothing in it is run."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

@@ -15,9 +15,9 @@ from small_models import train, trainee
 from torch.distributed import HashStore, Store
 
 import commrt
-from commrt.backup_workers.catch_up import request_state
 from commrt.backup_workers.quorum import parse_announcements
 from commrt.elastic.generations import Generation
+from commrt.elastic.state_server import request_state
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
 from commrt.runtime import connection

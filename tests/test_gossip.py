@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gossip as schedules: who meets whom, what that keeps, and what it costs."""
 
-from __future__ import annotations
-
 import random
 from fractions import Fraction
 from statistics import median

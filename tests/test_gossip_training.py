@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training by gossip, also by loops that save, copy or compile the model: the bits of a simulation in one process."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

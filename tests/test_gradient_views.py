@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With gradients="views" gradients live in what travels, and training goes on as with gradients of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import for_each, on_ranks

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels against their definitions, element by element and access by access, in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import nullcontext
 from itertools import product

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real launchers start real ranks, which find each other; on one host, and on two that are network namespaces."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD: each published rule against a few lines of numpy in fp64, and what its settings refuse."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

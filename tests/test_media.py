@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's transports as one; and work that is queued on a device, as it is asked of torch."""
 
-from __future__ import annotations
-
 import gc
 from itertools import count
 from types import SimpleNamespace
@@ -337,15 +335,12 @@ def test_where_cuda_has_ended_a_capture_torch_leaves_it_too_and_the_first_error_
     assert asked == [("begin", POOL, MODE), ("end",), *left, ("begin", MODE), ("end",)]
 
 
-def test_a_cpu_queues_nothing():
+def test_a_cpu_queues_nothing_and_a_gpu_queues():
     streams = streams_of(torch.device("cpu"))
     assert isinstance(streams, Streams)
     assert (streams.queues, streams.current(), streams.record_event(), streams.capture(list)) == (False, 0, DONE, None)
     assert DONE.query()
     with streams.side_stream():
         streams.wait_event(DONE)
-
-
-def test_a_gpu_queues():
     assert isinstance(streams_of(GPU), CudaStreams)
     assert streams_of(GPU).queues

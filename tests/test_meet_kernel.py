@@ -5,12 +5,8 @@ The interpreter has no inline assembly, so functions in Python stand for the hel
 done in which order, and move the clock.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from forked_commands import printed
 from interpreter import BadAccess, complaint, interpret, plant, watched
 from kernel_bugs import BUGS
 from moved_clock import moved_clock
@@ -217,11 +214,7 @@ def test_in_each_scene_a_planted_bug_does_not_do_what_the_definition_does(tmp_pa
 @pytest.mark.slow
 def test_the_compiled_kernel_orders_memory_for_the_whole_system_and_keeps_all_in_registers():
     """In a process in which Triton compiles instead of interpreting."""
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(SUPPORT / "meet_code.py")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    compiled = json.loads(done.stdout)
+    compiled = json.loads(printed(sys.executable, SUPPORT / "meet_code.py", TRITON_INTERPRET="0"))
     assert {code["arch"] for code in compiled} == {"sm_80", "sm_90a", "sm_100a"}
     for code in compiled:
         peers = code["peers"]  # told, and told that this rank goes back; asked before and while it waits

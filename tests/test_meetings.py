@@ -6,8 +6,6 @@ A kernel is one event: no kernel waits, so two kernels that nothing orders occur
 a wrong version.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations: all ranks agree on one, late ranks are evicted, and a live rank is not evicted before the deadline."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from threading import Event
@@ -412,7 +410,7 @@ def come(new, fetch_state=lambda: True):
 def answering(found, needed=1, late_s=None):
     """The members, which answer roll calls as they train; and call one if they were silent."""
     for member in found:
-        member.needed = needed
+        member.needed, member.admits = needed, True
 
         def answer(number, member=member):
             Event().wait((late_s or {}).get(member.rank, 0.0))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutants of correct schedules: whatever a naive interpreter finds wrong, the symbolic proof must refuse."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from random import Random

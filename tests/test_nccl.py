@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPUs' transports over stand-ins: the bits they give, failures of NCCL that come late, and who is refused."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be known of the real binding without a GPU, and that the stand-in does not claim more."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from itertools import product

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GPU transport that breaks a rule of NCCL fails a check: each is planted here, and must be noticed."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

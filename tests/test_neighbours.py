@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that ranks of a host map of each other: who may, who agrees not to, what is freed when."""
 
-from __future__ import annotations
-
 import json
 
 import nccl_stand_in as stand_in

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers, their settings and the step number stay equal on all ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication hides behind the backward pass, and buckets leave in one order on all ranks."""
 
-from __future__ import annotations
-
 import time
 
 import torch

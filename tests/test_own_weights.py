@@ -4,8 +4,6 @@
 Ranks run out of data, have no batch, skip a step or accumulate; states are saved and loaded; models leave and come.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -28,10 +26,6 @@ BATCHES = [(3, 6), (6, 3), (0, 4), (2, 7, 4), (4, 0, 0, 1), (5, 5)]
 """How many each rank has."""
 
 
-def momenta(loop):
-    return [state["exp_avg"].clone() for state in loop.optimizer.state.values()]
-
-
 @for_each(("batches", "algorithm"), taking_turns(BATCHES + BATCHES[:2], WAYS))
 def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches, algorithm):
     def body(world):
@@ -41,7 +35,8 @@ def test_ranks_that_run_out_of_data_answer_the_others_and_all_end_equal(batches,
             for _ in range(batches[world.rank]):
                 loop.run(1)
                 schedule.step()
-        joined = loop.replica.step, schedule.last_epoch, [*params(loop.model), *momenta(loop)]
+        momenta = [state["exp_avg"].clone() for state in loop.optimizer.state.values()]
+        joined = loop.replica.step, schedule.last_epoch, [*params(loop.model), *momenta]
         loop.run(2)
         with loop.replica.join(schedule):
             loop.run(world.rank)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gossip and local SGD go on without whom they lose: by death, by an end of its own, one or several, at any instant."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is shipped is whole, and works where nobody sees the checkout."""
 
-from __future__ import annotations
-
 import email
 import json
 import os
@@ -17,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked_commands import printed
 
 import commrt
 from commrt.errors import UsageError
@@ -237,10 +236,7 @@ import torch
 
 
 def said(program, **environment):
-    command, given = [sys.executable, "-c", program], os.environ | environment
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=given)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return printed(sys.executable, "-c", program, **environment).strip()
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both backends do the same to a wire and its tensors, bit by bit; and whole training steps with either."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections import Counter

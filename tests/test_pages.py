@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pages point to exists: links, anchors, names of ours, files; and what must be documented is."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

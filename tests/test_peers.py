@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges through memory that the ranks of a host read, over stand-ins for it and for NCCL, with threads as ranks."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from math import inf

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make prove`: what it proves is right at a few rank counts, and slow at all of them; it says what is wrong."""
 
-from __future__ import annotations
-
 import prove
 import pytest
 

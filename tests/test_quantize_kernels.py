@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes by Triton, in its interpreter, and by Numba are those of the definition bit by bit; and the definition."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wires that carry codes of few bits: their settings, what is sent, what is lost, and that replicas stay equal."""
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from functools import partial
@@ -41,10 +39,6 @@ def training(world, wire, algorithm=Direct()):  # noqa: B008  # a frozen value
     return Loop(world, algorithm, copy.deepcopy(UNTRAINED), momentum, lr=0.002, **options)
 
 
-def alike(rows):
-    return all(torch.equal(rows[0], row) for row in rows)
-
-
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_all_ranks_get_the_same_bits_near_the_sum(wire):
     def body(world):
@@ -56,8 +50,8 @@ def test_all_ranks_get_the_same_bits_near_the_sum(wire):
         return exact, quantized
 
     pairs = run_ranks(5, body)
-    assert alike([quantized for _, quantized in pairs])
     exact, quantized = pairs[0]
+    assert all(torch.equal(each, quantized) for _, each in pairs)
     assert (
         0 < (quantized - exact).square().sum() / exact.square().sum() < LOSS[wire.bits] * (10 if wire.is_float else 1)
     )

@@ -4,7 +4,7 @@
 A state is what each rank was answered so far, what the store holds, and who is dead. A rank's next request follows from
 its answers, by running the very function that training runs up to its first request without an answer. Another process
 may take the place of a dead one at any instant, with the weights of any rank that lives; it calls all others to a new
-generation.
+generation. Or a further process comes, with which a step needs one gradient more from its generation on.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Unanswered(Exception):
 class Asked:
     """The requests of one rank: gives the answers that it got, in order, and stops it at the next request."""
 
-    def __init__(self, needed, begin, answers):
-        self.needed, self.begin, self.generation = needed, begin, begin.generation
+    def __init__(self, begin, answers):
+        self.begin, self.generation, self.needed = begin, begin.generation, begin.needed
         self.came = {*begin.came}
         self.used, self._answers = begin.used, answers
 
@@ -107,11 +107,11 @@ class Asked:
         return self.generation
 
     def follow(self, generation):
-        self.generation = self._answer(NextAttempt(generation))
+        self.generation, self.needed = self._answer(NextAttempt(generation))
 
     def note(self, **changes):
         """Here another run may begin."""
-        now = {"generation": self.generation, "used": self.used, "came": frozenset(self.came)}
+        now = {"generation": self.generation, "needed": self.needed, "used": self.used, "came": frozenset(self.came)}
         self.begin = self.begin._replace(**now, **changes)
 
 
@@ -135,11 +135,12 @@ NO_ANSWERS = Answers()
 
 class State(NamedTuple):
     answers: tuple  # of each rank, to its operations
-    begins: tuple  # of each rank: the step and the generation in which its process began
+    begins: tuple  # of each rank: the step and the generation in which its process began, and what a step needs there
     store: frozenset = frozenset()
     dead: frozenset = frozenset()
     reborn: frozenset = frozenset()  # ranks whose place another process has taken
     called: int = 0  # the generation to which all are called
+    needed: int = 0  # so many gradients make a step of that generation
     reduced: frozenset = frozenset()  # (rank, step, attempt, went well), of those who were answered
     suspicions: int = 0
     voids: int = 0
@@ -155,6 +156,7 @@ class Begin(NamedTuple):
 
     step: int
     generation: int
+    needed: int
     attempt: int = 0
     used: int = 0  # answers
     came: frozenset = frozenset()  # (step, attempt, generation) of the reductions to which it has come
@@ -167,6 +169,7 @@ class Position(NamedTuple):
     operation: object  # what it asks for next, or the outcomes of its steps
     step: int
     generation: int
+    needed: int
     came: frozenset
     begin: Begin
 
@@ -180,6 +183,8 @@ class Model:
     steps: int = 1
     deaths: int = 0
     births: int = 0
+    comers: int = 0
+    """Ranks that are not there in the beginning."""
     suspicions: int = 0
     voids: int = 0
     rule: object = decide
@@ -189,7 +194,11 @@ class Model:
 
     @property
     def ranks(self):
-        return range(self.needed + self.backups)
+        return range(self.needed + self.backups + self.comers)
+
+    def needed_among(self, members):
+        """How many gradients make a step of a generation with so many members."""
+        return max(self.needed, members - min(self.backups, (members - 1) // 2))
 
     def life(self, ask, rank):
         """All steps of a process; a dropped rank takes the weights of another and goes on."""
@@ -197,7 +206,7 @@ class Model:
         for step in range(ask.begin.step, self.steps):
             if step > ask.begin.step:
                 ask.note(step=step, attempt=0, outcomes=tuple(outcomes.items()))
-            if self.births and not ask.begin.attempt:
+            if (self.births or self.comers) and not ask.begin.attempt:
                 ask.follow(ask.generation)
             outcomes[step] = self.rule(ask, Announcement(rank, ask.generation), step, ask.begin.attempt)
         return outcomes
@@ -212,12 +221,12 @@ class Model:
     def live(self, rank, begin, answers):
         """Where it is after all of these answers."""
         known = self.known_positions.get((rank, begin, answers.before)) if answers.before else None
-        ask = Asked(self.needed, known.begin if known else Begin(*begin), answers.said)
+        ask = Asked(known.begin if known else Begin(*begin), answers.said)
         try:
             operation, step = self.life(ask, rank), self.steps
         except Unanswered as unanswered:
             operation, step = unanswered.args[0], ask.begin.step
-        return Position(operation, step, ask.generation, frozenset(ask.came), ask.begin)
+        return Position(operation, step, ask.generation, ask.needed, frozenset(ask.came), ask.begin)
 
     def operation(self, state, rank):
         return self.at(state, rank).operation
@@ -239,7 +248,8 @@ class Model:
 
     def deaths_of(self, state, rank):
         """Also of one that has passed all steps: others may need its sum."""
-        if rank not in state.dead and len(state.dead) + len(state.reborn) < self.deaths:
+        died = len(state.dead) + len(state.reborn) - self.comers
+        if rank not in state.dead and died < self.deaths:
             yield state._replace(dead=state.dead | {rank})
 
     def unseen(self, state, rank):
@@ -250,18 +260,22 @@ class Model:
         return after if after is not None and self.at(after, rank).step == step else None
 
     def replaced(self, state, rank):
-        """Another process takes the place of `rank`."""
-        if len(state.reborn) == self.births:
+        """Another process takes the place of `rank`, or is the first one there."""
+        if len(state.reborn) == self.births + self.comers:
             return
         lives = [self.at(state, other) for other in self.ranks if other not in state.dead]
         called = 1 + max([state.called, *(life.generation for life in lives)])
+        needed = self.needed_among(1 + len(lives))
         for step in sorted({life.step for life in lives}):
             yield state._replace(
                 answers=tuple(NO_ANSWERS if other == rank else said for other, said in enumerate(state.answers)),
-                begins=tuple((step, called) if other == rank else begin for other, begin in enumerate(state.begins)),
+                begins=tuple(
+                    (step, called, needed) if other == rank else begin for other, begin in enumerate(state.begins)
+                ),
                 dead=state.dead - {rank},
                 reborn=state.reborn | {rank},
                 called=called,
+                needed=needed,
             )
 
     def answered(self, state, rank, operation):
@@ -275,7 +289,10 @@ class Model:
         elif isinstance(operation, ReadNow):
             yield state.with_answer(rank, tuple(store.get(name, "0") for name in operation.keys))
         elif isinstance(operation, NextAttempt):
-            yield state.with_answer(rank, max(operation.generation, state.called))
+            if operation.generation > state.called:  # a roll call
+                living = len(self.ranks) - len(state.dead)
+                state = state._replace(called=operation.generation, needed=self.needed_among(living))
+            yield state.with_answer(rank, (state.called, state.needed))
         elif isinstance(operation, WaitFor):
             yield from self.read(state, rank, operation, store)
         elif isinstance(operation, Reduce):
@@ -286,15 +303,21 @@ class Model:
         if operation.key in store:
             yield state.with_answer(rank, store[operation.key])
         elif operation.members:
-            if (state.dead | state.reborn) & set(operation.members):
+            generation = self.at(state, rank).generation
+            later = {other for other in state.reborn if state.begins[other][1] > generation}
+            if (state.dead | later) & set(operation.members):
                 yield state._replace(store=state.store | {(operation.key, FAILED)})
         else:
-            generation = self.at(state, rank).generation
+            _, _, generation, needed, *_ = self.at(state, rank)
+            living = len(self.ranks) - len(state.dead)
             order = parse_announcements(store[quorum_key(operation.step, operation.attempt, "announced")], generation)
-            if len(order) >= self.needed:  # who came last may have died before it said so
-                yield state._replace(store=state.store | {(operation.key, choose_members(order, self.needed))})
+            if len(order) >= needed:  # who came last may have died before it said so
+                yield state._replace(store=state.store | {(operation.key, choose_members(order, needed))})
             elif state.called > generation:
                 yield state._replace(store=state.store | {(operation.key, NO_MEMBERS)})
+            elif self.needed_among(living) <= living < needed:
+                fewer = {"called": generation + 1, "needed": self.needed_among(living)}
+                yield state._replace(store=state.store | {(operation.key, NO_MEMBERS)}, **fewer)
             elif state.voids < self.voids:
                 yield state._replace(store=state.store | {(operation.key, NO_MEMBERS)}, voids=state.voids + 1)
 
@@ -322,7 +345,9 @@ class Model:
             yield state.with_answer(rank, False, reduced=after, suspicions=state.suspicions + 1)
 
     def start(self):
-        return State(tuple(NO_ANSWERS for _ in self.ranks), tuple((0, 0) for _ in self.ranks))
+        absent = frozenset(self.ranks[len(self.ranks) - self.comers :])
+        begins = tuple((0, 0, self.needed) for _ in self.ranks)
+        return State(tuple(NO_ANSWERS for _ in self.ranks), begins, dead=absent, needed=self.needed)
 
     def explore(self):
         """How many states can be reached; raises AssertionError where a promise is broken."""
@@ -368,14 +393,17 @@ class Model:
             ends = {rank: end for rank, end in outcomes.items() if step in end}
             applied = {end[step].members for end in ends.values()}
             assert len(applied) <= 1, (step, applied)
-            assert all(len(members) == self.needed for members in applied)
+            assert all(len(members) >= self.needed for members in applied)
             for rank, end in ends.items():
                 place = step, end[step].attempt
                 assert not end[step].counts or (rank, place, True) in state.reduced, "it applies what it has not"
+            places = {(step, end[step].attempt) for end in ends.values()}
             for members in applied:
                 living = set(self.ranks) - state.dead
                 came_later = {rank for rank in living if state.begins[rank][0] > step}
-                assert living & set(members) - state.reborn | came_later, "nobody is left who has the sum"
+                reduced = {rank for rank in living if places & {came[:2] for came in self.at(state, rank).came}}
+                has_sum = set(members) & (living - state.reborn | reduced)
+                assert has_sum | came_later, "nobody is left who has the sum"
 
     def check_end(self, state):
         """Check that all live ranks have finished once nothing more can happen, if they are enough for a step."""
@@ -395,12 +423,16 @@ CASES = [
     Model(2, 1, steps=2),
     Model(2, 1, deaths=1),
     Model(2, 1, voids=1),
+    Model(1, 0, steps=2, comers=1),
+    Model(2, 0, comers=1),
 ]
 WALKS = 20
 DRAWN = [
     Model(2, 1, steps=2, deaths=1, births=1),
     Model(3, 2, steps=3, deaths=2, births=2, suspicions=2, voids=2),
     Model(4, 2, steps=4, deaths=2, births=1, suspicions=1, voids=1),
+    Model(2, 0, steps=4, deaths=1, comers=2, suspicions=1, voids=1),
+    Model(2, 1, steps=4, deaths=2, comers=2, births=1, suspicions=1, voids=1),
 ]
 MANY = [
     Model(2, 1, deaths=1, births=1),
@@ -416,7 +448,7 @@ MANY = [
 
 def described(model):
     bounds = f"{model.deaths} deaths, {model.births} births, {model.suspicions} suspicions, {model.voids} voids"
-    return f"{model.needed}+{model.backups} ranks, {model.steps} steps, {bounds}"
+    return f"{model.needed}+{model.backups}+{model.comers} ranks, {model.steps} steps, {bounds}"
 
 
 @pytest.mark.parametrize("model", CASES, ids=described)

@@ -37,7 +37,7 @@ WRITTEN = ["announced", "outcome"]
 def members():
     """Forms a generation of so many members, who leave when the test ends."""
     with ExitStack() as stack:
-        yield lambda ranks: stack.enter_context(members_of(ranks))
+        yield lambda ranks, needed: stack.enter_context(members_of(ranks, needed))
 
 
 class NoOtherAttempt(Exception):
@@ -48,9 +48,9 @@ def never(generation):
     raise NoOtherAttempt
 
 
-def vote_of(member, needed, store=None, *, is_called=False, next_attempt=never):
+def vote_of(member, store=None, *, is_called=False, next_attempt=never):
     elastic = SimpleNamespace(on_store=member, require_open=int, is_called=is_called, ensure_generation=next_attempt)
-    return QuorumVote(store or member.store.connection, needed, elastic, lambda *_: True)
+    return QuorumVote(store or member.store.connection, elastic, lambda *_: True)
 
 
 # a member that has the sum waits for the first member, who says when all have it
@@ -80,7 +80,7 @@ def waiting_for_the_first(member, **options):
     The step waits for rank 0 by then: a clock that moves earlier would blame the store.
     """
     watched = Watched(store := member.store.connection)
-    vote = vote_of(member, 2, watched, **options)
+    vote = vote_of(member, watched, **options)
     store.append(quorum_key(0, 0, "announced"), f"{Announcement(0, 0)} ")
     ended = start_call(lambda: vote.run(Announcement(1, 0), 0))
     assert watched.waits.wait(PATIENT_S), "the step does not wait for rank 0"
@@ -101,7 +101,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(members, loss):
-    found = members(2)
+    found = members(2, 2)
     if (lose := LOSSES[loss]) is not None:
         lose(found)
     is_called = loss == "the others form a new generation"
@@ -116,14 +116,14 @@ def test_a_member_that_waits_for_a_lost_one_ends_the_attempt(members, loss):
 
 @pytest.mark.parametrize("ranks", [(), (0, 1)], ids=["to be chosen", "to have the sum"])
 def test_a_step_that_the_others_have_deleted_is_not_waited_for(members, ranks):
-    member = members(2)[1]
-    vote = vote_of(member, 2)
+    member = members(2, 2)[1]
+    vote = vote_of(member)
     member.store.connection.set(OLDEST_STEP, "1")
     assert not vote.wait_for(OUTCOME, 0, 0, ranks)
 
 
 def test_a_member_waits_for_one_that_lives_up_to_the_deadline(members):
-    found = members(2)
+    found = members(2, 2)
     with moved_clock() as clock:
         end_s = clock.now_s() + 0.8 * LONG_S
         ended = waiting_for_the_first(found[1])
@@ -135,9 +135,9 @@ def test_a_member_waits_for_one_that_lives_up_to_the_deadline(members):
 
 def test_a_step_that_keeps_others_in_a_collective_waiting_ends_at_its_limit(members, monkeypatch):
     monkeypatch.setattr(quorum, "PROBE_MOST_S", 4.0)  # the limit is no multiple of a pause
-    found = members(3)
+    found = members(3, 2)
     found[1].arrive(arrival_key(found[1].generation, 1), 0, "barrier")  # rank 2 lives, and announces nothing
-    vote = vote_of(found[0], 2, next_attempt=lambda _: found[0].generation)
+    vote = vote_of(found[0], next_attempt=lambda _: found[0].generation)
     with moved_clock() as clock:
         begin_s = clock.now_s()
         ended = start_call(lambda: vote.run(Announcement(0, 0), 0))
@@ -155,8 +155,8 @@ def alone(members, monkeypatch):
     """The vote of one rank that is enough for a step, on a store that keeps few steps."""
     monkeypatch.setattr(quorum, "KEPT_STEPS", 4)
     monkeypatch.setattr(quorum, "DELETED_STEPS", 2)
-    (member,) = members(1)
-    return vote_of(member, 1, next_attempt=lambda _: member.generation)
+    (member,) = members(1, 1)
+    return vote_of(member, next_attempt=lambda _: member.generation)
 
 
 def step(vote, number, failing=0):

@@ -4,8 +4,6 @@
 All ranks run on one thread. A step is one look at a peer's word, one write to it, or one kernel.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import NamedTuple
 

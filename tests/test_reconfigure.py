@@ -25,7 +25,7 @@ def values(outcomes, lost=()):
 
 def test_a_group_goes_on_without_a_process_that_died_and_with_one_that_came_late():
     zero, one, _, three = values(run_processes(4, changing), lost={2})
-    assert zero[0].startswith("this group has no ranks yet")
+    assert "this group has no ranks yet" in zero[0]
     assert "[rank 0, peer 2" in zero[2]
     assert zero[1:2] + zero[3:] == [(0, 3, 3.0), True, (1, 2, 1.0), 1.0, (1, 3, 4.0), [3.0] * 3, 4.0]
     assert one[1:2] + one[3:] == [(1, 3, 3.0), True, (0, 2, 1.0), 1.0, (2, 3, 4.0), [0.0] * 3, 4.0]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happened when: ranges lie inside each other, say what they cover, and cost nothing that nobody asked for."""
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor

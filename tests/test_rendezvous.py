@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process finds its place from what its launcher left; ranks meet at one store, and one that is gone is an error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -240,6 +238,24 @@ def test_ranks_on_one_machine_need_no_address():
 def test_contradictions_are_refused_with_a_sentence(env, says):
     with pytest.raises(UsageError, match=says):
         launched(env)
+
+
+def test_ranks_from_the_world_size_on_come_later_and_up_to_a_number():
+    env = {"RANK": "5", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    assert launched(env, up_to=6).rank == 5
+    with pytest.raises(UsageError, match=r"RANK=5 and WORLD_SIZE=4 .* ranks are 0\.\.up_to-1, and up_to=5"):
+        launched(env, up_to=5)
+
+
+@for_each(
+    ("env", "says"), [({}, "up_to=2 with no launcher"), ({"RANK": "0", "WORLD_SIZE": "3"}, "up_to=2 with 3 ranks")]
+)
+def test_places_that_cannot_be_are_refused(env, says, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(UsageError, match=says):
+        commrt.init(up_to=2)
 
 
 @for_each("text", ["", "soon", "-1", "0", "inf", "nan", "3e6"])

@@ -12,11 +12,14 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import DisagreementError, TransportClosed, UsageError
+from commrt.local_sgd import LocalSGD
+from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
 from commrt.store.agreement import WorldConfig
+from commrt.transport.local import Fabric
 from commrt.transport.protocol import NullTransport, P2PGroup, P2PMessage
 
-CONFIG = WorldConfig(4, "here", 1, {"algorithm": "backup", "buffers": "none"})
+CONFIG = WorldConfig(4, 6, "here", 1, {"algorithm": "backup", "buffers": "none"})
 
 
 def replacement_world():
@@ -34,17 +37,18 @@ def test_a_configuration_is_read_as_published_until_it_is_withdrawn():
 
 
 def test_a_replacement_may_run_on_any_host_where_ranks_use_a_network():
-    replace(CONFIG, host=None).require_place(2, 4, "elsewhere")
-    CONFIG.require_place(2, 4, "here")
+    replace(CONFIG, host=None).require_place(2, 4, 6, "elsewhere")
+    CONFIG.require_place(2, 4, 6, "here")
 
 
 @for_each(
     ("place", "kind", "says"),
     [
-        ((5, "here"), DisagreementError, "with a world of 5 ranks, and 4 ranks train already: set the launcher"),
-        ((4, "elsewhere"), UsageError, "through shared memory: start it there"),
-        ((4, None), UsageError, "through shared memory: start it there"),
-        ((4, "here", "gloo"), DisagreementError, "COMMRT_TRANSPORT=gloo, and the others train with unset"),
+        ((5, 6, "here"), DisagreementError, "with a world of 5 ranks, and 4 ranks train already: set the launcher"),
+        ((4, 6, "elsewhere"), UsageError, "through shared memory: start it there"),
+        ((4, 6, None), UsageError, "through shared memory: start it there"),
+        ((4, 8, "here"), DisagreementError, "places for 8 ranks, and the others with 6: call init"),
+        ((4, 6, "here", "gloo"), DisagreementError, "COMMRT_TRANSPORT=gloo, and the others train with unset"),
     ],
 )
 def test_a_replacement_with_another_world_size_host_or_transport_is_refused(place, kind, says):
@@ -77,9 +81,24 @@ def test_a_replacement_with_another_model_is_told_what_differs(model, claim, kin
 def test_a_replacement_cannot_call_collectives_before_it_is_admitted(call):
     with (
         replacement_world() as world,
-        pytest.raises(UsageError, match="takes the place of rank 2, which is gone, while the others"),
+        pytest.raises(UsageError, match="takes the place of rank 2 while the others"),
     ):
         call(world)
+
+
+@for_each(
+    ("algorithm", "says"),
+    [
+        (commrt.Torus2D(), "only to BackupWorkers, LocalSGD and gossip of weights can ranks come"),
+        (commrt.Gossip(payload="gradients"), "only to BackupWorkers, LocalSGD and gossip of weights can ranks come"),
+        (LocalSGD(2, delay=1), "ranks that come later need delay=0"),
+    ],
+)
+def test_what_ranks_cannot_come_to_refuses_places_for_more(algorithm, says):
+    model, places = torch.nn.Linear(2, 2), ReconnectOptions(lambda *_: None, places=4)
+    world = World(Fabric(1).transport(0), HashStore(), reconnect_options=places)
+    with world, pytest.raises(UsageError, match=says):
+        commrt.attach(model, torch.optim.SGD(model.parameters(), 0.1), algorithm, world=world)
 
 
 def test_a_replacement_with_another_model_is_refused_before_it_contacts_a_rank():

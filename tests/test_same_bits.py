@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums in one order: the same contributions give the same bits, wherever they lie and however they are cut."""
+"""The same contributions give the same bits: as before, and in one order wherever they lie and however they are cut."""
 
-from __future__ import annotations
-
+import json
 from functools import reduce
 
+import bits
 import pytest
 import torch
 from cases import on_ranks, pairwise
@@ -30,6 +30,12 @@ SAMPLES = 64
 LARGEST = 10**6
 TRANSPORTS = (local, gloo, shared, pairs_on_a_host, two_hosts_in_turn, nccl, peers)
 """The last one reads what peers send in their memory."""
+
+
+@pytest.mark.parametrize("case", bits.CASES)
+def test_bits_are_those_of_the_file(case):
+    """After a change that is meant to change them, ``python dev/bits.py`` writes the file."""
+    assert bits.digest(case) == json.loads(bits.FILE.read_text())[case]
 
 
 def contributions(ranks, dtype):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules as data: how they are combined, hashed, printed and cut per rank; what each algorithm is and costs."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which schedule the backend of torch.distributed takes: by price, by name, and always the same."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

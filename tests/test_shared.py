@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory: nothing is copied twice or left behind, and no rank waits for one that is gone."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

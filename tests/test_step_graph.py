@@ -5,8 +5,6 @@
 noted instead of made, and host code runs once. Replaying makes the noted calls again, with the same arguments.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -300,54 +298,34 @@ def test_a_transport_that_nobody_closed_does_not_wait_for_its_graphs_at_exit(gpu
         assert len(exchanges) == 2
 
 
-@pytest.fixture
-def bucket(gpu):
-    params = [(name, nn.Parameter(torch.randn(count))) for name, count in (("a", 40), ("b", 33))]
-    (only,) = build_buckets(params, None, 1 << 20)
-    return only
+def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(gpu):
+    """Of one bucket, in steps that exchange nothing."""
+    named = [(name, nn.Parameter(torch.randn(count))) for name, count in (("a", 40), ("b", 33))]
+    (bucket,) = build_buckets(named, None, 1 << 20)
+    bound = BoundStep([SimpleNamespace(group=None, elsewhere=(), run=bool, finish=bool)])
+    params, layout = [param for _, param in bucket.params], layout_of([40, 33])
 
+    def capture(work, group):
+        graph = nccl.record(work)
+        return lambda tag: graph.replay()
 
-def bound_step():
-    """Of a program that exchanges nothing."""
-    return BoundStep([SimpleNamespace(group=None, elsewhere=(), run=bool, finish=bool)])
-
-
-def captured(work, group):
-    graph = nccl.record(work)
-    return lambda tag: graph.replay()
-
-
-def take(bucket, step, skew=0):
-    for _, param in bucket.params:
-        param.grad = torch.randn(param.numel() + skew)[skew:]
-    claim = Header(0, 1, 0, step, 0, 0)
-    bucket.take(claim, bucket.names)
-    return encode(claim)
-
-
-def carried(step_graphs, bucket, bound, step, scale=1.0):
-    """Make one step; return True if a graph carried it."""
-    done = step_graphs.carry(bucket, bound, scale, Tag(step, 0))
-    if not done:
-        bucket.pack(scale)
-        bucket.unpack()
-    bucket.assign_missing()
-    if step_graphs.is_due:
-        step_graphs.capture(lambda refused: [0] if refused else [])
-    return done
-
-
-def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(bucket):
-    step_graphs, bound = StepGraphs([bucket], SimpleNamespace(capture=captured)), bound_step()
-    layout = layout_of([40, 33])
+    step_graphs = StepGraphs([bucket], SimpleNamespace(capture=capture))
     for step, (scale, skew) in enumerate([(0.5, 0), (0.5, 0), (0.25, 0), (2.0, 1), (2.0, 3), (1.0, 0)]):
-        word = take(bucket, step, skew)
-        expected = [param.grad * scale for _, param in bucket.params]
-        versions = [param.grad._version for _, param in bucket.params]
-        assert carried(step_graphs, bucket, bound, step, scale) == (step >= BY_CALLS)
-        assert [param.grad._version for _, param in bucket.params] == [version + 1 for version in versions]
-        assert torch.equal(layout.header(bucket.wire) != 0, bits(word))
-        assert all(torch.equal(param.grad, want) for (_, param), want in zip(bucket.params, expected, strict=True))
+        for param in params:
+            param.grad = torch.randn(param.numel() + skew)[skew:]
+        claim = Header(0, 1, 0, step, 0, 0)
+        bucket.take(claim, bucket.names)
+        expected, versions = [param.grad * scale for param in params], [param.grad._version + 1 for param in params]
+        is_carried = step_graphs.carry(bucket, bound, scale, Tag(step, 0))
+        if not is_carried:
+            bucket.pack(scale)
+            bucket.unpack()
+        bucket.assign_missing()
+        if step_graphs.is_due:
+            step_graphs.capture(lambda refused: [0] if refused else [])
+        assert (is_carried, [param.grad._version for param in params]) == (step >= BY_CALLS, versions)
+        assert torch.equal(layout.header(bucket.wire) != 0, bits(encode(claim)))
+        assert all(torch.equal(param.grad, want) for param, want in zip(params, expected, strict=True))
     assert step_graphs.reasons == {}
 
 

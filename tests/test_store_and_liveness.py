@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store keeps first values; ranks agree on it in time or name who is missing; a process lives while it answers."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

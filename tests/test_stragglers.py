@@ -4,8 +4,6 @@
 Figures called published are as recalled, not checked against the paper; the targets beside them are our own estimates.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import reduce

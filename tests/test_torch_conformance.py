@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's own tests of process groups pass with commrt as the backend, and fail with one that moves no data."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

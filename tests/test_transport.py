@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every transport keeps every rule, and says who waits for whom."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

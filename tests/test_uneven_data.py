@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """join(): ranks that run out of data at different steps."""
 
-from __future__ import annotations
-
 from threading import Lock
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proof: each rule refuses a tiny wrong schedule in the expected words, and right ones pass."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers that keep second copies of weights, such as fp32 masters of a bf16 model, wherever they keep them."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from types import SimpleNamespace
 

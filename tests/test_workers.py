@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local workers report how they ended, and none is left running afterwards."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A workload that is read from a model: layers, parameters and multiplications, and a model left as it was."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that leaves its world by an error leaves at once, and the others learn why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -199,7 +197,7 @@ def test_a_forked_child_may_only_open_other_worlds_and_harms_nobody(monkeypatch,
 UNFIT = {
     "two dimensions": (lambda: torch.ones(2, 2), "flatten it first"),
     "gaps": (lambda: torch.ones(8)[::2], "flatten it first"),
-    "a list": (lambda: [1.0] * 4, r"a buffer must be a tensor, not a list"),
+    "a list": (lambda: [1.0] * 4, r"a buffer must be a tensor, not a list: make one with torch\.tensor"),
     "sparse": (lambda: torch.ones(4).to_sparse(), "flatten it first"),
     "inference": (lambda: torch.inference_mode()(torch.ones)(4), r"clone\(\) it outside of that"),
     "no addition": (lambda: torch.ones(4).to(torch.float8_e5m2), "cannot run on torch.float8_e5m2"),

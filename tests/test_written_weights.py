@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops that write weights themselves: an exchange is only added to the weights that it was made of."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

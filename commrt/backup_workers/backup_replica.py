@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,9 +24,7 @@ from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
 from commrt.store.agreement import WorldConfig
-from commrt.store.client import host_identity
 from commrt.store.keys import store_of_model
-from commrt.store.launcher import chosen_transport
 from commrt.training import synchronous
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
@@ -69,6 +68,8 @@ class BackupWorkersReplica(Replica):
     may do what the other ranks do, such as stepping a scheduler, or leave it.
     """
 
+    drops_gradients = True
+
     def __init__(self, request: Request, engine: Engine) -> None:
         world, membership = request.world, make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
@@ -82,7 +83,8 @@ class BackupWorkersReplica(Replica):
         params = [param for _, param in named]
         self._state = ReplicaState(request.model, params, self._owners_of_state)
         self._guard = SkippingGuard(request.optimizers, params, self._state.shut, request.scales)
-        self._is_founder, needed = world.config is None, cast("BackupWorkers", request.algorithm).needed(world.size)
+        self._is_founder = world.config is None
+        needed = partial(cast("BackupWorkers", request.algorithm).needed_among, founders=world.founders)
         membership.begin(self, world.attached, alone=True, needed=needed, founds=self._is_founder)
         store = PrefixStore("backed", store_of_model(world.store, world.attached))
         self._backup_step = BackupStep(request, engine, self._guard, store, self._riding)
@@ -330,11 +332,13 @@ class BackupWorkersReplica(Replica):
 def attach(request: Request) -> Replica:
     """Return a replica whose gradient counts if it is among the first. Collective, but for a replacement."""
     world, algorithm = request.world, cast("BackupWorkers", request.algorithm)
-    needed = algorithm.needed(world.size)
+    needed = algorithm.needed(world.founders)
     request.require_nobody_lost()
     if world.size == 1:
         return synchronous.attach(replace(request, algorithm=algorithm.inner))
     _check_for_backups(request)
+    for count in range(needed, algorithm.needed_among(world.size, world.founders) + 1):
+        algorithm.inner.schedule(0, count)  # raises where it cannot be made for so many
     engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed)
     claim = request.claim(engine.schedule(0), engine.buckets) | {
         "broadcast_buffers": str(request.broadcast_buffers),
@@ -344,9 +348,7 @@ def attach(request: Request) -> Replica:
         return BackupWorkersReplica(request, engine).join_as_replacement()
     request.agree(claim)
     replica = request.begin(BackupWorkersReplica(request, engine))
-    host = host_identity() if world.transport.one_host else None
-    claim |= _frozen(request.model)  # they are rank 0's now
-    WorldConfig(world.size, host, world.attached, claim, chosen_transport()).publish(world.store)
+    request.publish(claim | _frozen(request.model))  # they are rank 0's now
     return replica
 
 

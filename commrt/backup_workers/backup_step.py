@@ -95,7 +95,7 @@ class BackupStep:
     def _use_session(self, session: int) -> None:
         """Vote with keys of their own, as the numbers of steps may come again after a checkpoint was loaded."""
         store, self._session = PrefixStore(f"session {session}", self._store), session
-        self.votes = QuorumVote(store, self._membership.needed, self._membership, self._reduce)
+        self.votes = QuorumVote(store, self._membership, self._reduce)
 
     def _renew_buckets(self) -> None:
         """Use other memory, and the order of gradients once that is known."""
@@ -240,6 +240,7 @@ class BackupStep:
 
     def _report(self, running: _Pass, outcome: StepOutcome, step: int, exposed_s: float) -> StepReport:
         *_, samples, ready_s, late_s = zip(*outcome.announcements or NOBODY, strict=True)
+        there = {*range(self._world.founders), *self._membership.ranks}
         behind_s = max(self._ready_s - max(ready_s), 0.0)
         self._late_s = 0.0 if outcome.counts else self._late_s + behind_s
         return StepReport(
@@ -251,7 +252,7 @@ class BackupStep:
             ended=not outcome.is_over,
             late_s=behind_s,
             samples=None if None in samples else sum(samples),
-            dropped=tuple(sorted({*range(self._world.size)}.difference(outcome.members))) if outcome.members else (),
+            dropped=tuple(sorted(there.difference(outcome.members))) if outcome.members else (),
             saved_s=max(late_s),
         )
 

@@ -8,32 +8,24 @@ step waits until the copy is done. In collectives, and after its last step, a ra
 
 from __future__ import annotations
 
-import io
 import logging
-import secrets
-import socket
-import struct
-import threading
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
 from operator import attrgetter
-from pickle import UnpicklingError
 from threading import Condition, Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 
 from commrt.elastic.elastic_membership import ElasticMembership
-from commrt.elastic.generations import Listener
-from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost, TransportError
+from commrt.elastic.state_server import StateServer, request_state
+from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
 from commrt.runtime.world import World
-from commrt.store.client import MALFORMED, TimedStore, malformed, parse, parse_int, require, typed
+from commrt.store.client import TimedStore, parse_int, typed
 from commrt.store.launcher import LOOPBACK
 from commrt.threads.deadline import Deadline, Timeouts
-from commrt.threads.starting import start_thread
+from commrt.training import model_state
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 from commrt.training.riding import Riding
 
@@ -44,18 +36,6 @@ ENDS_TRAINING = (QuorumLost, DeadlineExceeded, PeerLost)
 """Too few ranks are left, they do not answer, or the process that holds the store is gone."""
 AGAIN_S = 0.01
 """Between two rounds of questions."""
-PASSWORD_NBYTES = 16
-REQUEST, NBYTES = struct.Struct(f"<{PASSWORD_NBYTES}sQ"), struct.Struct("<Q")
-YES = b"\1"
-PIECE_NBYTES = 1 << 20
-LIMIT_S = 60.0
-"""How long a client may be silent in the middle of a request."""
-PASSWORD_S = 5.0
-"""How long a client may be silent before it has sent the password."""
-MAX_CLIENTS = 256
-"""Clients at once that have sent the password; further ones are disconnected, and try again."""
-MAX_SILENT = 16
-"""Clients at once that have sent no password yet. One more disconnects the one that came first."""
 WRITES = attrgetter("_version")
 """Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``."""
 
@@ -194,23 +174,20 @@ class ReplicaState:
 
 def pack(transfer: StateTransfer) -> bytes:
     """Return `transfer` as bytes."""
-    file = io.BytesIO()
-    torch.save((list(transfer.snapshot), *transfer[1:]), file)
-    return file.getvalue()
+    return model_state.pack(list(transfer.snapshot), *transfer[1:])
 
 
 def unpack(packed: bytes) -> StateTransfer:
     """Return what was packed, without running any of it; raises `DisagreementError` for other bytes."""
-    try:
-        fields, *tensors = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-        snapshot = Snapshot(*typed(fields, int, int, list | None, int, bool, bool, list))
-        for place in [*(snapshot.order or []), *snapshot.stopping]:
-            parse_int(place)
-        require(all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors))
-        transfer = StateTransfer(snapshot, *tensors)
-    except (*MALFORMED, UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # as torch has no one error
-        raise malformed("state of another rank", packed) from error
-    return transfer
+    snapshot, (params, buffers, states) = model_state.unpack(packed, _parse_snapshot, 3)
+    return StateTransfer(snapshot, params, buffers, states)
+
+
+def _parse_snapshot(fields: Any) -> Snapshot:
+    snapshot = Snapshot(*typed(fields, int, int, list | None, int, bool, bool, list))
+    for place in [*(snapshot.order or []), *snapshot.stopping]:
+        parse_int(place)
+    return snapshot
 
 
 class CatchUp:
@@ -292,97 +269,3 @@ class FinalCalls(list[Callable[[], object]]):
                     self.pop(0)()
                 except Exception:  # the other calls are made, and `error` is raised
                     _log.exception("commrt: a function given to before_giving_up() failed")
-
-
-class StateServer(Listener):
-    """Answers requests of processes that can reach the host `towards`; a thread per client calls `give`."""
-
-    def __init__(self, towards: str, give: Callable[[int], Generator[bytes]]) -> None:
-        self._give, self._password = give, secrets.token_bytes(PASSWORD_NBYTES)
-        self._free_slots = threading.Semaphore(MAX_CLIENTS)
-        self._silent: deque[socket.socket] = deque()
-        """Clients that have sent no password yet, in the order in which they came."""
-        self._lock = threading.Lock()
-        super().__init__(towards, self._admit, "commrt-state-server")
-        self.address += f" {self._password.hex()}"
-
-    def _admit(self, client: socket.socket) -> None:
-        with self._lock:
-            self._silent.append(client)
-            if len(self._silent) > MAX_SILENT:
-                with suppress(OSError):  # it has left
-                    self._silent.popleft().shutdown(socket.SHUT_RDWR)  # which wakes its thread
-        try:
-            start_thread(self._serve, "commrt-state-server", client)
-        except TransportError:  # the system has no more threads
-            self._is_silent_no_more(client)
-            client.close()
-
-    def _is_silent_no_more(self, client: socket.socket) -> bool:
-        """Forget that `client` is silent; return False if it was disconnected meanwhile."""
-        with self._lock, suppress(ValueError):
-            self._silent.remove(client)
-            return True
-        return False
-
-    def _serve(self, client: socket.socket) -> None:
-        with client, suppress(OSError):
-            try:
-                number = self._request(client)
-            finally:
-                is_kept = self._is_silent_no_more(client)
-            if number is not None and is_kept and self._free_slots.acquire(blocking=False):
-                try:
-                    self._answer(client, number)
-                finally:
-                    self._free_slots.release()
-
-    def _request(self, client: socket.socket) -> int | None:
-        """Return the version that `client` asks for, None without the password."""
-        client.settimeout(PASSWORD_S)
-        password, number = REQUEST.unpack(_receive(client, REQUEST.size))
-        return number if secrets.compare_digest(password, self._password) else None
-
-    def _answer(self, client: socket.socket, number: int) -> None:
-        client.settimeout(LIMIT_S)
-        with closing(self._give(number)) as answer:
-            if next(answer, None) is None:
-                return  # which hangs up, and says no
-            client.sendall(YES)
-            packed = next(answer, b"")
-        client.sendall(NBYTES.pack(len(packed)))
-        for begin in range(0, len(packed), PIECE_NBYTES):  # the timeout holds for each call
-            client.sendall(memoryview(packed)[begin : begin + PIECE_NBYTES])
-
-
-def request_state(address: bytes | str, number: int, ready_s: float, copy_s: float) -> bytes | None:
-    """Return the answer of the `StateServer` at `address`.
-
-    Returns None if it says no, or nothing for `ready_s` seconds, and for `copy_s` seconds after it has said yes.
-    """
-    host, port, password = parse("the address of a state server", address, _parts)
-    try:
-        with socket.create_connection((host, port), ready_s) as line:
-            line.sendall(REQUEST.pack(password, number))
-            if _receive(line, len(YES)) != YES:
-                return None
-            line.settimeout(copy_s)
-            return _receive(line, *NBYTES.unpack(_receive(line, NBYTES.size))) or None
-    except (OSError, UnicodeError):  # the second for a host that is no name
-        return None
-
-
-def _receive(line: socket.socket, nbytes: int) -> bytes:
-    """Receive `nbytes`; raise `ConnectionError` if the other end sends less."""
-    buffer = bytearray()  # grows with what arrives, not with the announced size
-    while len(buffer) < nbytes:
-        if not (piece := line.recv(min(PIECE_NBYTES, nbytes - len(buffer)))):
-            raise ConnectionError
-        buffer += piece
-    return bytes(buffer)
-
-
-def _parts(data: bytes) -> tuple[str, int, bytes]:
-    host, port, password = data.decode().split()
-    require(0 < int(port) < 65536 and len(password) == 2 * PASSWORD_NBYTES)
-    return host, int(port), bytes.fromhex(password)

@@ -152,23 +152,29 @@ def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> 
 
 
 class QuorumVote:
-    """Votes on the steps of one model, of which each needs `needed` gradients. On the communication thread.
+    """Votes on the steps of one model. On the communication thread.
 
     `store` is a prefix of their own. ``reduce(step, attempt, members)`` sums the gradients of `members`, including this
     rank's, without using the sum, and returns True on success; on the first member, if all members have it.
     """
 
-    def __init__(self, store: Store, needed: int, elastic: ElasticMembership, reduce: Reduce) -> None:
-        self._elastic, self.needed, self.reduce = elastic, needed, reduce
+    def __init__(self, store: Store, elastic: ElasticMembership, reduce: Reduce) -> None:
+        self._elastic, self.reduce = elastic, reduce
         self._membership = elastic.on_store
         self.reduction: tuple[Generation, int] | None = None
         """The generation and the attempt in which members reduce now; another object for each. On any thread."""
         self._store = TimedStore(store, self._membership.rank, self._membership.timeout_s)
         self._is_over = self._was_over = False  # too few ranks train for the latest step, and for the one before
+        self._must_reform = False  # so many have left that a step needs fewer gradients in the next generation
         self._connection = clone_connection(store)
         if self._connection is not store:
             self._connection.set_timeout(STORE_WAIT)
         self._store.compare_set(OLDEST_STEP, "", "0")
+
+    @property
+    def needed(self) -> int:
+        """How many gradients make a step in the generation of this rank."""
+        return self._membership.needed_in(self._membership.generation)
 
     def run(self, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
         """Return the outcome of `decide`.
@@ -181,7 +187,8 @@ class QuorumVote:
 
     def next_attempt(self, generation: int) -> int | None:
         """Move to `generation` or a later one; return its number, or None if another attempt makes no sense."""
-        number = self._elastic.ensure_generation(generation).number
+        number = self._elastic.ensure_generation(generation + self._must_reform).number
+        self._must_reform = False
         return None if self._is_over else number
 
     def begin_reduction(self, attempt: int) -> None:
@@ -285,8 +292,11 @@ class QuorumVote:
         departed, silent = membership.absent(membership.generation, {*here, *waiting})
         membership.require_enough(membership.generation, step, [loss._replace(step=step) for loss in departed])
         is_late = bool(waiting) and (self._was_over or waited_s > limits.step_s)
-        if len(here) + len(silent) < self.needed or is_late:
-            self._is_over = True
+        present, needed = len(here) + len(silent), self.needed
+        if present < needed or is_late:
+            after = membership.generation.successor(departed, step, silent=membership.generation.silent)
+            self._must_reform = membership.needed_in(after) <= present < needed
+            self._is_over = not self._must_reform
             set_once(self._store, key, NO_MEMBERS)
         elif waited_s > limits.collective_s:
             membership.current()  # raises Evicted if the others went on without this rank

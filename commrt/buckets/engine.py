@@ -161,7 +161,7 @@ class Engine:
         """Bind and connect what `step` needs if every rank takes part, so that no step waits for it."""
 
         def prepare() -> None:
-            schedule, members = self.schedule(step), tuple(range(self.world.size))
+            schedule, members = self.schedule(step), self.members
             if self._usual_ranks == self.world.size:
                 self._share_buckets()
             if self._rounds is not None:
@@ -169,7 +169,7 @@ class Engine:
             self._prepared.get(schedule, members, None if self.quantizer is None else self.quantizer.at(step), step)
             self._connect_peers(schedule, members, step)
 
-        return self.world.comm_thread.submit(prepare if self.world.size > 1 else lambda: None)
+        return self.world.comm_thread.submit(prepare if len(self.members) > 1 else lambda: None)
 
     def submit(self, bucket: GradientBucket, step: int) -> Future[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there."""

@@ -48,6 +48,7 @@ from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport
 
+CHOICES = "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS"
 CONNECT_TRIES = 5
 """Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
 SHORTEST_S = 0.001
@@ -323,7 +324,7 @@ def _connect(
     if size == 1:
         return Fabric(1).transport(0), LOOPBACK, _selection(cluster, [0], forced)
     choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])
-    start = compare_starts(store, rank, range(size), timeout_s, choice)
+    start = compare_starts(store, rank, range(size), timeout_s, (CHOICES, choice))
     transport = connect_hosts(store, rank, start, timeout_s)
     address = LOOPBACK if transport.one_host else listening_address(start)
     hosts = [*start.hosts.values()]

@@ -139,6 +139,8 @@ class Shares:
         """
         if not getattr(loader, "in_order", True):
             raise UsageError("a loader with in_order=False: leave it out, as Shares count batches")
+        if is_open() and current().size > current().founders and not (replica and replica.drops_gradients):
+            raise UsageError("Shares with init(up_to=) need BackupWorkers, and their replica: others draw at random")
         self._replica, self._hand = replica, None
         if replica is not None and (replica.last is None or not replica.last.counted):
             replica.drain()  # this process may have come in a lost one's place
@@ -179,7 +181,8 @@ class Shares:
             raise UsageError(f"done() without a batch of the position that is loaded: {CALL_DONE}")
         point, ranks, batch_size, _ = hand
         if counted is None:
-            counted = {*range(ranks)}.difference(report.dropped if report else ())
+            names_them = self._replica is not None and self._replica.drops_gradients
+            counted = report.members if report and names_them else range(ranks)
         todo = left_after(point.todo, ranks, batch_size, counted)
         self._go_to(point._replace(todo=todo) if todo else self._begin(point.seed, point.epoch + 1))
 

@@ -82,6 +82,8 @@ class ElasticMembership(Membership):
         self.submitted_steps = 0
         """Gossip steps so far."""
         self._made: Callable[[], int | None] = lambda: None
+        self.while_waiting: Callable[[], None] = lambda: None
+        """Called now and then while this rank waits for others to come to a collective, on the training thread."""
         self._number = 0  # of the model that the latest membership is for
 
     @property
@@ -227,6 +229,10 @@ class ElasticMembership(Membership):
         """Run `task` on the communication thread, from the training thread."""
         return self._comm_thread.submit(partial(task, *args)).result()
 
+    def _look(self) -> None:
+        self.require_open()
+        self.while_waiting()
+
     def require_open(self) -> None:
         """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
         if (failure := self._comm_thread.failure) is not None:
@@ -251,12 +257,13 @@ class ElasticMembership(Membership):
         number: int,
         *,
         alone: bool,
-        needed: int = 0,
+        needed: Callable[[int], int] | None = None,
         founds: bool = True,
         made: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
 
+        See `StoreMembership` for `needed`.
         ``made()`` is how many steps its loop has made: ranks that meet in a collective compare that first.
 
         Only if it is `alone` on all ranks: two models have no common step. Collective. A process that takes a lost
@@ -268,7 +275,7 @@ class ElasticMembership(Membership):
         self._made = made
         if not alone or (options := self._world.reconnect_options) is None:
             return
-        now, transport, self.needed = self.generation, self._transport, needed
+        now, transport, self.needed = self.generation, self._transport, needed(0) if needed else 0
         if founds and transport.rank == now.ranks[0]:  # others may still read the latest membership, and no earlier one
             call_store(partial(delete_earlier_models, self._world.store, self._number), rank=transport.rank)
         self._number = number
@@ -317,7 +324,7 @@ class ElasticMembership(Membership):
         step, outer = max(self.next_step, self.submitted_steps), self._part
         made = self._made() if made is None else made
         try:
-            self._part = self.barrier.arrive(what, step, partial(self._run, self._follow), self.require_open, made)
+            self._part = self.barrier.arrive(what, step, partial(self._run, self._follow), self._look, made)
             yield
         except REFUSALS as error:
             while not (isinstance(error, DisagreementError) or self._part is None or self._refuse(error)):

@@ -88,8 +88,12 @@ class Generation(NamedTuple):
         """Return a sentence for each rank that was lost, replaced or silent since the generation `before`."""
         lost = [str(loss) for loss in self.lost if loss not in before.lost]
         replaced = [rank for rank, process in self.members.items() if before.members.get(rank) != process]
+        places = {*before.members, *(loss.rank for loss in before.lost)}
         silent = [rank for rank in self.silent if rank not in before.silent]
-        lost += [f"a new process has the place of rank {rank}" for rank in replaced]
+        lost += [
+            f"a new process has the place of rank {rank}" if rank in places else f"rank {rank} has come"
+            for rank in replaced
+        ]
         return lost + [f"rank {rank} does not answer, and is not waited for" for rank in silent]
 
 
@@ -230,13 +234,16 @@ class Processes:
         if self._listener is not None:
             self._publish("", self._listener)
 
-    def replace(self) -> None:
-        """Publish this process in place of the last one of its rank; raise `UsageError` if two do so at once."""
+    def replace(self, *, is_new: bool = False) -> None:
+        """Publish this process in place of the last one of its rank; raise `UsageError` if two do so at once.
+
+        One that `is_new` comes to a place that perhaps no process has had.
+        """
         latest = self._latest(self._rank)
-        if latest is None or self._listener is None:
+        if self._listener is None or (latest is None and not is_new):
             raise UsageError(f"rank {self._rank} has left no address on the store, so no process can take its place")
-        self.incarnation = latest[0] + 1
-        self._publish(json.dumps(latest), self._listener)
+        self.incarnation = 0 if latest is None else latest[0] + 1
+        self._publish("" if latest is None else json.dumps(latest), self._listener)
 
     def _publish(self, before: str, listener: Listener) -> None:
         own = json.dumps([self.incarnation, listener.address])

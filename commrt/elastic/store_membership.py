@@ -57,9 +57,9 @@ WATCH_LIMIT = timedelta(days=7)
 class StoreMembership:
     """The membership of one rank. The communication thread changes generations, the training thread reads them.
 
-    `needed` ranks make a step of backup workers, 0 without them: so many must be left after an eviction. A thread of
-    this object calls `on_roll_call` with the number of the generation that other ranks want to form, as often as they
-    do.
+    With backup workers ``needed(m)`` of `m` ranks make a step, and at least ``needed(0)`` must be left after an
+    eviction. Without `needed` no new process becomes a member. A thread of this object calls `on_roll_call` with the
+    number of the generation that other ranks want to form, as often as they do.
     """
 
     def __init__(
@@ -70,12 +70,15 @@ class StoreMembership:
         timeout_s: Callable[[], float],
         *,
         host: str | None = None,
-        needed: int = 0,
+        needed: Callable[[int], int] | None = None,
         on_roll_call: Callable[[int], None] = lambda _: None,
     ) -> None:
         # A connection of its own, as the first one may wait long for peers to connect.
         self.store = TimedStore(clone_connection(store), rank, timeout_s)
-        self.rank, self.timeout_s, self.needed = rank, timeout_s, needed
+        self.rank, self.timeout_s = rank, timeout_s
+        self.admits, self._founders = needed is not None, founders.ranks
+        self._needed = needed or (lambda _: 0)
+        self.needed = self._needed(0)
         self._on_roll_call, self.generation = on_roll_call, founders
         """The one in which this rank exchanges."""
         self._known = b"", Head(founders)  # the latest head that was read, also as text
@@ -91,6 +94,10 @@ class StoreMembership:
     def has_begun(self) -> bool:
         """True once this process was a member."""
         return self._watched > 0
+
+    def needed_in(self, generation: Generation) -> int:
+        """Return how many gradients make a step of `generation`: more than `needed` once ranks have come."""
+        return self._needed(len(generation.connected))
 
     def join_first_generation(self) -> None:
         """Become a member of generation 0, as all first processes do."""
@@ -322,7 +329,7 @@ class StoreMembership:
                 f"a process of rank {self.rank} is a member and answers: another can take its place once it has ended "
                 "or was evicted; if nobody meant that, two processes were started with one rank's variables"
             )
-        self.processes.replace()
+        self.processes.replace(is_new=self.rank not in self._founders)
         limit = Deadline(self.timeout_s())
         while not self._is_admitted(fetch_state, limit):
             if limit.left_s <= 0:
@@ -356,7 +363,7 @@ class StoreMembership:
 
     def _joining(self, head: Head) -> dict[int, int]:
         """Return the processes that take the places of lost ranks now, by rank: with the latest collective in them."""
-        lines = self._lines(joining_key(head.generation), int, int, int) if self.needed and head.phase == OPEN else []
+        lines = self._lines(joining_key(head.generation), int, int, int) if self.admits and head.phase == OPEN else []
         found = {rank: process for rank, process, collective in lines if collective == head.collective}
         gone = self.processes.gone(found)
         return {rank: process for rank, process in found.items() if rank not in gone}

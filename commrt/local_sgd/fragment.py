@@ -60,6 +60,10 @@ class InFlight:
     """What this rank's differences weigh."""
 
 
+MERGING = "merging what left after step"
+"""What ranks come to, with the number of the step, where they merge together."""
+
+
 class _Tensor:
     """What lies in a slot. The anchor is in fp32 for narrower weights, so that small outer steps do not vanish."""
 
@@ -263,12 +267,14 @@ class FragmentExchange:
     def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:
         self.world, self.fragments, self._request = request.world, fragments, request
         self.algorithm = cast("LocalSGD", request.algorithm)
-        self._number, self._votes = request.world.attached, Counter[int]()
+        self._number, self.votes = request.world.attached, Counter[int]()
         self._membership = make_elastic(self.world)
         self._agreed = self._membership.number  # the generation of the latest average that all ranks have
         self._buckets = self._new_buckets()
         self._memory_epoch = self._membership.memory_epoch
-        self.engine = Engine(self.world, self.algorithm.inner, [*chain.from_iterable(self._buckets)])
+        buckets = [*chain.from_iterable(self._buckets)]
+        self.engine = Engine(self.world, self.algorithm.inner, buckets, ranks=self.world.founders)
+        self.engine.members = tuple(range(self.world.founders))
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
         """Return the buckets of each fragment; fragments that are never in flight at the same time share memory."""
@@ -288,10 +294,10 @@ class FragmentExchange:
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Let leave what `fragment` holds as its differences, unless a rank was lost since all ranks had an average."""
         membership, generation = self._membership, self._membership.generation
-        self._votes[fragment.index] += 1
+        self.votes[fragment.index] += 1
         if generation.number != self._agreed:
             return
-        topic, number = f"merge/{self._number}.{generation.number}.{fragment.index}", self._votes[fragment.index]
+        topic, number = f"merge/{self._number}.{generation.number}.{fragment.index}", self.votes[fragment.index]
         in_flight.vote = f"{topic}.{number}" if membership.is_elastic else ""
         if in_flight.vote and number > 2 and generation.ranks[0] == self.world.rank:
             # All ranks have merged since the vote before the last, or they would not have sent again.
@@ -344,7 +350,7 @@ class FragmentExchange:
     def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
         """Wait until all ranks have the average of `fragment`, on the wires of its buckets; return what it cost."""
         if not self._all_have(in_flight):
-            with self._membership.collective(f"merging what left after step {in_flight.step}", in_flight.step):
+            with self._membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
                 self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
         return in_flight.answer.result()
 

@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
+from weakref import WeakMethod
 
 from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import SlowMomentum
 from commrt.buckets.digest import Digest
 from commrt.buckets.layout import exchanged_tensors
-from commrt.errors import UsageError
-from commrt.local_sgd.fragment import Fragment, FragmentExchange, InFlight, cut_fragments
+from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
+from commrt.errors import DeadlineExceeded, Place, UsageError
+from commrt.local_sgd.fragment import MERGING, Fragment, FragmentExchange, InFlight, cut_fragments
 from commrt.runtime.wire import is_quantized
+from commrt.threads.deadline import Deadline
 from commrt.training.after_step import AfterStepReplica
+from commrt.training.arrival import StateGiver
 from commrt.training.attach import Request
 from commrt.training.hooks import settings_digest
 from commrt.training.model_state import Stateful, digest, gather_integers, own_residuals
@@ -35,10 +40,37 @@ def attach(request: Request) -> Replica:
     skips_buffers = is_quantized(request.wire)  # rounding would make a variance of BatchNorm negative
     held = [slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)]
     exchange = FragmentExchange(request, cut_fragments(held, algorithm))
-    engine = exchange.engine
-    request.agree(request.claim(engine.schedule(0), engine.buckets))
+    engine, grows = exchange.engine, request.world.size > request.world.founders
+    claim = request.claim(engine.schedule(0), engine.buckets)
+    if grows:
+        _require_that_grows(request)
+    if grows and request.world.config is not None:
+        request.world.config.require_same(request.world.rank, request.world.attached, claim)
+        return LocalReplica(request, exchange).come()
+    request.agree(claim)
     engine.submit_preparation(0).result()  # before the replica: from then on the world goes on without lost ranks
-    return request.begin(LocalReplica(request, exchange))
+    replica = request.begin(LocalReplica(request, exchange))
+    if grows:
+        request.publish(claim)
+    return replica
+
+
+def _require_that_grows(request: Request) -> None:
+    """Raise `UsageError` for what a rank that comes cannot take over."""
+    algorithm = cast("LocalSGD", request.algorithm)
+    wrong = {
+        "fragments=1": algorithm.fragments > 1,
+        "delay=0": algorithm.delay > 0,
+        "a wire that is a dtype": is_quantized(request.wire),
+        "an all-reduce as inner=": algorithm.is_gossip,
+    }
+    if needs := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise UsageError(f"init(up_to=) with {algorithm}: ranks that come later need {' and '.join(needs)}")
+
+
+def _answer_while_waiting(weakly: WeakMethod[Callable[[], None]]) -> None:
+    if (answer := weakly()) is not None:
+        answer()
 
 
 class LocalReplica(AfterStepReplica):
@@ -56,6 +88,49 @@ class LocalReplica(AfterStepReplica):
             self._refuses_weights = FEEDBACK
         self._refuses = "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
         self._live(self._hooks(), self._before_step, self._after_step)
+        if self._giver is not None:
+            make_elastic(self._world).while_waiting = partial(
+                _answer_while_waiting, WeakMethod(self._answer_in_a_merge)
+            )
+
+    def _enter(self, membership: ElasticMembership) -> None:
+        """Become a member, then take the anchor: no merge is made any more without this rank."""
+        membership.join_as_replacement(lambda: True)
+        limit = Deadline(self._world.timeout_s)
+        while not self._fetch(membership):
+            membership.require_open()
+            waiting = membership.on_store.ranks_in_collective(membership.generation).values()
+            if other := next((each.what for each in waiting if not each.what.startswith(MERGING)), None):
+                raise UsageError(f"the other ranks came to {other} before this one had their state: start it again")
+            if limit.left_s <= 0:
+                what = f"the other ranks are in a collective, or did not answer, for {self._world.timeout_s:g} s"
+                raise DeadlineExceeded(what, Place(self._world.rank))
+        membership.next_step = self._fragments[0].left
+
+    def _may_give(self) -> bool:
+        return self._fragments[0].in_flight is None
+
+    def _answer_in_a_merge(self) -> None:
+        """Give what this rank had before the step after which its weights left, while it waits for others to merge."""
+        giver = cast("StateGiver", self._giver)
+        if giver.is_asked and not self._may_give():
+            giver.answer(self._packed)
+
+    def _record(self) -> dict[str, Any]:
+        (fragment,), votes = self._fragments, self._exchange.votes[0]
+        state, has_left = fragment.state_dict(), not self._may_give()
+        state |= {"in_flight": None, "exchanges": fragment.exchanges - has_left}
+        return {"step": self._step - has_left, "fragment": state, "votes": votes - has_left}
+
+    def _follow(self, record: Mapping[str, Any]) -> None:
+        """Begin from the anchor, so that what another rank has learned since does not count twice."""
+        (fragment,) = self._fragments
+        fragment.check_state(record["fragment"])
+        fragment.load_state_dict(record["fragment"])
+        fragment.left = min(fragment.left, record["step"])
+        fragment.land()
+        fragment.seen, self._exchange.votes[0] = self._riding.seen, int(record["votes"])
+        self._begin_at(int(record["step"]))
 
     def _on_pass(self) -> None:
         step = self._passes

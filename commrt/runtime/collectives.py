@@ -224,7 +224,7 @@ class Sums:
             self._memory.clear()
             self._unconfirmed.clear()
         packed, ranks = layout_of([call.shape.numel()]), cast("tuple[int, ...]", members)
-        mine = member_program(schedule, ranks, self._transport.rank, self._transport.ranks)
+        mine = member_program(schedule, ranks, self._transport.rank, self._transport.places)
         wire = self._memory.row(packed.numel, buffer_dtype(call.wire), call.device, "wire")
         plain = wire[: packed.head_numel] if is_quantized(call.wire) else wire
         program: RunnableProgram

@@ -102,17 +102,20 @@ def suited(hosts: Sequence[str | None]) -> HostTransport:
     return cast("HostTransport", resolve_name(TRANSPORTS["shared"] if is_one_host else between))
 
 
-def compare_starts(store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: str = "") -> Start:
+def compare_starts(
+    store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: tuple[str, str] = ("", "")
+) -> Start:
     """Return where `members` are, once all else that they start with is the same. Collective.
 
-    `choice` is what else must be equal. Raises `DisagreementError`, and `UsageError` if COMMRT_TRANSPORT cannot be.
+    `choice` is what else must be equal, with its name. Raises `DisagreementError`, and `UsageError` if
+    COMMRT_TRANSPORT cannot be.
     """
     raise_limit()
     asked, starts = chosen_transport(), dict[int, _Start]()
     claim = {
         "world size": str(len(members)),
         "COMMRT_TRANSPORT": asked or "not set",
-        "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS": choice,
+        choice[0]: choice[1],
     }
     identity = host_identity()
     host = identity or f"none that rank {rank} can share"
@@ -225,3 +228,5 @@ class ReconnectOptions(NamedTuple):
     connect: Connect
     towards: str | None = None
     """An address in the network through which the ranks see each other; None if they need no liveness checks."""
+    places: int = 0
+    """For how many ranks there is a place, if more than began may come."""

@@ -10,20 +10,21 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import Event
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.errors import TransportClosed, UsageError
+from commrt.errors import DeadlineExceeded, Place, TransportClosed, UsageError
 from commrt.runtime.connection import Connect, ReconnectOptions, Start, compare_starts, connect_hosts, local_rank
 from commrt.runtime.membership import Hooks
 from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import UNFINISHED, World
-from commrt.store.agreement import WorldConfig
+from commrt.store.agreement import POLL_S, WorldConfig
 from commrt.store.client import call_store, clone_connection, host_identity, meet
 from commrt.store.launcher import Launch, chosen_transport, default_timeout_s, launched
 from commrt.threads.comm_thread import EXIT_S
-from commrt.threads.deadline import Timeouts, require_deadlines
+from commrt.threads.deadline import Deadline, Timeouts, require_deadlines
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import NullTransport, Transport
 
@@ -51,7 +52,7 @@ def is_open() -> bool:
     return _current is not None and not _current.closed
 
 
-def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None) -> World:
+def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None, up_to: int | None = None) -> World:
     """Join the world that this process was launched into, and make it the current one.
 
     The world is that of a running ``torch.distributed`` group; else that of the variables of torchrun, Open MPI, MPICH
@@ -68,30 +69,43 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
 
     With backup workers, a process may come with the number of a rank that is gone while the others train. It waits for
     nobody, and takes that rank's place when it attaches its model. Until then it can do nothing together with them.
+    With `up_to`, the same on all ranks, so may further ranks: the launcher starts WORLD_SIZE ranks, and later processes
+    have the same variables but a RANK from WORLD_SIZE to `up_to` - 1. One that comes too early waits for the others.
 
     A forked child is no rank of its parent's job. There ``init`` raises `UsageError`, unless the launcher's variables
     have been changed or unset.
 
     Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not come, and
-    `DisagreementError` if they differ about the size of the world or the transport.
+    `DisagreementError` if they differ about the size of the world, `up_to` or the transport.
     """
     global _current, _opened
     check_torch_version()
     require_deadlines(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+    if up_to is not None and (isinstance(up_to, bool) or not isinstance(up_to, int)):
+        raise UsageError(f"up_to={up_to!r:.80}: give a number of ranks, or leave it out")
     opened = _current if is_open() else None
     if timeout_s is None:
         timeout_s = opened.timeout_s if opened else default_timeout_s()
     timeouts = Timeouts.of(timeout_s, start_timeout_s)
     if opened:
+        _require_places(opened.size if up_to is None else up_to, opened)
         opened.transport.timeout_s = timeout_s
         return opened
     in_group = dist.is_available() and dist.is_initialized()
-    launch = None if in_group else launched()  # raises for contradictory variables
+    launch = None if in_group else launched(up_to=up_to)  # raises for contradictory variables
+    if up_to is not None and (launch is None or up_to < launch.size):
+        what = (
+            "a group of torch.distributed" if in_group else "no launcher" if launch is None else f"{launch.size} ranks"
+        )
+        raise UsageError(
+            f"up_to={up_to} with {what}: give the most ranks that there will be, where a launcher sets RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
     _opened += 1
     if in_group:
         _current = _join_group(timeouts.start_s)
-    elif launch is not None and launch.size > 1:
-        _current = _join_launch(launch, timeouts.start_s)
+    elif launch is not None and max(launch.size, up_to or 1) > 1:
+        _current = _join_launch(launch, timeouts.start_s, up_to)
     else:
         _current = World(Fabric(1).transport(0), HashStore(), launcher="one process")
     _current.transport.timeout_s = timeout_s
@@ -112,17 +126,26 @@ def _join_group(timeout_s: float) -> World:
     return World(transport, store, local, "torch.distributed", holds_store=rank == 0, reconnect_options=options)
 
 
-def _join_launch(launch: Launch, timeout_s: float) -> World:
+def _require_places(places: int, opened: World) -> None:
+    if places != opened.size:
+        raise UsageError(
+            f"up_to={places}, and the world that is open has places for {opened.size} ranks: close it first"
+        )
+
+
+def _join_launch(launch: Launch, timeout_s: float, up_to: int | None) -> World:
     _require_not_inherited((launch.address, launch.port))
     store = PrefixStore(f"commrt/{launch.job}/{launch.attempt}/{_opened}", meet(launch, timeout_s))
     _joined.add((launch.address, launch.port))
     config = call_store(lambda: WorldConfig.read(store), rank=launch.rank)
+    if launch.rank >= launch.size:
+        config = config or _wait_for_config(store, launch, timeout_s)
     if config is None:
-        transport, start = _connected(store, launch.rank, 0, range(launch.size), timeout_s)
+        transport, start = _connected(store, launch.rank, 0, range(launch.size), timeout_s, up_to)
         towards = start.towards or ""
         call_store(lambda: store.set(TOWARDS, towards), rank=launch.rank)
     else:
-        config.require_place(launch.rank, launch.size, host_identity(), chosen_transport())
+        config.require_place(launch.rank, launch.size, up_to or launch.size, host_identity(), chosen_transport())
         transport = NullTransport(launch.rank, range(launch.size), timeout_s)
         towards = call_store(lambda: store.get(TOWARDS), rank=launch.rank).decode()
     return World(
@@ -131,22 +154,36 @@ def _join_launch(launch: Launch, timeout_s: float) -> World:
         launch.local_rank,
         launch.launcher,
         holds_store=launch.rank == 0 and not launch.store_exists,
-        reconnect_options=ReconnectOptions(_connector(store, launch.rank), towards or None),
+        reconnect_options=ReconnectOptions(_connector(store, launch.rank, up_to), towards or None, up_to or 0),
         config=config,
     )
 
 
+def _wait_for_config(store: Store, launch: Launch, timeout_s: float) -> WorldConfig:
+    """Return what the first ranks train, once they do."""
+    limit = Deadline(timeout_s)
+    while limit.left_s > 0:
+        if (config := call_store(lambda: WorldConfig.read(store), rank=launch.rank)) is not None:
+            return config
+        Event().wait(POLL_S)
+    raise DeadlineExceeded(
+        f"ranks 0 to {launch.size - 1} did not attach a model within "
+        f"{timeout_s:g} s: start them first, as rank {launch.rank} comes to their training",
+        Place(launch.rank),
+    )
+
+
 def _connected(
-    store: Store, rank: int, generation: int, members: Sequence[int], timeout_s: float
+    store: Store, rank: int, generation: int, members: Sequence[int], timeout_s: float, up_to: int | None = None
 ) -> tuple[Transport, Start]:
     ours = clone_connection(store) if generation else store  # an earlier attempt may still wait on the first
     part = PrefixStore(f"generation {generation}", ours)
-    start = compare_starts(part, rank, members, timeout_s)
+    start = compare_starts(part, rank, members, timeout_s, ("init(up_to=)", str(up_to)))
     return connect_hosts(part, rank, start, timeout_s), start
 
 
-def _connector(store: Store, rank: int) -> Connect:
-    return lambda *generation: _connected(store, rank, *generation)[0]
+def _connector(store: Store, rank: int, up_to: int | None = None) -> Connect:
+    return lambda number, members, timeout_s: _connected(store, rank, number, members, timeout_s, up_to)[0]
 
 
 def _require_not_inherited(place: object) -> None:

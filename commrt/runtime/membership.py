@@ -232,7 +232,7 @@ class ConsistencyCheck:
         if self._transport.rank in rows:
             data = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
             rows[self._transport.rank][: len(data)] = data
-        mine = member_program(_undivided_all_reduce(len(ranks)), ranks, self._transport.rank, self._transport.ranks)
+        mine = member_program(_undivided_all_reduce(len(ranks)), ranks, self._transport.rank, self._transport.places)
         bind(mine, message, self._transport).run(tag)
         return {rank: bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for rank, row in rows.items()}
 

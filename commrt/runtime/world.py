@@ -63,12 +63,14 @@ class World:
         self.config = config
         """The configuration that this process must fit until it has taken a lost rank's place; None for others."""
         self.is_replacement = config is not None
-        """True if this process takes the place of a lost rank."""
+        """True if this process came while the others train, to the place of a lost rank or to a new one."""
         self.rank = transport.rank
         """This rank, 0..size-1."""
-        self.size = len(transport.members)
+        self.founders = len(transport.members)
         """The number of ranks at the start."""
-        self.transport = TransportByDevice(transport)
+        self.size = max(self.founders, reconnect_options.places if reconnect_options else 0)
+        """The number of places for ranks: as many as at the start, or ``init(up_to=)``. See `members`."""
+        self.transport = TransportByDevice(transport, self.size)
         """Moves bytes between the ranks, in the memory of any device."""
         self.store = store
         """torch's store, which the ranks share; put your own keys behind a `PrefixStore`."""
@@ -103,7 +105,7 @@ class World:
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks that take part: all ranks, until one is lost and the others go on."""
+        """The ranks that take part: all that started, until one is lost and the others go on, or one comes."""
         return self.membership.ranks
 
     @property
@@ -234,7 +236,7 @@ class World:
         self.require_all_ranks(what)
         if self.config is not None:
             raise UsageError(
-                f"{what}: this process takes the place of rank {self.rank}, which is gone, while the others train: the "
+                f"{what}: this process takes the place of rank {self.rank} while the others train: the "
                 "first thing to do with them is to attach() the model that trains with BackupWorkers"
             )
         if self._in_collective or self.comm_thread.is_current:
@@ -316,7 +318,7 @@ class World:
             self.membership.depart(f"it failed: {failure}")
         self.transport.abort()
         if is_answered:
-            diagnose(self.store, self.rank, self.size, failure)
+            diagnose(self.store, self.rank, len(self.members), failure)
         if is_answered and self.holds_store:
             wait_for_readers(self.store)
 

@@ -107,6 +107,9 @@ class WorldConfig:
     """The world, and the model that it trains."""
 
     size: int
+    """The number of ranks at the start."""
+    places: int
+    """For how many ranks there is a place."""
     host: str | None
     """The one host of all ranks, if they exchange through shared memory; None if they use a network."""
     model: int
@@ -138,7 +141,7 @@ class WorldConfig:
         """Record that training has ended."""
         store.set(KEY, json.dumps(None))
 
-    def require_place(self, rank: int, size: int, host: str | None, transport: str | None = None) -> None:
+    def require_place(self, rank: int, size: int, places: int, host: str | None, transport: str | None = None) -> None:
         """Raise unless a process on `host` that starts as `rank` of `size` can take that rank's place."""
         if transport != self.transport:
             raise DisagreementError(
@@ -149,6 +152,11 @@ class WorldConfig:
             raise DisagreementError(
                 f"rank {rank} starts with a world of {size} ranks, and {self.size} ranks train already: set the "
                 "launcher's variables as they were for the process that it replaces"
+            )
+        if places != self.places:
+            raise DisagreementError(
+                f"rank {rank} starts with places for {places} ranks, and the others with {self.places}: call "
+                "init(up_to=) as they did"
             )
         if self.host not in {None, host}:
             raise UsageError(
@@ -175,6 +183,7 @@ def _parse_config(text: bytes) -> WorldConfig | None:
         return None
     config = WorldConfig(**fields)
     parse_int(config.size, 1)
+    parse_int(config.places, config.size)
     parse_int(config.model)
     require(isinstance(config.host, str | None) and isinstance(config.transport, str | None))
     require(all(isinstance(value, str) for value in dict(config.claim).values()))

@@ -108,8 +108,10 @@ def is_on(name: str) -> bool:
     return variable(name) not in {"", "0"}
 
 
-def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
+def launched(env: Mapping[str, str] = os.environ, up_to: int | None = None) -> Launch | None:
     """Return the launch that `env` describes, or None if no launcher is recognised.
+
+    With `up_to`, ranks from the size on to `up_to` - 1 come later than the others.
 
     Raises `UsageError` for variables that contradict each other or are no numbers.
 
@@ -126,8 +128,9 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
     if known.size not in env:
         raise UsageError(f"{known.rank} is set but {known.size} is not: set both, or neither to run as one process")
     rank, size = _integer(env, known.rank), _integer(env, known.size)
-    if rank >= size:
-        raise UsageError(f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are 0..size-1")
+    if rank >= max(size, up_to or 0):
+        last = "size-1" if up_to is None else f"up_to-1, and up_to={up_to}"
+        raise UsageError(f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are 0..{last}")
     local_size = _integer(env, known.local_size, 0, COUNT if known is SLURM else NUMBER)
     address = env.get("MASTER_ADDR") or _address(known, env, size, local_size)
     if not HOST.fullmatch(address):

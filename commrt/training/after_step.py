@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Event
 from time import perf_counter
-from typing import Any
+from typing import Any, Self, cast
 from weakref import WeakMethod
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
 from commrt.buckets.weight_bucket import WeightPart
-from commrt.elastic.elastic_membership import make_elastic
+from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.importing import untraced
 from commrt.runtime.membership import LOST
@@ -27,9 +27,20 @@ from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, require
 from commrt.store.keys import store_of_model
 from commrt.threads.deadline import clock
+from commrt.training.arrival import StateGiver
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import are_zeroed, at_end_of_backward, current_pass, on_dense_gradients
-from commrt.training.model_state import Stateful, overwrite_states
+from commrt.training.model_state import (
+    Stateful,
+    dump,
+    flatten,
+    load,
+    overwrite_states,
+    pack,
+    restore,
+    unpack,
+    unread_buffers,
+)
 from commrt.training.replica import Replica, StepReport
 from commrt.training.riding import NOTHING_SEEN, ONE_STEP
 
@@ -64,10 +75,23 @@ class AfterStepReplica(Replica):
         self._joins = 0
         self._exposed_s, self._received_from = 0.0, set[int]()
         self._spans: list[Span] = []
-        membership = make_elastic(self._world)
+        self._owners_of_state = [*request.optimizers, *request.also, request.copies]
+        self._giver = StateGiver(self._world, self._number) if self._world.size > self._world.founders else None
+        membership, founds = make_elastic(self._world), self._world.config is None
         others = f"more on rank {self._world.rank}" if membership.others() else "0"  # two models have no common step
-        alone, made = self._world.all_equal("other models that train alone", others), WeakMethod(self._steps_made)
-        membership.begin(self, self._number, alone=alone, made=lambda: call() if (call := made()) else None)
+        alone = not founds or self._world.all_equal("other models that train alone", others)
+        made = WeakMethod(self._steps_made)
+        needed = None if self._giver is None else lambda _: 0
+        membership.begin(
+            self,
+            self._number,
+            alone=alone,
+            needed=needed,
+            founds=founds,
+            made=lambda: call() if (call := made()) else None,
+        )
+        if self._giver is not None and founds:
+            self._giver.open()
 
     def _steps_made(self) -> int | None:
         """Return what ranks compare where they meet; a step that a `GradScaler` left out counts too."""
@@ -142,6 +166,8 @@ class AfterStepReplica(Replica):
         elif (number := current_pass()) != self._pass:
             self._pass = number
             self._passes += 1
+            if self._giver is not None and self._giver.is_asked and self._may_give():
+                at_end_of_backward(partial(self._giver.answer, self._packed))
             self._riding.made = ONE_STEP
             if not self._riding.is_idle:
                 at_end_of_backward(partial(self._end_weighing, number))
@@ -201,6 +227,56 @@ class AfterStepReplica(Replica):
                 self._riding.made = NOTHING_SEEN  # a pass before whose step was left out
                 self._end_steps(self._passes)
 
+    def come(self) -> Self:
+        """Become a member while the others train, with the state of one of them, or detach; not collective."""
+        membership = make_elastic(self._world)
+        try:
+            self._enter(membership)
+            cast("StateGiver", self._giver).open()
+        except BaseException as error:
+            membership.depart(f"it was not let in: {error}")
+            self.detach()
+            raise
+        self._world.config = None  # this rank is as any other
+        return self
+
+    def _enter(self, membership: ElasticMembership) -> None:
+        """Become a member, with the state of another, and make the same step next as those that have come farthest."""
+        membership.join_as_replacement(partial(self._fetch, membership))
+        self._begin_at(membership.generation.start)
+        membership.next_step = membership.submitted_steps = self._step
+
+    def _begin_at(self, step: int) -> None:
+        self._step = self._passes = self._used_passes = step
+
+    def _packed(self) -> bytes:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return pack(self._record(), flatten(tensors).cpu(), dump(self._owners_of_state))
+
+    def _fetch(self, membership: ElasticMembership) -> bool:
+        """Take the state of a member; False if none gives it now."""
+        if (packed := cast("StateGiver", self._giver).fetch(membership)) is None:
+            return False
+        record, (weights, states) = unpack(packed, dict, 2)
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        restore(weights.to(tensors[0].device), tensors, unread_buffers(self.model))
+        load(states, self._owners_of_state)
+        for part in self._parts:
+            part.note(anyway=True)
+        self._follow(record)
+        return True
+
+    def _may_give(self) -> bool:
+        """Return True if another rank can go on from this rank's state."""
+        return True
+
+    def _record(self) -> dict[str, Any]:
+        """Return what a process that comes takes over besides weights and states."""
+        return {}
+
+    def _follow(self, record: Mapping[str, Any]) -> None:
+        """Take over what another rank's `_record` is."""
+
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:
         """Let ranks run out of data at different times; collective, around the whole loop.
@@ -210,6 +286,8 @@ class AfterStepReplica(Replica):
         trained to the end. This costs one store operation per step. Raises `UsageError` inside another ``join()``.
         """
         world = self._world
+        if world.size > world.founders:
+            raise UsageError("join() with init(up_to=): ranks that come know nothing of it; leave one of the two out")
         if world.joined is not None:
             raise UsageError("join() inside join(): join one model of a world at a time, around its loop")
         check_stateful(also)
@@ -244,6 +322,8 @@ class AfterStepReplica(Replica):
     def detach(self) -> None:
         """Remove all hooks, and drop exchanges that are in flight; not collective."""
         super().detach()
+        if self._giver is not None:
+            self._giver.close()
         make_elastic(self._world).end(self)
 
 

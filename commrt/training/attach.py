@@ -30,6 +30,9 @@ from commrt.runtime.init import current
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
 from commrt.schedule import SYNCHRONOUS, Algorithm, Schedule
+from commrt.store.agreement import WorldConfig
+from commrt.store.client import host_identity
+from commrt.store.launcher import chosen_transport
 from commrt.training.hooks import EMBEDDINGS
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_state import Stateful, overwrite_states
@@ -37,6 +40,13 @@ from commrt.training.replica import Replica, attached_params
 from commrt.training.weight_copies import WeightCopies
 
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+TAKE_LATER_RANKS = (
+    "commrt.backup_workers.backup_replica",
+    "commrt.local_sgd.local_replica",
+    "commrt.training.gossip",
+)
+"""What trains models to which ranks may come."""
 
 
 class _Described(Protocol):
@@ -102,6 +112,13 @@ class Request:
         """Raise `DisagreementError` unless all ranks come with the same `claim` and the same optimizers."""
         optimizer = _describe_optimizers(self.optimizers, self.params)
         self.world.agree("attach", model=str(self.world.attached), optimizer=optimizer, **claim)
+
+    def publish(self, claim: dict[str, str]) -> None:
+        """Let later processes come to this model, if they make the same `claim`."""
+        world = self.world
+        host = host_identity() if world.transport.one_host else None
+        config = WorldConfig(world.founders, world.size, host, world.attached, claim, chosen_transport())
+        config.publish(world.store)
 
     def begin(self, replica: Replica) -> Replica:
         """Give all ranks rank 0's state; detaches the replica if that fails."""
@@ -186,6 +203,10 @@ def attach(  # noqa: PLR0913  # each has its default
     params, optimizers, wire = _check_attach(model, optimizer, algorithm, wire, bucket_cap_mb, gradients, flags)
     if world.size > 1:
         _require_read_only_forward(model)
+    trained_by = getattr(algorithm, "trained_by", SYNCHRONOUS)  # an all-reduce says nothing
+    if world.size > world.founders and trained_by not in TAKE_LATER_RANKS:
+        what = "only to BackupWorkers, LocalSGD and gossip of weights can ranks come later"
+        raise UsageError(f"init(up_to={world.size}) and {algorithm}: {what}")
     kind = ViewBucket if _wants_views(gradients, params, wire) else GradientBucket
     taken = attached_params()
     for name, param in params:
@@ -195,7 +216,6 @@ def attach(  # noqa: PLR0913  # each has its default
         world.connect(device)
     world.attached += 1
     chosen = int(bucket_cap_mb * MIB), kind, broadcast_buffers, graphs, same_bits, watch
-    trained_by = getattr(algorithm, "trained_by", SYNCHRONOUS)  # an all-reduce says nothing
     scales = LossScales(also, keep_pace=trained_by == SYNCHRONOUS)
     copies = WeightCopies(optimizers)
     copies.find()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -67,10 +67,17 @@ def attach(request: Request) -> Replica:
             "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
             "leave wire out"
         )
-    request.agree(request.claim(exchange.prove(), buckets))
+    claim = request.claim(exchange.prove(), buckets)
+    if world.config is not None and world.size > world.founders:
+        world.config.require_same(world.rank, world.attached, claim)
+        return GossipReplica(request, exchange, buckets).come()
+    request.agree(claim)
     if world.size > 1:
         exchange.share(buckets)
-    return request.begin(GossipReplica(request, exchange, buckets))
+    replica = request.begin(GossipReplica(request, exchange, buckets))
+    if world.size > world.founders:
+        request.publish(claim)
+    return replica
 
 
 class Stop(NamedTuple):
@@ -112,6 +119,12 @@ class GossipReplica(AfterStepReplica):
         self.drain()
         self._exchange.membership.restart_at_step(step)
         super()._restart_at_step(step)
+
+    def _record(self) -> dict[str, Any]:
+        return {"stop": [*self._stop]}
+
+    def _follow(self, record: Mapping[str, Any]) -> None:
+        self._stop = Stop(*map(int, record["stop"]))
 
     def _register_on_modules(self) -> Iterator[RemovableHandle]:
         modules: dict[int, tuple[nn.Module, set[int]]] = {}
@@ -244,7 +257,7 @@ class GossipExchange:
         self.release()  # it was bound to connections of another generation
         self._generation, self.members = generation.number, generation.ranks
         self._ranks, ranks = np.array(self.members), len(self.members)
-        self._algorithm = self._attached.among(ranks) if generation.lost else self._attached
+        self._algorithm = self._attached.among(ranks) if ranks != self.world.founders else self._attached
         self._rounds = self._algorithm.rounds(ranks)
         for schedule in self._rounds:
             prove(schedule, promise(self._algorithm, schedule))

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, Sampler
 
 from commrt.errors import UsageError
+from commrt.store.client import MALFORMED, parse_int
 from commrt.training.replica import Replica
 
 MOST_COUNT = 1_000_000_000
@@ -179,8 +180,8 @@ class Rate:
 
     It depends on the fraction of the training that is done, and sets the rate itself: use none of torch's schedulers
     beside it. `rule` says what growing batches do to it: with ``keep`` their growth replaces a decay, with ``linear``
-    and ``sqrt`` the rate grows too. With backup workers name it in ``attach(also=[...])``, so that a late rank has the
-    rate of the others.
+    and ``sqrt`` the rate grows too. A step of more ranks is a larger batch: tell `step` of how many. With backup
+    workers name it in ``attach(also=[...])``, so that a late rank has the rate of the others.
     """
 
     def __init__(
@@ -203,16 +204,20 @@ class Rate:
         self._epochs, self._warmup, self._power, self._rule = epochs, warmup_epochs, power, RULES[rule]
         self._highest: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._updates = 0
+        self._ranks = (1, 1)  # of the first update for which that was said, and of the latest
         self._set()
 
-    def step(self) -> None:
-        """Count an update."""
+    def step(self, ranks: int | None = None) -> None:
+        """Count an update, of the gradients of `ranks`: ``len(replica.last.members)``, by default always as many."""
         self._updates += 1
+        if ranks is not None:
+            self._ranks = (ranks if self._updates == 1 else self._ranks[0], ranks)
         self._set()
 
     def _set(self) -> None:
         now, after = (self._control.epochs_after(self._updates + one) for one in (0, 1))
-        growth = self._control.batch_in(int(now)) / self._control.batch_in(0)
+        first, ranks = self._ranks
+        growth = self._control.batch_in(int(now)) * ranks / (self._control.batch_in(0) * first)
         begun = after / self._warmup if self._warmup else 1.0
         rest = max(self._epochs - now, 0.0) / (self._epochs - self._warmup)
         factor = float(growth**self._rule * min(begun, 1.0) * min(rest, 1.0) ** self._power)
@@ -220,16 +225,21 @@ class Rate:
             group["lr"] = highest * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the highest rates, and how much of the training is done."""
-        return {"highest": self._highest, "epochs": self._control.epochs_after(self._updates)}
+        """Return the highest rates, how much of the training is done, and of how many ranks."""
+        epochs = self._control.epochs_after(self._updates)
+        return {"highest": self._highest, "epochs": epochs, "ranks": [*self._ranks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; with another number of ranks, as far in the training after other updates."""
         epochs, highest = _epochs_in(state, "a Rate"), state.get("highest")
         rates = highest if isinstance(highest, list | tuple) else []
+        try:
+            first, ranks = (parse_int(count, least=1) for count in state.get("ranks", (1, 1)))
+        except MALFORMED:
+            rates = []
         if len(rates) != len(self._highest) or not all(map(_is_number, rates)):
             raise UsageError(
                 f"a state of other rates: {state!r:.200}; pass what state_dict() of this optimizer's returned"
             )
-        self._highest, self._updates = [*rates], self._control.updates_after(epochs)
+        self._highest, self._updates, self._ranks = [*rates], self._control.updates_after(epochs), (first, ranks)
         self._set()

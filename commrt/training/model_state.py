@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, repeat
 from pickle import PicklingError, UnpicklingError
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.layout import MIB
 from commrt.errors import UsageError
 from commrt.runtime.world import World
-from commrt.store.client import MALFORMED
+from commrt.store.client import MALFORMED, malformed, require
 from commrt.transport.protocol import Allocate, Tag
 
+T = TypeVar("T")
 ALIGNMENT_NBYTES = 16
 """Each tensor of a `FlatBuffer` begins at a multiple of this, which suits every dtype."""
 PLAIN = (bool, int, float, complex, str, Tensor, type(None), np.generic)
@@ -226,6 +227,29 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> str:
         seen.update(name.encode())
         seen.update(flatten([tensor]).cpu().numpy().tobytes())
     return seen.hexdigest()
+
+
+def pack(record: object, *tensors: Tensor) -> bytes:
+    """Return `record`, of plain values and tensors, and `tensors` as bytes."""
+    file = io.BytesIO()
+    torch.save((record, *tensors), file)
+    return file.getvalue()
+
+
+def unpack(packed: bytes, read: Callable[[Any], T], count: int) -> tuple[T, list[Tensor]]:
+    """Return what was packed, the record parsed by `read`, and `count` tensors, and run none of it.
+
+    Raises `DisagreementError` for other bytes.
+    """
+    try:
+        record, *tensors = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+        require(
+            len(tensors) == count
+            and all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors)
+        )
+        return read(record), tensors
+    except (*MALFORMED, UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # as torch has no one error
+        raise malformed("state of another rank", packed) from error
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -49,6 +49,9 @@ class Replica(ABC):
     All methods belong to the thread that trains. Every rank must call those marked collective.
     """
 
+    drops_gradients = False
+    """True if a step may use the gradients of some ranks only, `StepReport.members`."""
+
     def __init__(
         self,
         model: nn.Module,

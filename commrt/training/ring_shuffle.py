@@ -62,6 +62,8 @@ class RingShuffle:
     def __init__(self, samples: _Indexed, batch_size: int, *, world: World | None = None, seed: int = 0) -> None:
         self._world = current() if world is None else world
         self._fields, self._batch_size = _stacked(samples), batch_size
+        if self._world.size > self._world.founders:
+            raise UsageError("RingShuffle with init(up_to=): a rank that comes has no samples; use commrt.Shares")
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
         self._seed, self.passes = seed, 0

@@ -209,8 +209,10 @@ class TransportByDevice(Transport):
     `kind` has the names of all; `members`, `one_host` and `can_move_receives` are those of `host`.
     """
 
-    def __init__(self, host: Transport) -> None:
-        self.rank, self.ranks, self._timeout_s = host.rank, len(host.members), host.timeout_s
+    def __init__(self, host: Transport, places: int | None = None) -> None:
+        """There are more `places` than members of `host` if ranks may come later."""
+        self.rank, self._timeout_s = host.rank, host.timeout_s
+        self.places = len(host.members) if places is None else places
         self._by_device: dict[torch.device, Transport] = {}
         self.add(CPU, host)
 
@@ -238,7 +240,7 @@ class TransportByDevice(Transport):
 
     def reaches(self, device: torch.device) -> bool:
         """Return True if a transport can move tensors on `device`, or none is needed."""
-        return device.type != "cuda" or device in self._by_device or self.ranks == 1
+        return device.type != "cuda" or device in self._by_device or self.places == 1
 
     @property
     def timeout_s(self) -> float:

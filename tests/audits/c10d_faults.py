@@ -11,8 +11,6 @@ rank that is left gets an error in time, at the latest in the barrier after the 
 Each collective has a group of its own, so one start of the processes tries a fault in all collectives at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

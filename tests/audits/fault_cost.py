@@ -135,13 +135,13 @@ class FaultInjector:
 class Trainee:
     """One rank that trains the network, and notes who counted in each step in which it did."""
 
-    def __init__(self, world, algorithm, seed=0):
+    def __init__(self, world, algorithm, seed=0, **options):
         self.rank, self.seed = world.rank, seed
         self.world = world
         self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         begin_s = time.perf_counter()
-        self.replica = commrt.attach(self.model, self.optimizer, algorithm, bucket_cap_mb=0.01)
+        self.replica = commrt.attach(self.model, self.optimizer, algorithm, **({"bucket_cap_mb": 0.01} | options))
         self.attached_s = time.perf_counter() - begin_s if world.is_replacement else None
         self.used: dict[int, tuple[int, ...]] = {}
         self.longest_s = 0.0

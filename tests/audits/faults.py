@@ -13,8 +13,6 @@ steps and in collectives. The command exits with 1 unless, in every run,
 * a sum in which a rank is lost is the sum over all ranks, or over those that are left.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

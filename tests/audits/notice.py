@@ -7,8 +7,6 @@ of it until the last of them has noticed: the rest is the search for what the lo
 All processes are of one machine, and read one clock.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -15,8 +15,6 @@ median over all failures of a run, with the 20th and 80th percentile:
 All processes are of one machine, and read one clock.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

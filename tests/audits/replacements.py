@@ -6,8 +6,6 @@ few or none of the first processes are left. The weights must be those of the sa
 gradients that counted in each step. Rank 0 is not killed: it holds the store.
 """
 
-from __future__ import annotations
-
 import argparse
 from random import Random
 from statistics import median

@@ -5,8 +5,6 @@ With gossip and with backup workers, the ranks that are left repeat the sum. It 
 those that are left, and the same on each of them. A rank that was stopped gets an error, or the same sum.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every collective of the backend over threads, on tensors of any layout, size and dtype; and what it must give."""
 
-from __future__ import annotations
-
 from math import prod
 
 import torch

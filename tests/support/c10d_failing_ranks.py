@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes of a torch.distributed group that is interrupted, aborted, destroyed or left open."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups, works, callbacks and messages of torch.distributed, as each of 4 ranks uses them: what came, what should."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 from inspect import isfunction, signature

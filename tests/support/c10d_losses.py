@@ -4,8 +4,6 @@
 A way that saves trains, saves, loads into a model of other weights, and returns the losses from there on too.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

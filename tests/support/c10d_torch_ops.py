@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's ops of collectives, called in a group of 2 ranks; each collective under observers."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile

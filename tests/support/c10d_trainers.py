@@ -5,8 +5,6 @@ Each trainer takes the name of a backend. It returns the backend that was used, 
 the trained model: a way to train that differs in any step shows there.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import warnings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model trained by one process on whole batches, and by all ranks on their parts; DTensors on a 2 x 2 mesh."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from itertools import product
 

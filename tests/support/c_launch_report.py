@@ -5,8 +5,6 @@ That library is `stub_cuda.c`. Kernels are compiled as for a real GPU, so this n
 which Triton does not interpret.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decorators of tests: one test for all cases of a rule, and one that runs as all ranks of a world; and the cases."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -12,8 +10,6 @@ from typing import Any
 import pytest
 
 from commrt.testing.ranks import run_ranks
-
-__all__ = ["for_each", "on_ranks", "pairwise", "taking_turns"]
 
 FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 Test = Callable[..., None]

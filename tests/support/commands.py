@@ -4,8 +4,6 @@
 A command is given as one line, as words, or as a line and more words that may hold spaces.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

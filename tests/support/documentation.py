@@ -13,8 +13,6 @@ How a page says what it needs, in a comment right before a block:
 counts. Blocks of a page share their names, in order; pages share nothing. Its ranks and its commands share a folder.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

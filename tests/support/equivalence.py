@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small trainings that must come out the same however gradients are averaged: what ranks of test_equivalence run."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes of tests in which a rank is late, stopped, killed or replaced in a collective of all ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from math import inf

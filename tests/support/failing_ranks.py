@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes of tests in which a rank is killed, stopped, absent or different."""
 
-from __future__ import annotations
-
 import os
 import signal
 

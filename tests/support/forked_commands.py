@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run commands in processes of their own, forked from one that has imported torch: they cost what they do."""
-
-from __future__ import annotations
+"""Run commands in processes of their own, most forked from one that has imported torch: they cost what they do."""
 
 import os
 import sys
@@ -11,12 +9,10 @@ from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, run
 from tempfile import TemporaryDirectory
 
 from commrt.testing import processes
-
-__all__ = ["command", "started"]
 
 LIMIT_S = 110
 COMMRT = "commrt.tools.commands.app"
@@ -73,3 +69,11 @@ def command(*args, env=None, program=COMMRT):
     """Return how the command ended."""
     with started(*args, env=env, program=program) as one:
         return one.ended()
+
+
+def printed(*command, **variables):
+    """Return what a program prints that is started anew, with `variables` besides those of this process."""
+    words, environment = [str(word) for word in command], os.environ | variables
+    done = run(words, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random command lines, mostly good ones; and that a program takes each or refuses it in one line."""
 
-from __future__ import annotations
-
 from commands import Runner
 from fuzzing import NUMBERS, ODD_TEXTS, TEXTS, in_time
 from hypothesis import strategies as st

@@ -4,8 +4,6 @@
 In the suite each test meets a few cases, always the same ones; ``make fuzz`` meets as many more as its profile says.
 """
 
-from __future__ import annotations
-
 import signal
 from contextlib import contextmanager
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models, batches and steps that tests of gossip share."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from itertools import chain
 

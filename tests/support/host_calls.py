@@ -5,8 +5,6 @@ A count depends on no machine, but for a percent where threads wait for each oth
 gradient. ``python tests/support/host_calls.py`` prints the rows of the table.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterable

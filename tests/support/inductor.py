@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch's compiler needs of a machine."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

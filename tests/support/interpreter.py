@@ -6,8 +6,6 @@ torch's, and an access outside of what was handed to the kernel, a hint that is 
 write is an error.
 """
 
-from __future__ import annotations
-
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -28,10 +26,6 @@ from triton.runtime import interpreter
 from commrt.kernels import dispatch
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing, variants
-
-__all__ = [
-    "BadAccess", "Launches", "Memory", "complaint", "interpret", "interpreted_gpu", "plant", "require", "watched",
-]  # fmt: skip
 
 BUILDER = interpreter.InterpreterBuilder
 FLOATS = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32, tl.float64: torch.float64}

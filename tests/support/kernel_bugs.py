@@ -2,8 +2,6 @@
 # ruff: noqa: E501  # lines of the kernels, as they stand there
 """Bugs that the tests of the kernels must notice: (module, text, what is put in its place)."""
 
-__all__ = ["BUGS"]
-
 WAIT = """        need = tl.load(needs + peer)
 """
 TELL = "            _tell_all(outboxes, counts, position, PEERS)\n"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training loops with backup workers in which ranks come late, without anybody sleeping."""
 
-from __future__ import annotations
-
 import threading
 from copy import deepcopy
 from dataclasses import dataclass, field

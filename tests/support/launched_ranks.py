@@ -5,8 +5,6 @@
 `init`, and `gloo` and `commrt` for an init within a group of torch's with that backend.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -17,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 import commrt
-
-__all__ = ["in_a_group", "with_variables"]
 
 
 def report(number, start_timeout_s=60):

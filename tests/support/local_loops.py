@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loop of gossip or local SGD on one rank, as tests of them train, and what ranks must have in common at its end."""
 
-from __future__ import annotations
-
 import io
 from functools import wraps
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the compiler makes of meetings, as JSON; tests/test_meet_kernel.py says what must be in it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A clock that a test moves, so that a test of a deadline waits for nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, get_ident
 from time import monotonic
 
 from commrt.threads.deadline import clock
-
-__all__ = ["MovedClock", "moved_clock"]
 
 POLL_S = 0.002
 """Real seconds that a wait sleeps before it looks at the clock again."""

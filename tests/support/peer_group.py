@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of one or several hosts, with a thread each, over stand-ins for GPUs' memory and for NCCL."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event

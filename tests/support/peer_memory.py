@@ -5,8 +5,6 @@ It keeps CUDA's rules: a process does not open its own segment, nor one that is 
 once. A meeting waits on the calling thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
@@ -22,8 +20,6 @@ from torch import Tensor
 from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
 from commrt.threads.deadline import clock
 from commrt.transport.neighbours import PeerMemory
-
-__all__ = ["HostPeerMemory"]
 
 PAUSE_S = 0.0001
 

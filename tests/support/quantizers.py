@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantizers that tests of kernels go through, values for them, and how values are compared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import inf, nan
@@ -11,8 +9,6 @@ import torch
 from torch import Tensor
 
 from commrt.quantizer import BITS, NEAREST, STOCHASTIC, Float8, Quantizer
-
-__all__ = ["KINDS", "ODD", "QUANTIZERS", "same", "ties", "values"]
 
 KINDS = [*(Quantizer(bits) for bits in BITS), Float8()]
 QUANTIZERS = [

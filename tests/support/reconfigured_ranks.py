@@ -10,6 +10,7 @@ from time import monotonic
 
 import torch
 import torch.distributed as dist
+from failing_ranks import raised
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,15 +39,6 @@ def summed(number, group=None):
     dist.all_reduce(tensor, group=group)
     (value,) = tensor.unique().tolist()
     return value
-
-
-def raised(call):
-    """The text of the error that `call` raises."""
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
 
 
 def changing(tell):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes in which ranks meet, fork and are interrupted, of test_rendezvous, test_world and others."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

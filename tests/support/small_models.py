@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models, data and gradients that tests of attached models share."""
 
-from __future__ import annotations
-
 from threading import Lock
 
 import torch

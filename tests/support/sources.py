@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The project's modules as text and as trees, each parsed once for all rules that tests check."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 from functools import cache

@@ -21,7 +21,8 @@ LONG_S = 20.0
 def member_of(store, rank: int, ranks: int, needed: int = 0) -> StoreMembership:
     """Return the membership of one process of `rank`, which has joined nothing yet."""
     founders = Generation(0, dict.fromkeys(range(ranks), 0))
-    member = StoreMembership(store, rank, founders, lambda: LONG_S, host="127.0.0.1", needed=needed)
+    known = (lambda _: needed) if needed else None
+    member = StoreMembership(store, rank, founders, lambda: LONG_S, host="127.0.0.1", needed=known)
     member.calls = Barrier(member)
     return member
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks in processes of their own: one detaches first, or all compile the optimizer's step, or train a model of DDP."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 from threading import Event
 

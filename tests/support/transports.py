@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connect ranks that are threads of this process, by each transport."""
 
-from __future__ import annotations
-
 import nccl_stand_in
 from peer_group import on_threads, over_peers
 from torch.distributed import HashStore, PrefixStore

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importing this module registers the backend "moves_nothing"."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch.distributed as dist

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let ranks come, die and come again in one job: ``python tests/audits/growth.py --runs 60``.
+
+A job begins with two ranks, or with three of which one is a backup. Ranks come until there are four, one dies at a
+drawn place of a step, and two more come. With backup workers the result is checked against the same steps in one
+process, with the gradients that counted, and each sample against its epoch: none may be lost, or used twice. With
+gossip each mix is checked against what both ranks had sent in that step, and with local SGD each mean against what its
+ranks had sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections import Counter
+from random import Random
+
+import torch
+from fault_cost import Fault, FaultInjector, Trainee, are_close, backward, drained, network, same_steps
+
+import commrt
+from commrt.local_sgd import LocalSGD
+from commrt.testing.processes import run_processes
+
+PLACES, SAMPLES = 6, 240
+MOST_BEFORE = 4
+"""So many ranks are there before one dies, or too few would be left."""
+MORE = 20
+"""Steps from the one in which the last rank comes."""
+WHERE = ("backward", "counted", "reducing", "through")
+
+
+class Growing:
+    """What the test's own process knows: who waits to come, at which step, who dies, and what ranks have told."""
+
+    def __init__(self, comes, victim, dies):
+        self.comes, self.waiting, self.latest, self.used = dict(comes), {}, 0, []
+        self.victim, self.dies = victim, dies
+
+    def on_message(self, rank, message, process):
+        """Take what a rank tells."""
+        match message:
+            case "kill":
+                process.kill()
+                return True
+            case "waits":
+                self.waiting[rank] = process
+            case ("used", step, epoch, samples):
+                self.latest = max(self.latest, step)
+                self.used.append((step, epoch, *samples))
+            case (("gossiped" | "merged"), step, *told):
+                self.latest = max(self.latest, step)
+                self.used.append((rank, step, *told))
+                if rank == self.victim and step >= self.dies and len({each for each, *_ in self.used}) >= MOST_BEFORE:
+                    process.kill()
+                    return True
+        for place in [place for place in self.waiting if self.comes[place] <= self.latest]:
+            os.kill(self.waiting.pop(place).pid, signal.SIGCONT)
+        return None
+
+
+class Goal:
+    """When to stop: after so many steps, and `MORE` after the rank that came last."""
+
+    def __init__(self, world, replica, steps):
+        self._store, self._steps = world.store, steps
+        if world.is_replacement and self._store.add("came", 1) == PLACES - world.founders:
+            self._store.set("goal", str(replica.step + MORE))
+
+    def is_reached(self, step):
+        """Return True once `step` steps are enough."""
+        return step >= self._steps and self._store.check(["goal"]) and step >= int(self._store.get("goal"))
+
+
+class Injector(FaultInjector):
+    """Faults of this process once enough ranks are there."""
+
+    def __init__(self, tell, faults, world):
+        super().__init__(tell, faults)
+        self._world = world
+
+    def at(self, where, step):
+        """Apply the faults of this place."""
+        if len(self._world.members) >= MOST_BEFORE:
+            super().at(where, step)
+
+
+def opened(tell, founders):
+    """Open the world; a rank that is no founder stops until it is to come."""
+    torch.set_num_threads(1)
+    if int(os.environ["RANK"]) >= founders:
+        tell("waits")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.environ["WORLD_SIZE"] = str(founders)
+    return commrt.init(15.0, start_timeout_s=60.0, up_to=PLACES)
+
+
+def work(tell, backups, steps, faults):
+    """Train on one rank with backup workers."""
+    with opened(tell, 2 + backups) as world:
+        shares = commrt.Shares(range(SAMPLES), 4)
+        trainee = Trainee(world, commrt.BackupWorkers(backups), also=[shares])
+        replica, first = trainee.replica, trainee.replica.step
+        injector = Injector(tell, [fault for fault in faults if fault.rank == world.rank], world)
+        injector.watch(replica)
+        goal = Goal(world, replica, steps)
+        while not goal.is_reached(drained(replica).step):
+            for samples in shares.batches(shares, replica):
+                if trainee.step(0.004):
+                    tell(("used", replica.last.step, shares.epoch, samples))
+                shares.done()
+                if goal.is_reached(drained(replica).step):
+                    break
+        equal = replica.replicas_equal()
+        return trainee.report(equal=equal, first=first, members=[*world.members])
+
+
+def look_at(model):
+    """Return what returns a linear function of the weights, the same function on all ranks."""
+    parts = [torch.randn_like(param) for param in network().parameters()]
+    return lambda: sum((a * b).sum().item() for a, b in zip(parts, model.parameters(), strict=True))
+
+
+def local(tell, steps):
+    """Train on one rank by local SGD, and tell after each period what it sent, what all have now, and who they are."""
+    with opened(tell, 2) as world:
+        trainee = Trainee(world, LocalSGD(4))
+        replica, first, sent = trainee.replica, trainee.replica.step, {}
+        seen, exchange = look_at(trainee.model), replica._exchange
+        send = exchange.send
+
+        def note(fragment, in_flight):
+            sent[in_flight.step] = seen()
+            send(fragment, in_flight)
+
+        exchange.send = note
+        goal = Goal(world, replica, steps)
+        while not goal.is_reached(step := replica.step):
+            backward(trainee.model, world.rank, step)
+            trainee.optimizer.step()
+            if step + 1 in sent:
+                tell(("merged", step + 1, sent[step + 1], seen(), exchange.engine.members))
+        replica.consolidate()
+        return trainee.report(equal=replica.replicas_equal(), first=first, members=[*world.members])
+
+
+def gossip(tell, steps):
+    """Train on one rank by gossip, and tell in each step a linear function of what it mixed, and of what it sent."""
+    with opened(tell, 2) as world:
+        trainee = Trainee(world, commrt.Gossip(), bucket_cap_mb=25)  # a mix is lost as a whole where ranks change
+        replica, first, before = trainee.replica, trainee.replica.step, None
+        seen = look_at(trainee.model)
+        goal = Goal(world, replica, steps)
+        while not goal.is_reached(step := replica.step):
+            backward(trainee.model, world.rank, step)
+            mixed = seen()
+            trainee.optimizer.step()
+            sent = seen()
+            heard = [] if before is None else sorted(replica.last.received_from)
+            tell(("gossiped", step, sent, before, mixed, heard))
+            before = step
+        replica.consolidate()
+        return trainee.report(equal=replica.replicas_equal(), first=first, members=[*world.members])
+
+
+ALONE = {"gossip": gossip, "local SGD": local}
+
+
+def run(seed, steps=300, way=0):
+    """Make one run, and return what happened; raises `AssertionError` if it is wrong. `way` may be so many backups."""
+    draw = Random(seed)
+    comes = {2: draw.randrange(steps // 6), 3: draw.randrange(steps // 4)}
+    dies = draw.randrange(steps // 3, steps // 2)
+    comes |= {4: draw.randrange(dies, steps * 2 // 3), 5: draw.randrange(dies, steps * 2 // 3)}
+    fault = Fault(draw.randrange(4), dies, draw.choice(WHERE), "kill")
+    growing = Growing(comes, fault.rank, dies)
+    given = (ALONE[way], steps) if way in ALONE else (work, way, steps, [fault])
+    ends = run_processes(PLACES, *given, limit_s=180.0, on_message=growing.on_message, holds_store=True)
+    alive = [end for end in ends if end.rank != fault.rank]
+    if broken := [f"rank {end.rank}: {end.error}" for end in alive if end.value is None or not end.value["equal"]]:
+        raise AssertionError(f"{fault}: {broken}")
+    members = alive[0].value["members"]
+    assert {*members} == {end.rank for end in alive}, members
+    came = [end.value["first"] for end in alive if end.value["first"]]
+    if way in ALONE:
+        return fault, way, (require_mixes if way == "gossip" else require_means)(growing.used, steps), came
+    algorithm = commrt.BackupWorkers(way)
+    used = require_same_steps([end.value for end in alive], steps)
+    assert len(used[max(used)]) == algorithm.needed_among(len(members), 2 + way), "ranks that came do not count"
+    require_each_sample_once(growing.used)
+    return fault, f"{way} backups", len(used), came
+
+
+def require_means(told, steps):
+    """Return how many means were right; raise unless each is that of what its ranks sent."""
+    sent = {(rank, step): value for rank, step, value, *_ in told}
+    checked = 0
+    for rank, step, _, after, members in told:
+        assert rank in members, (rank, step, members)
+        if all((member, step) in sent for member in members):  # else one died before it could tell
+            wanted = sum(sent[member, step] for member in members) / len(members)
+            assert abs(after - wanted) < 1e-9, (rank, step, members, after, wanted)
+            checked += 1
+    assert checked > steps // 3, checked
+    return checked
+
+
+def require_mixes(told, steps):
+    """Return how many mixes were right; raise unless each is that of what both sent in that step."""
+    sent = {(rank, step): value for rank, step, value, *_ in told}
+    checked, unknown = 0, 0
+    for rank, _, _, step, mixed, heard in told:
+        if step is None:
+            continue
+        if any((peer, step) not in sent for peer in heard):  # it died before it could tell
+            unknown += 1
+            continue
+        wanted = sent[rank, step] + sum(0.5 * (sent[peer, step] - sent[rank, step]) for peer in heard)
+        assert abs(mixed - wanted) < 1e-9, (rank, step, heard, mixed, wanted)
+        checked += len(heard)
+    assert unknown <= 1, unknown
+    assert checked > 2 * steps, checked
+    return checked
+
+
+def require_same_steps(found, steps):
+    """Return which ranks counted; raise unless all have the weights that these gradients give in one process."""
+    used = {}
+    for step, members in (each for mine in found for each in mine["used"].items()):
+        assert used.setdefault(step, members) == members, (step, members, used[step])
+    assert sorted(used) == list(range(len(used))), "a step is missing"
+    assert len(used) >= steps, len(used)
+    model = network()
+    wanted = same_steps(used, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for each in found:
+        assert are_close(wanted, map(torch.from_numpy, each["params"])), "weights differ from one process's"
+    return used
+
+
+def require_each_sample_once(used, lost=4):
+    """Raise unless each sample of whole epochs was used once; a rank that dies may not have told of its last `lost`."""
+    last = max(epoch for _, epoch, *_ in used)
+    missing = 0
+    for epoch in range(last + 1):
+        # the last few of an epoch are the same on all ranks, whose mean counts them once
+        uses = {(step, sample) for step, each, *samples in used for sample in samples if each == epoch}
+        times = Counter(sample for _, sample in uses)
+        assert not times or max(times.values()) == 1, f"epoch {epoch}: used twice"
+        missing += (SAMPLES - len(times)) * (epoch < last)
+    assert missing <= lost, f"{missing} samples were not used"
+
+
+def main():
+    """Make the runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    wrong = 0
+    for seed in range(options.seed, options.seed + options.runs):
+        try:
+            print(seed, *run(seed, way=(0, 1, *ALONE)[seed % 4]), flush=True)
+        except Exception as error:  # all runs are to be made
+            wrong += 1
+            print(seed, "WRONG", type(error).__name__, error, flush=True)
+    print(f"{wrong} wrong of {options.runs}")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
