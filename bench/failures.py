@@ -25,6 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from math import isinf, isnan
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -187,7 +188,7 @@ def _ratios(mine: Sequence[Row], rows: Sequence[Row], peer: str, key: str) -> di
 
 
 def _middle(rows: Sequence[Row], key: str) -> dict[str, float]:
-    found = [row[key] for row in rows]
+    found = [row[key] for row in rows if not isnan(row[key])]  # a run without an end has no loss
     return {key: median(found), f"{key}_low": min(found), f"{key}_high": max(found)}
 
 
@@ -248,7 +249,7 @@ def draw_picture(records: Sequence[Record], path: Path) -> None:
         widths = [one["ratio"] for one in mine]
         spread = [
             [one["ratio"] - one["ratio_low"] for one in mine],
-            [one["ratio_high"] - one["ratio"] for one in mine],
+            [0.0 if isinf(one["ratio_high"]) else one["ratio_high"] - one["ratio"] for one in mine],
         ]
         colour = ("#c6dbef", "#6baed6", "#08519c")[number % 3]
         label = f"a failure every {rate} steps"
