@@ -24,6 +24,7 @@ from commrt.backup_workers.quorum import (
     set_once,
 )
 from commrt.elastic.generations import arrival_key
+from commrt.errors import QuorumLost
 from commrt.runtime.membership import Loss
 from commrt.threads.deadline import Timeouts
 from commrt.threads.future import start_call
@@ -145,6 +146,18 @@ def test_a_step_that_keeps_others_in_a_collective_waiting_ends_at_its_limit(memb
         waited_s = clock.now_s() - begin_s
     assert ended.result() == StepOutcome(1, is_over=False)
     assert Timeouts.of(LONG_S).step_s < waited_s < Timeouts.of(LONG_S).step_s + 1.0
+
+
+def test_a_member_that_dies_while_it_waits_alone_in_a_collective_is_missed(members):
+    found = members(3, 3)
+    found[2].arrive(arrival_key(found[2].generation, 1), 0, "barrier")
+    found[2].processes.close()
+    vote = vote_of(found[0], next_attempt=lambda _: found[0].generation)
+    with moved_clock() as clock:
+        ended = start_call(lambda: vote.run(Announcement(0, 0), 0))
+        clock.advance_until(ended.done)
+    with pytest.raises(QuorumLost, match="rank 2 is lost"):
+        ended.result()
 
 
 # keys of old steps

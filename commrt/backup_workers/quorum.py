@@ -288,8 +288,9 @@ class QuorumVote:
         and the steps after it end at once if they find too few gradients.
         """
         membership, limits = self._membership, Timeouts.of(self._membership.timeout_s())
-        waiting = membership.ranks_in_collective(membership.generation)
-        departed, silent = membership.absent(membership.generation, {*here, *waiting})
+        came = membership.ranks_in_collective(membership.generation)
+        departed, living = membership.absent(membership.generation, here)  # one that waits may have died there
+        silent, waiting = [rank for rank in living if rank not in came], [rank for rank in living if rank in came]
         membership.require_enough(membership.generation, step, [loss._replace(step=step) for loss in departed])
         is_late = bool(waiting) and (self._was_over or waited_s > limits.step_s)
         present, needed = len(here) + len(silent), self.needed
