@@ -17,7 +17,7 @@ from commrt.errors import DeadlineExceeded, Place, TransportClosed, TransportErr
 from commrt.testing.faults import delay_at, with_faults
 from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.future import Future
+from commrt.threads.future import Future, outwait_calls, start_call
 from commrt.threads.starting import start_thread
 
 LIMIT_S = 20.0
@@ -307,6 +307,16 @@ def test_a_wait_of_torch_in_a_callback_for_a_later_transfer_ends_the_world_at_th
 
     run_ranks(2, body, timeout_s=1.0, **LATE)
     assert "a callback of a future kept the communication thread waiting for longer than 1 s" in caplog.text
+
+
+def test_the_end_of_a_process_waits_for_calls_that_nobody_needs_up_to_a_limit():
+    gate = Event()
+    ended = start_call(gate.wait)
+    outwait_calls(0.01)
+    assert not ended.done()
+    Timer(0.05, gate.set).start()
+    outwait_calls(LIMIT_S)
+    assert ended.done()
 
 
 def test_a_limit_on_threads_is_named(monkeypatch):

@@ -9,6 +9,8 @@ asks the store to cancel the request, and waits without limit for its answer (to
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import socket
@@ -28,7 +30,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, TransportError
 from commrt.store.launcher import LOOPBACK, Launch
 from commrt.threads.deadline import Deadline, clock
-from commrt.threads.future import start_call
+from commrt.threads.future import outwait_calls, start_call
 
 ANSWER_S = 2.0
 """How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
@@ -156,7 +158,19 @@ def meet(launch: Launch, timeout_s: float) -> Store:
     store = _open(launch, holds_it, timeout_s)
     if holds_it:
         _held[where] = store
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # see `_at_exit`
     return store
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Wait for requests that nobody needs any more: the end of the store would wake them.
+
+    A thread that comes back from C++ while the interpreter ends aborts the process. The process that holds the store
+    need not wait: there the store ends with the process, after the interpreter.
+    """
+    if not _held:
+        outwait_calls(ANSWER_S)
 
 
 def is_loopback(address: str) -> bool:

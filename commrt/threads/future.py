@@ -24,7 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from commrt.errors import TransportClosed, UsageError
-from commrt.threads.deadline import clock
+from commrt.threads.deadline import Deadline, clock
 from commrt.threads.starting import start_thread
 
 _log = logging.getLogger("commrt")
@@ -296,7 +296,10 @@ class Future(Generic[T]):
 
 _idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
 """Where threads of `start_call` take their next call from; a forked child has none of these threads."""
+_running = set[Future[Any]]()
+"""The results of calls that run now."""
 os.register_at_fork(after_in_child=_idle.clear)
+os.register_at_fork(after_in_child=_running.clear)
 
 
 def start_call(call: Callable[[], T]) -> Future[T]:
@@ -307,8 +310,17 @@ def start_call(call: Callable[[], T]) -> Future[T]:
     except IndexError:
         calls = SimpleQueue()
         start_thread(_work, "commrt-store-call", calls)
+    _running.add(future)
     calls.put((call, future))
     return future
+
+
+def outwait_calls(limit_s: float) -> None:
+    """Wait up to `limit_s` for the calls that run, though perhaps nobody needs their results any more."""
+    deadline = Deadline(limit_s)
+    for future in [*_running]:
+        with suppress(TimeoutError):
+            future.exception(max(deadline.left_s, 0.0))
 
 
 def _work(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
@@ -322,3 +334,5 @@ def _run(call: Callable[[], Any], future: Future[Any]) -> None:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
+    finally:
+        _running.discard(future)
