@@ -171,6 +171,8 @@ def test_ranks_that_train_use_each_sample_once_also_if_gradients_are_dropped(alg
 class Reports:
     """A replica that says how its latest step went, and takes the state of another rank when it catches up."""
 
+    stopping = ()
+
     def __init__(self, shares, **last):
         self.shares, self.last = shares, StepReport(0, (0,), 0.0, (), **last) if last else None
 
@@ -212,6 +214,9 @@ def test_a_loop_that_forgets_a_call_or_goes_on_alone_is_told_so():
     next(shares.batches(loader, replica))
     replica.last = Reports(shares, counted=False, ended=True).last
     refused("the other ranks have left the loop", shares.done)
+    next(shares.batches(loader, replica))
+    replica.stopping = (0,)  # so all leave it, this one now
+    shares.done()
 
 
 def test_a_process_that_comes_late_catches_up_before_its_first_batch():

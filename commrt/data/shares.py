@@ -173,7 +173,7 @@ class Shares:
         report = None if self._replica is None else self._replica.last
         if counted is None and self._replica is not None and report and not report.counted:
             self._replica.drain()
-            if report.ended:
+            if report.ended and not self._replica.stopping:
                 what = "let all ranks leave it after the same step"
                 raise UsageError(f"the other ranks have left the loop over Shares: {what}")
             return
