@@ -245,6 +245,12 @@ def test_only_a_rank_that_waits_for_a_deadline_may_report_much_later(store, fail
     assert str(error).endswith(f"Rank {2 if reports else 1} reported nothing: look there first")
 
 
+def test_a_rank_of_this_host_that_broke_a_connection_is_not_waited_for(store):
+    with moved_clock():  # which does not move
+        agreement.diagnose(store, 0, 3, error := PeerLost("it broke", Place(0, 1)), one_host=True)
+    assert str(error).endswith("Rank 1 reported nothing: look there first")
+
+
 def test_a_question_s_own_timeout_is_passed_on():
     def question():
         raise TimeoutError("of the question")

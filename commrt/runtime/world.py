@@ -318,7 +318,8 @@ class World:
             self.membership.depart(f"it failed: {failure}")
         self.transport.abort()
         if is_answered:
-            diagnose(self.store, self.rank, len(self.members), failure)
+            one_host = self.transport.one_host
+            diagnose(self.store, self.rank, len(self.members), failure, one_host=one_host)
         if is_answered and self.holds_store:
             wait_for_readers(self.store)
 

@@ -22,8 +22,8 @@ LINGER_S, REPORTS_LINGER_S = 5.0, 3.0
 """How long the rank that holds the store waits for the others to read the records, and a failing one the reports."""
 POLL_S = 0.01
 GRACE_S, BROKEN_GRACE_S = 1.0, 0.1
-"""How much later than this rank a peer may report: after a deadline, and after a broken connection, which a rank that
-gives up breaks after its report. Only Gloo breaks one at the deadline itself."""
+"""How much later than this rank a peer may report: after a deadline, and after a connection that Gloo breaks, at the
+deadline itself. A rank of one host breaks its connections after its report."""
 
 T = TypeVar("T")
 
@@ -202,11 +202,15 @@ def leave_report(store: Store, rank: int, failure: BaseException) -> bool:
     return bool(_answered(write))
 
 
-def diagnose(store: Store, rank: int, size: int, failure: BaseException) -> None:
-    """Add to `failure` what the peers saw for which it was waiting, directly or through others."""
+def diagnose(store: Store, rank: int, size: int, failure: BaseException, *, one_host: bool = False) -> None:
+    """Add to `failure` what the peers saw for which it was waiting, directly or through others.
+
+    If all are on `one_host`, who breaks a connection has reported already, or is dead.
+    """
+    broken_grace_s = 0.0 if one_host else BROKEN_GRACE_S
     if isinstance(failure, TransportError) and failure.place.peer is not None:
         first, kind = failure.place.peer, type(failure).__name__
-        sentences = _answered(lambda: list(_trail(store, rank, first, kind)), GRACE_S)
+        sentences = _answered(lambda: list(_trail(store, rank, first, kind, broken_grace_s)), GRACE_S)
         failure.elsewhere = ". ".join(sentences or ())
     _answered(lambda: _count(store, size))
 
@@ -216,11 +220,11 @@ def wait_for_readers(store: Store) -> None:
     _answered(lambda: store.wait(["reports read"], timedelta(seconds=REPORTS_LINGER_S)), REPORTS_LINGER_S)
 
 
-def _trail(store: Store, rank: int, peer: int | None, saw: str) -> Iterator[str]:
+def _trail(store: Store, rank: int, peer: int | None, saw: str, broken_grace_s: float) -> Iterator[str]:
     seen = {rank}
     while peer is not None and peer not in seen:
         seen.add(peer)
-        deadline = Deadline(BROKEN_GRACE_S if saw.startswith(PeerLost.__name__) else GRACE_S)
+        deadline = Deadline(broken_grace_s if saw.startswith(PeerLost.__name__) else GRACE_S)
         while not store.check([f"report/{peer}"]) and deadline.left_s > 0:
             Event().wait(POLL_S)  # a request that waits would hold up all groups that share its connection
         if not store.check([f"report/{peer}"]):
