@@ -426,6 +426,14 @@ def test_a_replacement_of_a_live_process_is_refused(members):
         come(replacement(members(2), 1))
 
 
+def test_of_two_processes_that_come_to_one_place_the_first_is_told_of_the_other(members):
+    found = members(3)
+    found[2].processes.close()
+    first, second = replacement(found, 2), replacement(found, 2)
+    with pytest.raises(UsageError, match="two processes take the place of rank 2 at once: start one"):
+        come(first, second.processes.replace)
+
+
 @pytest.mark.parametrize("was_evicted", [True, False], ids=["evicted", "dead"])
 def test_a_replacement_becomes_a_member_and_the_old_process_is_evicted(members, was_evicted):
     found = members(2)

@@ -248,9 +248,15 @@ class Processes:
     def _publish(self, before: str, listener: Listener) -> None:
         own = json.dumps([self.incarnation, listener.address])
         if self._store.compare_set(f"process/{self._rank}", before, own) != own.encode():
-            raise UsageError(
-                f"two processes take the place of rank {self._rank} at once, and the other one came first: start one"
-            )
+            raise self._taken()
+
+    def _taken(self) -> UsageError:
+        return UsageError(f"two processes take the place of rank {self._rank} at once: start one")
+
+    def require_latest(self) -> None:
+        """Raise `UsageError` if another process has the place of this one."""
+        if (latest := self._latest(self._rank)) is not None and latest[0] != self.incarnation:
+            raise self._taken()
 
     def answers(self, rank: int) -> bool:
         """Return True if the latest process of `rank` lives, as far as this host can tell."""

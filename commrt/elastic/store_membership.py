@@ -339,6 +339,7 @@ class StoreMembership:
         self._start()
 
     def _is_admitted(self, fetch_state: Callable[[], bool], limit: Deadline) -> bool:
+        self.processes.require_latest()
         head = self.latest()
         self.generation = head.generation  # liveness checks of sources need the processes of now
         if not self.absent(head.generation, [self.rank])[1]:
