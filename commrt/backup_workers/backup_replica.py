@@ -26,6 +26,7 @@ from commrt.runtime.membership import NO_HOOKS, Hooks
 from commrt.store.agreement import WorldConfig
 from commrt.store.keys import store_of_model
 from commrt.training import synchronous
+from commrt.training.arrival import letting_in
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import Stateful, digest, dump, fingerprint, gather_integers, load
@@ -239,16 +240,10 @@ class BackupWorkersReplica(Replica):
 
     def join_as_replacement(self) -> BackupWorkersReplica:
         """Take the place of a lost rank, between two collectives of the others, or detach; not collective."""
-        membership = make_elastic(self._world)
-        try:
+        with letting_in(self, self._world) as membership:
             membership.join_as_replacement(self._fetch_from_a_pass)
             self._catch_up.open()
             self._require(self.step)  # again before the first step, whatever is loaded until then
-        except BaseException as error:
-            membership.depart(f"it was not let in: {error}")
-            self.detach()
-            raise
-        self._world.config = None  # this rank is as any other
         return self
 
     def _fetch_from_a_pass(self) -> bool:

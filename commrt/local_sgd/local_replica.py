@@ -120,7 +120,7 @@ class LocalReplica(AfterStepReplica):
         (fragment,), votes = self._fragments, self._exchange.votes[0]
         state, has_left = fragment.state_dict(), not self._may_give()
         state |= {"in_flight": None, "exchanges": fragment.exchanges - has_left}
-        return {"step": self._step - has_left, "fragment": state, "votes": votes - has_left}
+        return super()._record() | {"step": self._step - has_left, "fragment": state, "votes": votes - has_left}
 
     def _follow(self, record: Mapping[str, Any]) -> None:
         """Begin from the anchor, so that what another rank has learned since does not count twice."""
@@ -130,7 +130,7 @@ class LocalReplica(AfterStepReplica):
         fragment.left = min(fragment.left, record["step"])
         fragment.land()
         fragment.seen, self._exchange.votes[0] = self._riding.seen, int(record["votes"])
-        self._begin_at(int(record["step"]))
+        super()._follow(record)
 
     def _on_pass(self) -> None:
         step = self._passes
@@ -280,6 +280,8 @@ class LocalReplica(AfterStepReplica):
         must be equal on all ranks. Raises `UsageError` if `state` does not fit, `DisagreementError` if ranks load
         different steps or anchors.
         """
+        if self._keeps_taken_state():
+            return
         self._world.require_all_ranks("load_state_dict()")  # before anything changes
         step, due = self._step_in(state), state.get("due", 0)
         residuals = own_residuals(state, self._world.rank, self._exchange.engine.residuals())

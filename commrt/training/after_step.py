@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from commrt.runtime.world import World
 from commrt.store.client import TimedStore, parse, require
 from commrt.store.keys import store_of_model
 from commrt.threads.deadline import clock
-from commrt.training.arrival import StateGiver
+from commrt.training.arrival import StateGiver, letting_in
 from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import are_zeroed, at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import (
@@ -44,6 +45,7 @@ from commrt.training.model_state import (
 from commrt.training.replica import Replica, StepReport
 from commrt.training.riding import NOTHING_SEEN, ONE_STEP
 
+_log = logging.getLogger("commrt")
 MOST_PASSES = 20
 """More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
 LOOK_S = 0.005
@@ -75,12 +77,19 @@ class AfterStepReplica(Replica):
         self._joins = 0
         self._exposed_s, self._received_from = 0.0, set[int]()
         self._spans: list[Span] = []
+        self._taken: bytes | None = None  # the state of another rank, until the first step of this process
         self._owners_of_state = [*request.optimizers, *request.also, request.copies]
-        self._giver = StateGiver(self._world, self._number) if self._world.size > self._world.founders else None
+        admits = self._world.size > self._world.founders
         membership, founds = make_elastic(self._world), self._world.config is None
         others = f"more on rank {self._world.rank}" if membership.others() else "0"  # two models have no common step
         alone = not founds or self._world.all_equal("other models that train alone", others)
         made = WeakMethod(self._steps_made)
+        if admits and not alone:
+            raise UsageError(
+                "init(up_to=) with two models that train alone: who comes takes the state of one; detach() the other "
+                "one first"
+            )
+        self._giver = StateGiver(self._world, self._number) if admits else None
         needed = None if self._giver is None else lambda _: 0
         membership.begin(
             self,
@@ -166,6 +175,7 @@ class AfterStepReplica(Replica):
         elif (number := current_pass()) != self._pass:
             self._pass = number
             self._passes += 1
+            self._taken = None
             if self._giver is not None and self._giver.is_asked and self._may_give():
                 at_end_of_backward(partial(self._giver.answer, self._packed))
             self._riding.made = ONE_STEP
@@ -229,25 +239,18 @@ class AfterStepReplica(Replica):
 
     def come(self) -> Self:
         """Become a member while the others train, with the state of one of them, or detach; not collective."""
-        membership = make_elastic(self._world)
-        try:
+        with letting_in(self, self._world) as membership:
             self._enter(membership)
             cast("StateGiver", self._giver).open()
-        except BaseException as error:
-            membership.depart(f"it was not let in: {error}")
-            self.detach()
-            raise
-        self._world.config = None  # this rank is as any other
         return self
 
     def _enter(self, membership: ElasticMembership) -> None:
-        """Become a member, with the state of another, and make the same step next as those that have come farthest."""
-        membership.join_as_replacement(partial(self._fetch, membership))
-        self._begin_at(membership.generation.start)
-        membership.next_step = membership.submitted_steps = self._step
+        """Become a member, with the state of another; this rank trains alone until its generation starts.
 
-    def _begin_at(self, step: int) -> None:
-        self._step = self._passes = self._used_passes = step
+        So it makes all collectives that the others make after the step of that state.
+        """
+        membership.join_as_replacement(partial(self._fetch, membership))
+        membership.next_step = membership.submitted_steps = self._step
 
     def _packed(self) -> bytes:
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -255,8 +258,12 @@ class AfterStepReplica(Replica):
 
     def _fetch(self, membership: ElasticMembership) -> bool:
         """Take the state of a member; False if none gives it now."""
-        if (packed := cast("StateGiver", self._giver).fetch(membership)) is None:
-            return False
+        if (packed := cast("StateGiver", self._giver).fetch(membership)) is not None:
+            self._install(packed)
+        return packed is not None
+
+    def _install(self, packed: bytes) -> None:
+        self._taken = packed
         record, (weights, states) = unpack(packed, dict, 2)
         tensors = [*self.model.parameters(), *self.model.buffers()]
         restore(weights.to(tensors[0].device), tensors, unread_buffers(self.model))
@@ -264,7 +271,19 @@ class AfterStepReplica(Replica):
         for part in self._parts:
             part.note(anyway=True)
         self._follow(record)
+
+    def _keeps_taken_state(self) -> bool:
+        """Return True before the first step of a process that came: it keeps the state of the others."""
+        if self._taken is None:
+            return False
+        _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
+        self._install(self._taken)
         return True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the step of `state`; collective. A process that came keeps the state of the others."""
+        if not self._keeps_taken_state():
+            super().load_state_dict(state)
 
     def _may_give(self) -> bool:
         """Return True if another rank can go on from this rank's state."""
@@ -272,10 +291,11 @@ class AfterStepReplica(Replica):
 
     def _record(self) -> dict[str, Any]:
         """Return what a process that comes takes over besides weights and states."""
-        return {}
+        return {"step": self._step}
 
     def _follow(self, record: Mapping[str, Any]) -> None:
         """Take over what another rank's `_record` is."""
+        self._step = self._passes = self._used_passes = int(record["step"])
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

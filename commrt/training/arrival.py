@@ -6,11 +6,12 @@ A rank gives its state at the end of a backward pass, so it never waits for one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 
 from torch.distributed import PrefixStore
 
-from commrt.elastic.elastic_membership import ElasticMembership
+from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
 from commrt.elastic.state_server import StateServer, request_state
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore
@@ -18,9 +19,23 @@ from commrt.store.keys import store_of_model
 from commrt.store.launcher import LOOPBACK
 from commrt.threads.deadline import Timeouts
 from commrt.threads.future import Future
+from commrt.training.replica import Replica
 
 PASS_SHARE = 1 / 4
 """For this share of a step's limit a source is asked before another one: so long may a backward pass take to end."""
+
+
+@contextmanager
+def letting_in(replica: Replica, world: World) -> Iterator[ElasticMembership]:
+    """Become a member of `world` in the body, with `replica`; if that fails, tell the others, and detach it."""
+    membership = make_elastic(world)
+    try:
+        yield membership
+    except BaseException as error:
+        membership.depart(f"it was not let in: {error}")
+        replica.detach()
+        raise
+    world.config = None  # this rank is as any other
 
 
 class StateGiver:

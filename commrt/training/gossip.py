@@ -121,9 +121,10 @@ class GossipReplica(AfterStepReplica):
         super()._restart_at_step(step)
 
     def _record(self) -> dict[str, Any]:
-        return {"stop": [*self._stop]}
+        return super()._record() | {"stop": [*self._stop]}
 
     def _follow(self, record: Mapping[str, Any]) -> None:
+        super()._follow(record)
         self._stop = Stop(*map(int, record["stop"]))
 
     def _register_on_modules(self) -> Iterator[RemovableHandle]:
@@ -279,9 +280,11 @@ class GossipExchange:
 
         In a whole period each rank that knows it tells all its partners. However the ranks are permuted, so many
         periods as a period has rounds reach everybody. What came is passed on in the next step but one, or later.
+        Ranks may come to all places meanwhile, which costs some a mix: so twice as many steps where there are more.
         """
-        rounds = len(self._rounds)
-        return rounds * (rounds + 3 + self._algorithm.staleness) + 1
+        places, founders = self.world.size, self.world.founders
+        rounds = len(self._attached.among(places).rounds(places)) if places > founders else len(self._rounds)
+        return (1 + (places > founders)) * rounds * (rounds + 3 + self._algorithm.staleness) + 1
 
     def send(self, bucket: WeightBucket, step: int, stop: Stop) -> None:
         """Exchange `bucket` as it is now with the partners of `step`, and pass on `stop`. On the training thread."""
