@@ -93,7 +93,7 @@ def training(tell, example, folder, options, late):
     program.commrt = SimpleNamespace(Shares=Noted)
     while number in late and not any(int(file.name) >= late[number] for file in folder.glob("[0-9]*")):
         sleep(0.01)
-    sys.argv = [example, "--epochs", str(EPOCHS), *options]
+    sys.argv = [example, *options]
     program.main()
     if meetings[-1].turn < 0:
         return "was late"
@@ -139,20 +139,22 @@ def weights_of(parts):
     return [[torch.cat(each) for each in zip(*row, strict=True)] for row in rows.values()]
 
 
-def survived(example, folder, size, *, options=(), late=(), kills=None, grace_s=LIMIT_S):
+def survived(example, folder, size, *, options=(), late=(), kills=None, epochs=EPOCHS):
     """Run `size` processes of an example; check samples, and the weights that each returns."""
-    options = ["--grace", str(grace_s), *options]  # the default is longer than all may take: nobody waits for the dead
+    # the default is longer than all may take: nobody waits for the dead
+    options = ["--epochs", str(epochs), "--grace", str(LIMIT_S), *options]
+    limit_s = LIMIT_S + 10 * epochs
 
     def on_message(number, position, process):
-        if kills and position >= kills.get(number, IMAGES * EPOCHS):
+        if kills and position >= kills.get(number, IMAGES * epochs):
             Timer(Random(position).random() / 50, process.kill).start()
 
     given = example, folder, options, dict(late)
-    outcomes = run_processes(size, training, *given, limit_s=LIMIT_S, on_message=on_message, holds_store=True)
+    outcomes = run_processes(size, training, *given, limit_s=limit_s, on_message=on_message, holds_store=True)
     lived = [each for each in outcomes if each.exit_code == 0 and each.value != "was late"]
     assert [each.error for each in outcomes] == [None] * size
     steps = steps_of(folder)
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         dealt = [share for position, shares in steps if position // IMAGES == epoch for share in {*map(tuple, shares)}]
         assert Counter(chain.from_iterable(dealt)) == Counter(range(IMAGES)), epoch
     replicas = weights_of([each.value for each in lived])
@@ -190,4 +192,5 @@ def test_loops_go_on_whenever_ranks_are_killed(tmp_path, example, seed):
     if example == "ddp_survives":
         kills[late_one := 4] = chance.randrange(1000, IMAGES * EPOCHS)
         late[late_one] = chance.randrange(600)
-    survived(example, tmp_path, ranks + len(late), late=late, kills=kills, grace_s=LIMIT_S if seed % 2 else 1)
+    options = () if seed % 2 else ("--grace", "1")
+    survived(example, tmp_path, ranks + len(late), options=options, late=late, kills=kills)

@@ -323,26 +323,12 @@ def seconds(times_s):
     return f"{median(times_s):6.2f} s, at most {max(times_s):.2f} s"
 
 
-def random_arrivals(steps):
-    """Run without faults, but with random compute times; check which ranks counted in each step."""
-    ends = run_with_faults(6, commrt.BackupWorkers(2), [], RunLength(steps, most_s=0.01))
-    require_equal(ends)
-    reference_holds(ends, needed=4)
-    quorums = set().union(*(end.value["used"].values() for end in ends))
-    longest = seconds([end.value["longest_s"] for end in ends])
-    return f"{steps} steps, {len(quorums)} different quorums, the longest step of a rank: {longest}"
-
-
 def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="runs of each case")
     parser.add_argument("--pairs", action="store_true", help="also run two faults at once, with two backups")
-    parser.add_argument("--steps", type=int, help="instead, run this many steps with gradients in random order")
     options = parser.parse_args()
-    if options.steps:
-        print(random_arrivals(options.steps))
-        return
     for inner in (commrt.Torus2D(), commrt.Ring()):
         name = type(inner).__name__
         for length, faults in cases(options.pairs):

@@ -5,7 +5,7 @@ A job begins with two ranks, or with three of which one is a backup. Ranks come 
 drawn place of a step, and two more come. With backup workers the result is checked against the same steps in one
 process, with the gradients that counted, and each sample against its epoch: none may be lost, or used twice. With
 gossip each mix is checked against what both ranks had sent in that step, and with local SGD each mean against what its
-ranks had sent.
+ranks had sent. After some steps all meet in a collective, and ranks ask to stop at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import os
 import signal
 import sys
 from collections import Counter
+from importlib import import_module
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import torch
 from fault_cost import Fault, FaultInjector, Trainee, are_close, backward, drained, network, same_steps
@@ -27,6 +30,8 @@ from commrt.testing.processes import run_processes
 PLACES, SAMPLES = 6, 240
 MOST_BEFORE = 4
 """So many ranks are there before one dies, or too few would be left."""
+SAMPLES_OF_DDP = 64
+"""In a step of the loop over DDP, for four ranks of five."""
 MORE = 20
 """Steps from the one in which the last rank comes."""
 WHERE = ("backward", "counted", "reducing", "through")
@@ -37,6 +42,7 @@ class Growing:
 
     def __init__(self, comes, victim, dies):
         self.comes, self.waiting, self.latest, self.used = dict(comes), {}, 0, []
+        self.met = {}
         self.victim, self.dies = victim, dies
 
     def on_message(self, rank, message, process):
@@ -47,6 +53,8 @@ class Growing:
                 return True
             case "waits":
                 self.waiting[rank] = process
+            case ("met", number, ranks):
+                assert self.met.setdefault(number, ranks) == ranks, (rank, number, ranks, self.met[number])
             case ("used", step, epoch, samples):
                 self.latest = max(self.latest, step)
                 self.used.append((step, epoch, *samples))
@@ -57,21 +65,33 @@ class Growing:
                     process.kill()
                     return True
         for place in [place for place in self.waiting if self.comes[place] <= self.latest]:
-            os.kill(self.waiting.pop(place).pid, signal.SIGCONT)
+            os.kill(self.waiting.pop(place).pid, signal.SIGUSR1)
         return None
 
 
-class Goal:
-    """When to stop: after so many steps, and `MORE` after the rank that came last."""
+class Loop:
+    """What a loop does after each step: a collective if one is due, and stop after so many.
 
-    def __init__(self, world, replica, steps):
-        self._store, self._steps = world.store, steps
-        if world.is_replacement and self._store.add("came", 1) == PLACES - world.founders:
-            self._store.set("goal", str(replica.step + MORE))
+    It stops `MORE` steps after the rank that came last, at the earliest.
+    """
 
-    def is_reached(self, step):
-        """Return True once `step` steps are enough."""
-        return step >= self._steps and self._store.check(["goal"]) and step >= int(self._store.get("goal"))
+    def __init__(self, tell, world, replica, steps, every):
+        self._tell, self._world, self._replica, self._steps, self._every = tell, world, replica, steps, every
+        self._met = replica.step // every
+        if world.is_replacement and world.store.add("came", 1) == PLACES - world.founders:
+            world.store.set("goal", str(replica.step + MORE))
+
+    def goes_on(self):
+        """Meet the others, or ask to stop, if that is due; return False after the last step."""
+        step, store = self._replica.step, self._world.store
+        while step // self._every > self._met:
+            self._met += 1
+            ranks = torch.ones(1)
+            self._world.all_reduce(ranks, "sum")
+            self._tell(("met", self._met, int(ranks)))
+        if step >= self._steps and store.check(["goal"]) and step >= int(store.get("goal")):
+            self._replica.stop()
+        return not self._replica.stopping
 
 
 class Injector(FaultInjector):
@@ -88,33 +108,46 @@ class Injector(FaultInjector):
 
 
 def opened(tell, founders):
-    """Open the world; a rank that is no founder stops until it is to come."""
+    """Open the world; a rank that is no founder waits until it is to come."""
     torch.set_num_threads(1)
     if int(os.environ["RANK"]) >= founders:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # or it may come before it is waited for
         tell("waits")
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.sigwait({signal.SIGUSR1})
     os.environ["WORLD_SIZE"] = str(founders)
     return commrt.init(15.0, start_timeout_s=60.0, up_to=PLACES)
 
 
-def work(tell, backups, steps, faults):
+def work(tell, backups, steps, every, faults):
     """Train on one rank with backup workers."""
     with opened(tell, 2 + backups) as world:
         shares = commrt.Shares(range(SAMPLES), 4)
-        trainee = Trainee(world, commrt.BackupWorkers(backups), also=[shares])
+        trainee = trainee_of(world, commrt.BackupWorkers(backups), also=[shares])
         replica, first = trainee.replica, trainee.replica.step
         injector = Injector(tell, [fault for fault in faults if fault.rank == world.rank], world)
         injector.watch(replica)
-        goal = Goal(world, replica, steps)
-        while not goal.is_reached(drained(replica).step):
+        loop = Loop(tell, world, replica, steps, every)
+        while not replica.stopping:
             for samples in shares.batches(shares, replica):
                 if trainee.step(0.004):
                     tell(("used", replica.last.step, shares.epoch, samples))
                 shares.done()
-                if goal.is_reached(drained(replica).step):
+                drained(replica)
+                if not loop.goes_on():
                     break
         equal = replica.replicas_equal()
-        return trainee.report(equal=equal, first=first, members=[*world.members])
+        return trainee.report(equal=equal, first=first, step=replica.step, members=[*world.members])
+
+
+def trainee_of(world, *given, **options):
+    """Return what trains on one rank; a rank that comes loads a checkpoint, as scripts do, which must not harm it."""
+    trainee = Trainee(world, *given, **options)
+    if world.is_replacement:
+        old, before = {name: 0 * value for name, value in trainee.model.state_dict().items()}, trainee.replica.step
+        trainee.model.load_state_dict(old)
+        trainee.replica.load_state_dict({"step": 0})
+        assert trainee.replica.step == before
+    return trainee
 
 
 def look_at(model):
@@ -123,10 +156,20 @@ def look_at(model):
     return lambda: sum((a * b).sum().item() for a, b in zip(parts, model.parameters(), strict=True))
 
 
-def local(tell, steps):
+def local(tell, steps, every):
     """Train on one rank by local SGD, and tell after each period what it sent, what all have now, and who they are."""
+    while True:
+        try:
+            return local_once(tell, steps, every)
+        except commrt.UsageError as error:
+            if "start it again" not in str(error):  # the others have met before they could give their state
+                raise
+
+
+def local_once(tell, steps, every):
+    """Do so, but a process that comes may have to start again."""
     with opened(tell, 2) as world:
-        trainee = Trainee(world, LocalSGD(4))
+        trainee = trainee_of(world, LocalSGD(4))
         replica, first, sent = trainee.replica, trainee.replica.step, {}
         seen, exchange = look_at(trainee.model), replica._exchange
         send = exchange.send
@@ -136,33 +179,38 @@ def local(tell, steps):
             send(fragment, in_flight)
 
         exchange.send = note
-        goal = Goal(world, replica, steps)
-        while not goal.is_reached(step := replica.step):
+        loop, is_over = Loop(tell, world, replica, steps, every), False
+        while not is_over:
+            step = replica.step
             backward(trainee.model, world.rank, step)
             trainee.optimizer.step()
             if step + 1 in sent:
                 tell(("merged", step + 1, sent[step + 1], seen(), exchange.engine.members))
+            is_over = not loop.goes_on()
+        step = replica.step
         replica.consolidate()
-        return trainee.report(equal=replica.replicas_equal(), first=first, members=[*world.members])
+        return trainee.report(equal=replica.replicas_equal(), first=first, step=step, members=[*world.members])
 
 
-def gossip(tell, steps):
+def gossip(tell, steps, every):
     """Train on one rank by gossip, and tell in each step a linear function of what it mixed, and of what it sent."""
     with opened(tell, 2) as world:
-        trainee = Trainee(world, commrt.Gossip(), bucket_cap_mb=25)  # a mix is lost as a whole where ranks change
+        trainee = trainee_of(world, commrt.Gossip(), bucket_cap_mb=25)  # a mix is lost as a whole where ranks change
         replica, first, before = trainee.replica, trainee.replica.step, None
         seen = look_at(trainee.model)
-        goal = Goal(world, replica, steps)
-        while not goal.is_reached(step := replica.step):
+        loop, is_over = Loop(tell, world, replica, steps, every), False
+        while not is_over:
+            step = replica.step
             backward(trainee.model, world.rank, step)
             mixed = seen()
             trainee.optimizer.step()
             sent = seen()
             heard = [] if before is None else sorted(replica.last.received_from)
             tell(("gossiped", step, sent, before, mixed, heard))
-            before = step
+            before, is_over = step, not loop.goes_on()
+        step = replica.step
         replica.consolidate()
-        return trainee.report(equal=replica.replicas_equal(), first=first, members=[*world.members])
+        return trainee.report(equal=replica.replicas_equal(), first=first, step=step, members=[*world.members])
 
 
 ALONE = {"gossip": gossip, "local SGD": local}
@@ -176,13 +224,15 @@ def run(seed, steps=300, way=0):
     comes |= {4: draw.randrange(dies, steps * 2 // 3), 5: draw.randrange(dies, steps * 2 // 3)}
     fault = Fault(draw.randrange(4), dies, draw.choice(WHERE), "kill")
     growing = Growing(comes, fault.rank, dies)
-    given = (ALONE[way], steps) if way in ALONE else (work, way, steps, [fault])
+    every = draw.randrange(7, 40)
+    given = (ALONE[way], steps, every) if way in ALONE else (work, way, steps, every, [fault])
     ends = run_processes(PLACES, *given, limit_s=180.0, on_message=growing.on_message, holds_store=True)
     alive = [end for end in ends if end.rank != fault.rank]
     if broken := [f"rank {end.rank}: {end.error}" for end in alive if end.value is None or not end.value["equal"]]:
         raise AssertionError(f"{fault}: {broken}")
     members = alive[0].value["members"]
     assert {*members} == {end.rank for end in alive}, members
+    assert len({end.value["step"] for end in alive}) == 1, "not all stopped after the same step"
     came = [end.value["first"] for end in alive if end.value["first"]]
     if way in ALONE:
         return fault, way, (require_mixes if way == "gossip" else require_means)(growing.used, steps), came
@@ -191,6 +241,23 @@ def run(seed, steps=300, way=0):
     assert len(used[max(used)]) == algorithm.needed_among(len(members), 2 + way), "ranks that came do not count"
     require_each_sample_once(growing.used)
     return fault, f"{way} backups", len(used), came
+
+
+def run_ddp(seed, steps=300):
+    """Make one run of a loop over DDP that is reconfigured, see `run`; for torch 2.14 and later."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    loops = import_module("test_loops_survive")
+    draw, samples = Random(seed), steps * SAMPLES_OF_DDP
+    dies = draw.randrange(samples // 3, samples // 2)
+    late = {2: draw.randrange(samples // 6), 3: draw.randrange(samples // 4)}
+    late |= {place: draw.randrange(dies, samples * 2 // 3) for place in (4, 5)}
+    kills = {draw.randrange(4): dies}
+    with TemporaryDirectory() as folder:
+        made, lived = loops.survived(
+            "ddp_survives", Path(folder), PLACES, late=late, kills=kills, epochs=samples // loops.IMAGES
+        )
+    assert len(lived) == PLACES - 1, lived
+    return f"kill rank {[*kills]}", "DDP", len(made), late
 
 
 def require_means(told, steps):
@@ -257,11 +324,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ddp", action="store_true", help="the loop of examples/ddp_survives.py instead (torch 2.14)")
     options = parser.parse_args()
     wrong = 0
     for seed in range(options.seed, options.seed + options.runs):
         try:
-            print(seed, *run(seed, way=(0, 1, *ALONE)[seed % 4]), flush=True)
+            made = run_ddp(seed) if options.ddp else run(seed, way=(0, 1, *ALONE)[seed % 4])
+            print(seed, *made, flush=True)
         except Exception as error:  # all runs are to be made
             wrong += 1
             print(seed, "WRONG", type(error).__name__, error, flush=True)
