@@ -296,6 +296,13 @@ def test_too_few_remaining_ranks_are_no_error_if_the_others_finished(finished):
                 found[1].require_enough(generation, 4, [ended])
 
 
+def test_fewer_than_half_of_the_ranks_are_told_so_also_if_they_were_enough_for_a_step():
+    with members_of(5, needed=2) as found:
+        losses = [Loss(rank, 4, "its process is gone") for rank in (2, 3, 4)]
+        with pytest.raises(QuorumLost, match=r"Ranks \[0, 1\] are left, fewer than half of \[0, 1, 2, 3, 4\]"):
+            found[0].require_enough(found[0].generation, 4, losses)
+
+
 # collectives
 
 

@@ -202,7 +202,7 @@ def test_when_batches_grow_the_rate_does_what_its_rule_says(rule, factor):
 def test_when_ranks_come_the_rate_follows_also_after_a_resume():
     (one, value), (other, resumed) = (rate_of(control_of({0: 8}), rule="linear") for _ in range(2))
     plain, expected = rate_of(control_of({0: 8}))
-    for ranks in (2, 2, 4):
+    for ranks in (None, 2, 4):
         one.step(ranks)
         plain.step()
     assert value() == 2 * expected()

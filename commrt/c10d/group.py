@@ -172,6 +172,8 @@ class HostMessages:
     def explained(self, error: RuntimeError, place: Place) -> TransportError:
         """Return what Gloo's `error` means. It may say only that connecting took too long, to a rank that is gone."""
         ended = self._world.comm_thread.failure
+        if isinstance(ended, TransportClosed):  # aborted or reconfigured here
+            return TransportClosed(ended.what, place)
         is_gone = isinstance(ended, PeerLost) and place.peer is not None and ended.place.peer == place.peer
         is_late = "imed out" in str(error) or "imeout" in str(error)
         if is_late and not is_gone and "refused" not in str(error):  # "Connection refused": nobody listens

@@ -57,12 +57,13 @@ class Shares:
 
     The order follows from `seed` and the epoch. A step takes its next `batch_size` samples for each
     rank, and the last step of an epoch evenly fewer. `place` returns this rank's place and the
-    number of ranks, in each step anew; by default those of the world. All ranks need equal
+    number of ranks, in each step anew; by default those of the world, as with backup workers. All ranks need equal
     arguments and the same state: name it in ``attach(also=[shares])``.
 
     Samples of a step that failed, of gradients that backup workers dropped and of a dead rank come
     again before the epoch ends. If fewer samples than ranks are left, all ranks take the same ones,
-    and their mean counts once. Gossip and local SGD notice a lost rank at different steps, so
+    and their mean counts once. So the last batches may have one sample, of which BatchNorm makes no
+    mean. Gossip and local SGD notice a lost rank at different steps, so
     nobody uses the samples of its place until you start again.
 
     One batch makes one step: split it to accumulate gradients. Costs 8 bytes of memory per sample.

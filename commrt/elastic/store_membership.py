@@ -282,7 +282,8 @@ class StoreMembership:
         self, generation: Generation, left: Sequence[int], losses: Sequence[Loss], step: int
     ) -> QuorumLost:
         last = [loss for loss in losses if not loss.finished][-1]
-        if self.needed:
+        finished = sum(loss.finished for loss in losses)
+        if len(left) + finished < self.needed:
             what = (
                 f"{last}. Ranks {[*left]} are left, fewer than the {self.needed} {MAKE_A_STEP}: "
                 "start again from a checkpoint, with more backups or fewer ranks"

@@ -120,7 +120,12 @@ class LocalReplica(AfterStepReplica):
         (fragment,), votes = self._fragments, self._exchange.votes[0]
         state, has_left = fragment.state_dict(), not self._may_give()
         state |= {"in_flight": None, "exchanges": fragment.exchanges - has_left}
-        return super()._record() | {"step": self._step - has_left, "fragment": state, "votes": votes - has_left}
+        return super()._record() | {
+            "step": self._step - has_left,
+            "fragment": state,
+            "votes": votes - has_left,
+            "members": [*self._exchange.engine.members],
+        }
 
     def _follow(self, record: Mapping[str, Any]) -> None:
         """Begin from the anchor, so that what another rank has learned since does not count twice."""
@@ -129,6 +134,7 @@ class LocalReplica(AfterStepReplica):
         fragment.load_state_dict(record["fragment"])
         fragment.left = min(fragment.left, record["step"])
         fragment.land()
+        self._exchange.engine.members = tuple(map(int, record["members"]))
         fragment.seen, self._exchange.votes[0] = self._riding.seen, int(record["votes"])
         super()._follow(record)
 

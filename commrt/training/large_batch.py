@@ -204,19 +204,19 @@ class Rate:
         self._epochs, self._warmup, self._power, self._rule = epochs, warmup_epochs, power, RULES[rule]
         self._highest: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._updates = 0
-        self._ranks = (1, 1)  # of the first update for which that was said, and of the latest
+        self._ranks: tuple[int, int] | None = None  # of the first update for which that was said, and of the latest
         self._set()
 
     def step(self, ranks: int | None = None) -> None:
-        """Count an update, of the gradients of `ranks`: ``len(replica.last.members)``, by default always as many."""
+        """Count an update, of the gradients of `ranks`: ``len(replica.last.members)``, by default as many as before."""
         self._updates += 1
-        if ranks is not None:
-            self._ranks = (ranks if self._updates == 1 else self._ranks[0], ranks)
+        if ranks:  # a late rank of backup workers knows none
+            self._ranks = (ranks if self._ranks is None else self._ranks[0], ranks)
         self._set()
 
     def _set(self) -> None:
         now, after = (self._control.epochs_after(self._updates + one) for one in (0, 1))
-        first, ranks = self._ranks
+        first, ranks = self._ranks or (1, 1)
         growth = self._control.batch_in(int(now)) * ranks / (self._control.batch_in(0) * first)
         begun = after / self._warmup if self._warmup else 1.0
         rest = max(self._epochs - now, 0.0) / (self._epochs - self._warmup)
@@ -227,19 +227,21 @@ class Rate:
     def state_dict(self) -> dict[str, Any]:
         """Return the highest rates, how much of the training is done, and of how many ranks."""
         epochs = self._control.epochs_after(self._updates)
-        return {"highest": self._highest, "epochs": epochs, "ranks": [*self._ranks]}
+        return {"highest": self._highest, "epochs": epochs, "ranks": self._ranks and [*self._ranks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; with another number of ranks, as far in the training after other updates."""
         epochs, highest = _epochs_in(state, "a Rate"), state.get("highest")
         rates = highest if isinstance(highest, list | tuple) else []
         try:
-            first, ranks = (parse_int(count, least=1) for count in state.get("ranks", (1, 1)))
+            told = state.get("ranks")
+            first, latest = (1, 1) if told is None else (parse_int(count, least=1) for count in told)
         except MALFORMED:
             rates = []
         if len(rates) != len(self._highest) or not all(map(_is_number, rates)):
             raise UsageError(
                 f"a state of other rates: {state!r:.200}; pass what state_dict() of this optimizer's returned"
             )
-        self._highest, self._updates, self._ranks = [*rates], self._control.updates_after(epochs), (first, ranks)
+        self._highest, self._updates = [*rates], self._control.updates_after(epochs)
+        self._ranks = told and (first, latest)
         self._set()
