@@ -83,6 +83,7 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {
         "doubling": halving_doubling.doubling,
         "double_tree": double_tree.all_reduce,
         "direct": direct.all_reduce,
+        "one_shot": direct.one_shot,
     },
     "all_to_all": {"pairwise": direct.pairwise_all_to_all, "direct": direct.all_to_all},
     "barrier": {"dissemination": bruck.barrier},

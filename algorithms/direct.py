@@ -19,6 +19,7 @@ from commrt.schedule import ADD, COPY, Algorithm, IntArray, Schedule, Step
 DIRECT = "direct"
 MOST_RANKS = 1024
 """Most ranks that all exchange with all others in one step."""
+MOST_IN_ONE_SHOT = 16
 
 
 @lru_cache
@@ -108,6 +109,27 @@ def all_reduce(p: int) -> Schedule:
       1  copy  0->1 [0:1)  1->0 [1:2)
     """
     return reduce_scatter(p).then(all_gather(p), DIRECT)
+
+
+@lru_cache
+def one_shot(p: int) -> Schedule:
+    """Sum over all ranks at every rank in one step: each sends its buffer to all, and adds all up in order of ranks.
+
+    So a sum has the same bits as that of `all_reduce`. Cost: 1 step; p - 1 buffers sent per rank. Raises `UsageError`
+    for more than 16 ranks, as each receives all buffers.
+
+    >>> print(one_shot(3))
+    one-shot: 3 ranks, 1 chunk
+      0  add  0->1 [0:1)  0->2 [0:1)  1->0 [0:1)  1->2 [0:1)  2->0 [0:1)  2->1 [0:1)
+    """
+    if p > MOST_IN_ONE_SHOT:
+        raise UsageError(f"one-shot takes up to {MOST_IN_ONE_SHOT} ranks, as each receives all buffers, and not {p:,}")
+
+    def step() -> Step:
+        src, dst = _pairs(p)
+        return Step.of(src=src, dst=dst, lo=0, hi=1, combine=ADD)
+
+    return _one_step("one-shot", p, 1, step)
 
 
 @lru_cache

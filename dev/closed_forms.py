@@ -88,6 +88,7 @@ COSTS: dict[str, tuple[Steps, Sent]] = {
     ),
     "all_reduce double_tree": (lambda p: 10 * doublings(p) - 1, lambda _: 2),
     "all_reduce direct": (lambda _: 2, ring_bytes),
+    "all_reduce one_shot": (lambda _: 1, lambda p: p - 1),
     "all_to_all pairwise": (lambda p: p - 1, lambda p: Fraction(p - 1, p * p)),
     "all_to_all direct": (lambda _: 1, lambda p: Fraction(p - 1, p * p)),
     "barrier dissemination": LOGARITHMIC,

@@ -55,7 +55,7 @@ def test_the_mean_is_what_attach_makes_of_a_gradient(world):
     replica.detach()
     averaged, model.weight.grad = model.weight.grad, None
     model(x).sum().backward()
-    assert torch.equal(averaged, summed(world, model.weight.grad, wire=torch.bfloat16))
+    assert torch.equal(averaged, summed(world, model.weight.grad, algorithm=commrt.Torus2D(), wire=torch.bfloat16))
 
 
 @for_each(
@@ -151,8 +151,9 @@ LOST = with_faults(drop_at(step=7, rank=0))
 def begin_lost(world):
     """A sum of ones of which a message is lost."""
     tensor = torch.ones(4)
-    world.all_reduce(tensor)
-    return tensor, world.all_reduce(tensor, async_op=True, tag=commrt.Tag(7, "norm"))
+    ring = commrt.Ring()  # in which each rank waits for another one
+    world.all_reduce(tensor, algorithm=ring)
+    return tensor, world.all_reduce(tensor, algorithm=ring, async_op=True, tag=commrt.Tag(7, "norm"))
 
 
 @on_ranks(2, timeout_s=1.0, wrap=LOST)

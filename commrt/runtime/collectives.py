@@ -15,7 +15,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from commrt.algorithms.direct import MOST_IN_ONE_SHOT, one_shot
 from commrt.algorithms.parts import require_maker
+from commrt.algorithms.torus import Torus2D
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
@@ -45,6 +47,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 """Narrower ones would overflow: each rank adds flags to the sum as well."""
 OPS = ("mean", "sum")
+SHORT_NBYTES = 16 << 10
 UNCONFIRMED = 64
 """Latest calls on a GPU for which a mismatch may still be found."""
 
@@ -67,19 +70,24 @@ class AllReduce(NamedTuple):
         dtypes = " as ".join(repr(one) if is_quantized(one) else str(one)[6:] for one in kinds)
         return f"the {self.op} of {dtypes}{list(self.shape)} with strides {strides}"
 
+    @property
+    def is_short(self) -> bool:
+        """True if it travels as so few bytes, unquantized."""
+        return isinstance(self.wire, torch.dtype) and self.shape.numel() * self.wire.itemsize <= SHORT_NBYTES
+
     def empty(self, device: torch.device | str) -> Tensor:
         """Return an uninitialized tensor of this layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 def check_all_reduce_call(
-    tensor: Tensor, op: str, algorithm: Algorithm, wire: AnyWire | None, tag: Tag, residual: Tensor | None
+    tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None, tag: Tag, residual: Tensor | None
 ) -> AllReduce:
     """Return the checked call; raises `UsageError` for what cannot be summed."""
     _check_tensor(tensor)
     _check_arithmetic(tensor.dtype, op)
     check_wire(wire)
-    check_all_reduce(algorithm, wire)
+    check_all_reduce(Torus2D() if algorithm is None else algorithm, wire)
     check_tag(tag)
     travels = travels_as(tensor.dtype, wire)
     if is_quantized(travels):
@@ -179,10 +187,16 @@ class Sums:
         self._memory_of = world.membership.number  # after connections broke, a peer may still read what it was sent
         self._unconfirmed: deque[tuple[_Sum, Tag]] = deque(maxlen=UNCONFIRMED)
 
-    def schedule(self, algorithm: Algorithm, call: AllReduce) -> Schedule:
-        """Return the proven schedule for the members; raises `UsageError` or `ScheduleError` if there is none."""
+    def schedule(self, algorithm: Algorithm | None, call: AllReduce) -> Schedule:
+        """Return the proven schedule for the members; raises `UsageError` or `ScheduleError` if there is none.
+
+        Without an `algorithm` few bytes among few ranks take one step: a message costs more than its bytes.
+        """
         members = self._world.membership.ranks
-        schedule = schedule_of(algorithm, 0, len(members))
+        if algorithm is None and call.is_short and len(members) <= MOST_IN_ONE_SHOT:
+            schedule = one_shot(len(members))
+        else:
+            schedule = schedule_of(algorithm or Torus2D(), 0, len(members))
         if self._prepared.known(schedule, members, call) is None:
             self._prepared.prove(schedule)
             if is_quantized(call.wire):
