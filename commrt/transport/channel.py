@@ -8,11 +8,18 @@ but nobody else can guess it before, or take it then.
 
 Packets, which arrive whole and in order::
 
-    O call number, offset, nbytes     I offer these bytes of a segment, whose descriptor comes along first
+    O call number, offset, nbytes     I offer these bytes of a segment
     M call bytes                      a small message itself, which needs no answer
     T count                           I have copied this many of your offers, in order
     R nbytes                          your next offer is refused: I expect this many bytes
     F number                          unmap my segment of this number
+
+They lie in memory that both map (`commrt.transport.packet_queue`), or on a machine that may reorder stores travel on
+the socket. Always on the socket are::
+
+    S number                          my segment of this number, with its descriptor, before it is offered from
+    Q 0                               my packets lie in this memory, with its descriptor
+    W 0                               wake up
 
 A socket that ends means that its process ended or gave up.
 """
@@ -44,6 +51,15 @@ from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
 from commrt.store.agreement import gather
 from commrt.store.client import require, typed
 from commrt.threads.deadline import clock
+from commrt.transport.packet_queue import (
+    AWAKE,
+    IS_ORDERED,
+    QUEUE_NBYTES,
+    WAITS_FOR_PACKETS,
+    WAITS_FOR_ROOM,
+    PacketQueue,
+    fence,
+)
 
 SECRET_NBYTES = 16
 NUMBER = struct.Struct("<cQ")
@@ -177,20 +193,24 @@ class Channel:
         self.expected_nbytes: int | None = None
         """Size that the peer expects instead of our oldest offer, if it refused that."""
         self.unsent: deque[tuple[bytes, Sequence[int]]] = deque()
-        """Packets with descriptors, which wait until the socket can be written to."""
+        """Packets with descriptors, which wait for room."""
         self._announced: set[int] = set()  # numbers of our segments that the peer maps
         self._mapped: dict[int, mmap.mmap] = {}  # the peer's segments
+        self._written: PacketQueue | None = None
+        """Our packets, once there are any; None on a machine where they travel on the socket."""
+        self._read: PacketQueue | None = None
+        """The peer's packets, once it has told where they lie."""
+        self._uses_memory = IS_ORDERED
 
     def post(self, packets: Iterable[Packet], call: int) -> None:
         """Send `packets` for `call`; the peer comes to map the segments in which bytes are offered."""
         for content, segment, nbytes in packets:
-            fds = []
             if segment is not None:
                 self.untaken.append(nbytes)
                 if segment.number not in self._announced:
                     self._announced.add(segment.number)
-                    fds.append(segment.fd)
-            self._send(b"".join((CALL.pack(b"M" if segment is None else b"O", call), content)), fds)
+                    self._send(NUMBER.pack(b"S", segment.number), [segment.fd])
+            self._send(b"".join((CALL.pack(b"M" if segment is None else b"O", call), content)))
 
     def forget(self, number: int) -> None:
         """Let the peer unmap our freed segment `number`."""
@@ -217,44 +237,131 @@ class Channel:
             self.flush()
 
     def flush(self) -> None:
-        """Send as many packets as the socket takes."""
+        """Send as many packets as there is room for."""
+        if self._uses_memory and self._written is None:
+            self._open_memory()
         while self.unsent:
             packet, fds = self.unsent[0]
-            try:
-                if fds:
-                    socket.send_fds(self._socket, [packet], fds)
-                else:
-                    self._socket.send(packet)
-            except BlockingIOError:
+            if fds or self._written is None:
+                if not self._tell(packet, fds):
+                    return
+            elif not self._written.put(packet):
                 return
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # the peer has left; its last packets can still be read, and then the end
+            else:
+                self._wake(WAITS_FOR_PACKETS)
             self.unsent.popleft()
 
-    def receive(self) -> None:
-        """Read one packet if there is one."""
+    def _open_memory(self) -> None:
+        """Tell the peer where our packets will lie; where the system gives no memory they travel on the socket."""
+        try:
+            fd = os.memfd_create("commrt-packets")
+            try:
+                os.ftruncate(fd, QUEUE_NBYTES)
+                memory = _memory_of_queue(fd)
+                self._tell(NUMBER.pack(b"Q", 0), [fd])
+            finally:
+                os.close(fd)
+        except OSError:
+            self._uses_memory = False
+        else:
+            self._written = PacketQueue(memory)
+
+    def _tell(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        """Send `packet` on the socket, with descriptors; return False if it takes no more now."""
+        try:
+            if fds:
+                socket.send_fds(self._socket, [packet], fds)
+            else:
+                self._socket.send(packet)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the peer has left; its last packets can still be read, and then the end
+        return True
+
+    def _wake(self, least: int) -> None:
+        """Wake the peer if it sleeps, and waits for what this end has just done: its state is `least`, or a later one.
+
+        If its state is not known, it sleeps. If the socket takes nothing, the peer will wake up anyway.
+        """
+        fence()
+        if self._read is None or self._read.state >= least:
+            self._tell(NUMBER.pack(b"W", 0))
+
+    @property
+    def needs_socket(self) -> bool:
+        """True if the next packet waits until the socket can be written to."""
+        return bool(self.unsent) and (self._written is None or bool(self.unsent[0][1]))
+
+    @property
+    def has_news(self) -> bool:
+        """True if a packet is there, or room for one that waits; only where they lie in memory. Costs 0.2 us."""
+        if self._read is not None and self._read.has_packet:
+            return True
+        return bool(self.unsent) and self._written is not None and self._written.has_more_room
+
+    def doze(self) -> bool:
+        """Tell the peer that this end falls asleep; return True if there are news: then it must not."""
+        if self._written is not None:
+            self._written.say(WAITS_FOR_ROOM if self.unsent else WAITS_FOR_PACKETS)
+            fence()
+        return self.has_news
+
+    def rouse(self) -> None:
+        """Tell the peer that this end is awake."""
+        if self._written is not None:
+            self._written.say(AWAKE)
+
+    def listen(self) -> None:
+        """Read what came on the socket."""
+        while self._hear():
+            pass
+
+    def _hear(self) -> bool:
+        """Read one packet from the socket, return False if there is none."""
         try:
             packet, extra, _, _ = self._socket.recvmsg(PACKET_NBYTES, DESCRIPTOR_NBYTES, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, ConnectionResetError):  # a reset is reported once, before what can still be read
-            return
+            return False
+        kind, fds = packet[:1], [fd for *_, found in extra for fd in array.array("i", found)]
+        if kind == b"S":
+            self._mapped[NUMBER.unpack(packet)[1]] = _mapped(*fds)
+        elif kind == b"Q":
+            (fd,) = fds
+            try:
+                self._read = PacketQueue(_memory_of_queue(fd))
+            finally:
+                os.close(fd)
+        elif kind == b"W":
+            pass
+        elif packet:
+            self._take(packet)
+        else:
+            self.is_open = False
+        return bool(packet)
+
+    def receive(self) -> bool:
+        """Read one packet; return False if there is none, on the socket only where packets travel there."""
+        if self._read is None:
+            return self._hear()
+        packet = self._read.get()
+        if packet is None:
+            return False
+        self._wake(WAITS_FOR_ROOM)
+        self._take(packet)
+        return True
+
+    def _take(self, packet: bytes) -> None:
         if packet[:1] == b"M":
             message = memoryview(packet)[CALL.size :]
             self.offers.append(Offer(CALL.unpack_from(packet)[1], len(message), message=message))
         elif packet[:1] == b"O":
             number, offset, nbytes = OFFER.unpack_from(packet, CALL.size)
-            for *_, fds in extra:
-                self._map(number, *array.array("i", fds))
+            if number not in self._mapped:
+                self.listen()
             self.offers.append(Offer(CALL.unpack_from(packet)[1], nbytes, number, offset))
-        elif packet:
-            self._apply(*NUMBER.unpack(packet))
         else:
-            self.is_open = False
-
-    def _map(self, number: int, fd: int) -> None:
-        try:
-            self._mapped[number] = mmap.mmap(fd, 0, **KEEP_NO_FILE)
-        finally:
-            os.close(fd)
+            self._apply(*NUMBER.unpack(packet))
 
     def _apply(self, kind: bytes, number: int) -> None:
         if kind == b"T":
@@ -274,6 +381,28 @@ class Channel:
         """Release the socket and the mappings without ending the connection, which a forked child must leave alone."""
         self._socket.close()
         self._mapped.clear()
+        for queue in (self._written, self._read):
+            if queue is not None:
+                queue.release()
+        self._written = self._read = None
+        self._uses_memory = False
+
+
+def _mapped(fd: int) -> mmap.mmap:
+    """Return a file, mapped; close it."""
+    try:
+        return mmap.mmap(fd, 0, **KEEP_NO_FILE)
+    finally:
+        os.close(fd)
+
+
+def _memory_of_queue(fd: int) -> memoryview:
+    """Return the memory of a queue, which keeps no descriptor: a rank has two for each peer."""
+    try:
+        packets = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=QUEUE_NBYTES, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's, of the system
+        raise OSError(str(error).partition("\n")[0]) from error
+    return packets.numpy().data
 
 
 SEGMENT_NBYTES = 32 << 20

@@ -3,18 +3,20 @@
 
 A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a send waits for its
 receive, as on NCCL. Sends from `SharedTransport.allocate` need no other copy; other memory is first copied to a shared
-segment. Offers travel on sockets (`commrt.transport.channel`), so a process that ends is noticed at once, however it
-ends. Small messages travel on the sockets themselves, and are complete when they are sent.
+segment. Offers and small messages meet in memory (`commrt.transport.channel`); small ones are complete when they are
+sent. Who waits looks there for a while, then sleeps on the sockets, so a process that ends is noticed, however it ends.
 """
 
 from __future__ import annotations
 
+import os
 import select
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from operator import methodcaller
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -47,6 +49,8 @@ from commrt.transport.protocol import (
     split_self,
 )
 
+LOOK_S = 100e-6
+"""So long a rank that waits looks for what a peer writes, before it sleeps: to sleep and to wake up takes longer."""
 Where = Callable[..., Place]
 """(peer, nbytes) -> the place of a transfer of a group."""
 
@@ -75,14 +79,25 @@ class _PeerExchange:
 
     def progress(self, where: Where) -> bool:
         """Read a packet and receive what can be received; return True if all is complete, in a loan all receives."""
-        channel, offers, copied = self.channel, self.channel.offers, 0
+        channel = self.channel
         if channel.unsent:
             channel.flush()
-        channel.receive()
+        while True:
+            if channel.offers and self.received < len(self.targets):
+                self._take_offers(where)
+            if channel.expected_nbytes is not None:
+                raise self._mismatch(where)
+            if self.received == len(self.targets) and (self.lent or not channel.untaken):
+                return self.lent or not channel.unsent
+            if not channel.receive():
+                return False
+
+    def _take_offers(self, where: Where) -> None:
+        channel, offers, copied = self.channel, self.channel.offers, 0
         while offers and self.received < len(self.targets):
             offer, target = offers[0], self.targets[self.received]
             if (offer.call, offer.nbytes) != (self.call, target.nbytes):
-                break
+                raise self._mismatch(where)
             if offer.message is not None:
                 target.view(torch.uint8).numpy().data[:] = offer.message
             elif self.lent:
@@ -95,10 +110,6 @@ class _PeerExchange:
             offers.popleft()
         if copied:
             channel.acknowledge(copied)
-        is_received = self.received == len(self.targets)
-        if (offers and not is_received) or channel.expected_nbytes is not None:
-            raise self._mismatch(where)
-        return is_received and (self.lent or not (channel.untaken or channel.unsent))
 
     def _mismatch(self, where: Where) -> TransportError:
         """Return how the two ends differ; tell the peer."""
@@ -144,6 +155,9 @@ class SharedTransport(Transport):
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._failure: TransportError | None = None
         self._closed = False
+        self._is_crowded = len(members) > len(os.sched_getaffinity(0))
+        """True if other ranks of this host may need the core on which this one waits."""
+        self._nothing = select.poll()
         ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s, rank)
         self._channels = {peer: Channel(end) for peer, end in ends.items()}
         release_in_forked_child(self)
@@ -247,11 +261,23 @@ class SharedTransport(Transport):
                     del waiting[fd]
             if not waiting:
                 return
-            ready = _poll(waiting.values(), deadline - clock.now_s())
+            ready = self._look(waiting) or _sleep(waiting, deadline - clock.now_s())
             if not ready and clock.now_s() > deadline:
                 late = sorted(waiting.values(), key=lambda exchange: exchange.peer)
                 what = f"no answer from ranks {[exchange.peer for exchange in late]} within {self.timeout_s:g} s"
                 raise DeadlineExceeded(f"{what}: slow, stopped, or running another program", late[0].place(where))
+
+    def _look(self, waiting: Mapping[int, _PeerExchange]) -> list[int]:
+        """Look for a while whether peers have written something; return the descriptors of those that have."""
+        end_s = perf_counter() + LOOK_S
+        while True:
+            if ready := [fd for fd, exchange in waiting.items() if exchange.channel.has_news]:
+                return ready
+            if perf_counter() > end_s:
+                return []
+            self._nothing.poll(0)  # lets other threads run
+            if self._is_crowded:
+                os.sched_yield()
 
     def _progress(self, exchange: _PeerExchange, where: Where) -> bool:
         try:
@@ -291,13 +317,24 @@ class SharedTransport(Transport):
             channel.release()
 
 
-def _poll(waiting: Iterable[_PeerExchange], left_s: float) -> list[int]:
-    """Wait for at most `left_s` seconds, and return the descriptors that became ready."""
-    poller = select.poll()
-    for exchange in waiting:
-        writable = select.POLLOUT if exchange.channel.unsent else 0
-        poller.register(exchange.channel.fd, select.POLLIN | writable)
-    return [fd for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000))] if left_s > 0 else []
+def _sleep(waiting: Mapping[int, _PeerExchange], left_s: float) -> list[int]:
+    """Sleep for at most `left_s` seconds, and return the descriptors of peers that have sent something."""
+    if left_s <= 0:
+        return []
+    channels = {fd: exchange.channel for fd, exchange in waiting.items()}
+    try:
+        if ready := [fd for fd, channel in channels.items() if channel.doze()]:
+            return ready
+        poller = select.poll()
+        for fd, channel in channels.items():
+            poller.register(fd, select.POLLIN | (select.POLLOUT if channel.needs_socket else 0))
+        ready = [fd for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000))]
+    finally:
+        for channel in channels.values():
+            channel.rouse()
+    for fd in ready:
+        channels[fd].listen()
+    return ready
 
 
 def _on_cpu(data: Tensor) -> Tensor:
