@@ -47,6 +47,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 """Narrower ones would overflow: each rank adds flags to the sum as well."""
 OPS = ("mean", "sum")
+DEFAULT = Torus2D()
 SHORT_NBYTES = 16 << 10
 UNCONFIRMED = 64
 """Latest calls on a GPU for which a mismatch may still be found."""
@@ -87,14 +88,16 @@ def check_all_reduce_call(
     _check_tensor(tensor)
     _check_arithmetic(tensor.dtype, op)
     check_wire(wire)
-    check_all_reduce(Torus2D() if algorithm is None else algorithm, wire)
+    if algorithm is not None or wire is not None:
+        check_all_reduce(DEFAULT if algorithm is None else algorithm, wire)
     check_tag(tag)
     travels = travels_as(tensor.dtype, wire)
     if is_quantized(travels):
         carrier_of(travels).check_residual(travels, residual, tensor)
     elif residual is not None:
         raise UsageError(f"{travels} with residual=a tensor: only a wire with feedback keeps one; leave it out")
-    like = torch.empty_like(tensor, device="meta")  # has the strides of a dense tensor, and makes others dense
+    # a meta tensor has the strides of a dense one, and makes others dense
+    like = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
     return AllReduce(op, like.shape, like.stride(), like.dtype, travels, tensor.device)
 
 
@@ -193,15 +196,18 @@ class Sums:
         Without an `algorithm` few bytes among few ranks take one step: a message costs more than its bytes.
         """
         members = self._world.membership.ranks
-        if algorithm is None and call.is_short and len(members) <= MOST_IN_ONE_SHOT:
-            schedule = one_shot(len(members))
-        else:
-            schedule = schedule_of(algorithm or Torus2D(), 0, len(members))
+        schedule = _chosen(algorithm, call, len(members))
         if self._prepared.known(schedule, members, call) is None:
             self._prepared.prove(schedule)
             if is_quantized(call.wire):
                 require_short_sums(schedule, call.wire)
         return schedule
+
+    def known(self, algorithm: Algorithm | None, call: AllReduce) -> Schedule | None:
+        """Return the schedule if these members have made such a call, and prepared for it; else None."""
+        members = self._world.membership.ranks
+        schedule = _chosen(algorithm, call, len(members))
+        return None if self._prepared.known(schedule, members, call) is None else schedule
 
     def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, residual: Tensor | None, tag: Tag) -> None:
         """Overwrite `tensor` with the sum or the mean over the members. On the communication thread."""
@@ -261,6 +267,12 @@ class Sums:
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._prepared.forget_bound()  # it would keep the smaller memory
         return self._transport.allocate(numel, dtype, device)
+
+
+def _chosen(algorithm: Algorithm | None, call: AllReduce, ranks: int) -> Schedule:
+    if algorithm is None and call.is_short and ranks <= MOST_IN_ONE_SHOT:
+        return one_shot(ranks)
+    return schedule_of(algorithm or DEFAULT, 0, ranks)
 
 
 def _prove(schedule: Schedule) -> None:

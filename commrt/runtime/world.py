@@ -146,10 +146,8 @@ class World:
         """
         check_run(schedule, buffer, tag, self.size)
         is_ready = not async_op and self._runs.known(schedule, buffer) is not None
-        # Nobody else has a say in it, and the caller's thread may write.
-        is_plain = self.hooks is NO_HOOKS and self.joined is None and self.config is None
-        if is_ready and is_plain and not (self.membership.is_elastic or torch.is_inference_mode_enabled()):
-            self.comm_thread.run(lambda: self._runs.run(schedule, buffer, tag, self.comm_thread.listener)).result()
+        if is_ready and self._is_plain:
+            self.comm_thread.run(partial(self._runs.run, schedule, buffer, tag, self.comm_thread.listener)).result()
             return Work([buffer], self.rank)
 
         def begin() -> RunNow:
@@ -158,6 +156,12 @@ class World:
 
         with self.collective("run()"):
             return self._work(begin, buffer, async_op=async_op)
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if nobody else has a say in a call, and the caller's thread may write."""
+        is_alone = self.hooks is NO_HOOKS and self.joined is None and self.config is None
+        return is_alone and not (self.membership.is_elastic or torch.is_inference_mode_enabled())
 
     def all_reduce(
         self,
@@ -186,6 +190,10 @@ class World:
         differences between the calls it raises `DisagreementError` later, and ends the world.
         """
         call = check_all_reduce_call(tensor, op, algorithm, wire, tag, residual)
+
+        if self._is_plain and not (async_op or tensor.is_cuda) and (known := self._sums.known(algorithm, call)):
+            self.comm_thread.run(partial(self._sums.run, known, call, tensor, residual, tag)).result()
+            return Work([tensor], self.rank)
 
         def begin() -> RunNow:
             schedule = self._sums.schedule(algorithm, call)
