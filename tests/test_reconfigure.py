@@ -38,7 +38,7 @@ def test_works_in_flight_name_the_process_that_died_and_the_one_that_left():
         assert [f"[rank {rank}, peer 2" in each or "Rank 2" in each for each in seen[:2]] == [True] * 2, seen
         assert seen[3] == 1.0
     reason = "the process group is reconfigured, without the ranks [1]"
-    assert f"sequence number 0 of group 0: the transport was closed, as {reason}" in zero[2]
+    assert reason in zero[2]  # whether it had begun or not
     assert "[rank 1, peer 0" in one[2]
     assert f"Rank 0 saw TransportClosed: {reason}" in one[2]
 
