@@ -184,7 +184,7 @@ def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
 @pytest.mark.slow
 @pytest.mark.processes
 def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
-    faults = ["--inject", "kill:rank=2,step=4", "--inject", "slow:rank=4,prob=1,seconds=0.6"]
+    faults = ["--inject", "kill:rank=2,step=1", "--inject", "slow:rank=4,prob=1,seconds=0.6"]
     result = trained("--workers", "5", "--algorithm", "backup", "--backups", "2", *faults)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
