@@ -301,3 +301,10 @@ def test_small_messages_arrive_although_their_sender_has_left(pair):
     for receive in recvs:
         receive(NOW)
     assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0])
+
+
+def test_a_packet_on_the_socket_that_is_none_ends_in_words(pair):
+    assert both(pair, [swapping(rank, [torch.ones(2)], [torch.empty(2)]) for rank in range(2)]) == [None, None]
+    pair[1]._channels[0]._socket.send(b"garbage")
+    with pytest.raises(TransportError, match="malformed packet"):
+        pair[0].bind(P2PGroup([], [P2PMessage(1, torch.empty(3))]))(NOW)

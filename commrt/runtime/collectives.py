@@ -272,7 +272,7 @@ class Sums:
 def _chosen(algorithm: Algorithm | None, call: AllReduce, ranks: int) -> Schedule:
     if algorithm is None and call.is_short and ranks <= MOST_IN_ONE_SHOT:
         return one_shot(ranks)
-    return schedule_of(algorithm or DEFAULT, 0, ranks)
+    return schedule_of(DEFAULT if algorithm is None else algorithm, 0, ranks)
 
 
 def _prove(schedule: Schedule) -> None:

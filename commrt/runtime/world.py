@@ -191,7 +191,8 @@ class World:
         """
         call = check_all_reduce_call(tensor, op, algorithm, wire, tag, residual)
 
-        if self._is_plain and not (async_op or tensor.is_cuda) and (known := self._sums.known(algorithm, call)):
+        is_simple = self._is_plain and not (async_op or tensor.is_cuda)
+        if is_simple and (known := self._sums.known(algorithm, call)) is not None:
             self.comm_thread.run(partial(self._sums.run, known, call, tensor, residual, tag)).result()
             return Work([tensor], self.rank)
 

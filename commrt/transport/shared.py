@@ -254,14 +254,17 @@ class SharedTransport(Transport):
         """Serve each peer that has sent something, until all of `exchanges` are complete."""
         deadline = clock.now_s() + self.timeout_s
         waiting = dict(exchanges)
-        ready = list(waiting)  # packets may be here already, and reading costs no more than polling
+        ready, has_slept = list(waiting), False  # packets may be here already
         while True:
             for fd in ready:
-                if self._progress(waiting[fd], where):
+                if self._progress(waiting[fd], where, has_slept=has_slept):
                     del waiting[fd]
             if not waiting:
                 return
-            ready = self._look(waiting) or _sleep(waiting, deadline - clock.now_s())
+            ready = self._look(waiting)
+            has_slept = not ready
+            if has_slept:
+                ready = _sleep(waiting, deadline - clock.now_s())
             if not ready and clock.now_s() > deadline:
                 late = sorted(waiting.values(), key=lambda exchange: exchange.peer)
                 what = f"no answer from ranks {[exchange.peer for exchange in late]} within {self.timeout_s:g} s"
@@ -279,8 +282,10 @@ class SharedTransport(Transport):
             if self._is_crowded:
                 os.sched_yield()
 
-    def _progress(self, exchange: _PeerExchange, where: Where) -> bool:
+    def _progress(self, exchange: _PeerExchange, where: Where, *, has_slept: bool) -> bool:
         try:
+            if has_slept:
+                exchange.channel.listen()
             if exchange.progress(where):
                 return True  # though the peer may be gone: its last small messages were here
         except OSError as error:
@@ -328,13 +333,10 @@ def _sleep(waiting: Mapping[int, _PeerExchange], left_s: float) -> list[int]:
         poller = select.poll()
         for fd, channel in channels.items():
             poller.register(fd, select.POLLIN | (select.POLLOUT if channel.needs_socket else 0))
-        ready = [fd for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000))]
+        return [fd for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000))]
     finally:
         for channel in channels.values():
             channel.rouse()
-    for fd in ready:
-        channels[fd].listen()
-    return ready
 
 
 def _on_cpu(data: Tensor) -> Tensor:
