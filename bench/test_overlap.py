@@ -19,8 +19,10 @@ from kernel_variants import DEVICE
 from records import made
 from torch import Tensor, nn
 
-from commrt.buckets.gradient_bucket import GradientBucket, Header, ReadyOrder, build_buckets
+from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
+from commrt.buckets.header import Header
 from commrt.buckets.layout import MIB
+from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.future import streams_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial, reduce
-from itertools import compress
-from operator import is_not
+from itertools import compress, repeat
+from operator import is_, is_not
 from typing import cast
 
 import numpy as np
@@ -126,7 +126,8 @@ class TorchPacking:
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
         self._layout, self._like = layout, like
         self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
-        self._packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
+        self.packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
+        """True if small tensors are copied together; see `pack_at_once`."""
         self._flags, self._header, self._head = layout.flags(wire), layout.header(wire), wire[: layout.head_numel]
         self._says = torch.zeros(layout.head_numel, dtype=torch.bool, device="cpu")
         self._bits = layout.header(self._says)
@@ -137,7 +138,7 @@ class TorchPacking:
         """See `Packing.pack`."""
         if len(tensors) != len(self._like):
             refuse_count(tensors, len(self._like))
-        if self._packs_at_once:
+        if self.packs_at_once:
             pack_at_once(tensors, self._views, self._row, scale)
         else:
             pack(tensors, self._views, scale)
@@ -146,6 +147,18 @@ class TorchPacking:
     def pack_one(self, index: int, tensor: Tensor | None, scale: float) -> None:
         """Do what `pack` does for one tensor; `seal` then completes the wire."""
         pack([tensor], [self._views[index]], scale)
+
+    def move_at_once(self, tensors: Sequence[Tensor | None], are_there: Sequence[bool], scale: float) -> None:
+        """Do what `pack` does before it seals, if some tensors `are_there` already, and all are packed at once."""
+        if True in are_there or True in map(is_, tensors, repeat(None)):
+            for view, tensor, is_there in zip(self._views, tensors, are_there, strict=True):
+                if tensor is None:
+                    view.zero_()
+                elif not is_there:
+                    view.copy_(tensor)
+        else:
+            torch._foreach_copy_(self._views, cast("list[Tensor]", tensors))
+        self._row.mul_(scale)
 
     def seal(self, tensors: Sequence[Tensor | None], header: int) -> None:
         """Write the bits of `header`, the flags of `tensors`, and zeros for what rides."""

@@ -16,7 +16,7 @@ import commrt
 from commrt.algorithms import ring
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.gossip import hypercube
-from commrt.buckets.gradient_bucket import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
+from commrt.buckets.header import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
 from commrt.errors import CommrtError, DisagreementError
 from commrt.kernels.plain_torch import bits
 from commrt.runtime.wire import WIRES

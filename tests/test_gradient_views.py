@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """With gradients="views" gradients live in what travels, and training goes on as with gradients of their own."""
 
+from unittest import mock
+
 import pytest
 import torch
 from cases import for_each, on_ranks
@@ -13,6 +15,7 @@ from transports import over_nccl
 
 import commrt
 from commrt.errors import UsageError
+from commrt.kernels import plain_torch
 from commrt.testing.ranks import run_ranks
 
 
@@ -123,17 +126,20 @@ CARRIED = st.sampled_from(
 )
 
 
-@given(loop=LOOP, carried=CARRIED, ranks=st.integers(1, 4))
+@given(loop=LOOP, carried=CARRIED, ranks=st.integers(1, 4), small=st.sampled_from([0, plain_torch.SMALL_NUMEL]))
 @example(
     loop=[(keep, "backward"), (clone, "accumulated"), (zero_under_another_name, "scaled"), (keep, "by hand")],
     carried=(commrt.Direct(), commrt.quantization.Int8()),
     ranks=3,
+    small=0,
 )
 @settings(max_examples=7, deadline=None)
-def test_any_loop_trains_bit_by_bit_as_with_gradients_of_their_own(loop, carried, ranks):
-    with_views, with_own = (
-        run_ranks(ranks, lambda world, kind=kind: trained(world, kind, loop, *carried)) for kind in ("views", "own")
-    )
+def test_any_loop_trains_bit_by_bit_as_with_gradients_of_their_own(loop, carried, ranks, small):
+    """Large gradients move to the wire one by one, and small ones together."""
+    with mock.patch.object(plain_torch, "SMALL_NUMEL", small):
+        with_views, with_own = (
+            run_ranks(ranks, lambda world, kind=kind: trained(world, kind, loop, *carried)) for kind in ("views", "own")
+        )
     for views, own in zip(with_views, with_own, strict=True):
         assert all(map(torch.equal, views, own))
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt.buckets.gradient_bucket import ReadyOrder
 from commrt.buckets.layout import plan_buckets
+from commrt.buckets.ready_order import ReadyOrder
 from commrt.testing.faults import delay_at, with_faults
 
 LAYERS = 8

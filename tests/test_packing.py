@@ -20,7 +20,9 @@ from torch.nn.utils import clip_grad_norm_
 from transports import over_nccl
 
 import commrt
-from commrt.buckets.gradient_bucket import GradientBucket, Header, OverlapCheck
+from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.header import Header
+from commrt.buckets.overlap_check import OverlapCheck
 from commrt.buckets.step_graph import FIRST, NO_KERNEL
 from commrt.errors import UsageError
 from commrt.kernels import device, dispatch

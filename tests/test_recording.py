@@ -67,11 +67,12 @@ def test_ranges_say_algorithm_step_bucket_hop_peers_and_bytes(recorded):
         assert sum(hop["nbytes"] for hop in hops) == reports[0].spans[0].nbytes_sent
 
 
-def test_the_training_thread_waits_in_a_range_of_its_own(recorded):
+def test_the_training_thread_waits_in_a_range_of_its_own_while_others_than_the_last_bucket_are_carried(recorded):
     for events, _ in recorded:
         waits = named(events, "wait")
         assert [wait["args"]["step"] for wait in waits] == list(range(STEPS))
-        assert {wait["tid"] for wait in waits}.isdisjoint({bucket["tid"] for bucket in named(events, "bucket")})
+        first = [bucket["tid"] for bucket in named(events, "bucket") if bucket["args"]["number"] == 0]
+        assert {wait["tid"] for wait in waits}.isdisjoint(first)
 
 
 def test_a_trace_is_what_a_browser_opens(recorded):
@@ -129,7 +130,7 @@ def test_nvtx_takes_them_and_they_are_switched_on_by_the_environment(monkeypatch
 
 def attached(world):
     model = nn.Linear(64, 8)
-    commrt.attach(model, algorithm=commrt.Ring(), world=world)
+    commrt.attach(model, algorithm=commrt.Ring(), world=world, bucket_cap_mb=1e-5)
     return model
 
 
@@ -151,7 +152,8 @@ def test_torch_s_profiler_shows_what_each_thread_does():
         other.result()
     (training,) = {event.thread for event in profiler.events() if event.name == "here"}
     shown = [(event.name, event.thread == training) for event in profiler.events() if "commrt::" in event.name]
-    assert sorted(name for name, is_training in shown if is_training) == ["commrt::submit: number 0", "commrt::wait"]
+    submits = {f"commrt::submit: number {number}" for number in (0, 1)}
+    assert {name for name, is_training in shown if is_training} >= submits | {"commrt::wait"}
     hops = {f"commrt::hop: number {number}, to 1, from 1" for number in (0, 1)}  # rank 1's name rank 0
     within = {"commrt::bucket: number 0, algorithm ring", "commrt::pack", "commrt::combine", "commrt::unpack"}
     assert {name.partition(", nbytes")[0] for name, is_training in shown if not is_training} >= within | hops

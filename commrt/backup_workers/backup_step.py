@@ -27,7 +27,7 @@ from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.gradient_bucket import ReadyOrder
+from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.riders import Riders
 from commrt.elastic.elastic_membership import LOOK_S, make_elastic
 from commrt.errors import UsageError

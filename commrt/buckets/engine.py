@@ -171,10 +171,14 @@ class Engine:
 
         return self.world.comm_thread.submit(prepare if len(self.members) > 1 else lambda: None)
 
-    def submit(self, bucket: GradientBucket, step: int) -> Future[Span]:
-        """Average `bucket` over the members; its gradients must not change until the answer is there."""
-        with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
-            return self.world.comm_thread.submit(partial(self.reduce_now, bucket, step))
+    def submit(self, bucket: GradientBucket, step: int, *, waits: bool = False) -> Future[Span]:
+        """Average `bucket` over the members; its gradients must not change until the answer is there.
+
+        If the caller `waits` for it at once, its own thread does it, unless others are on their way.
+        """
+        comm_thread = self.world.comm_thread
+        with comm_thread.within_range("submit", number=bucket.index, step=step):
+            return (comm_thread.run if waits else comm_thread.submit)(partial(self.reduce_now, bucket, step))
 
     def share(self, flat: Tensor) -> None:
         """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""

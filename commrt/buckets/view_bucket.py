@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from commrt.buckets.gradient_bucket import CHANGED, GradientBucket
+from commrt.buckets.gradient_bucket import CHANGED, GradientBucket, kind_of
 from commrt.errors import UsageError
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
 from commrt.kernels.plain_torch import TorchPacking, views_of
@@ -18,13 +20,15 @@ GRAPH = (
     'attach without gradients="views"'
 )
 
+requires_grad_of = attrgetter("requires_grad")
+
 
 class ViewBucket(GradientBucket):
     """A bucket whose gradients stay on the wire between steps, each at its own place.
 
     A gradient that autograd made elsewhere is scaled into its place, and one that is there already is scaled in place.
-    Plain torch, as on a CPU, does that in `move_in` as soon as the gradient is there, while it is in the processor's
-    cache. Where Triton packs, one launch does it for the whole bucket.
+    Plain torch, as on a CPU, does that with large ones in `move_in` as soon as each is there, while it is in the
+    processor's cache. Small ones move together when the bucket leaves. Where Triton packs, one launch does it for all.
     """
 
     unpacks_wire = False
@@ -33,12 +37,13 @@ class ViewBucket(GradientBucket):
         super().__init__(*arguments)
         # .data: an original counts its own writes, and is no view that autograd treats specially
         self._originals = [view.data for view in self._views()]
-        self._fits = [()] * len(self.names)  # so that `_require_fit` sees each gradient
         self._addresses = [original.data_ptr() for original in self._originals]
         self._places = {name: place for place, name in enumerate(self.names)}
         self._moved_scale = 1.0  # of what has moved in
         self._moved: dict[int, int] = {}  # by place, how often the original was written to by the end of `move_in`
         self._torch = self._packing if isinstance(self._packing, TorchPacking) else None
+        self.moves_in = self._torch is not None and not self._torch.packs_at_once
+        """True if `move_in` does something."""
         self._overlaps.claim(self.wire)
 
     def _views(self) -> list[Tensor]:
@@ -55,11 +60,11 @@ class ViewBucket(GradientBucket):
     def move_in(self, name: str, scale: float) -> None:
         """Write the gradient of `name`, which is complete, times `scale` to the wire, and leave it there.
 
-        Does nothing where Triton packs.
+        Does nothing where all move together.
         """
         place = self._places[name]
         grad, original = self.params[place][1].grad, self._home(place)
-        if self._torch is None or grad is None:
+        if self._torch is None or not self.moves_in or grad is None:
             return
         self._require_movable(place, grad)
         self._torch.pack_one(place, grad, scale)
@@ -75,6 +80,25 @@ class ViewBucket(GradientBucket):
                 raise UsageError(GRAPH.format(name=self.names[place]))
             if grad.data_ptr() != self._addresses[place]:
                 self._overlaps.require_apart(self.names[place], grad)
+
+    def _require_fits(self, grads: Sequence[Tensor | None], there: Sequence[Tensor]) -> None:
+        if self.is_whole and not self._moved and self._are_all_apart(there):
+            super()._require_fits(grads, there)
+            return
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                self._require_fit(place, grad)
+
+    def _are_all_apart(self, grads: Sequence[Tensor]) -> bool:
+        """Return True if autograd made all of `grads` elsewhere, and what they are to be copied to is in its place."""
+        originals = self._originals
+        return (
+            [*map(Tensor.data_ptr, originals)] == self._addresses
+            and [*map(kind_of, originals)] == self._fits
+            and [*map(Tensor.stride, originals)] == self._strides
+            and not any(map(requires_grad_of, grads))
+            and self._overlaps.are_apart(grads)
+        )
 
     def _require_fit(self, place: int, grad: Tensor) -> None:
         moved = self._moved.get(place)
@@ -92,11 +116,14 @@ class ViewBucket(GradientBucket):
         self._scale = scale
         if self._gaps is not None:
             self._clear_gaps(self._gaps)
-        for place, grad in enumerate(self._grads):
-            if place not in self._moved:
-                self._torch.pack_one(place, grad, scale)
-            elif scale != self._moved_scale:
-                self.layout.tensor(self.wire, place).mul_(scale / self._moved_scale)
+        if self.moves_in:
+            for place, grad in enumerate(self._grads):
+                if place not in self._moved:
+                    self._torch.pack_one(place, grad, scale)
+                elif scale != self._moved_scale:
+                    self.layout.tensor(self.wire, place).mul_(scale / self._moved_scale)
+        else:
+            self._torch.move_at_once(self._grads, [*map(is_, self._grads, self._originals)], scale)
         self._torch.seal(self._grads, self._word)
         if self.riders is not None and (self.riders.is_loaded or self.riders.is_watched):
             self.riders.write()

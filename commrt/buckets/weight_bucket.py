@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Span
-from commrt.buckets.gradient_bucket import Header, encode
+from commrt.buckets.header import Header, encode
 from commrt.buckets.layout import MODEL_CHANGED, REPLACED, TensorKind, TensorSlot, bucket_description, wire_dtype
 from commrt.buckets.riders import SLOT, Riders, riding_numel
 from commrt.errors import UsageError

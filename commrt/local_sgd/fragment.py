@@ -23,7 +23,8 @@ from commrt.algorithms.local import LocalSGD, Mix
 from commrt.algorithms.outer import Outer
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.gradient_bucket import GradientBucket, Header, build_buckets
+from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
+from commrt.buckets.header import Header
 from commrt.buckets.layout import Named, TensorSlot
 from commrt.buckets.riders import NOTHING_LEAVES, Leaving, Riders
 from commrt.buckets.weight_bucket import WeightPart

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
-from commrt.buckets.gradient_bucket import Header, explain_mismatch
+from commrt.buckets.header import Header, explain_mismatch
 from commrt.buckets.layout import exchanged_tensors, plan_buckets
 from commrt.buckets.riders import NOTHING_LEAVES, SLOT, Leaving, Riders
 from commrt.buckets.weight_bucket import Message, Received, WeightBucket

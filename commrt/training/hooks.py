@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from commrt.buckets.gradient_bucket import WIDTHS
-from commrt.buckets.layout import MODEL_CHANGED
+from commrt.buckets.header import WIDTHS
+from commrt.buckets.layout import MODEL_CHANGED, Named
+from commrt.buckets.ready_order import ReadyOrder
 from commrt.errors import UsageError
 from commrt.training.loss_scale import LossScales
 
@@ -38,6 +39,11 @@ INTERRUPTED = (
     "{what} came from a backward pass inside or after one that did not end: an error interrupted it, or reentrant "
     "activation checkpointing is on (use use_reentrant=False)"
 )
+TWICE = (
+    "the gradient of {name} became ready twice in one backward pass. Reentrant activation checkpointing does that: use "
+    "checkpoint(..., use_reentrant=False)"
+)
+OUTLIVED = "{name} outlived the model it was attached with: keep the model or its replica"
 UNAVERAGED = (
     "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
     "outside no_sync()"
@@ -68,12 +74,39 @@ def on_dense_gradients(
     def ready(name: str, param: Tensor) -> None:
         here, grad = weakly(), param.grad
         if here is None:
-            raise UsageError(f"{name} outlived the model it was attached with: keep the model or its replica")
+            raise UsageError(OUTLIVED.format(name=name))
         if grad is not None and grad.layout is not torch.strided:
             raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
         call(here, name)
 
     return (param.register_post_accumulate_grad_hook(partial(ready, name)) for name, param in params)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def on_counted_gradients(
+    owner: T,
+    params: Iterable[Named],
+    order: ReadyOrder,
+    fill: Callable[[T], None],
+    refuse: Callable[[T, str], None],
+) -> Iterator[RemovableHandle]:
+    """Let `order` count gradients as they become ready; does not keep `owner` alive.
+
+    It calls ``fill(owner)`` when a bucket has all of its gradients, and ``refuse(owner, name)`` for a gradient that it
+    does not await, such as the first of a pass. ``backward()`` raises `UsageError` for a parameter that outlived
+    `owner`.
+    """
+    weakly = ref(owner)
+
+    def filled() -> None:
+        if (here := weakly()) is not None:
+            fill(here)
+
+    def refused(name: str) -> None:
+        if (here := weakly()) is None:
+            raise UsageError(OUTLIVED.format(name=name))
+        refuse(here, name)
+
+    return (param.register_post_accumulate_grad_hook(order.counter(name, filled, refused)) for name, param in params)  # type: ignore[no-untyped-call]  # torch's own
 
 
 class ModuleHook:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from commrt.buckets.gradient_bucket import UNKNOWN
+from commrt.buckets.header import UNKNOWN
 from commrt.buckets.layout import Named
 from commrt.buckets.riders import EMPTY, MOST_NUMBERS, SKIP, SLOT, STOP, WEIGHS, Leaving, Riders, Slots
 from commrt.errors import DisagreementError, UsageError

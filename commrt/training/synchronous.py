@@ -12,17 +12,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.gradient_bucket import GradientBucket, ReadyOrder
+from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.riders import Riders
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
 from commrt.training.attach import Request, check_stateful, describe_buffers
-from commrt.training.hooks import INTERRUPTED, StepGuard, at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.hooks import (
+    INTERRUPTED,
+    TWICE,
+    StepGuard,
+    at_end_of_backward,
+    current_pass,
+    on_counted_gradients,
+    on_dense_gradients,
+)
 from commrt.training.model_state import (
     FlatBuffer,
     Stateful,
@@ -87,7 +97,8 @@ class SynchronousReplica(Replica):
         params = [param for _, param in named]
         self._guard = StepGuard(self._optimizers, params, partial(self._average, LATE), request.scales)
         self._alone = self._world.size == 1
-        self._moves_in = isinstance(engine.buckets[0], ViewBucket) and not self._alone
+        views = [bucket for bucket in engine.buckets if isinstance(bucket, ViewBucket)]
+        self._moves_in = any(bucket.moves_in for bucket in views) and not self._alone
         self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
         self._order_is_observed = False
         buffers = [*self.model.buffers()]
@@ -109,31 +120,48 @@ class SynchronousReplica(Replica):
         self._looked: Future[None] | None = None
         self._has_data: Future[None] | None = None
         self._in_flight: list[Future[Span]] = []
-        gradients = on_dense_gradients(self, named, SynchronousReplica._on_gradient)
-        self._live(gradients, self._guard.before_step, self._guard.after_step)
+        self._live(self._gradient_hooks(), self._guard.before_step, self._guard.after_step)
 
     @property
     def buckets(self) -> Sequence[GradientBucket]:
         """The buckets, in the order in which they leave."""
         return self._engine.buckets
 
+    def _gradient_hooks(self) -> Iterator[RemovableHandle]:
+        """Count gradients; those that live on the wire may move there one by one."""
+        if self._moves_in:
+            return on_dense_gradients(self, self._params, SynchronousReplica._on_gradient)
+        full, other = SynchronousReplica._on_full_bucket, SynchronousReplica._on_gradient
+        return on_counted_gradients(self, self._params, self._order, full, other)
+
     def _on_gradient(self, name: str) -> None:
+        """Count a gradient that is the first of its pass, or moves to the wire."""
         number = current_pass()
         if not self._is_synchronous:
             self._guard.held_back = True
             self._riding.count_pass(number)
             return
         if self._number != number:
-            if not self._riding.is_idle:
-                self._riding.count_pass(number)  # or refuse it, before the step begins
-            self._begin(number, f"the gradient of {name}")
-            at_end_of_backward(self._finish)
+            self._begin_pass(number, f"the gradient of {name}")
+        elif name in self._order.seen:
+            raise UsageError(TWICE.format(name=name))
         leaving = self._order.mark(name)
         if self._moves_in and self._world.joined is None:  # there, only `_has_data` tells the scale
-            bucket = self._engine.buckets[self._order.bucket_of[name]]
+            bucket = self._engine.buckets[self._order.seen[name]]
             cast("ViewBucket", bucket).move_in(name, self._engine.scale())
         if leaving:
             self._submit(leaving)
+
+    def _begin_pass(self, number: int, what: str) -> None:
+        if not self._riding.is_idle:
+            self._riding.count_pass(number)  # or refuse it, before the step begins
+        self._begin(number, what)
+        at_end_of_backward(self._finish)
+
+    def _on_full_bucket(self) -> None:
+        if (number := current_pass()) != self._number:  # an error interrupted the pass before
+            self._begin_pass(number, "a gradient")
+        self._submit(self._order.full())
 
     def _holds_means(self) -> bool:
         return len(self._optimizers) == 1 and self._guard.is_due  # of several, each may have its own passes
@@ -169,7 +197,7 @@ class SynchronousReplica(Replica):
         # In join() ranks may have left, so each step begins with the question who has data.
         self._has_data = None if self._world.joined is None else self._engine.submit_has_data(True, self._step)
 
-    def _submit(self, indices: Iterable[int]) -> None:
+    def _submit(self, indices: Iterable[int], *, waits: bool = False) -> None:
         for i in indices:
             bucket = self._engine.buckets[i]
             header = self._header if i == 0 else bucket.header
@@ -181,12 +209,12 @@ class SynchronousReplica(Replica):
                 header = header._replace(weighed=leaving.weighed)
             if not self._alone:
                 bucket.take(header, self._order.seen)
-            self._in_flight.append(self._engine.submit(bucket, self._step))
+            self._in_flight.append(self._engine.submit(bucket, self._step, waits=waits))
 
     def _finish(self) -> None:
         """Send what is left, and wait until all averages are in ``param.grad``."""
         begin_s = perf_counter()
-        self._submit(self._order.rest())
+        self._submit(self._order.rest(), waits=True)
         buffers = self._submit_buffers() if self._broadcasts_buffers else []  # which the backward pass may have changed
         if self._has_data:
             self._has_data.result()  # first: if it failed, the others only know that something did
@@ -205,6 +233,7 @@ class SynchronousReplica(Replica):
         self.last = StepReport(self._step, self._engine.members, perf_counter() - begin_s, spans)
         self._stats = self._stats.plus(self.last)
         self._number = None
+        self._order.disarm()
         self._step += 1
         if not self._order_is_observed and self._world.joined is None:
             self._observe_order()
@@ -223,7 +252,7 @@ class SynchronousReplica(Replica):
         if self._flat_buffers is not None:
             self._flat_buffers.fill(buffers)
             flat, comm_thread = self._flat_buffers.flat, self._world.comm_thread
-            self._in_flight.append(comm_thread.submit(partial(self._engine.broadcast_now, flat, self._step)))
+            self._in_flight.append(comm_thread.run(partial(self._engine.broadcast_now, flat, self._step)))
         return buffers
 
     def _observe_order(self) -> None:
@@ -243,7 +272,7 @@ class SynchronousReplica(Replica):
             self._engine.replace_buckets(self._build_buckets(self._params))
             self._engine.restore_residuals(before)
             self._engine.submit_preparation(self._step).result()
-            self._order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
+            self._order.use([bucket.names for bucket in self._engine.buckets])
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds gradients that share memory, which would be averaged twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from operator import add, gt, itemgetter
+
+from torch import Tensor
+
+from commrt.errors import UsageError
+
+Block = tuple[int, int, str]
+"""Address, bytes and name of a gradient."""
+
+
+class OverlapCheck:
+    """Finds gradients that share memory, which would be averaged twice; one for all buckets of a model.
+
+    It compares addresses when the last bucket of a step is taken: that is not sent then, so no rank completes the step.
+    """
+
+    def __init__(self) -> None:
+        self._wires: list[range] = []  # addresses of gradients that live on the wire
+        self._taken: dict[int, Sequence[Block]] = {}
+        self.buckets = 0
+
+    def check(self, bucket: int, blocks: Sequence[Block]) -> None:
+        """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step."""
+        if bucket in self._taken:  # the next step
+            self._taken = {}
+        self._taken[bucket] = blocks
+        if len(self._taken) == self.buckets:
+            in_order = sorted(chain.from_iterable(self._taken.values()))
+            begins = [*map(itemgetter(0), in_order)]
+            ends = map(add, begins, map(itemgetter(1), in_order))
+            if True in map(gt, ends, begins[1:]):
+                _refuse([block for block in in_order if block[1]])
+
+    def claim(self, wire: Tensor) -> None:
+        """Note that gradients live on `wire`, each at its own place."""
+        self._wires.append(range(wire.data_ptr(), wire.data_ptr() + wire.nbytes))
+
+    def are_apart(self, grads: Sequence[Tensor]) -> bool:
+        """Return True if none of `grads` lies where gradients live."""
+        addresses = [*map(Tensor.data_ptr, grads)]
+        return not any(True in map(wire.__contains__, addresses) for wire in self._wires)
+
+    def require_apart(self, name: str, grad: Tensor) -> None:
+        """Raise `UsageError` if the gradient of `name`, which is not at its place, lies where gradients live."""
+        if any(grad.data_ptr() in wire for wire in self._wires):
+            raise UsageError(
+                f"the gradient of {name} was given memory of another gradient that travels: use a .clone()"
+            )
+
+
+def _refuse(in_order: Sequence[Block]) -> None:
+    """Raise `UsageError` if one of the blocks, none of them empty, reaches into the next one."""
+    for (begin, nbytes, name), (following, _, other) in pairwise(in_order):
+        if begin + nbytes > following:
+            raise UsageError(f"the gradients of {name} and {other} share memory: use a .clone() of one")
