@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from itertools import compress, repeat
-from operator import is_, is_not
-from typing import cast
+from operator import is_
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ PIECE_NUMEL = 1 << 16
 """2 ** 15 to 2 ** 17 elements are equally fast; whole tensors of 1.6 million elements take 6 times as long."""
 SMALL_NUMEL = 1 << 14
 """Tensors of so many elements, on average, are packed at once: see `pack_at_once`."""
-_IS_THERE = partial(is_not, None)
 KEPT = 256
 """Headers whose bits are kept: only one of a step is new."""
 
@@ -46,17 +45,20 @@ def pack_at_once(sources: Sequence[Tensor | None], targets: list[Tensor], row: T
     a core's cache are read and written twice: 20 for 17 us at 65,536.
     """
     present, places = present_pairs(sources, targets)
-    if len(present) < len(targets):
+    if places is not targets:
         row.zero_()
     if present:
         torch._foreach_copy_(places, present)
-        row.mul_(scale)
+        if scale != 1:
+            row.mul_(scale)
 
 
 def present_pairs(tensors: Sequence[Tensor | None], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that are there, and their `views`."""
-    present = cast("list[Tensor]", [*filter(_IS_THERE, tensors)])
-    return present, views if len(present) == len(views) else [*compress(views, map(_IS_THERE, tensors))]
+    """Return the tensors that are there, and their `views`; `views` itself if all are."""
+    if True not in map(is_, tensors, repeat(None)):
+        return cast("list[Tensor]", [*tensors]), views
+    there = [tensor is not None for tensor in tensors]
+    return cast("list[Tensor]", [*compress(tensors, there)]), [*compress(views, there)]
 
 
 def reduce_into(out: Tensor, summands: Sequence[Tensor]) -> None:
@@ -120,11 +122,16 @@ def in_pieces(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
 
 
+class _Mixes(NamedTuple):
+    received: Tensor
+    views: list[Tensor]
+
+
 class TorchPacking:
     """A `Packing` in plain torch: one call per tensor, on any device."""
 
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
-        self._layout, self._like = layout, like
+        self._layout, self._like, self._count = layout, like, len(like)
         self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
         self.packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
         """True if small tensors are copied together; see `pack_at_once`."""
@@ -133,11 +140,12 @@ class TorchPacking:
         self._bits = layout.header(self._says)
         layout.flags(self._says).fill_(True)
         self.mismatched = False
+        self._mixes: _Mixes | None = None  # where `mix` last found what was received
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
         """See `Packing.pack`."""
-        if len(tensors) != len(self._like):
-            refuse_count(tensors, len(self._like))
+        if len(tensors) != self._count:
+            refuse_count(tensors, self._count)
         if self.packs_at_once:
             pack_at_once(tensors, self._views, self._row, scale)
         else:
@@ -177,8 +185,8 @@ class TorchPacking:
         """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
         if parts.pieces:
             raise ValueError("plain torch unpacks from the wire only")
-        if len(tensors) != len(self._like):
-            refuse_count(tensors, len(self._like))
+        if len(tensors) != self._count:
+            refuse_count(tensors, self._count)
         self.compare(header)
         present, values = present_pairs(tensors, self._views)
         if present and not self.mismatched:
@@ -190,11 +198,17 @@ class TorchPacking:
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
-        if len(tensors) != len(self._like):
-            refuse_count(tensors, len(self._like))
-        layout, like = self._layout, self._like
-        received_views, sent_views = views_of(received, layout, like), views_of(sent, layout, like)
-        for own, came, went in zip(tensors, received_views, sent_views, strict=True):
+        if len(tensors) != self._count:
+            refuse_count(tensors, self._count)
+        if self._mixes is None or self._mixes.received is not received:
+            self._mixes = _Mixes(received, views_of(received, self._layout, self._like))
+        views, is_wide = self._mixes.views, sent.dtype in {torch.float32, torch.float64}
+        if self.packs_at_once and is_wide and True not in map(is_, tensors, repeat(None)):
+            head = self._layout.head_numel
+            torch.sub(received[head:], sent[head:], out=received[head:]).mul_(weight)
+            torch._foreach_add_(cast("list[Tensor]", [*tensors]), views)
+            return
+        for own, came, went in zip(tensors, views, views_of(sent, self._layout, self._like), strict=True):
             if own is not None:
                 mix_into(own, came, weight, went)
 

@@ -30,6 +30,7 @@ from commrt.runtime.wire import QuantizedWire, ValuesOnWire, carrier_of
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.future import Future
+from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Window
 
 KEPT = 16
@@ -216,30 +217,45 @@ class Engine:
         begin_s, comm_thread, tag = perf_counter(), self.world.comm_thread, Tag(step, bucket.index)
         if bucket.riders is not None:
             self._factor = 1.0
-        if len(members := self.members) == 1:
+        if (count := len(members := self.members)) == 1:
             self._keep_own(bucket)
             return Span(bucket.index, begin_s, perf_counter(), 0)
         schedule, members = self._round_of(step, members)
         quantizer = None if self.quantizer is None else self.quantizer.at(step)
-        with comm_thread.within_range("bucket", number=bucket.index, step=step, algorithm=schedule.name):
+        listener = comm_thread.listener
+        facts: dict[str, Fact] = {"number": bucket.index, "step": step, "algorithm": schedule.name}
+        with NOTHING if listener is None else within_range(listener, "bucket", **facts):
             bound = self._prepared.get(schedule, members, quantizer, step)
             own = bound.programs[bucket.index]
             if self.graphs is None or not self._replay(self.graphs, bucket, bound, tag):
-                with comm_thread.within_range("pack"):
-                    bucket.pack(self.scale() if self.mixes else self.scale() * self._factor)
-                own.run(tag, comm_thread.listener)
-                if bucket.riders is not None:
-                    if bucket.riders.is_loaded or bucket.riders.is_watched:
-                        self._read_riders(bucket, members, own, tag)
-                elif self.mixes:  # the partner sums for another mean
-                    bucket.factor = self._factor
-                if self.quantizer is not None:
-                    self.quantizer.note(bucket.wire[bucket.head_numel :])
-                if self._unpacks:
-                    with comm_thread.within_range("unpack"):
-                        bucket.unpack(own.elsewhere)
-                    own.finish(tag)
+                self._carry(bucket, members, 1 / (self._row or count), own, tag, listener)
         return Span(bucket.index, begin_s, perf_counter(), own.nbytes_sent)
+
+    def _carry(
+        self,
+        bucket: GradientBucket,
+        members: Sequence[int],
+        share: float,
+        own: RunnableProgram,
+        tag: Tag,
+        listener: Recorder | None,
+    ) -> None:
+        """Pack `bucket`, run its `own` program and unpack it; `share` is that of each rank in the mean."""
+        scale = self.own_weight * share
+        with NOTHING if listener is None else within_range(listener, "pack"):
+            bucket.pack(scale if self.mixes else scale * self._factor)
+        own.run(tag, listener)
+        if bucket.riders is not None:
+            if bucket.riders.is_loaded or bucket.riders.is_watched:
+                self._read_riders(bucket, members, own, tag)
+        elif self.mixes:  # the partner sums for another mean
+            bucket.factor = self._factor
+        if self.quantizer is not None:
+            self.quantizer.note(bucket.wire[bucket.head_numel :])
+        if self._unpacks:
+            with NOTHING if listener is None else within_range(listener, "unpack"):
+                bucket.unpack(own.elsewhere)
+            own.finish(tag)
 
     def _keep_own(self, bucket: GradientBucket) -> None:
         """Do what `reduce_now` does for a rank that is alone."""

@@ -39,6 +39,7 @@ class ReadyOrder:
         self._bucket_of.update({name: bucket for bucket, some in enumerate(names) for name in some})
         self._counts = [*map(len, names)]
         self._next = len(names)
+        self._last = len(names) - 1
         self.seen.clear()
         self.disarm()
 
@@ -79,8 +80,8 @@ class ReadyOrder:
 
     def full(self) -> range:
         """Return the buckets that may leave now, in order."""
-        first, last = self._next, len(self._missing) - 1
-        while self._next < last and not self._missing[self._next]:
+        first = self._next
+        while self._next < self._last and not self._missing[self._next]:
             self._next += 1
         return range(first, self._next)
 

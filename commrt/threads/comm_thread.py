@@ -19,7 +19,7 @@ from torch.autograd import profiler
 
 from commrt.errors import DeadlineExceeded, Evicted, TransportClosed, TransportError, UsageError
 from commrt.threads.deadline import Deadline
-from commrt.threads.future import HOST, ON_COMM_THREAD, Future, StreamEvent
+from commrt.threads.future import DONE, HOST, ON_COMM_THREAD, Future, StreamEvent
 from commrt.threads.recording import NOTHING, TORCH, Fact, Recorder, within_range
 from commrt.threads.starting import start_thread
 
@@ -216,7 +216,8 @@ class CommThread:
         self._in_callbacks = None
         error: BaseException | None = None
         try:
-            self.streams.wait_event(before)
+            if before is not DONE:
+                self.streams.wait_event(before)
             if self.failure is not None:
                 raise refusal_after(self.failure) from self.failure  # noqa: TRY301  # as of a task
             with torch.no_grad():

@@ -275,7 +275,8 @@ class Future(Generic[T]):
             self._wait(timeout_s)
         if self._error is not None:
             raise self._error
-        self._streams.wait_event(self._end)
+        if self._end is not DONE:
+            self._streams.wait_event(self._end)
         return cast("T", self._value)
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:

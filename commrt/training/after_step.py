@@ -155,7 +155,7 @@ class AfterStepReplica(Replica):
         self._spans, self._received_from, self._exposed_s = [], set(), 0.0
 
     def _hooks(self) -> Iterator[RemovableHandle]:
-        return on_dense_gradients(self, self._params, AfterStepReplica._end_of_pass)
+        return on_dense_gradients(self, self._params, AfterStepReplica._end_of_pass, once_per_pass=True)
 
     def _holds_gradients(self) -> bool:
         return any(param.grad is not None for _, param in self._params)
@@ -169,10 +169,11 @@ class AfterStepReplica(Replica):
             torch._foreach_mul_([param.grad for _, param in self._params if param.grad is not None], factor)
 
     def _end_of_pass(self, _: str) -> None:
-        """Note that a step is due once the optimizers have stepped; called for each gradient."""
+        """Note that a step is due once the optimizers have stepped; called for the first gradient of each pass."""
+        number = current_pass()
         if not self._is_synchronous:
-            self._riding.count_pass(current_pass())
-        elif (number := current_pass()) != self._pass:
+            self._riding.count_pass(number)
+        elif number != self._pass:
             self._pass = number
             self._passes += 1
             self._taken = None

@@ -34,6 +34,7 @@ from commrt.errors import UsageError
 from commrt.training.loss_scale import LossScales
 
 NUMBERS = (int, float, np.integer, np.floating, np.bool_)
+PLAIN = frozenset({int, float, bool})
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 INTERRUPTED = (
     "{what} came from a backward pass inside or after one that did not end: an error interrupted it, or reentrant "
@@ -52,6 +53,8 @@ MIDWAY = (
     "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
     "it, the other ranks wait for the rest: close the world and start again"
 )
+NO_PASS = -1
+"""In place of the number of a backward pass."""
 ATTRIBUTE = "_commrt"
 """Where a module holds a `Keeper`."""
 
@@ -63,21 +66,27 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 
 
 def on_dense_gradients(
-    owner: T, params: Iterable[tuple[str, nn.Parameter]], call: Callable[[T, str], None]
+    owner: T, params: Iterable[Named], call: Callable[[T, str], None], *, once_per_pass: bool = False
 ) -> Iterator[RemovableHandle]:
     """Call ``call(owner, name)`` each time the gradient of a parameter is ready; does not keep `owner` alive.
 
-    ``backward()`` raises `UsageError` for a sparse gradient, and for a parameter that outlived `owner`.
+    With `once_per_pass` only the first gradient of a backward pass does so. ``backward()`` raises `UsageError` for a
+    sparse gradient, and for a parameter that outlived `owner`.
     """
-    weakly = ref(owner)
+    weakly, latest = ref(owner), NO_PASS
 
     def ready(name: str, param: Tensor) -> None:
-        here, grad = weakly(), param.grad
-        if here is None:
-            raise UsageError(OUTLIVED.format(name=name))
+        nonlocal latest
+        grad, number = param.grad, current_pass()
         if grad is not None and grad.layout is not torch.strided:
             raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
+        if number == latest:
+            return
+        if (here := weakly()) is None:
+            raise UsageError(OUTLIVED.format(name=name))
         call(here, name)
+        if once_per_pass:
+            latest = number
 
     return (param.register_post_accumulate_grad_hook(partial(ready, name)) for name, param in params)  # type: ignore[no-untyped-call]  # torch's own
 
@@ -307,22 +316,24 @@ def settings_digest(optimizers: Sequence[Optimizer], step: int, scales: Sequence
     256 times, and other ones in another `step`: a difference that lasts is found. Numbers on a GPU are left out,
     because reading them would wait for it. Cost: 8 us for AdamW with one group.
     """
-    numbers, salt = [*scales], step % (1 << WIDTHS.step)
+    numbers: list[Any] = [*scales]
+    salt = step % (1 << WIDTHS.step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            values = [*map(group.get, sorted(group.keys() - {"params"}, reverse=True))]  # loaded ones in other orders
-            while values:
-                value = values.pop()
-                if isinstance(value, tuple | list):
-                    values += reversed(value)
-                elif isinstance(value, NUMBERS) or (
-                    isinstance(value, Tensor)
-                    and value.device.type == "cpu"
-                    and value.numel() == 1
-                    and not value.is_complex()
-                ):
-                    numbers.append(float(value))
+            for value in map(group.get, sorted(group.keys() - {"params"})):  # loaded ones have another order
+                if type(value) in PLAIN:  # nearly all: this calls nothing
+                    numbers += (value,)
+                elif value is not None:
+                    numbers += _numbers_in(value)
     return blake2b(pack(f"q{len(numbers)}d", salt, *numbers), digest_size=1).digest()[0]
+
+
+def _numbers_in(value: object) -> list[float]:
+    """Return `value`, or the values in it, if they are numbers on the host."""
+    if isinstance(value, tuple | list):
+        return [*chain.from_iterable(map(_numbers_in, value))]
+    on_host = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1 and not value.is_complex()
+    return [float(value)] if on_host or isinstance(value, NUMBERS) else []  # type: ignore[arg-type]
 
 
 def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:

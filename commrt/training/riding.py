@@ -16,12 +16,10 @@ from commrt.buckets.header import UNKNOWN
 from commrt.buckets.layout import Named
 from commrt.buckets.riders import EMPTY, MOST_NUMBERS, SKIP, SLOT, STOP, WEIGHS, Leaving, Riders, Slots
 from commrt.errors import DisagreementError, UsageError
-from commrt.training.hooks import ATTRIBUTE, at_end_of_backward, current_pass
+from commrt.training.hooks import ATTRIBUTE, NO_PASS, at_end_of_backward, current_pass
 
 NOTHING = np.zeros(0, SLOT)
 FEEDBACK = "a wire that feeds back what rounding lost, which would weigh as the step before: use one without feedback"
-NO_PASS = -1
-"""As autograd says outside of a pass."""
 NO_NUMBERS: Mapping[str, float] = {}
 MOST = 2.0**53
 """No weight is larger."""
