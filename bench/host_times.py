@@ -44,7 +44,6 @@ NUMEL, WARMUP, STEPS = 64, 20, 240
 GOSSIPS: dict[str, Callable[[], commrt.Algorithm]] = {
     "gossip": commrt.Gossip,
     "gossip, rotate=False": lambda: commrt.Gossip(rotate=False),
-    "gossip, within=4": lambda: commrt.Gossip(within=4),
     "gossip of gradients": lambda: commrt.Gossip(payload="gradients"),
 }
 

@@ -59,7 +59,8 @@ class Packing(Protocol):
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
         """Compute ``tensor += weight * (received - sent)`` of wires of this layout.
 
-        It may overwrite `received`. What one rank gains its peer loses, even where the wire rounds, so the mean over ranks stays the same.
+        What one rank gains its peer loses, even where the wire rounds, so the mean over ranks stays the same. It may
+        overwrite `received`.
         """
 
 

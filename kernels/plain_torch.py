@@ -56,7 +56,7 @@ def pack_at_once(sources: Sequence[Tensor | None], targets: list[Tensor], row: T
 def present_pairs(tensors: Sequence[Tensor | None], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that are there, and their `views`; `views` itself if all are."""
     if True not in map(is_, tensors, repeat(None)):
-        return cast("list[Tensor]", [*tensors]), views
+        return [*tensors], views  # type: ignore[list-item]  # a cast would be a call
     there = [tensor is not None for tensor in tensors]
     return cast("list[Tensor]", [*compress(tensors, there)]), [*compress(views, there)]
 
@@ -194,7 +194,8 @@ class TorchPacking:
 
     def compare(self, header: int) -> None:
         """See `Packing.compare`."""
-        self.mismatched = self.mismatched or not torch.equal(self._header.bool().cpu(), bits(header))
+        found = self._header.bool() if self._header.is_cpu else self._header.bool().cpu()
+        self.mismatched = self.mismatched or not torch.equal(found, bits(header))
 
     def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from itertools import compress, repeat
 from operator import add, attrgetter, is_
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -121,8 +121,11 @@ class GradientBucket:
         if self._packing.mismatched:  # a GPU may have found out since the previous step
             self._refuse_sum()
         self._word, self._made, self._writes, self.factor = encode(header), {}, 0, 1.0
-        self._grads = grads = [*map(grad_of, self._tensors)]
-        there, names, nbytes = self._present(grads, ready)
+        grads: list[Any] = [*map(grad_of, self._tensors)]
+        self._grads = grads
+        self.is_whole = True not in map(is_, grads, repeat(None))
+        whole = grads, self.names, self._nbytes
+        there, names, nbytes = whole if self.is_whole else self._present(grads, ready)
         self._require_fits(grads, there)
         self._counted = there
         if any(map(Tensor._is_view, there)):  # noqa: SLF001  # nothing else tells
@@ -134,9 +137,6 @@ class GradientBucket:
         self, grads: Sequence[Tensor | None], ready: Container[str]
     ) -> tuple[list[Tensor], Sequence[str], Sequence[int]]:
         """Return the gradients that are there, their names and their bytes."""
-        self.is_whole = True not in map(is_, grads, repeat(None))
-        if self.is_whole:
-            return cast("list[Tensor]", grads), self.names, self._nbytes
         for name, grad in zip(self.names, grads, strict=True):
             if grad is None and name in ready:
                 raise UsageError(CHANGED.format(name=name))

@@ -24,14 +24,15 @@ class OverlapCheck:
     def __init__(self) -> None:
         self._wires: list[range] = []  # addresses of gradients that live on the wire
         self._taken: dict[int, Sequence[Block]] = {}
-        self.buckets = 0
+        self.buckets = self._left = 0
 
     def check(self, bucket: int, blocks: Sequence[Block]) -> None:
         """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step."""
-        if bucket in self._taken:  # the next step
-            self._taken = {}
+        if not self._taken or bucket in self._taken:  # the next step
+            self._taken, self._left = {}, self.buckets
         self._taken[bucket] = blocks
-        if len(self._taken) == self.buckets:
+        self._left -= 1
+        if not self._left:
             in_order = sorted(chain.from_iterable(self._taken.values()))
             begins = [*map(itemgetter(0), in_order)]
             ends = map(add, begins, map(itemgetter(1), in_order))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, cast
 
@@ -40,7 +42,7 @@ from commrt.runtime.wire import (
 )
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.recording import Recorder
+from commrt.threads.recording import Recorder, within_range
 from commrt.transport.protocol import Tag, TransportByDevice
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,6 +51,8 @@ INTEGERS = (torch.int64, torch.int32)
 OPS = ("mean", "sum")
 DEFAULT = Torus2D()
 SHORT_NBYTES = 16 << 10
+HEADERS_KEPT = 256
+KNOWN_KEPT = 256
 UNCONFIRMED = 64
 """Latest calls on a GPU for which a mismatch may still be found."""
 
@@ -140,6 +144,13 @@ def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
         raise UsageError(f'the mean of {dtype} has no place in its own dtype: use op="sum", or convert it to float')
 
 
+@lru_cache(HEADERS_KEPT)
+def _header(checksum: int, tag: Tag) -> int:
+    """Return 64 bits that show in the sum over ranks if calls differ."""
+    both = zlib.crc32(f"{tag.step} {tag.bucket}".encode(), checksum)
+    return both << 32 | ~both & 0xFFFFFFFF
+
+
 @dataclass(frozen=True, slots=True)
 class _Sum:
     call: AllReduce
@@ -150,12 +161,11 @@ class _Sum:
     """Of all that must be equal on all ranks, but for the tag."""
     residual: Tensor | None  # memory for the caller's, which may have moved since the call before
 
-    def run(self, tensor: Tensor, residual: Tensor | None, tag: Tag, recorder: Recorder | None) -> None:
+    def run(self, tensor: Tensor, residual: Tensor | None, tag: Tag, recorder: Recorder | None = None) -> None:
         """Overwrite `tensor` with the result, and `residual` with what rounding lost."""
         is_dense = tensor.stride() == self.call.strides and not tensor.is_neg()  # a view that is negated when read
         dense = tensor if is_dense else self.call.empty(tensor.device).copy_(tensor)
-        checksum = zlib.crc32(f"{tag.step} {tag.bucket}".encode(), self.checksum)
-        header = checksum << 32 | ~checksum & 0xFFFFFFFF  # shows in the sum over ranks if calls differ
+        header = _header(self.checksum, tag)
         self.packing.pack([dense], self.scale, header)
         if self.residual is not None and residual is not None:
             self.residual.copy_(residual)
@@ -177,6 +187,15 @@ class _Sum:
             )
 
 
+class _Known(NamedTuple):
+    """What a call repeats that was made before, as long as nothing was let go of since."""
+
+    own: _Sum
+    algorithm: str
+    generation: int
+    since: object
+
+
 class Sums:
     """The all-reduces of one world."""
 
@@ -185,6 +204,7 @@ class Sums:
     ) -> None:
         self._transport, self._comm_thread, self._world = transport, comm_thread, world
         self._prepared = Prepared(world, self._bind, prove=_prove, claim=self._claim, compare=compare)
+        self._known: dict[Hashable, _Known] = {}
         self._calls = count(1)  # so that random numbers of untagged calls differ
         self._memory = Scratch(self._allocate)
         self._memory_of = world.membership.number  # after connections broke, a peer may still read what it was sent
@@ -203,11 +223,36 @@ class Sums:
                 require_short_sums(schedule, call.wire)
         return schedule
 
-    def known(self, algorithm: Algorithm | None, call: AllReduce) -> Schedule | None:
-        """Return the schedule if these members have made such a call, and prepared for it; else None."""
-        members = self._world.membership.ranks
-        schedule = _chosen(algorithm, call, len(members))
-        return None if self._prepared.known(schedule, members, call) is None else schedule
+    def known(self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None) -> _Known | None:
+        """Return what such a call may `repeat` unchecked, as `remember` noted one; else None."""
+        try:
+            found = self._known.get(_kind_of(tensor, op, algorithm, wire))
+        except (AttributeError, RuntimeError, TypeError):  # it is no tensor, has no strides, or an argument no hash
+            return None
+        if found is None or found.since is not self._prepared.since or tensor.is_inference() or tensor.is_neg():
+            return None
+        return found if found.generation == self._world.membership.number else None
+
+    def remember(
+        self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None, call: AllReduce
+    ) -> None:
+        """Note a call that was made, of a tensor without gaps on the host."""
+        schedule, members = _chosen(algorithm, call, len(self._world.membership.ranks)), self._world.membership.ranks
+        own = self._prepared.known(schedule, members, call)
+        if own is not None and tensor.stride() == call.strides:
+            if len(self._known) == KNOWN_KEPT:
+                self._known.clear()
+            number, since = self._world.membership.number, self._prepared.since
+            self._known[_kind_of(tensor, op, algorithm, wire)] = _Known(own, schedule.name, number, since)
+
+    def repeat(self, known: _Known, tensor: Tensor, tag: Tag) -> None:
+        """Do what `run` does. On the communication thread."""
+        listener = self._comm_thread.listener
+        if listener is None:
+            known.own.run(tensor, None, tag)
+        else:
+            with within_range(listener, "sum", step=tag.step, bucket=tag.bucket, algorithm=known.algorithm):
+                known.own.run(tensor, None, tag, listener)
 
     def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, residual: Tensor | None, tag: Tag) -> None:
         """Overwrite `tensor` with the sum or the mean over the members. On the communication thread."""
@@ -226,6 +271,7 @@ class Sums:
     def forget(self) -> None:
         """Let go of all memory."""
         self._prepared.forget()
+        self._known.clear()
         self._memory.clear()
         self._unconfirmed.clear()
 
@@ -267,6 +313,11 @@ class Sums:
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._prepared.forget_bound()  # it would keep the smaller memory
         return self._transport.allocate(numel, dtype, device)
+
+
+def _kind_of(tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None) -> Hashable:
+    """Return all on which it depends whether a call is right, but for values and tag."""
+    return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, op, algorithm, wire
 
 
 def _chosen(algorithm: Algorithm | None, call: AllReduce, ranks: int) -> Schedule:

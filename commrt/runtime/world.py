@@ -147,7 +147,7 @@ class World:
         check_run(schedule, buffer, tag, self.size)
         is_ready = not async_op and self._runs.known(schedule, buffer) is not None
         if is_ready and self._is_plain:
-            self.comm_thread.run(partial(self._runs.run, schedule, buffer, tag, self.comm_thread.listener)).result()
+            self.comm_thread.call(partial(self._runs.run, schedule, buffer, tag, self.comm_thread.listener))
             return Work([buffer], self.rank)
 
         def begin() -> RunNow:
@@ -189,12 +189,11 @@ class World:
         sizes, wire dtypes or algorithms differ in a call that is new to them. The world stays usable then. For other
         differences between the calls it raises `DisagreementError` later, and ends the world.
         """
-        call = check_all_reduce_call(tensor, op, algorithm, wire, tag, residual)
-
-        is_simple = self._is_plain and not (async_op or tensor.is_cuda)
-        if is_simple and (known := self._sums.known(algorithm, call)) is not None:
-            self.comm_thread.run(partial(self._sums.run, known, call, tensor, residual, tag)).result()
+        is_simple = not async_op and residual is None and isinstance(tag, Tag) and self._is_plain
+        if is_simple and (known := self._sums.known(tensor, op, algorithm, wire)) is not None:
+            self.comm_thread.call(partial(self._sums.repeat, known, tensor, tag))
             return Work([tensor], self.rank)
+        call = check_all_reduce_call(tensor, op, algorithm, wire, tag, residual)
 
         def begin() -> RunNow:
             schedule = self._sums.schedule(algorithm, call)
@@ -203,7 +202,10 @@ class World:
         with self.collective("all_reduce()"):
             if tensor.is_cuda:
                 self.connect(tensor.device)
-            return self._work(begin, tensor, residual, async_op=async_op)
+            work = self._work(begin, tensor, residual, async_op=async_op)
+        if is_simple and not tensor.is_cuda:
+            self._sums.remember(tensor, op, algorithm, wire, call)
+        return work
 
     def _work(self, begin: Begin, tensor: Tensor, residual: Tensor | None = None, *, async_op: bool) -> Work:
         at_once = not (async_op or tensor.is_cuda)  # in CUDA or NCCL nothing can interrupt a wait

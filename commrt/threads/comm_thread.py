@@ -117,7 +117,8 @@ class CommThread:
         self.require_open()
         if not self._is_started:
             self._start()
-        self.newest = future = Future[T](self)
+        future: Future[T] = Future(self)
+        self.newest = future
         before = self.streams.record_event()
         self._pending.add(future)
         self._tasks.put((task, future, before))
@@ -134,7 +135,8 @@ class CommThread:
         if self._pending or self._turn.locked():
             return self.submit(task)
         self.require_open()
-        self.newest = future = Future[T]()
+        future: Future[T] = Future()
+        self.newest = future
         before = self.streams.record_event()
         with self.streams.main_stream(), self._turn:  # which Ctrl-C cannot leave taken, as it can an acquire()
             self._runner = threading.current_thread()
@@ -144,9 +146,27 @@ class CommThread:
                 self._runner = self._in_callbacks = None
         return future
 
+    def call(self, task: Callable[[], T]) -> T:
+        """Return the result of `task`, or raise its error, as ``run(task).result()`` does; costs 2 us in place of 5."""
+        if self._pending or self._turn.locked() or self.streams.queues:
+            return self.run(task).result()
+        self.require_open()
+        self.newest = None
+        with self._turn:
+            self._runner = threading.current_thread()
+            try:
+                return self._attempt(task)
+            except RecoveredError as recovered:
+                raise recovered.error from None
+            except BaseException as failure:
+                self._fail(failure)
+                raise
+            finally:
+                self._runner = None
+
     def _run_nested(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` in a callback of an earlier one, also while `close` waits for that."""
-        future = Future[T](self)
+        future: Future[T] = Future(self)
         before = self.streams.record_event()
         with self.streams.main_stream():  # torch runs callbacks on other streams
             self._run(task, future, before)
@@ -218,10 +238,7 @@ class CommThread:
         try:
             if before is not DONE:
                 self.streams.wait_event(before)
-            if self.failure is not None:
-                raise refusal_after(self.failure) from self.failure  # noqa: TRY301  # as of a task
-            with torch.no_grad():
-                value = task()
+            value = self._attempt(task)
             end = self.streams.record_event()
         except RecoveredError as recovered:
             error = recovered.error
@@ -234,6 +251,16 @@ class CommThread:
         else:
             future.set_exception(error)
         self._pending.discard(future)
+
+    def _attempt(self, task: Callable[[], T]) -> T:
+        if self.failure is not None:
+            raise refusal_after(self.failure) from self.failure
+        records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # noqa: SLF001  # torch.no_grad() takes five times as long
+        try:
+            return task()
+        finally:
+            torch._C._set_grad_enabled(records)  # noqa: SLF001
 
     def _fail(self, failure: BaseException) -> None:
         if self.failure is None:

@@ -232,6 +232,9 @@ class Channel:
         self._send(NUMBER.pack(b"R", nbytes))
 
     def _send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
+        if not (self.unsent or fds or self._written is None) and self._written.put(packet):
+            self._wake(WAITS_FOR_PACKETS)
+            return
         self.unsent.append((packet, fds))
         if len(self.unsent) == 1:
             self.flush()

@@ -58,7 +58,8 @@ class PacketQueue:
 
     def put(self, packet: bytes) -> bool:
         """Write `packet`; return False if there is no room for it. Of the writer."""
-        words, need, offset = self._words, _padded(len(packet)), self._at % CAPACITY_NBYTES
+        words, nbytes, offset = self._words, len(packet), self._at % CAPACITY_NBYTES
+        need = _padded(nbytes)
         stays = offset + need <= CAPACITY_NBYTES
         if stays and offset > FRONT_NBYTES:
             stays = words[READ] != self._at
@@ -72,8 +73,8 @@ class PacketQueue:
             offset = 0
         word = FIRST + offset // WORD_NBYTES
         begin = (word + 1) * WORD_NBYTES
-        self._bytes[begin : begin + len(packet)] = packet
-        words[word] = len(packet)
+        self._bytes[begin : begin + nbytes] = packet
+        words[word] = nbytes
         self._at = at + need
         words[WRITTEN] = self._at
         return True
