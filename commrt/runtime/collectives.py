@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple, cast
 
 import torch
@@ -22,10 +22,11 @@ from commrt.algorithms.parts import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing
-from commrt.kernels.layout import layout_of
+from commrt.kernels.layout import GRANULE, Layout, layout_of
 from commrt.kernels.packing import Packing
+from commrt.kernels.plain_torch import pack
 from commrt.options import require_compatible, require_short_sums
-from commrt.program import member_program
+from commrt.program import Program, chunk_bounds, member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.runtime.executor import RunnableProgram, Scratch, bind
@@ -51,6 +52,8 @@ INTEGERS = (torch.int64, torch.int32)
 OPS = ("mean", "sum")
 DEFAULT = Torus2D()
 SHORT_NBYTES = 16 << 10
+SLICE_NUMEL = 1 << 20
+"""Elements of a large sum on a CPU that travel at once."""
 HEADERS_KEPT = 256
 KNOWN_KEPT = 256
 UNCONFIRMED = 64
@@ -79,6 +82,12 @@ class AllReduce(NamedTuple):
     def is_short(self) -> bool:
         """True if it travels as so few bytes, unquantized."""
         return isinstance(self.wire, torch.dtype) and self.shape.numel() * self.wire.itemsize <= SHORT_NBYTES
+
+    @property
+    def is_long(self) -> bool:
+        """True if it is summed slice by slice."""
+        is_plain = isinstance(self.wire, torch.dtype) and self.device.type == "cpu"
+        return is_plain and self.shape.numel() > SLICE_NUMEL
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Return an uninitialized tensor of this layout."""
@@ -166,16 +175,19 @@ class _Sum:
         is_dense = tensor.stride() == self.call.strides and not tensor.is_neg()  # a view that is negated when read
         dense = tensor if is_dense else self.call.empty(tensor.device).copy_(tensor)
         header = _header(self.checksum, tag)
-        self.packing.pack([dense], self.scale, header)
         if self.residual is not None and residual is not None:
             self.residual.copy_(residual)
-        self.program.run(tag, recorder)
-        self.packing.unpack([dense], header)
-        self.require_no_mismatch(tag)
+        self._carry(dense, header, tag, recorder)
         if self.residual is not None and residual is not None:
             residual.copy_(self.residual)
         if dense is not tensor:
             tensor.copy_(dense)
+
+    def _carry(self, dense: Tensor, header: int, tag: Tag, recorder: Recorder | None) -> None:
+        self.packing.pack([dense], self.scale, header)
+        self.program.run(tag, recorder)
+        self.packing.unpack([dense], header)
+        self.require_no_mismatch(tag)
 
     def require_no_mismatch(self, tag: Tag) -> None:
         """Raise `DisagreementError` if the ranks' calls were different ones; on a GPU that may show later."""
@@ -185,6 +197,37 @@ class _Sum:
                 "shape, layout in memory, dtype, wire, algorithm or tag; make the same calls in the same order on "
                 "every rank"
             )
+
+
+class _Slice(NamedTuple):
+    program: RunnableProgram
+    places: list[Tensor]
+    """Where the tensor's elements lie on the wire."""
+    spans: Sequence[slice]
+    """Of these elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SlicedSum(_Sum):
+    """A large sum on a CPU, a part of each chunk at a time, so that what travels stays in the processor's cache.
+
+    Each element is added in the same order as if all were added at once.
+    """
+
+    slices: Sequence[_Slice]
+
+    def _carry(self, dense: Tensor, header: int, tag: Tag, recorder: Recorder | None) -> None:
+        row = dense.as_strided((dense.numel(),), (1,))
+        for number, (program, places, spans) in enumerate(self.slices):
+            parts = [*map(row.__getitem__, spans)]
+            pack(parts, places, self.scale)
+            if number == 0:
+                self.packing.pack([row[:0]], 1.0, header)
+            program.run(tag, recorder)
+            if number == 0:  # and nothing was written
+                self.packing.unpack([row[:0]], header)
+                self.require_no_mismatch(tag)
+            torch._foreach_copy_(parts, places)
 
 
 class _Known(NamedTuple):
@@ -291,6 +334,10 @@ class Sums:
             self._unconfirmed.clear()
         packed, ranks = layout_of([call.shape.numel()]), cast("tuple[int, ...]", members)
         mine = member_program(schedule, ranks, self._transport.rank, self._transport.places)
+        checksum = zlib.crc32(f"{call} {traits_of(schedule).digest}".encode())
+        scale = 1 / len(ranks) if call.op == "mean" else 1
+        if call.is_long and SLICE_NUMEL // mine.chunks >= packed.head_numel:
+            return self._bind_slices(mine, call, packed, scale, checksum)
         wire = self._memory.row(packed.numel, buffer_dtype(call.wire), call.device, "wire")
         plain = wire[: packed.head_numel] if is_quantized(call.wire) else wire
         program: RunnableProgram
@@ -306,9 +353,31 @@ class Sums:
                 lambda use, nbytes: self._memory.row(nbytes, torch.uint8, call.device, use),
                 self._calls,
             )
-        checksum = zlib.crc32(f"{call} {traits_of(schedule).digest}".encode())
-        scale = 1 / len(ranks) if call.op == "mean" else 1
         return _Sum(call, program, packing(wire, packed, [call.empty("meta")]), scale, checksum, residual)
+
+    def _bind_slices(self, mine: Program, call: AllReduce, packed: Layout, scale: float, checksum: int) -> _SlicedSum:
+        bounds, ahead = chunk_bounds(packed.numel, mine.chunks, GRANULE), packed.head_numel
+        step = SLICE_NUMEL // mine.chunks // GRANULE * GRANULE
+        dtype = buffer_dtype(call.wire)
+        whole = self._memory.row(step * mine.chunks, dtype, call.device, "wire")
+        slices, programs = list[_Slice](), dict[tuple[int, ...], RunnableProgram]()
+        for lo in range(0, max(end - begin for begin, end in pairwise(bounds)), step):
+            cut = [(min(begin + lo, end), min(begin + lo + step, end)) for begin, end in pairwise(bounds)]
+            ends = tuple(accumulate((end - begin for begin, end in cut), initial=0))
+            wire = whole[: ends[-1]]
+            if ends not in programs:
+                streams = self._comm_thread.streams
+                programs[ends] = bind(mine, wire, self._transport, self._memory, streams, bounds=ends)
+            places, spans = list[Tensor](), list[slice]()
+            for place, (begin, end) in zip(ends, cut, strict=False):
+                first, last = max(begin, ahead), min(end, ahead + call.shape.numel())
+                if first < last:
+                    places.append(wire[place + first - begin : place + last - begin])
+                    spans.append(slice(first - ahead, last - ahead))
+            slices.append(_Slice(programs[ends], places, spans))
+        nothing = torch.empty(0, dtype=call.dtype, device="meta")
+        head = packing(whole[:ahead], layout_of([0]), [nothing])
+        return _SlicedSum(call, slices[0].program, head, scale, checksum, None, slices)
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._prepared.forget_bound()  # it would keep the smaller memory
