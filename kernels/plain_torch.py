@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 from itertools import compress, repeat
+from math import frexp
 from operator import is_
 from typing import NamedTuple, cast
 
@@ -30,9 +31,14 @@ def pack(sources: Sequence[Tensor | None], targets: Sequence[Tensor], scale: flo
     Values are scaled in fp32 (fp64 for fp64) and then cast: casting first loses more (mean relative error 0.00187
     against 0.00141 at six ranks), and overflows fp16 where the scaled value would not.
     """
+    is_shift = frexp(scale)[0] == 0.5  # a power of two, so that the order does not matter
     for source, target in zip(sources, targets, strict=True):
         if source is None:
             target.zero_()
+        elif is_shift and (source.dtype, target.dtype) == (torch.float32, torch.bfloat16):
+            target.copy_(source)  # and then the product: together two thirds of the time
+            if scale != 1:
+                target.mul_(scale)
         else:  # torch rounds a product of these once, to the dtype of `target`
             is_exact = source.dtype in {target.dtype, torch.float32, torch.float64}
             torch.mul(source if is_exact else source.float(), scale, out=target)
@@ -122,6 +128,33 @@ def in_pieces(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
 
 
+class _Group(NamedTuple):
+    """Small fp32 tensors that are scaled together before they are cast."""
+
+    members: slice
+    staged: list[Tensor]
+    stage: Tensor
+    wire: Tensor
+
+
+def _groups(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[_Group]:
+    """Return groups of neighbours, of `PIECE_NUMEL` elements each or of one tensor that is larger."""
+    groups, first = list[_Group](), 0
+    ends = [*layout.places[1:], layout.numel]
+    largest = max(PIECE_NUMEL, *(end - place for place, end in zip(layout.places, ends, strict=True)))
+    stage = torch.zeros(largest, device=wire.device)
+    while first < len(like):
+        begin, stop = layout.places[first], first + 1
+        while stop < len(like) and ends[stop] - begin <= PIECE_NUMEL:
+            stop += 1
+        pairs = zip(like[first:stop], layout.places[first:stop], strict=True)
+        staged = [stage.as_strided(t.shape, t.stride(), place - begin) for t, place in pairs]
+        numel = ends[stop - 1] - begin
+        groups.append(_Group(slice(first, stop), staged, stage[:numel], wire[begin : begin + numel]))
+        first = stop
+    return groups
+
+
 class _Mixes(NamedTuple):
     received: Tensor
     views: list[Tensor]
@@ -135,6 +168,9 @@ class TorchPacking:
         self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
         self.packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
         """True if small tensors are copied together; see `pack_at_once`."""
+        is_narrow = wire.dtype in {torch.bfloat16, torch.float16} and all(t.dtype == torch.float32 for t in like)
+        is_small = self._row.numel() <= SMALL_NUMEL * len(like)
+        self._groups = _groups(wire, layout, like) if is_narrow and is_small else []
         self._flags, self._header, self._head = layout.flags(wire), layout.header(wire), wire[: layout.head_numel]
         self._says = torch.zeros(layout.head_numel, dtype=torch.bool, device="cpu")
         self._bits = layout.header(self._says)
@@ -148,6 +184,10 @@ class TorchPacking:
             refuse_count(tensors, self._count)
         if self.packs_at_once:
             pack_at_once(tensors, self._views, self._row, scale)
+        elif self._groups and True not in map(is_, tensors, repeat(None)):
+            for members, staged, stage, wire in self._groups:
+                torch._foreach_copy_(staged, cast("list[Tensor]", [*tensors[members]]))
+                wire.copy_(stage if scale == 1 else stage.mul_(scale))
         else:
             pack(tensors, self._views, scale)
         self.seal(tensors, header)

@@ -4,6 +4,7 @@
 import threading
 from contextlib import suppress
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.ring import all_gather
 from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, TransportError, UsageError
+from commrt.runtime import collectives
 from commrt.runtime.wire import WIRES
 from commrt.testing.faults import drop_at, with_faults
 from commrt.testing.ranks import run_ranks
@@ -44,6 +46,23 @@ def test_the_sum_of_any_tensor_is_the_sum(make, size, shape, dtype):
     for result in run_ranks(size, body):
         assert result.dtype == dtype
         assert torch.equal(result, base.to(dtype))
+
+
+@given(
+    make=st.sampled_from([*ALGORITHMS.values()]),
+    size=st.sampled_from([2, 3, 4, 5]),
+    numel=st.integers(1501, 5000),
+    wire=st.sampled_from([None, torch.bfloat16]),
+)
+@settings(max_examples=20)
+def test_a_sum_in_slices_has_the_bits_of_a_sum_at_once(make, size, numel, wire):
+    def body(world):
+        some = torch.randn(numel, 3, generator=torch.Generator().manual_seed(world.rank)).t()
+        return summed(world, some, algorithm=make(), wire=wire)
+
+    at_once = run_ranks(size, body)
+    with mock.patch.object(collectives, "SLICE_NUMEL", 1500):
+        assert all(map(torch.equal, run_ranks(size, body), at_once))
 
 
 @on_ranks(4)

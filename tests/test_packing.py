@@ -55,12 +55,12 @@ def wired(tensors, dtype):
 
 
 def test_a_wire_holds_what_was_packed_last_scaled_in_fp32_and_then_cast(backend):
-    for dtype, wire_dtype, is_there in pairwise(GPU_DTYPES, GPU_DTYPES, (True, False)):
+    for dtype, wire_dtype, is_there, scale in pairwise(GPU_DTYPES, GPU_DTYPES, (True, False), (1 / 3, 0.25, 1.0)):
         tensors = values([9, 0, 4097], dtype)
         layout, wire, packing = wired(tensors, wire_dtype)
         packing.pack(tensors, -1.0, 2**63)
-        packing.pack([tensors[0] if is_there else None, *tensors[1:]], 1 / 3, 1)
-        want = [(tensor.float() * (1 / 3)).to(wire_dtype) for tensor in tensors]
+        packing.pack([tensors[0] if is_there else None, *tensors[1:]], scale, 1)
+        want = [(tensor.float() * scale).to(wire_dtype) for tensor in tensors]
         want[0] *= is_there
         assert all(torch.equal(layout.tensor(wire, i), each) for i, each in enumerate(want))
         assert packing.present() == [is_there, True, True]
@@ -90,6 +90,15 @@ def test_any_other_number_of_tensors_than_the_wires_is_refused_before_anything_m
                 call(some, *arguments)
         assert not wire.any()
         assert all(map(torch.equal, some, values([5, 6, 7, 8], torch.float32)))
+
+
+def test_many_small_tensors_are_packed_like_each_alone():
+    tensors = values([1, 1000, 0, 30_000, 40_000, 100_000, *range(60)], torch.float32)
+    for wire_dtype, scale in product((torch.bfloat16, torch.float16), (1 / 3, 0.25, 1.0)):
+        layout, wire, packing = wired(tensors, wire_dtype)
+        packing.pack(tensors, scale, 1)
+        for number, tensor in enumerate(tensors):
+            assert torch.equal(layout.tensor(wire, number), (tensor * scale).to(wire_dtype))
 
 
 def test_torch_writes_nothing_where_the_header_is_disputed():
