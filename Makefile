@@ -86,7 +86,8 @@ bench: venv
 	rm -rf build/bench
 	$(BIN)/pytest bench --benchmark-only --records build/bench/records.jsonl
 	$(BIN)/python bench/own_costs.py --records build/bench/records.jsonl
-	$(BIN)/python bench/memory_share.py --records build/bench/records.jsonl
+	$(BIN)/python bench/whole_steps.py --records build/bench/records.jsonl
+	$(BIN)/python bench/beside_mpi.py --records build/bench/records.jsonl
 	$(BIN)/python bench/report.py build/bench/records.jsonl --out build/bench
 
 # A cluster of namespaces, in 15 minutes; needs root, Linux and iproute2, and says so.

@@ -27,11 +27,11 @@ percentiles. A ratio divides two times of the same round; **above 1** (bold) is 
 """
 COMMANDS = {
     "step": "pytest bench/test_step.py --benchmark-only",
-    "memory share": "python bench/memory_share.py",
+    "whole steps": "python bench/whole_steps.py",
+    "beside MPI": "python bench/beside_mpi.py",
     "collectives": "pytest bench/test_collectives.py --benchmark-only",
     "netlab": "sudo python bench/netlab.py",
     "kernels": "pytest bench/test_kernels.py --benchmark-only",
-    "executor": "pytest bench/test_executor.py --benchmark-only",
     "overlap": "pytest bench/test_overlap.py --benchmark-only",
     "schedules": "pytest bench/test_schedules.py --benchmark-only",
     "own costs": "python bench/own_costs.py",
@@ -40,8 +40,10 @@ ABOUT = {
     "step": "4 processes on one machine average the gradients of ResNet-50 (161 tensors, 25.56 M fp32), from the start "
     "of the backward pass until `param.grad` holds the averages. Bus: the bytes that each rank must send at least, per "
     "second.",
-    "memory share": "4 processes of one machine add up ResNet-50's gradients in buckets of 25 MiB, without a backward "
-    "pass. The peer copies as many bytes as the schedule reads and writes, in private memory.",
+    "whole steps": "A GPT of 0.2 or 11 million parameters on CPUs: forward and backward pass, clipping, AdamW; the "
+    "mean of a few steps in a row on the slowest rank.",
+    "beside MPI": "All-reduces of fp32 in one job of MPICH; a time is of one of up to 50 calls in a row, on the "
+    "slowest rank.",
     "collectives": "torch.distributed's own calls on 4 processes of one machine. A size is that of the call's largest "
     "tensor; a time is of one of up to 20 calls in a row.",
     "netlab": "Hosts are network namespaces with several ranks each, joined by links of limited rate. Gossip mixes "
@@ -54,8 +56,6 @@ ABOUT = {
     "kernels": "Without a GPU, definitions in plain torch replace the kernels; this compares them with functions of "
     "torch, some of which do less, on one thread. `of a copy`: bytes that must be moved per second, divided by those "
     "of the fastest plain copy in the same run. The records have more models.",
-    "executor": "The host's cost of an exchange, per call: three processes over Gloo's sockets, and `NcclTransport` "
-    "over calls that do nothing. The last table has the cost per transfer when transfers take no time.",
     "overlap": "A backward pass alone, and with its gradients packed beside it. Without a GPU this is only a toy.",
     "schedules": "Milliseconds to build all steps of a schedule, to prove it for all ranks, to find one rank's "
     "program, to bind it, and to price it on a cluster.",
@@ -80,7 +80,11 @@ def document(records: Sequence[Record], pictures: Sequence[str] = ()) -> str:
     """Return the page of benchmarks. `pictures` are the suites that have one."""
     parts = [HEAD]
     for suite, mine in sections(records):
-        parts += [f"## {suite.capitalize()}\n", ABOUT[suite] + "\n", f"`{COMMANDS[suite]}`: {_origin(mine)}.\n"]
+        parts += [
+            f"## {suite[0].upper()}{suite[1:]}\n",
+            ABOUT[suite] + "\n",
+            f"`{COMMANDS[suite]}`: {_origin(mine)}.\n",
+        ]
         parts += [f"![{suite}](pictures/{_picture(suite)})\n"] * (suite in pictures)
         parts += list(TABLES.get(suite, _by_case)(mine))
     return "\n".join(parts)
@@ -126,6 +130,16 @@ def _collectives(records: Sequence[Record]) -> Iterator[str]:
             name = one["variant"].removesuffix(f", {OURS}")
             cells = [f"{1e6 * each:.0f}" for each in (one["median_s"], seconds[one["peer"]])]
             lines.append(f"| {' | '.join([name, *cells, _ratio(one)])} |")
+    yield "\n".join(lines) + "\n"
+
+
+def _beside_mpi(records: Sequence[Record]) -> Iterator[str]:
+    """Yield a table with one line per size and number of ranks: MPI's time, and the others' ratios to it."""
+    ways = [*dict.fromkeys(one["variant"] for one in records)]
+    lines = [f"| | {ways[0]}, us | {' | '.join(ways[1:])} |", "|---" * (len(ways) + 1) + "|"]
+    for case, group in groupby(records, key=lambda one: one["case"]):
+        first, *others = group
+        lines.append(f"| {case} | {1e6 * first['median_s']:.0f} | {' | '.join(map(_ratio, others))} |")
     yield "\n".join(lines) + "\n"
 
 
@@ -185,7 +199,13 @@ def _schedules(records: Sequence[Record]) -> Iterator[str]:
     yield "\n".join(lines) + "\n"
 
 
-TABLES = {"collectives": _collectives, "kernels": _kernels, "schedules": _schedules, "own costs": _own_costs}
+TABLES = {
+    "beside MPI": _beside_mpi,
+    "collectives": _collectives,
+    "kernels": _kernels,
+    "schedules": _schedules,
+    "own costs": _own_costs,
+}
 
 
 def _picture(suite: str) -> str:
