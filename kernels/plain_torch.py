@@ -129,28 +129,31 @@ def in_pieces(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
 
 
 class _Group(NamedTuple):
-    """Small fp32 tensors that are scaled together before they are cast."""
+    """Neighbours that are scaled together on a stage, in their own dtype, before they are cast; or a large one."""
 
     members: slice
     staged: list[Tensor]
+    """Their places on the stage; nothing for a large one."""
     stage: Tensor
     wire: Tensor
 
 
-def _groups(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> list[_Group]:
-    """Return groups of neighbours, of `PIECE_NUMEL` elements each or of one tensor that is larger."""
+def _groups(wire: Tensor, layout: Layout, like: Sequence[Tensor], views: Sequence[Tensor]) -> list[_Group]:
+    """Return groups of up to `PIECE_NUMEL` elements."""
     groups, first = list[_Group](), 0
     ends = [*layout.places[1:], layout.numel]
-    largest = max(PIECE_NUMEL, *(end - place for place, end in zip(layout.places, ends, strict=True)))
-    stage = torch.zeros(largest, device=wire.device)
+    stage = torch.zeros(PIECE_NUMEL, device=wire.device)
     while first < len(like):
         begin, stop = layout.places[first], first + 1
         while stop < len(like) and ends[stop] - begin <= PIECE_NUMEL:
             stop += 1
-        pairs = zip(like[first:stop], layout.places[first:stop], strict=True)
-        staged = [stage.as_strided(t.shape, t.stride(), place - begin) for t, place in pairs]
         numel = ends[stop - 1] - begin
-        groups.append(_Group(slice(first, stop), staged, stage[:numel], wire[begin : begin + numel]))
+        if numel > PIECE_NUMEL:
+            groups.append(_Group(slice(first, stop), [], stage[:0], views[first]))
+        else:
+            pairs = zip(like[first:stop], layout.places[first:stop], strict=True)
+            staged = [stage.as_strided(t.shape, t.stride(), place - begin) for t, place in pairs]
+            groups.append(_Group(slice(first, stop), staged, stage[:numel], wire[begin : begin + numel]))
         first = stop
     return groups
 
@@ -170,7 +173,7 @@ class TorchPacking:
         """True if small tensors are copied together; see `pack_at_once`."""
         is_narrow = wire.dtype in {torch.bfloat16, torch.float16} and all(t.dtype == torch.float32 for t in like)
         is_small = self._row.numel() <= SMALL_NUMEL * len(like)
-        self._groups = _groups(wire, layout, like) if is_narrow and is_small else []
+        self._groups = _groups(wire, layout, like, self._views) if is_narrow and is_small else []
         self._flags, self._header, self._head = layout.flags(wire), layout.header(wire), wire[: layout.head_numel]
         self._says = torch.zeros(layout.head_numel, dtype=torch.bool, device="cpu")
         self._bits = layout.header(self._says)
@@ -186,8 +189,11 @@ class TorchPacking:
             pack_at_once(tensors, self._views, self._row, scale)
         elif self._groups and True not in map(is_, tensors, repeat(None)):
             for members, staged, stage, wire in self._groups:
-                torch._foreach_copy_(staged, cast("list[Tensor]", [*tensors[members]]))
-                wire.copy_(stage if scale == 1 else stage.mul_(scale))
+                if staged:
+                    torch._foreach_copy_(staged, cast("list[Tensor]", [*tensors[members]]))
+                    wire.copy_(stage if scale == 1 else stage.mul_(scale))
+                else:
+                    pack(tensors[members], [wire], scale)
         else:
             pack(tensors, self._views, scale)
         self.seal(tensors, header)

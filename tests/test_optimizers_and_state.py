@@ -13,7 +13,7 @@ from training_ranks import with_compiled_step
 import commrt
 from commrt.errors import DisagreementError, UsageError
 from commrt.testing.processes import run_processes
-from commrt.training.hooks import settings_digest
+from commrt.training.settings import settings_digest
 
 
 @on_ranks(2)

@@ -93,7 +93,7 @@ def test_any_other_number_of_tensors_than_the_wires_is_refused_before_anything_m
 
 
 def test_many_small_tensors_are_packed_like_each_alone():
-    tensors = values([1, 1000, 0, 30_000, 40_000, 100_000, *range(60)], torch.float32)
+    tensors = values([1, 1000, 0, 30_000, 40_000, 100_000, 70_000, *range(60)], torch.float32)
     for wire_dtype, scale in product((torch.bfloat16, torch.float16), (1 / 3, 0.25, 1.0)):
         layout, wire, packing = wired(tensors, wire_dtype)
         packing.pack(tensors, scale, 1)

@@ -35,10 +35,10 @@ from commrt.runtime.membership import LOST
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future, StreamEvent, start_call
 from commrt.training.attach import Request
-from commrt.training.hooks import UNAVERAGED, StepGuard, are_zeroed, closure_in
 from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica, StepReport
 from commrt.training.riding import Riding
+from commrt.training.step_guard import UNAVERAGED, StepGuard, are_zeroed, closure_in
 from commrt.transport.protocol import Tag
 
 STALLED, STALLED_S = 4, 1.0

@@ -175,11 +175,18 @@ class Engine:
     def submit(self, bucket: GradientBucket, step: int, *, waits: bool = False) -> Future[Span]:
         """Average `bucket` over the members; its gradients must not change until the answer is there.
 
-        If the caller `waits` for it at once, its own thread does it, unless others are on their way.
+        If the caller `waits` for it at once, its own thread does it on a CPU, unless others are on their way.
         """
         comm_thread = self.world.comm_thread
+        begin = comm_thread.run if waits and not comm_thread.streams.queues else comm_thread.submit
         with comm_thread.within_range("submit", number=bucket.index, step=step):
-            return (comm_thread.run if waits else comm_thread.submit)(partial(self.reduce_now, bucket, step))
+            return begin(partial(self.reduce_now, bucket, step))
+
+    def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
+        """Overwrite `flat` with the first member's; see `submit` for who does it, as the caller waits."""
+        comm_thread = self.world.comm_thread
+        begin = comm_thread.submit if comm_thread.streams.queues else comm_thread.run
+        return begin(partial(self.broadcast_now, flat, step))
 
     def share(self, flat: Tensor) -> None:
         """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""

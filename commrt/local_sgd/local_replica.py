@@ -23,10 +23,10 @@ from commrt.threads.deadline import Deadline
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.arrival import StateGiver
 from commrt.training.attach import Request
-from commrt.training.hooks import settings_digest
 from commrt.training.model_state import Stateful, digest, gather_integers, own_residuals
 from commrt.training.replica import Replica
 from commrt.training.riding import FEEDBACK, NOTHING_SEEN
+from commrt.training.settings import settings_digest
 
 _log = logging.getLogger("commrt")
 

@@ -30,7 +30,7 @@ from commrt.store.keys import store_of_model
 from commrt.threads.deadline import clock
 from commrt.training.arrival import StateGiver, letting_in
 from commrt.training.attach import Request, check_stateful
-from commrt.training.hooks import are_zeroed, at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import (
     Stateful,
     dump,
@@ -44,6 +44,7 @@ from commrt.training.model_state import (
 )
 from commrt.training.replica import Replica, StepReport
 from commrt.training.riding import NOTHING_SEEN, ONE_STEP
+from commrt.training.step_guard import are_zeroed
 
 _log = logging.getLogger("commrt")
 MOST_PASSES = 20

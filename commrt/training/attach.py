@@ -33,9 +33,9 @@ from commrt.schedule import SYNCHRONOUS, Algorithm, Schedule
 from commrt.store.agreement import WorldConfig
 from commrt.store.client import host_identity
 from commrt.store.launcher import chosen_transport
-from commrt.training.hooks import EMBEDDINGS
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_state import Stateful, overwrite_states
+from commrt.training.parameter_list import EMBEDDINGS
 from commrt.training.replica import Replica, attached_params
 from commrt.training.weight_copies import WeightCopies
 

@@ -26,7 +26,7 @@ from commrt.runtime.membership import Loss, count_kept
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
-from commrt.training.hooks import ATTRIBUTE, Keeper, ParameterList, wrapped_as
+from commrt.training.hooks import ATTRIBUTE, Keeper
 from commrt.training.model_state import (
     Stateful,
     fingerprint,
@@ -39,6 +39,7 @@ from commrt.training.model_state import (
     restore,
     total_of,
 )
+from commrt.training.parameter_list import ParameterList
 from commrt.training.riding import Riding, Rode, require_weight
 from commrt.training.weight_copies import WeightCopies
 
@@ -505,3 +506,13 @@ class Stats:
             self.saved_s + step.saved_s,
             self.samples + (step.samples or 0),
         )
+
+
+def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return the attribute of one of `optimizers` that is `inner` or holds it, as text; None if there is none."""
+    for outer in optimizers:
+        for key, value in vars(outer).items():
+            parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            if any(part is inner for part in parts):
+                return f"{type(outer).__name__}.{key}"
+    return None

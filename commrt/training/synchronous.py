@@ -27,7 +27,6 @@ from commrt.training.attach import Request, check_stateful, describe_buffers
 from commrt.training.hooks import (
     INTERRUPTED,
     TWICE,
-    StepGuard,
     at_end_of_backward,
     current_pass,
     on_counted_gradients,
@@ -44,6 +43,7 @@ from commrt.training.model_state import (
 )
 from commrt.training.replica import Replica, StepReport
 from commrt.training.riding import FEEDBACK
+from commrt.training.step_guard import StepGuard
 
 _kind = attrgetter("dtype", "shape")
 EVEN = 0.5
@@ -251,8 +251,7 @@ class SynchronousReplica(Replica):
             )
         if self._flat_buffers is not None:
             self._flat_buffers.fill(buffers)
-            flat, comm_thread = self._flat_buffers.flat, self._world.comm_thread
-            self._in_flight.append(comm_thread.run(partial(self._engine.broadcast_now, flat, self._step)))
+            self._in_flight.append(self._engine.submit_broadcast(self._flat_buffers.flat, self._step))
         return buffers
 
     def _observe_order(self) -> None:
