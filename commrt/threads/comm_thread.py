@@ -94,7 +94,7 @@ class CommThread:
         self._thread: threading.Thread | None = None
         self._is_started = False  # True also if `close` has found no thread
         self._starting = threading.RLock()  # which a signal handler can take amid `submit`
-        self._claim = threading.Lock()  # held for good by the first thread that was started
+        self._claim = threading.Lock()  # held for good by the first thread that was started, or by `close` before it
 
     @property
     def listener(self) -> Recorder | None:
@@ -222,7 +222,7 @@ class CommThread:
         self._is_over = True  # set before `_pending` is read: `submit` adds its future first, and reads this after
         for future in tuple(self._pending):
             self._refuse(future)
-        if not self._ended.done():  # a signal handler may have closed it while it started
+        if not self._ended.done():  # another thread may have taken over, whose predecessor ends late
             self._ended.set_result(None)
 
     def _refuse(self, future: Future[Any]) -> None:
@@ -306,7 +306,7 @@ class CommThread:
         self._refusal = CLOSED
         self._tasks.put(None)
         with self._starting:
-            if not self._is_started:  # no task can have been submitted
+            if not self._is_started and self._claim.acquire(blocking=False):  # no thread works, nor will any
                 self._is_started = self._is_over = True
                 self._ended.set_result(None)
         self._ended.result(limit_s)
