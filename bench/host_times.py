@@ -29,8 +29,8 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.program import program
+from commrt.runtime.comparison import ConsistencyCheck
 from commrt.runtime.executor import bind
-from commrt.runtime.membership import ConsistencyCheck
 from commrt.transport.protocol import Tag
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))

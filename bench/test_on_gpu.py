@@ -19,9 +19,9 @@ from commrt.kernels import dispatch, quantize
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing
-from commrt.kernels.plain_torch import TorchPacking, views_of
+from commrt.kernels.torch_packing import TorchPacking, views_of
 from commrt.quantizer import NEAREST, STOCHASTIC, Float8, Quantizer
-from commrt.threads.future import streams_of
+from commrt.threads.streams import streams_of
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_communicator import load
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag

@@ -25,7 +25,7 @@ from commrt.buckets.layout import MIB
 from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.future import streams_of
+from commrt.threads.streams import streams_of
 from commrt.training.hooks import at_end_of_backward
 
 CLOCK = Clock()

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from commrt.kernels.layout import WIDEST_NBYTES, Layout
 from commrt.kernels.packing import Packing, Repeatable
-from commrt.kernels.plain_torch import TorchPacking, combine_into, mix_into, reduce_into
+from commrt.kernels.plain_torch import combine_into, mix_into, reduce_into
+from commrt.kernels.torch_packing import TorchPacking
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the Triton kernels offer."""

@@ -12,7 +12,7 @@ from torch import nn
 
 import commrt
 from commrt.errors import CommrtError, UsageError
-from commrt.kernels import plain_torch
+from commrt.kernels import torch_packing
 from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
 
@@ -114,7 +114,7 @@ def point_elsewhere(param):
 )
 def test_a_gradient_that_somebody_changes_while_it_is_averaged_is_noticed(change, kind, cap_mb, monkeypatch):
     if kind == "large views":  # each moves to the wire as soon as it is there
-        monkeypatch.setattr(plain_torch, "SMALL_NUMEL", 0)
+        monkeypatch.setattr(torch_packing, "SMALL_NUMEL", 0)
     kind = kind.split()[-1]
 
     def body(world):

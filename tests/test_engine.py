@@ -18,7 +18,7 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.gossip import hypercube
 from commrt.buckets.header import EXPLANATIONS, WIDTHS, Header, encode, explain_mismatch
 from commrt.errors import CommrtError, DisagreementError
-from commrt.kernels.plain_torch import bits
+from commrt.kernels.torch_packing import bits
 from commrt.runtime.wire import WIRES
 from commrt.schedule import Schedule, Step
 from commrt.testing.ranks import over_threads, run_ranks

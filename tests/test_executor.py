@@ -21,7 +21,7 @@ from commrt.program import program
 from commrt.proof.spec import all_reduce
 from commrt.runtime import prepared
 from commrt.runtime.executor import bind
-from commrt.runtime.prepared import PreparedRuns
+from commrt.runtime.prepared_runs import PreparedRuns
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.testing.ranks import run_ranks
 from commrt.transport.local import Fabric, LocalTransport

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt.backup_workers.catch_up import Snapshot, StateTransfer, pack, unpack
+from commrt.backup_workers.replica_state import Snapshot, StateTransfer, pack, unpack
 from commrt.data.shares import Shares
 from commrt.errors import DisagreementError
 from commrt.testing.ranks import local_worlds

@@ -15,7 +15,7 @@ from transports import over_nccl
 
 import commrt
 from commrt.errors import UsageError
-from commrt.kernels import plain_torch
+from commrt.kernels import torch_packing
 from commrt.testing.ranks import run_ranks
 
 
@@ -126,7 +126,7 @@ CARRIED = st.sampled_from(
 )
 
 
-@given(loop=LOOP, carried=CARRIED, ranks=st.integers(1, 4), small=st.sampled_from([0, plain_torch.SMALL_NUMEL]))
+@given(loop=LOOP, carried=CARRIED, ranks=st.integers(1, 4), small=st.sampled_from([0, torch_packing.SMALL_NUMEL]))
 @example(
     loop=[(keep, "backward"), (clone, "accumulated"), (zero_under_another_name, "scaled"), (keep, "by hand")],
     carried=(commrt.Direct(), commrt.quantization.Int8()),
@@ -136,7 +136,7 @@ CARRIED = st.sampled_from(
 @settings(max_examples=7, deadline=None)
 def test_any_loop_trains_bit_by_bit_as_with_gradients_of_their_own(loop, carried, ranks, small):
     """Large gradients move to the wire one by one, and small ones together."""
-    with mock.patch.object(plain_torch, "SMALL_NUMEL", small):
+    with mock.patch.object(torch_packing, "SMALL_NUMEL", small):
         with_views, with_own = (
             run_ranks(ranks, lambda world, kind=kind: trained(world, kind, loop, *carried)) for kind in ("views", "own")
         )

@@ -17,7 +17,8 @@ from commrt.kernels.device import variants
 from commrt.kernels.device.variants import Sizes
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import HEADER_NUMEL, layout_of
-from commrt.kernels.plain_torch import bits, mix_into
+from commrt.kernels.plain_torch import mix_into
+from commrt.kernels.torch_packing import bits
 
 TILE = 1024
 LENGTHS = (0, 1, 7, 8, 9, 127, TILE - 1, TILE, TILE + 1, 2 * TILE + 9)

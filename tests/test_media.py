@@ -18,7 +18,7 @@ from commrt.runtime import world as world_module
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.future import DONE, CudaStreams, Streams, streams_of
+from commrt.threads.streams import DONE, CudaStreams, Streams, streams_of
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
 
 META = torch.device("meta")

@@ -29,7 +29,7 @@ from commrt.kernels import device, dispatch
 from commrt.kernels.device.packing import TritonPacking
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import GRANULE, layout_of
-from commrt.kernels.plain_torch import TorchPacking
+from commrt.kernels.torch_packing import TorchPacking
 from commrt.quantization import Int4, Int8
 from commrt.testing.ranks import run_ranks
 

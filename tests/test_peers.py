@@ -22,7 +22,7 @@ from commrt.errors import DeadlineExceeded, PeerLost, TransportClosed, Transport
 from commrt.kernels.meeting import ABORT
 from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
-from commrt.threads.future import Streams
+from commrt.threads.streams import Streams
 from commrt.transport import nccl as nccl_module
 from commrt.transport import peers
 from commrt.transport.protocol import P2PGroup, Tag

@@ -31,10 +31,10 @@ from commrt.errors import TransportClosed
 from commrt.kernels.device import launch as device_launch
 from commrt.kernels.device import packing
 from commrt.kernels.layout import layout_of
-from commrt.kernels.plain_torch import bits
+from commrt.kernels.torch_packing import bits
 from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
-from commrt.threads.future import DONE, Streams
+from commrt.threads.streams import DONE, Streams
 from commrt.transport import nccl as transport_module
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
-from commrt.backup_workers.catch_up import CatchUp, FinalCalls, ReplicaState
+from commrt.backup_workers.catch_up import CatchUp, FinalCalls
+from commrt.backup_workers.replica_state import ReplicaState
 from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError

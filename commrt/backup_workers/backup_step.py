@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from commrt.algorithms import tree
 from commrt.algorithms.backup import BackupWorkers
-from commrt.backup_workers.catch_up import Snapshot
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
+from commrt.backup_workers.replica_state import Snapshot
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.ready_order import ReadyOrder
@@ -33,7 +33,8 @@ from commrt.elastic.elastic_membership import LOOK_S, make_elastic
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.threads.deadline import Deadline
-from commrt.threads.future import Future, StreamEvent, start_call
+from commrt.threads.future import Future, start_call
+from commrt.threads.streams import StreamEvent
 from commrt.training.attach import Request
 from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica, StepReport

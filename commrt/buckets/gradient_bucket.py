@@ -25,7 +25,7 @@ from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
-from commrt.kernels.plain_torch import bits
+from commrt.kernels.torch_packing import bits
 from commrt.runtime.wire import AnyWire, QuantizedWire, is_quantized
 from commrt.transport.protocol import Allocate, zeros
 

@@ -76,7 +76,7 @@ def encode(header: Header) -> int:
 def explain_mismatch(total: Tensor) -> str:
     """Return why `total` [64], the sum of the ranks' header flags, does not come from equal headers.
 
-    >>> from commrt.kernels.plain_torch import bits
+    >>> from commrt.kernels.torch_packing import bits
     >>> both = bits(encode(Header(0, 1, 0, 7, 0, 9))).int() + bits(encode(Header(0, 2, 0, 7, 0, 9))).int()
     >>> explain_mismatch(both)[:42]
     'the ranks call backward() of the models at'

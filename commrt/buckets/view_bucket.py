@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from commrt.buckets.gradient_bucket import CHANGED, GradientBucket, kind_of
 from commrt.errors import UsageError
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
-from commrt.kernels.plain_torch import TorchPacking, views_of
+from commrt.kernels.torch_packing import TorchPacking, views_of
 
 GRAPH = (
     "the gradient of {name} has a graph of its own, by create_graph=True, which would end where its values are moved: "

@@ -23,7 +23,7 @@ def create(options: Any, _: Any = None) -> Any:
 
     Errors of commrt are also ``torch.distributed.DistBackendError``.
     """
-    from commrt.c10d.call_engine import as_dist_error  # noqa: PLC0415  # imports the runtime
+    from commrt.c10d.group_work import as_dist_error  # noqa: PLC0415  # imports the runtime
 
     if getattr(options, "enable_reconfigure", False):
         from commrt.c10d.reconfigurable import ReconfigurableGroup as Kind  # noqa: PLC0415  # each needs its own version

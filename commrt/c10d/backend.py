@@ -20,9 +20,10 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.utils._pytree import tree_leaves
 
-from commrt.c10d.call_engine import Call, GroupWork, as_dist_error, seconds_of
+from commrt.c10d.call import Call
 from commrt.c10d.checked_calls import memory_of, option
 from commrt.c10d.group import ProcessGroupWorld
+from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
 from commrt.c10d.short_forms import FORMS, OPTIONS, long_form
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
 from commrt.importing import NAME, untraced

@@ -13,25 +13,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from commrt.algorithms.catalogue import ROOTED
-from commrt.errors import CommrtError, DeadlineExceeded, TransportClosed, TransportError
-from commrt.importing import untraced
+from commrt.c10d.call import Call, Kind
+from commrt.errors import DeadlineExceeded, TransportClosed, TransportError
 from commrt.kernels.dispatch import combining
 from commrt.kernels.layout import GRANULE, padded
 from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.program import chunk_bounds, member_program
 from commrt.runtime.executor import BoundProgram, Scratch, bind
-from commrt.runtime.work import Work, new_future
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.future import Future
@@ -45,82 +40,6 @@ SPREAD = 0x9E3779B1
 """Makes sequence numbers differ in many bits, so that a call of one number is taken for no call of another."""
 KEPT = 256
 """Plans that are kept, and programs: those used last."""
-NO_TIMEOUT = timedelta(0)
-"""What torch passes where the caller gives none."""
-
-Error = TypeVar("Error", bound=CommrtError)
-
-
-class Piece(NamedTuple):
-    """Where the piece of a slot lies: in a row of the call, from element `begin` on."""
-
-    slot: int
-    row: int
-    begin: int
-
-
-class Kind(NamedTuple):
-    """A call without its memory: calls of one kind run the same programs on the same wire.
-
-    All but the device, and where pieces lie in rows, must be equal on all ranks; but see `sizes`.
-    """
-
-    collective: str
-    dtype: torch.dtype
-    operation: str | None
-    """What ADD stands for; None if nothing is combined."""
-    root: int
-    sizes: tuple[int, ...]
-    """[slots] elements of each piece, in elements of the wire's dtype. In an `all_to_all` they differ, and are 0 for a
-    slot that this rank does not use."""
-    put: tuple[Piece, ...]
-    """What this rank contributes."""
-    take: tuple[Piece, ...]
-    """Where this rank wants the result."""
-    device: torch.device
-    divisor: int = 1
-    """What the result is divided by; integers are rounded towards zero, as by NCCL."""
-    is_scaled: bool = False
-    """True if each rank's contribution is multiplied by a factor of its own."""
-
-    def __str__(self) -> str:
-        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``; equal on all ranks."""
-        if self.collective == "barrier":
-            return self.collective
-        how = f" ({self.operation})" if self.operation else ""
-        from_root = f", root {self.root}" if self.collective in ROOTED else ""
-        slots, numel = len(self.sizes), self.piece_nbytes // self.dtype.itemsize
-        size = f"[{numel if slots == 1 else (slots, numel)}]" if self.is_even else ""
-        return f"{self.collective}{how} of {str(self.dtype)[6:]}{size}{from_root}"
-
-    @property
-    def is_even(self) -> bool:
-        """True if all pieces have one size."""
-        return self.collective != "all_to_all"
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype of the wire: that of the tensors if they are combined, bytes otherwise."""
-        return torch.uint8 if self.operation is None else self.dtype
-
-    @property
-    def piece_nbytes(self) -> int:
-        """Bytes of each piece; 0 where pieces differ."""
-        return self.sizes[0] * self.wire_dtype.itemsize if self.is_even else 0
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One collective as a rank asks for it, checked. Rows share memory with tensors, or are copies of what has gaps."""
-
-    kind: Kind
-    put: Sequence[Tensor]
-    take: Sequence[Tensor]
-    result: Sequence[Tensor]
-    factor: Tensor | float | None = None
-    """What this rank's contribution is multiplied by."""
-    copies: Sequence[tuple[Tensor, Tensor]] = ()
-    """(target, row) pairs to copy at the end: tensors with gaps, and the rows that are taken for them."""
 
 
 class _Copy(NamedTuple):
@@ -276,77 +195,3 @@ def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None
 def _copy(wire: Tensor, row: int, begin: int, end: int, first: int) -> _Copy:
     """Return the copy of elements [begin, end) of the wire, from or to element `first` of a row on."""
     return _Copy(wire[begin:end], row, slice(first, first + end - begin))
-
-
-def as_dist_error(error: Error) -> Error:
-    """Return `error`, which is a ``torch.distributed.DistBackendError`` too from now on."""
-    if not isinstance(error, dist.DistBackendError):
-        kind: Any = type(error)
-        error.__class__ = _with_base(kind)
-    return error
-
-
-@cache
-def _with_base(kind: Any) -> Any:
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": _reduced}
-    return type(kind.__name__, (kind, dist.DistBackendError), names)
-
-
-def _reduced(error: CommrtError) -> tuple[Any, ...]:
-    """Return how to pickle `error`, as one of commrt: pickle cannot find a class that is made here by its name."""
-    kind: Any = type(error).__base__
-    plain = kind.__new__(kind)
-    plain.args, plain.__dict__ = error.args, {**error.__dict__}
-    return as_dist_error, (plain,)
-
-
-def seconds_of(timeout: timedelta | None) -> float | None:
-    """Return a timeout of torch in seconds; None if it stands for the group's own."""
-    return None if timeout is None or timeout <= NO_TIMEOUT else timeout.total_seconds()
-
-
-@untraced
-class GroupWork(Work, dist.Work):
-    """A `Work` that is one of ``torch.distributed`` too."""
-
-    def __init__(self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective") -> None:
-        dist.Work.__init__(self)
-        Work.__init__(self, result, 0, future, call)
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # type: ignore[override]  # torch's
-        """Return True when the result is there, or raise, as `Work.wait`."""
-        try:
-            self._wait(seconds_of(timeout))
-        except CommrtError as error:
-            as_dist_error(error)
-            raise
-        return True
-
-    synchronize = wait  # type: ignore[assignment]  # which returns True
-
-    def is_success(self) -> bool:
-        """Return True if the collective is done without an error."""
-        return self._task().done() and self._task().exception() is None
-
-    def exception(self) -> BaseException | None:
-        """Return the error that ended the collective, None while there is none. Never waits."""
-        error = self._task().exception() if self._task().done() else None
-        return as_dist_error(error) if isinstance(error, CommrtError) else error
-
-    def result(self) -> list[Tensor]:
-        """Return the tensors that hold the result; call `wait` before."""
-        return list(self._result)
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Do as `Work.get_future`. In a backward pass ``backward()`` raises the error too, which DDP would replace."""
-        self._is_observed = True
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # -1: no backward pass runs
-            callback: Any = self.wait
-            torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
-        done = new_future(self._result)
-        self._task().after_all().add_done_callback(lambda _: done.set_result(None))
-        return done.then(self._value)  # what a callback raises is an error for torch's C++ code too
-
-    def _value(self, _: torch.futures.Future[None]) -> list[Tensor]:
-        self.wait()
-        return self.result()

@@ -14,11 +14,11 @@ from torch.distributed import ReduceOp
 
 from commrt.algorithms.catalogue import ROOTED
 from commrt.algorithms.parts import require_root
-from commrt.c10d.call_engine import Call, Kind, Piece
+from commrt.c10d.call import Call, Kind, Piece
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
 from commrt.pricing.selection import SUMS, WIRE_NBYTES, slots_of
-from commrt.runtime.collectives import is_expanded
+from commrt.runtime.all_reduce_call import is_expanded
 
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members
 NAMES = {

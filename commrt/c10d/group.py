@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from commrt.c10d.call_engine import NO_TIMEOUT, CallEngine, GroupWork, as_dist_error, seconds_of
+from commrt.c10d.call_engine import CallEngine
 from commrt.c10d.checked_calls import CheckedCalls
+from commrt.c10d.group_work import NO_TIMEOUT, GroupWork, as_dist_error, seconds_of
 from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection, parse_forced

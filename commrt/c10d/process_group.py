@@ -27,8 +27,8 @@ from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.backend import Methods
-from commrt.c10d.call_engine import as_dist_error
 from commrt.c10d.group import ProcessGroupWorld, group_devices
+from commrt.c10d.group_work import as_dist_error
 from commrt.errors import UsageError
 from commrt.importing import NAME
 

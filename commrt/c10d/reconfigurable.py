@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import Backend, ErrorType
 from torch.distributed import PrefixStore, ProcessGroup
 
 from commrt.c10d.backend import CommrtBackend, collective
-from commrt.c10d.call_engine import GroupWork, as_dist_error
 from commrt.c10d.group import ProcessGroupWorld, group_devices
+from commrt.c10d.group_work import GroupWork, as_dist_error
 from commrt.errors import CommrtError, UsageError
 from commrt.importing import NAME
 from commrt.threads.future import Future, start_call

@@ -17,7 +17,8 @@ from commrt.buckets.digest import Digest
 from commrt.buckets.layout import exchanged_tensors
 from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
 from commrt.errors import DeadlineExceeded, Place, UsageError
-from commrt.local_sgd.fragment import MERGING, Fragment, FragmentExchange, InFlight, cut_fragments
+from commrt.local_sgd.fragment import MERGING, Fragment, InFlight, cut_fragments
+from commrt.local_sgd.fragment_exchange import FragmentExchange
 from commrt.runtime.wire import is_quantized
 from commrt.threads.deadline import Deadline
 from commrt.training.after_step import AfterStepReplica

@@ -23,8 +23,8 @@ from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
 from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
 from commrt.schedule import ADD, COPY, Combine
-from commrt.threads.future import StreamEvent, Streams
 from commrt.threads.recording import Recorder, within_range
+from commrt.threads.streams import StreamEvent, Streams
 from commrt.transport.protocol import Allocate, Exchange, P2PGroup, P2PMessage, Tag, Transport, zeros
 
 Combination = Callable[[], object]

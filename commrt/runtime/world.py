@@ -17,11 +17,14 @@ from torch.distributed import HashStore, PrefixStore, Store
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
 from commrt.importing import untraced
 from commrt.program import member_program
-from commrt.runtime.collectives import Sums, check_all_reduce_call
+from commrt.runtime.all_reduce_call import check_all_reduce_call
+from commrt.runtime.collectives import Sums
+from commrt.runtime.comparison import ConsistencyCheck
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.executor import bind
-from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, ConsistencyCheck, Loss, Membership, RunNow
-from commrt.runtime.prepared import PreparedRuns, check_run, cut
+from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Loss, Membership, RunNow
+from commrt.runtime.prepared import cut
+from commrt.runtime.prepared_runs import PreparedRuns, check_run
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
@@ -29,8 +32,8 @@ from commrt.store.agreement import WorldConfig, diagnose, leave_report, wait_for
 from commrt.store.client import clone_connection
 from commrt.store.launcher import is_on
 from commrt.threads.comm_thread import CommThread, release_in_forked_child
-from commrt.threads.future import streams_of
 from commrt.threads.recording import Nvtx, Recorder
+from commrt.threads.streams import streams_of
 from commrt.transport.protocol import NullTransport, Tag, Transport, TransportByDevice
 
 UNNAMED = Tag(0, "run")

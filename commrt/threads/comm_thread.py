@@ -19,9 +19,10 @@ from torch.autograd import profiler
 
 from commrt.errors import DeadlineExceeded, Evicted, TransportClosed, TransportError, UsageError
 from commrt.threads.deadline import Deadline
-from commrt.threads.future import DONE, HOST, ON_COMM_THREAD, Future, StreamEvent
+from commrt.threads.future import ON_COMM_THREAD, Future
 from commrt.threads.recording import NOTHING, TORCH, Fact, Recorder, within_range
 from commrt.threads.starting import start_thread
+from commrt.threads.streams import DONE, HOST, StreamEvent
 
 _log = logging.getLogger("commrt")
 

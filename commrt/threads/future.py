@@ -1,31 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures that Ctrl-C cannot break, and the streams of a GPU, whose work a future may stand for.
+"""Futures that Ctrl-C cannot break, and threads for calls that may wait.
 
 ``concurrent.futures.Future`` guards its state with a lock that Python code takes. A KeyboardInterrupt may arrive after
 the lock is taken and before Python notes it. Then nobody releases the lock, and the thread that sets the result waits
 for ever (Python 3.11: in 76 of 20,000 interrupted calls of ``result()``).
-
-On a GPU a call returns once its work is queued on the calling thread's current stream. On a CPU work is done when its
-call returns, so streams and events do nothing there.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from math import inf
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-import torch
-
 from commrt.errors import TransportClosed, UsageError
 from commrt.threads.deadline import Deadline, clock
 from commrt.threads.starting import start_thread
+from commrt.threads.streams import DONE, HOST, StreamEvent, Streams
 
 _log = logging.getLogger("commrt")
 
@@ -37,149 +32,6 @@ ON_COMM_THREAD = (
 )
 
 T = TypeVar("T")
-
-
-class StreamEvent:
-    """A place in a stream. This class is a CPU's, always reached; a GPU's is a ``torch.cuda.Event``."""
-
-    def query(self) -> bool:
-        """Return True if all work before the event is done. Never waits."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait on the host until all work before the event is done."""
-
-
-DONE = StreamEvent()
-
-
-class Streams:
-    """The streams of one device, as the calling thread uses them. This class is a CPU's, which queues nothing."""
-
-    queues = False
-    """True if a call returns before its work is done."""
-
-    def use(self) -> None:
-        """Make the device the thread's current one."""
-
-    def enter(self) -> None:
-        """`use` the device, and make two streams for this thread: a current one, and one for `side_stream`."""
-
-    def current(self) -> int:
-        """Return the handle of the thread's current stream, as C libraries take it; 0 is the default stream."""
-        return 0
-
-    def record_event(self) -> StreamEvent:
-        """Return the event at the end of what is queued on the thread's current stream now."""
-        return DONE
-
-    def wait_event(self, event: StreamEvent) -> None:
-        """Let all work that the thread queues from now on begin after `event`. The thread itself does not wait."""
-
-    def main_stream(self) -> AbstractContextManager[object]:
-        """Make the first stream current in the body; for a thread that called `enter`."""
-        return nullcontext()
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        """Make the second stream current in the body; for a thread that called `enter`."""
-        return nullcontext()
-
-    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """Return a graph of what `work` queues, without doing it; None on a CPU.
-
-        `work` only queues: it must not allocate or wait. Meanwhile no other thread may use the device's random numbers,
-        since torch would take its call for a part of the graph.
-        """
-        return None
-
-
-HOST = Streams()
-
-
-class CudaStreams(Streams):
-    """The streams of one GPU. They have a high priority: their blocks run first where there is no room for all."""
-
-    queues = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._first: torch.cuda.Stream | None = None
-        self._second: torch.cuda.Stream | None = None
-        self._seen: dict[int, torch.cuda.Stream] = {}  # by handle: making the object takes longer than using it
-
-    def use(self) -> None:
-        torch.cuda.set_device(self._device)
-
-    def enter(self) -> None:
-        self.use()
-        self._first, self._second = (torch.cuda.Stream(self._device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.set_stream(self._first)
-
-    def current(self) -> int:
-        # ``torch.cuda.current_stream`` would make an object for each call; Triton calls this function as well.
-        handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # noqa: SLF001
-        return handle
-
-    def record_event(self) -> StreamEvent:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._current())
-        return cast("StreamEvent", event)
-
-    def wait_event(self, event: StreamEvent) -> None:
-        if event is not DONE:
-            self._current().wait_event(cast("torch.cuda.Event", event))
-
-    def _current(self) -> torch.cuda.Stream:
-        handle = self.current()
-        if handle not in self._seen:
-            self._seen[handle] = torch.cuda.current_stream(self._device)
-        return self._seen[handle]
-
-    def main_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._first)
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._second)
-
-    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """Capture a CUDA graph. Other threads may allocate meanwhile."""
-        graph, pool, collects = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), gc.isenabled()
-        gc.disable()  # what the garbage collector frees would end the capture (triton#10712)
-        try:
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the first error says why
-                    self._end(graph, pool)
-                raise
-            self._end(graph, pool)
-        finally:
-            if collects:
-                gc.enable()
-        return graph
-
-    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            self._leave_capture(pool)
-            raise
-
-    def _leave_capture(self, pool: Any) -> None:
-        """Bring torch out of a capture that CUDA ended: its allocator, and the device's random number generator."""
-        for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # noqa: SLF001
-            with suppress(RuntimeError):  # it was done already
-                leave(self._device.index, pool)
-        another = torch.cuda.CUDAGraph()
-        with suppress(RuntimeError):
-            another.capture_begin(capture_error_mode="thread_local")
-            another.capture_end()
-
-
-def streams_of(device: torch.device) -> Streams:
-    """Return the streams of `device`, which must have an index if it is a GPU."""
-    return CudaStreams(device) if device.type == "cuda" else HOST
 
 
 class _Setter(Protocol):

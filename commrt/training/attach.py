@@ -25,7 +25,7 @@ from commrt.buckets.layout import MIB, Named, gradient_dtype, wire_dtype
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.options import require_compatible
-from commrt.runtime.collectives import is_expanded
+from commrt.runtime.all_reduce_call import is_expanded
 from commrt.runtime.init import current
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World

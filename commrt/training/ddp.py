@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
-from commrt.runtime.collectives import check_all_reduce
+from commrt.runtime.all_reduce_call import check_all_reduce
 from commrt.runtime.init import init, is_open
 from commrt.runtime.wire import AnyWire, check_wire, is_quantized
 from commrt.runtime.work import Work

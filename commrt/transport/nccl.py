@@ -29,7 +29,8 @@ from torch.distributed import Store
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import clock
-from commrt.threads.future import DONE, Future, StreamEvent, start_call, streams_of
+from commrt.threads.future import Future, start_call
+from commrt.threads.streams import DONE, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import Binding, Communicator, ShutdownNotices, create, load, uncut, watch
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
 

@@ -27,7 +27,8 @@ from commrt.store.agreement import find_disagreement, gather
 from commrt.store.client import MALFORMED, call_store, clone_connection, parse_int, typed
 from commrt.store.launcher import variable
 from commrt.threads.deadline import clock
-from commrt.threads.future import Future, Streams, start_call
+from commrt.threads.future import Future, start_call
+from commrt.threads.streams import Streams
 from commrt.transport.protocol import P2PGroup, P2PMessage
 
 SHARES_GPUS = 23003

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 import commrt
-from commrt.runtime.membership import ConsistencyCheck
+from commrt.runtime.comparison import ConsistencyCheck
 from commrt.training import replica
 from commrt.transport.protocol import Exchange, NullTransport, P2PGroup, Tag, Transport
 

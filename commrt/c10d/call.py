@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a collective of a group is: all that must be equal on all ranks, and the tensors of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commrt.algorithms.catalogue import ROOTED
+
+
+class Piece(NamedTuple):
+    """Where the piece of a slot lies: in a row of the call, from element `begin` on."""
+
+    slot: int
+    row: int
+    begin: int
+
+
+class Kind(NamedTuple):
+    """A call without its memory: calls of one kind run the same programs on the same wire.
+
+    All but the device, and where pieces lie in rows, must be equal on all ranks; but see `sizes`.
+    """
+
+    collective: str
+    dtype: torch.dtype
+    operation: str | None
+    """What ADD stands for; None if nothing is combined."""
+    root: int
+    sizes: tuple[int, ...]
+    """[slots] elements of each piece, in elements of the wire's dtype. In an `all_to_all` they differ, and are 0 for a
+    slot that this rank does not use."""
+    put: tuple[Piece, ...]
+    """What this rank contributes."""
+    take: tuple[Piece, ...]
+    """Where this rank wants the result."""
+    device: torch.device
+    divisor: int = 1
+    """What the result is divided by; integers are rounded towards zero, as by NCCL."""
+    is_scaled: bool = False
+    """True if each rank's contribution is multiplied by a factor of its own."""
+
+    def __str__(self) -> str:
+        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``; equal on all ranks."""
+        if self.collective == "barrier":
+            return self.collective
+        how = f" ({self.operation})" if self.operation else ""
+        from_root = f", root {self.root}" if self.collective in ROOTED else ""
+        slots, numel = len(self.sizes), self.piece_nbytes // self.dtype.itemsize
+        size = f"[{numel if slots == 1 else (slots, numel)}]" if self.is_even else ""
+        return f"{self.collective}{how} of {str(self.dtype)[6:]}{size}{from_root}"
+
+    @property
+    def is_even(self) -> bool:
+        """True if all pieces have one size."""
+        return self.collective != "all_to_all"
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the wire: that of the tensors if they are combined, bytes otherwise."""
+        return torch.uint8 if self.operation is None else self.dtype
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of each piece; 0 where pieces differ."""
+        return self.sizes[0] * self.wire_dtype.itemsize if self.is_even else 0
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One collective as a rank asks for it, checked. Rows share memory with tensors, or are copies of what has gaps."""
+
+    kind: Kind
+    put: Sequence[Tensor]
+    take: Sequence[Tensor]
+    result: Sequence[Tensor]
+    factor: Tensor | float | None = None
+    """What this rank's contribution is multiplied by."""
+    copies: Sequence[tuple[Tensor, Tensor]] = ()
+    """(target, row) pairs to copy at the end: tensors with gaps, and the rows that are taken for them."""

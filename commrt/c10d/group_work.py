@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The works that collectives of a group return, and how errors become torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commrt.errors import CommrtError
+from commrt.importing import untraced
+from commrt.runtime.work import Work, new_future
+from commrt.threads.future import Future
+
+Error = TypeVar("Error", bound=CommrtError)
+NO_TIMEOUT = timedelta(0)
+"""What torch passes where the caller gives none."""
+
+
+def as_dist_error(error: Error) -> Error:
+    """Return `error`, which is a ``torch.distributed.DistBackendError`` too from now on."""
+    if not isinstance(error, dist.DistBackendError):
+        kind: Any = type(error)
+        error.__class__ = _with_base(kind)
+    return error
+
+
+@cache
+def _with_base(kind: Any) -> Any:
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": _reduced}
+    return type(kind.__name__, (kind, dist.DistBackendError), names)
+
+
+def _reduced(error: CommrtError) -> tuple[Any, ...]:
+    """Return how to pickle `error`, as one of commrt: pickle cannot find a class that is made here by its name."""
+    kind: Any = type(error).__base__
+    plain = kind.__new__(kind)
+    plain.args, plain.__dict__ = error.args, {**error.__dict__}
+    return as_dist_error, (plain,)
+
+
+def seconds_of(timeout: timedelta | None) -> float | None:
+    """Return a timeout of torch in seconds; None if it stands for the group's own."""
+    return None if timeout is None or timeout <= NO_TIMEOUT else timeout.total_seconds()
+
+
+@untraced
+class GroupWork(Work, dist.Work):
+    """A `Work` that is one of ``torch.distributed`` too."""
+
+    def __init__(self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective") -> None:
+        dist.Work.__init__(self)
+        Work.__init__(self, result, 0, future, call)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # type: ignore[override]  # torch's
+        """Return True when the result is there, or raise, as `Work.wait`."""
+        try:
+            self._wait(seconds_of(timeout))
+        except CommrtError as error:
+            as_dist_error(error)
+            raise
+        return True
+
+    synchronize = wait  # type: ignore[assignment]  # which returns True
+
+    def is_success(self) -> bool:
+        """Return True if the collective is done without an error."""
+        return self._task().done() and self._task().exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error that ended the collective, None while there is none. Never waits."""
+        error = self._task().exception() if self._task().done() else None
+        return as_dist_error(error) if isinstance(error, CommrtError) else error
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that hold the result; call `wait` before."""
+        return list(self._result)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Do as `Work.get_future`. In a backward pass ``backward()`` raises the error too, which DDP would replace."""
+        self._is_observed = True
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # -1: no backward pass runs
+            callback: Any = self.wait
+            torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
+        done = new_future(self._result)
+        self._task().after_all().add_done_callback(lambda _: done.set_result(None))
+        return done.then(self._value)  # what a callback raises is an error for torch's C++ code too
+
+    def _value(self, _: torch.futures.Future[None]) -> list[Tensor]:
+        self.wait()
+        return self.result()

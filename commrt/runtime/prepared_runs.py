@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of World.run: checked, compared once, bound to their buffers, and then only run."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from commrt.errors import UsageError
+from commrt.kernels.plain_torch import mix_into, reduce_into
+from commrt.program import member_program
+from commrt.proof.replay import ends_alike
+from commrt.runtime.executor import BoundProgram, Scratch, bind
+from commrt.runtime.prepared import (
+    SCHEDULES_KEPT,
+    Claim,
+    Compare,
+    HasMembership,
+    Members,
+    Prepared,
+    check_tag,
+    cut,
+    traits_of,
+)
+from commrt.schedule import ADD, MIX, Schedule
+from commrt.threads.comm_thread import RecoveredError
+from commrt.threads.recording import Recorder
+from commrt.transport.protocol import Tag, Transport
+
+RUNS_KEPT = 1024
+"""Programs of `World.run`."""
+
+_ends_alike = lru_cache(SCHEDULES_KEPT)(ends_alike)
+
+Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+"""Where a buffer lies, and how: ``set_``, ``resize_`` and ``buffer.data = ...`` change it."""
+
+
+class _Run(NamedTuple):
+    program: BoundProgram
+    place: Place
+    until: ref[Tensor]
+    """Lets go of the program when the buffer dies."""
+
+
+class PreparedRuns:
+    """The programs of `World.run`. The latest are kept, as long as their buffers live; all share scratch memory.
+
+    Memory that a buffer has left, by ``buffer.data = ...``, is freed when the buffer runs again, or dies. An error that
+    all ranks raise alike, before anything is sent, leaves the world usable.
+    """
+
+    def __init__(self, transport: Transport, world: HasMembership, compare: Compare) -> None:
+        self._transport, self._world = transport, world
+        self._scratch = Scratch()
+        self._prepared = Prepared(world, self._bind, claim=self._claim, compare=compare, kept=RUNS_KEPT)
+
+    def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
+        """Return what `run` would only run, else None. On any thread."""
+        found = self._prepared.known(schedule, None, ref(buffer))
+        if found is None or found.place != (buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype):
+            return None
+        return found.program
+
+    def require_possible(self, schedule: Schedule, buffer: Tensor) -> None:
+        """Raise `UsageError` if `schedule` cannot run on `buffer`. On any thread."""
+        _require_row(buffer)
+        if self.known(schedule, buffer) is None:
+            self._transport.allocate(0, buffer.dtype, buffer.device)  # raises for a device or dtype that it cannot move
+            _require_arithmetic(buffer.dtype, traits_of(schedule).combines)
+
+    def run(self, schedule: Schedule, buffer: Tensor, tag: Tag, recorder: Recorder | None = None) -> None:
+        """Run `schedule`, of all ranks, on `buffer` [numel]. On the communication thread."""
+        program = self.known(schedule, buffer)
+        if program is None:
+            self._prepared.forget_one(schedule, None, ref(buffer))  # it may be bound to memory that the buffer has left
+            program = self._prepared.get(schedule, None, ref(buffer)).program
+        program.run(tag, recorder)
+
+    def forget(self) -> None:
+        """Let go of all memory."""
+        self._prepared.forget()
+        self._scratch.clear()
+
+    def _claim(self, schedule: Schedule, _: Members, memory: ref[Tensor]) -> Claim | None:
+        """Return what the ranks that send or receive compare; None on others, which need not come."""
+        digest, ranks, _combines = traits_of(schedule)
+        if lost := sorted({*ranks} - {*self._world.membership.ranks}):
+            what = f"{schedule.name} names ranks {lost}, which are lost"
+            do = "build a schedule for the ranks that are left, with schedule.over(world.members, world=world.size)"
+            raise RecoveredError(UsageError(f"{what}: {do}"))
+        buffer = cast("Tensor", memory())
+        return Claim(ranks, f"{digest} {buffer.numel()} {buffer.dtype}") if self._transport.rank in ranks else None
+
+    def _bind(self, schedule: Schedule, _: Members, memory: ref[Tensor]) -> _Run:
+        buffer, ranks = cast("Tensor", memory()), schedule.ranks
+        if self._transport.rank in traits_of(schedule).ranks:
+            _require_equal_chunks(schedule, buffer.numel())
+        row = buffer.detach()
+        mine = member_program(schedule, range(ranks), self._transport.rank, ranks)  # which remembers schedules
+        program = bind(mine, row, self._transport, self._scratch, bounds=cut(schedule, buffer))
+        place = buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
+        return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_one(schedule, None, memory)))
+
+
+def check_run(schedule: Schedule, buffer: Tensor, tag: Tag, ranks: int) -> None:
+    """Raise `UsageError` unless `schedule` is one of so many `ranks`, and the others are what they must be."""
+    check_tag(tag)
+    if not isinstance(buffer, Tensor):
+        raise UsageError(f"a buffer must be a tensor, not a {type(buffer).__name__}: make one with torch.tensor()")
+    if not isinstance(schedule, Schedule):
+        raise UsageError(f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)")
+    if schedule.ranks != ranks:
+        raise UsageError(
+            f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {ranks}: say which of "
+            f"them play it with schedule.over(ranks, world={ranks})"
+        )
+
+
+def _require_equal_chunks(schedule: Schedule, numel: int) -> None:
+    if numel % schedule.chunks and not _ends_alike(schedule):
+        what = f"{numel} elements do not divide into {schedule.chunks} equal chunks, which {schedule.name} needs"
+        whole = -(-numel // schedule.chunks) * schedule.chunks
+        raise RecoveredError(UsageError(f"run: {what}: pad the buffer to {whole} elements"))
+
+
+def _require_row(buffer: Tensor) -> None:
+    if buffer.layout != torch.strided or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise UsageError(
+            f"a buffer must be one contiguous row, not {buffer.layout} of shape {tuple(buffer.shape)}, perhaps with "
+            "gaps: flatten it first"
+        )
+    if buffer.is_inference():
+        raise UsageError(
+            "the buffer was made under torch.inference_mode() and cannot be written: clone() it outside of that"
+        )
+
+
+def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
+    """Raise `UsageError` if torch cannot do on `dtype` what receivers do: try it on one element."""
+    try:
+        own, received = torch.zeros(2, 1, dtype=dtype, device="cpu")
+        own.copy_(received)
+        if ADD in combines:
+            reduce_into(own, [own, received])
+        if MIX in combines:
+            mix_into(own, received, 0.5)
+    except RuntimeError as error:
+        raise UsageError(f"this schedule cannot run on {dtype} ({error}): convert the buffer first") from error
