@@ -14,6 +14,7 @@ from commrt.algorithms.gossip import Gossip as Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling as HalvingDoubling
 from commrt.algorithms.ring import Ring as Ring
 from commrt.algorithms.torus import Torus2D as Torus2D
+from commrt.data.ring_shuffle import RingShuffle as RingShuffle
 from commrt.data.shares import Shares as Shares
 from commrt.errors import CommrtError as CommrtError
 from commrt.errors import DeadlineExceeded as DeadlineExceeded
@@ -38,7 +39,6 @@ from commrt.training.attach import attach as attach
 from commrt.training.ddp import DDPState as DDPState
 from commrt.training.ddp import ddp_hook as ddp_hook
 from commrt.training.replica import Replica as Replica
-from commrt.training.ring_shuffle import RingShuffle as RingShuffle
 from commrt.transport.protocol import Tag as Tag
 
 __version__: str

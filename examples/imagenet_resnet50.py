@@ -30,7 +30,7 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 import commrt
-from commrt.training.large_batch import BatchSizeControl, Rate
+from commrt.data.large_batch import BatchSizeControl, Rate
 
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])

@@ -18,12 +18,12 @@ from torch import nn
 
 import commrt
 from commrt.backup_workers.replica_state import Snapshot, StateTransfer, pack, unpack
+from commrt.data.large_batch import BatchSizeControl, Rate
+from commrt.data.ring_shuffle import RingShuffle
 from commrt.data.shares import Shares
 from commrt.errors import DisagreementError
 from commrt.testing.ranks import local_worlds
-from commrt.training.large_batch import BatchSizeControl, Rate
 from commrt.training.model_state import dump, load
-from commrt.training.ring_shuffle import RingShuffle
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:TypedStorage")
 EXAMPLE = Path(__file__).parent.parent / "examples/imagenet_resnet50.py"

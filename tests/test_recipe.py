@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
+from commrt.data.large_batch import BatchSizeControl, Rate
 from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
-from commrt.training.large_batch import BatchSizeControl, Rate
 
 DATA = TensorDataset(torch.arange(96.0))
 

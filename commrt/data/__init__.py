@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank trains on which samples."""
+"""Which rank trains on which samples, and on how many."""

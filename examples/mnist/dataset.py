@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from commrt.data.large_batch import BatchSizeControl
 from commrt.errors import UsageError
-from commrt.training.large_batch import BatchSizeControl
 
 __all__ = ["TRAIN_IMAGES", "Feed", "Images", "lenet", "load", "require_images"]
 

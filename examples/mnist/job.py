@@ -16,11 +16,11 @@ from recipes import RECIPES, Recipe
 
 import commrt
 from commrt.algorithms import catalogue
+from commrt.data.large_batch import BatchSizeControl
 from commrt.errors import UsageError
 from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.tools.pictures.files import require_writable
 from commrt.tools.planning.wires import require_carried
-from commrt.training.large_batch import BatchSizeControl
 
 __all__ = ["ALGORITHMS", "BACKUP", "DDP", "DIRECT", "FP32", "GOSSIP", "LOCAL", "WIRES", "Job", "LocalSettings"]
 

@@ -13,8 +13,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import DistributedSampler
 
+from commrt.data.large_batch import BatchSizeControl, Rate
 from commrt.errors import UsageError
-from commrt.training.large_batch import BatchSizeControl, Rate
 
 __all__ = ["PLAIN", "RECIPES", "Recipe", "batches", "require_fit"]
 

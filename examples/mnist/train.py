@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import commrt
+from commrt.data.large_batch import Rate
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.options import Wire, leave_out
-from commrt.training.large_batch import Rate
 
 __all__ = ["app", "replicated", "train_rank"]
 

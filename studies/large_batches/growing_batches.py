@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
 import commrt
-from commrt.training.large_batch import BatchSizeControl, Rate
+from commrt.data.large_batch import BatchSizeControl, Rate
 
 sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
 
