@@ -55,6 +55,7 @@ class _Group(NamedTuple):
     """Their places on the stage; nothing for a large one."""
     stage: Tensor
     wire: Tensor
+    has_gaps: bool = False
 
 
 def _groups(wire: Tensor, layout: Layout, like: Sequence[Tensor], views: Sequence[Tensor]) -> list[_Group]:
@@ -72,7 +73,9 @@ def _groups(wire: Tensor, layout: Layout, like: Sequence[Tensor], views: Sequenc
         else:
             pairs = zip(like[first:stop], layout.places[first:stop], strict=True)
             staged = [stage.as_strided(t.shape, t.stride(), place - begin) for t, place in pairs]
-            groups.append(_Group(slice(first, stop), staged, stage[:numel], wire[begin : begin + numel]))
+            has_gaps = numel > sum(layout.counts[first:stop])
+            part = wire[begin : begin + numel]
+            groups.append(_Group(slice(first, stop), staged, stage[:numel], part, has_gaps))
         first = stop
     return groups
 
@@ -83,7 +86,7 @@ class _Mixes(NamedTuple):
 
 
 class TorchPacking:
-    """A `Packing` in plain torch: one call per tensor, on any device."""
+    """A `Packing` in plain torch, on any device; small tensors are copied together."""
 
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
         self._layout, self._like, self._count = layout, like, len(like)
@@ -107,8 +110,10 @@ class TorchPacking:
         if self.packs_at_once:
             pack_at_once(tensors, self._views, self._row, scale)
         elif self._groups and True not in map(is_, tensors, repeat(None)):
-            for members, staged, stage, wire in self._groups:
+            for members, staged, stage, wire, has_gaps in self._groups:
                 if staged:
+                    if has_gaps:
+                        stage.zero_()
                     torch._foreach_copy_(staged, cast("list[Tensor]", [*tensors[members]]))
                     wire.copy_(stage if scale == 1 else stage.mul_(scale))
                 else:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """world.all_reduce() and world.run() of single tensors, and the Work that they return."""
 
+import gc
 import threading
+import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from unittest import mock
 
@@ -22,6 +25,16 @@ from commrt.runtime import collectives
 from commrt.runtime.wire import WIRES
 from commrt.testing.faults import drop_at, with_faults
 from commrt.testing.ranks import run_ranks
+
+
+@dataclass
+class Unhashable:
+    """As whoever writes an algorithm may leave it."""
+
+    name: str = "ours"
+
+    def schedule(self, step, ranks):
+        return commrt.Ring().schedule(step, ranks)
 
 
 def summed(world, tensor, **kwargs):
@@ -111,6 +124,25 @@ def test_a_view_that_torch_negates_when_it_is_read_is_summed_as_it_reads(world):
 def test_one_buffer_serves_tensors_of_all_sizes(world):
     for numel in (10, 1000, 0, 17, 1000, 10):
         assert summed(world, torch.full((numel,), float(world.rank)), op="sum").tolist() == [3.0] * numel
+
+
+@on_ranks(2)
+def test_memory_that_a_larger_sum_replaces_is_let_go_of(world):
+    allocated, allocate = [], world.transport.allocate
+
+    def noted(*kind):
+        row = allocate(*kind)
+        allocated.append(weakref.ref(row))
+        return row
+
+    with mock.patch.object(world.transport, "allocate", noted):
+        for numel in range(1000, 200_000, 10_000):
+            assert summed(world, torch.ones(numel), op="sum", algorithm=Unhashable())[0] == 2
+            for _ in range(2):
+                assert summed(world, torch.ones(numel), op="sum")[-1] == 2
+    gc.collect()
+    assert len(allocated) > 20
+    assert sum(row() is not None for row in allocated) < 5
 
 
 def test_the_kernels_are_given_dense_tensors():

@@ -80,24 +80,28 @@ def interrupt(model, rank):
     model.zero_grad()
 
 
+@for_each("cap_mb", [1e-9, 25])
 @on_ranks(2)
-def test_an_interrupted_backward_pass_is_neither_continued_nor_stepped_with(world):
-    model, optimizer, _ = trainee(world, bucket_cap_mb=1e-9)
+def test_an_interrupted_backward_pass_is_neither_continued_nor_stepped_with(world, cap_mb):
+    model, optimizer, _ = trainee(world, bucket_cap_mb=cap_mb)
     interrupt(model, world.rank)
     with pytest.raises(UsageError, match="if an error interrupted it, the other ranks wait for the rest"):
         optimizer.step()
     world.comm_thread.submit(lambda: None).result()  # what left before the error has arrived
     world.agree("all are here")
     with pytest.raises(UsageError, match="inside or after one that did not end"):
-        backward(model, world.rank)
+        model[0].weight.sum().backward()  # the gradient before which the other one ended
 
 
 @on_ranks(1)
 def test_one_rank_alone_goes_on_after_an_interrupted_backward_pass(world):
     model, _, replica = trainee(world)
     interrupt(model, 0)
-    backward(model, 0)
+    model[0].weight.sum().backward()
     assert replica.step == 1
+    model.zero_grad()
+    backward(model, 0)
+    assert replica.step == 2
     assert all(map(torch.equal, gradients(model), local_gradients(net(), 0)))
 
 

@@ -2,6 +2,7 @@
 """A model or gradient that changed after attach() is refused before anything is overwritten."""
 
 import copy
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -15,15 +16,6 @@ from commrt.errors import CommrtError, UsageError
 from commrt.kernels import torch_packing
 from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
-
-
-@on_ranks(2)
-def test_a_sparse_gradient_is_refused_by_name(world):
-    model = nn.Embedding(10, 3)
-    commrt.attach(model, world=world)
-    model.sparse = True
-    with pytest.raises(UsageError, match=r"the gradient of weight is torch\.sparse_coo"):
-        model(torch.tensor([1, 2])).sum().backward()
 
 
 def transposed(model):
@@ -73,6 +65,20 @@ def test_a_gradient_that_cannot_be_packed_is_refused_before_anything_is_written(
     with pytest.raises(UsageError, match=what):
         replica.average()
     assert all(map(torch.equal, gradients(model), before))
+
+
+@for_each(("ranks", "kind"), product((1, 2), ("own", "views")))
+def test_a_sparse_gradient_is_refused(ranks, kind):
+    def body(world):
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+        replica = commrt.attach(model, world=world, gradients=kind)
+        model[0].sparse = True
+        for context in (replica.no_sync(), nullcontext()):
+            with context, pytest.raises(UsageError, match=r"0\.weight is torch\.sparse_coo: only dense"):
+                model(torch.tensor([1, 2])).sum().backward()
+            model.zero_grad()
+
+    run_ranks(ranks, body)
 
 
 @on_ranks(2)

@@ -50,8 +50,10 @@ class Span:
 class Engine:
     """Averages buckets over the members of a step, in order of submission.
 
-    Methods called ``submit_...`` return at once, and those called ``..._now`` run on the communication thread; the
-    others are for the thread that trains, with nothing in flight. What a schedule *object* does among some members is
+    Methods called ``submit_...`` return at once, but for a caller that waits anyway. Those called ``..._now`` run on
+    the communication thread, or in place of it. The others are for the thread that trains, with nothing in flight.
+
+    What a schedule *object* does among some members is
     proven (with `same_bits`, to add in one order), compared with the other ranks and bound once, and then only run.
     """
 

@@ -33,6 +33,7 @@ CHANGED = (
     "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
     "and step or zero them, only after backward() has returned (hooks that change them: register these before attach())"
 )
+SPARSE = "the gradient of {name} is {layout}: only dense gradients can be averaged"
 FP16_FACTOR = 1 / 16
 """A sum in fp16 that a factor outside of this range corrects is made anew."""
 grad_of = attrgetter("grad")
@@ -45,8 +46,9 @@ class GradientBucket:
     """Parameters whose gradients travel together in the buffer `wire`.
 
     In each step the thread that trains calls `take` and at the end `assign_missing`. In between the communication
-    thread calls `pack` and `unpack`, or a device graph does their work between `prepare_replay` and `finish_replay`.
-    Nobody else may touch the gradients meanwhile: all of these raise `UsageError` if somebody did.
+    thread, or the one that trains in its place, calls `pack` and `unpack`, or a device graph does their work between
+    `prepare_replay` and `finish_replay`. Nobody else may touch the gradients meanwhile: all of these raise `UsageError`
+    if somebody did.
     """
 
     unpacks_wire = True  # False if gradients stay on the wire
@@ -159,6 +161,12 @@ class GradientBucket:
                 if grad is not None:
                     self._require_fit(place, grad)
 
+    def require_dense(self) -> None:
+        """Raise `UsageError` for a sparse gradient, of which nothing else is checked now."""
+        for (name, _), grad in zip(self.params, map(grad_of, self._tensors), strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise UsageError(SPARSE.format(name=name, layout=grad.layout))
+
     def pack(self, scale: float) -> None:
         """Write the gradients times `scale` to the wire, zeros for absent ones."""
         self._require_unchanged()
@@ -256,7 +264,7 @@ class GradientBucket:
         """Raise `UsageError` for a gradient that would be written to its neighbours' places."""
         name, kind = self.names[place], self._kinds[place]
         if grad.layout is not torch.strided:
-            raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
+            raise UsageError(SPARSE.format(name=name, layout=grad.layout))
         if grad.is_inference():
             raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
         if grad.device != (ours := self.wire.device):

@@ -53,17 +53,19 @@ class ReadyOrder:
         """End a backward pass: no gradient is awaited."""
         self.seen.update(self._bucket_of)
 
-    def counter(self, name: str, fill: Callable[[], None], refuse: Callable[[str], None]) -> Callable[[Tensor], None]:
+    def counter(
+        self, name: str, fill: Callable[[], None], refuse: Callable[[str, Tensor], None]
+    ) -> Callable[[Tensor], None]:
         """Return the hook of the gradient `name`, which autograd calls when it is ready.
 
-        It calls ``fill()`` if a bucket has all its gradients then, and ``refuse(name)`` instead if none was awaited.
-        Cost: 0.8 us, nearly all of it autograd's.
+        It calls ``fill()`` if a bucket has all its gradients then, and ``refuse(name, parameter)`` instead if none was
+        awaited. Cost: 0.8 us, nearly all of it autograd's.
         """
         seen, missing, bucket_of = self.seen, self._missing, self._bucket_of
 
-        def count(_: Tensor) -> None:  # calls nothing, as it runs for each gradient of each step
+        def count(param: Tensor) -> None:  # calls nothing, as it runs for each gradient of each step
             if name in seen:
-                refuse(name)
+                refuse(name, param)
                 return
             seen[name] = bucket = bucket_of[name]
             missing[bucket] -= 1

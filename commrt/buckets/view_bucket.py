@@ -82,9 +82,10 @@ class ViewBucket(GradientBucket):
                 self._overlaps.require_apart(self.names[place], grad)
 
     def _require_fits(self, grads: Sequence[Tensor | None], there: Sequence[Tensor]) -> None:
-        if self.is_whole and not self._moved and self._are_all_apart(there):
+        if self.is_whole and not self._moved:
             super()._require_fits(grads, there)
-            return
+            if self._are_all_apart(there):
+                return
         for place, grad in enumerate(grads):
             if grad is not None:
                 self._require_fit(place, grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
@@ -129,12 +130,11 @@ class _SlicedSum(_Sum):
 
 
 class _Known(NamedTuple):
-    """What a call repeats that was made before, as long as nothing was let go of since."""
+    """What a call repeats that was made before."""
 
     own: _Sum
     algorithm: str
     generation: int
-    since: object
 
 
 class Sums:
@@ -145,7 +145,6 @@ class Sums:
     ) -> None:
         self._transport, self._comm_thread, self._world = transport, comm_thread, world
         self._prepared = Prepared(world, self._bind, prove=_prove, claim=self._claim, compare=compare)
-        self._known: dict[Hashable, _Known] = {}
         self._calls = count(1)  # so that random numbers of untagged calls differ
         self._memory = Scratch(self._allocate)
         self._memory_of = world.membership.number  # after connections broke, a peer may still read what it was sent
@@ -167,10 +166,10 @@ class Sums:
     def known(self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None) -> _Known | None:
         """Return what such a call may `repeat` unchecked, as `remember` noted one; else None."""
         try:
-            found = self._known.get(_kind_of(tensor, op, algorithm, wire))
+            found: _Known | None = self._prepared.shortcuts.get(_kind_of(tensor, op, algorithm, wire))
         except (AttributeError, RuntimeError, TypeError):  # it is no tensor, has no strides, or an argument no hash
             return None
-        if found is None or found.since is not self._prepared.since or tensor.is_inference() or tensor.is_neg():
+        if found is None or tensor.is_inference() or tensor.is_neg():
             return None
         return found if found.generation == self._world.membership.number else None
 
@@ -180,11 +179,14 @@ class Sums:
         """Note a call that was made, of a tensor without gaps on the host."""
         schedule, members = _chosen(algorithm, call, len(self._world.membership.ranks)), self._world.membership.ranks
         own = self._prepared.known(schedule, members, call)
-        if own is not None and tensor.stride() == call.strides:
-            if len(self._known) == KNOWN_KEPT:
-                self._known.clear()
-            number, since = self._world.membership.number, self._prepared.since
-            self._known[_kind_of(tensor, op, algorithm, wire)] = _Known(own, schedule.name, number, since)
+        if own is None or tensor.stride() != call.strides:
+            return
+        shortcuts = self._prepared.shortcuts
+        if len(shortcuts) == KNOWN_KEPT:
+            shortcuts.clear()
+        with suppress(TypeError):  # of an algorithm without a hash
+            known = _Known(own, schedule.name, self._world.membership.number)
+            shortcuts[_kind_of(tensor, op, algorithm, wire)] = known
 
     def repeat(self, known: _Known, tensor: Tensor, tag: Tag) -> None:
         """Do what `run` does. On the communication thread."""
@@ -212,7 +214,6 @@ class Sums:
     def forget(self) -> None:
         """Let go of all memory."""
         self._prepared.forget()
-        self._known.clear()
         self._memory.clear()
         self._unconfirmed.clear()
 

@@ -67,25 +67,25 @@ class Prepared(Generic[T]):
         self._world, self._bind, self._claim, self._compare, self._kept = world, bind, claim, compare, kept
         self.prove = lru_cache(KEPT)(prove)
         """Raises unless a schedule does what it must. On any thread."""
-        self.since: object
-        """Another object each time that something is let go of."""
+        self.shortcuts: dict[Hashable, Any] = {}
+        """What callers note of these exchanges, to run them unasked: empty again when one of them is let go of."""
         self.forget()
 
     def forget(self) -> None:
         """Let go of all memory, and begin anew; on all ranks alike, if they compare."""
-        self.since = object()
+        self.shortcuts.clear()
         self._generation = self._world.membership.number
         self._bound: dict[tuple[Schedule, Members, Hashable], T] = {}
         self._compared: dict[tuple[int, ...], set[str]] = {}
 
     def forget_bound(self) -> None:
         """Let go of all memory. A rank may do so alone."""
-        self.since = object()
+        self.shortcuts.clear()
         self._bound.clear()
 
     def forget_one(self, schedule: Schedule, members: Members, memory: Hashable) -> None:
         """Let go of one exchange, if it is there. A rank may do so alone, on any thread."""
-        self.since = object()
+        self.shortcuts.clear()
         self._bound.pop((schedule, members, memory), None)
 
     def known(self, schedule: Schedule, members: Members, memory: Hashable) -> T | None:
@@ -109,7 +109,7 @@ class Prepared(Generic[T]):
             self._compare_once(claim, schedule, step)
         bound = self._bind(schedule, members, memory)
         while len(self._bound) >= self._kept:
-            self.since = object()
+            self.shortcuts.clear()
             self._bound.pop(next(iter(self._bound)), None)
         self._bound[schedule, members, memory] = bound
         return bound

@@ -190,7 +190,8 @@ class World:
 
         Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if
         sizes, wire dtypes or algorithms differ in a call that is new to them. The world stays usable then. For other
-        differences between the calls it raises `DisagreementError` later, and ends the world.
+        differences between the calls it raises `DisagreementError` later, and ends the world. After a `TransportError`
+        a part of a tensor of more than 2^20 elements on a CPU may hold the result already: make such a tensor anew.
         """
         is_simple = not async_op and residual is None and isinstance(tag, Tag) and self._is_plain
         if is_simple and (known := self._sums.known(tensor, op, algorithm, wire)) is not None:

@@ -257,8 +257,8 @@ class CommThread:
         if self.failure is not None:
             raise refusal_after(self.failure) from self.failure
         records = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # noqa: SLF001  # torch.no_grad() takes five times as long
         try:
+            torch._C._set_grad_enabled(False)  # noqa: SLF001  # torch.no_grad() takes five times as long
             return task()
         finally:
             torch._C._set_grad_enabled(records)  # noqa: SLF001

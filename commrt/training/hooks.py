@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from commrt.buckets.gradient_bucket import SPARSE
 from commrt.buckets.layout import Named
 from commrt.buckets.ready_order import ReadyOrder
 from commrt.errors import UsageError
@@ -51,13 +52,14 @@ def on_dense_gradients(
     With `once_per_pass` only the first gradient of a backward pass does so. ``backward()`` raises `UsageError` for a
     sparse gradient, and for a parameter that outlived `owner`.
     """
-    weakly, latest = ref(owner), NO_PASS
+    weakly = ref(owner)
+    latest: int | None = None
 
     def ready(name: str, param: Tensor) -> None:
         nonlocal latest
         grad, number = param.grad, current_pass()
         if grad is not None and grad.layout is not torch.strided:
-            raise UsageError(f"the gradient of {name} is {grad.layout}: only dense gradients can be averaged")
+            raise UsageError(SPARSE.format(name=name, layout=grad.layout))
         if number == latest:
             return
         if (here := weakly()) is None:
@@ -88,12 +90,36 @@ def on_counted_gradients(
         if (here := weakly()) is not None:
             fill(here)
 
-    def refused(name: str) -> None:
+    def refused(name: str, param: Tensor) -> None:
         if (here := weakly()) is None:
             raise UsageError(OUTLIVED.format(name=name))
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            raise UsageError(SPARSE.format(name=name, layout=param.grad.layout))
         refuse(here, name)
 
     return (param.register_post_accumulate_grad_hook(order.counter(name, filled, refused)) for name, param in params)  # type: ignore[no-untyped-call]  # torch's own
+
+
+class PassEnd:
+    """Calls `ended` where the running backward pass ends, and then `anyway`; only this if an error ends the pass."""
+
+    def __init__(self, ended: Callable[[], None], anyway: Callable[[], None]) -> None:
+        self._ended = ended
+        self._anyway: Callable[[], None] | None = anyway
+        at_end_of_backward(self)
+
+    def __call__(self) -> None:
+        """End the pass; autograd calls it."""
+        anyway, self._anyway = self._anyway, None
+        try:
+            self._ended()
+        finally:
+            if anyway is not None:
+                anyway()
+
+    def __del__(self) -> None:  # autograd lets go of what an error keeps it from calling
+        if self._anyway is not None:
+            self._anyway()
 
 
 class ModuleHook:

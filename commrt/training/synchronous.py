@@ -27,7 +27,7 @@ from commrt.training.attach import Request, check_stateful, describe_buffers
 from commrt.training.hooks import (
     INTERRUPTED,
     TWICE,
-    at_end_of_backward,
+    PassEnd,
     current_pass,
     on_counted_gradients,
     on_dense_gradients,
@@ -156,7 +156,7 @@ class SynchronousReplica(Replica):
         if not self._riding.is_idle:
             self._riding.count_pass(number)  # or refuse it, before the step begins
         self._begin(number, what)
-        at_end_of_backward(self._finish)
+        PassEnd(self._finish, self._order.disarm)
 
     def _on_full_bucket(self) -> None:
         if (number := current_pass()) != self._number:  # an error interrupted the pass before
@@ -174,8 +174,11 @@ class SynchronousReplica(Replica):
     def _average(self, number: int) -> None:
         if self._number != current_pass():
             self._riding.forget_thrown_away()
-            self._begin(number, "average()")
-            self._finish()
+            try:
+                self._begin(number, "average()")
+                self._finish()
+            finally:
+                self._order.disarm()
 
     def _begin(self, number: int, what: str) -> None:
         """Start the step of backward pass `number`, from which `what` comes; refuse it inside of another pass."""
@@ -207,7 +210,9 @@ class SynchronousReplica(Replica):
                 leaving = self._riding.leave(backward, is_mixed=self._engine.mixes)
                 bucket.riders.load(leaving)
                 header = header._replace(weighed=leaving.weighed)
-            if not self._alone:
+            if self._alone:
+                bucket.require_dense()
+            else:
                 bucket.take(header, self._order.seen)
             self._in_flight.append(self._engine.submit(bucket, self._step, waits=waits))
 
@@ -233,7 +238,6 @@ class SynchronousReplica(Replica):
         self.last = StepReport(self._step, self._engine.members, perf_counter() - begin_s, spans)
         self._stats = self._stats.plus(self.last)
         self._number = None
-        self._order.disarm()
         self._step += 1
         if not self._order_is_observed and self._world.joined is None:
             self._observe_order()
