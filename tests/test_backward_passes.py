@@ -73,7 +73,7 @@ def test_a_failing_transfer_ends_every_rank_with_its_place_and_nothing_runs_afte
 
 def interrupt(model, rank):
     """A backward pass that an error of the user's ends."""
-    handle = model[0].weight.register_hook(lambda _: 1 / 0)
+    handle = model[2].weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         backward(model, rank)
     handle.remove()
@@ -90,7 +90,7 @@ def test_an_interrupted_backward_pass_is_neither_continued_nor_stepped_with(worl
     world.comm_thread.submit(lambda: None).result()  # what left before the error has arrived
     world.agree("all are here")
     with pytest.raises(UsageError, match="inside or after one that did not end"):
-        model[0].weight.sum().backward()  # the gradient before which the other one ended
+        model[0].weight.sum().backward()  # which the other one had not come to
 
 
 @on_ranks(1)
