@@ -2,6 +2,7 @@
 """Backward passes that are missing, interrupted, repeated, held back or stepped in the middle, or in a closure."""
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -91,6 +92,17 @@ def test_an_interrupted_backward_pass_is_neither_continued_nor_stepped_with(worl
     world.agree("all are here")
     with pytest.raises(UsageError, match="inside or after one that did not end"):
         model[0].weight.sum().backward()  # which the other one had not come to
+
+
+@on_ranks(2)
+def test_a_pass_is_refused_after_one_that_could_not_begin(world):
+    model, _, replica = trainee(world)
+    for _ in range(2):
+        backward(model, world.rank)
+    with mock.patch.object(replica._guard, "close", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        backward(model, world.rank)
+    with pytest.raises(UsageError, match="inside or after one that did not end"):
+        model[0].weight.sum().backward()
 
 
 @on_ranks(1)

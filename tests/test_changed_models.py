@@ -109,7 +109,6 @@ def point_elsewhere(param):
         (replace, "own", 1e-9),
         (double, "own", 1e-9),
         (zero, "own", 25),
-        (zero, "views", 1e-9),
         (replace, "views", 1e-9),
         (double, "views", 1e-9),
         (zero, "large views", 25),

@@ -177,11 +177,11 @@ class Sums:
         self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None, call: AllReduce
     ) -> None:
         """Note a call that was made, of a tensor without gaps on the host."""
-        schedule, members = _chosen(algorithm, call, len(self._world.membership.ranks)), self._world.membership.ranks
-        own = self._prepared.known(schedule, members, call)
+        shortcuts, members = self._prepared.shortcuts, self._world.membership.ranks
+        schedule = _chosen(algorithm, call, len(members))
+        own = self._prepared.known(schedule, members, call)  # after `shortcuts`, which another thread may replace
         if own is None or tensor.stride() != call.strides:
             return
-        shortcuts = self._prepared.shortcuts
         if len(shortcuts) == KNOWN_KEPT:
             shortcuts.clear()
         with suppress(TypeError):  # of an algorithm without a hash

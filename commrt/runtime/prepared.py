@@ -73,19 +73,19 @@ class Prepared(Generic[T]):
 
     def forget(self) -> None:
         """Let go of all memory, and begin anew; on all ranks alike, if they compare."""
-        self.shortcuts.clear()
+        self.shortcuts = {}
         self._generation = self._world.membership.number
         self._bound: dict[tuple[Schedule, Members, Hashable], T] = {}
         self._compared: dict[tuple[int, ...], set[str]] = {}
 
     def forget_bound(self) -> None:
         """Let go of all memory. A rank may do so alone."""
-        self.shortcuts.clear()
+        self.shortcuts = {}
         self._bound.clear()
 
     def forget_one(self, schedule: Schedule, members: Members, memory: Hashable) -> None:
         """Let go of one exchange, if it is there. A rank may do so alone, on any thread."""
-        self.shortcuts.clear()
+        self.shortcuts = {}
         self._bound.pop((schedule, members, memory), None)
 
     def known(self, schedule: Schedule, members: Members, memory: Hashable) -> T | None:
@@ -109,7 +109,7 @@ class Prepared(Generic[T]):
             self._compare_once(claim, schedule, step)
         bound = self._bind(schedule, members, memory)
         while len(self._bound) >= self._kept:
-            self.shortcuts.clear()
+            self.shortcuts = {}
             self._bound.pop(next(iter(self._bound)), None)
         self._bound[schedule, members, memory] = bound
         return bound

@@ -157,6 +157,7 @@ class SynchronousReplica(Replica):
             self._riding.count_pass(number)  # or refuse it, before the step begins
         self._begin(number, what)
         PassEnd(self._finish, self._order.disarm)
+        self._order.arm()  # last: what fails before leaves no gradient awaited
 
     def _on_full_bucket(self) -> None:
         if (number := current_pass()) != self._number:  # an error interrupted the pass before
@@ -174,8 +175,9 @@ class SynchronousReplica(Replica):
     def _average(self, number: int) -> None:
         if self._number != current_pass():
             self._riding.forget_thrown_away()
+            self._begin(number, "average()")
+            self._order.arm()
             try:
-                self._begin(number, "average()")
                 self._finish()
             finally:
                 self._order.disarm()
@@ -188,7 +190,6 @@ class SynchronousReplica(Replica):
             raise UsageError("another model of this world is in join(): ranks that left it answer for that model only")
         self._parameters.require_unchanged()
         self._number, self._in_flight = number, []
-        self._order.arm()
         self._engine.own_weight = self._riding.own_weight
         if not self._alone:
             steps, settings = self._guard.close(self._step)
