@@ -16,14 +16,13 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from socket import create_server
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from interleaved import Times, table
+from interleaved import table
 from records import append, made
-from step_worker import HOST
+from step_worker import HOST, in_turns
 
 import commrt
 from commrt import c10d
@@ -59,16 +58,7 @@ def work(rounds: int, records: Path | None) -> None:
         group = dist.new_group(backend=c10d.NAME)
         for size, nbytes in SIZES.items():
             calls = dict(zip(WAYS, ways(comm, mpi.IN_PLACE, world, group, torch.zeros(nbytes // 4)), strict=True))
-            times: Times = {way: [] for way in WAYS}
-            for turn in range(-1, rounds):
-                for way in WAYS[:: 1 if turn % 2 else -1]:
-                    dist.barrier()
-                    comm.Barrier()
-                    number, begin_s = max(1, min(CALLS, NBYTES_PER_TURN // nbytes)), perf_counter()
-                    for _ in range(number):
-                        calls[way]()
-                    slowest_s = comm.allreduce((perf_counter() - begin_s) / number, op=mpi.MAX)
-                    times[way] += [slowest_s] * (turn >= 0)
+            times = in_turns(calls, rounds, max(1, min(CALLS, NBYTES_PER_TURN // nbytes)))
             if comm.rank == 0:
                 print(f"{size}, {comm.size} ranks\n{table(times, dict.fromkeys(WAYS, MPI), 'us')}\n", flush=True)
                 append(records, made("beside MPI", f"{size}, {comm.size} ranks", times, dict.fromkeys(WAYS, MPI)))

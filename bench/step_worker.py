@@ -30,7 +30,7 @@ from commrt.runtime.world import World
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.shared import SharedTransport
 
-__all__ = ["HOST", "PEERS", "Job", "work"]
+__all__ = ["HOST", "PEERS", "Job", "in_turns", "work"]
 
 HOST = "127.0.0.1"
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -72,6 +72,21 @@ class Job:
     ranks: int = 4
     warmup: int = 2
     rounds: int = 12
+
+
+def in_turns(calls: dict[str, Callable[[], object]], rounds: int, number: int, warmup: int = 1) -> Times:
+    """Return the mean seconds of a call on the slowest rank, each in turns of so many in a row; collective."""
+    times: Times = {name: [] for name in calls}
+    for turn in range(-warmup, rounds):
+        for name in [*calls][:: 1 if turn % 2 else -1]:
+            dist.barrier()
+            begin_s = perf_counter()
+            for _ in range(number):
+                calls[name]()
+            mine = torch.tensor([(perf_counter() - begin_s) / number], dtype=torch.float64)
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+            times[name] += [mine.item()] * (turn >= 0)
+    return times
 
 
 class Dots(nn.Module):

@@ -13,13 +13,12 @@ import os
 from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from interleaved import Times, table
+from interleaved import table
 from records import append, made
-from step_worker import HOST
+from step_worker import HOST, in_turns
 from test_step import free_port
 from torch import nn
 from torch.multiprocessing import spawn
@@ -74,16 +73,7 @@ def work(rank: int, ranks: int, port: int, size: str, rounds: int, answers: Simp
     with commrt.init() as world:
         group = dist.new_group(backend=c10d.NAME)
         steps = {way: step_of(way, size, world, group) for way in WAYS}
-        times: Times = {way: [] for way in WAYS}
-        for turn in range(-2, rounds):
-            for way in WAYS[:: 1 if turn % 2 else -1]:
-                dist.barrier()
-                number, begin_s = SIZES[size][2], perf_counter()
-                for _ in range(number):
-                    steps[way]()
-                mine = torch.tensor([(perf_counter() - begin_s) / number])
-                dist.all_reduce(mine, dist.ReduceOp.MAX)
-                times[way] += [mine.item()] * (turn >= 0)
+        times = in_turns(steps, rounds, SIZES[size][2], warmup=2)
     if rank == 0:
         answers.put(times)
     dist.destroy_process_group()
