@@ -18,11 +18,12 @@ from commrt.schedule import Algorithm, Schedule
 
 @dataclass(frozen=True, slots=True)
 class BackupWorkers:
-    """Average the gradients of the first N of N + `backups` ranks in each step, by `inner`; the others catch up.
+    """Average the gradients of the first N of N + `backups` ranks in each step, by `inner`; the
+    others catch up.
 
-    A rank announces its gradients when its backward pass has ended. With `early` it announces them when its first
-    bucket is ready. Then the exchange overlaps the rest of the backward pass, but a rank that becomes slow in that
-    rest delays all others.
+    A rank announces its gradients when its backward pass has ended. With `early` it announces them
+    when its first bucket is ready. Then the exchange overlaps the rest of the backward pass, but a
+    rank that becomes slow in that rest delays all others.
 
     >>> print(BackupWorkers(1, inner=Torus2D()).schedule(0, 3))
     torus 2x1: 3 ranks, 2 chunks
@@ -42,20 +43,25 @@ class BackupWorkers:
         if not isinstance(self.early, bool):
             raise UsageError(f"early={self.early!r:.80}: give True or False")
         if isinstance(self.inner, Gossip | BackupWorkers):
-            raise UsageError(f"inner={self.inner!r} is no all-reduce: take Torus2D(), Ring() or HalvingDoubling()")
+            raise UsageError(
+                f"inner={self.inner!r} is no all-reduce: take Torus2D(), Ring() or"
+                " HalvingDoubling()"
+            )
 
     def needed(self, ranks: int) -> int:
-        """Return N, the number of gradients per step with `ranks` ranks; raises `UsageError` for too many backups.
+        """Return N, the number of gradients per step with `ranks` ranks; raises `UsageError` for
+        too many backups.
 
-        There must be fewer backups than N. Otherwise all ranks that hold the sum of a step could die before a late rank
-        has it. A world of one rank needs no backups.
+        There must be fewer backups than N. Otherwise all ranks that hold the sum of a step could
+        die before a late rank has it. A world of one rank needs no backups.
         """
         if ranks == 1:
             return 1
         if self.backups and self.backups >= ranks - self.backups:
             raise UsageError(
-                f"backups={self.backups} of {ranks} ranks leave {max(ranks - self.backups, 0)} whose gradients count: "
-                f"there must be more of these than backups, so take at most {max((ranks - 1) // 2, 0)}"
+                f"backups={self.backups} of {ranks} ranks leave {max(ranks - self.backups, 0)}"
+                " whose gradients count: there must be more of these than backups, so take at most"
+                f" {max((ranks - 1) // 2, 0)}"
             )
         return ranks - self.backups
 

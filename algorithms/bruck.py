@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bruck's pattern: all-gather and reduce-scatter in a logarithmic number of steps, for any rank count; a barrier.
+"""Bruck's pattern: all-gather and reduce-scatter in a logarithmic number of steps, for any rank
+count; a barrier.
 
-Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
-message-passing systems", 1997.
+Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in
+multiport message-passing systems", 1997.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from commrt.schedule import ADD, Schedule, Step
 
 @lru_cache
 def all_gather(p: int) -> Schedule:
-    """Copy chunk r from rank r to all ranks: in step k rank r sends chunks r to r + 2^k - 1 to rank r - 2^k.
+    """Copy chunk r from rank r to all ranks: in step k rank r sends chunks r to r + 2^k - 1 to rank
+    r - 2^k.
 
     Cost: ceil(log2(p)) steps; (p - 1)/p of the buffer sent per rank.
 
@@ -52,7 +54,8 @@ def reduce_scatter(p: int) -> Schedule:
 
 @lru_cache
 def barrier(p: int) -> Schedule:
-    """Let every rank know that all have come: chunk r is rank r's token, and `all_gather` brings it to all.
+    """Let every rank know that all have come: chunk r is rank r's token, and `all_gather` brings it
+    to all.
 
     Cost: ceil(log2(p)) steps; p - 1 tokens sent per rank.
     """

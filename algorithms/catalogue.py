@@ -21,7 +21,10 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
 
-GOSSIP, BACKUP, DIRECT, LOCAL = "gossip", "backup", "direct", "local"
+GOSSIP = "gossip"
+BACKUP = "backup"
+DIRECT = "direct"
+LOCAL = "local"
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "ring": Ring,
@@ -45,7 +48,9 @@ def by_name(name: str) -> Algorithm:
     offered = {**ALGORITHMS, GOSSIP: Gossip, BACKUP: BackupWorkers, LOCAL: LocalSGD}
     classes = {cast("type", each).__name__: each for each in offered.values()}
     if name not in offered and name not in classes:
-        raise UsageError(f"no algorithm is called {name!r}: choose one of {', '.join(sorted(offered))}")
+        raise UsageError(
+            f"no algorithm is called {name!r}: choose one of {', '.join(sorted(offered))}"
+        )
     return (offered | classes)[name]()
 
 
@@ -88,12 +93,15 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {
     "all_to_all": {"pairwise": direct.pairwise_all_to_all, "direct": direct.all_to_all},
     "barrier": {"dissemination": bruck.barrier},
 }
-"""For each collective its schedules by name, as functions of the ranks, and of the root for those of `ROOTED`."""
+"""For each collective its schedules by name, as functions of the ranks, and of the root for those
+of `ROOTED`.
+"""
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule]:
-    """Return the schedules of `collective` that take `ranks` ranks, by name; equal arguments give the same objects.
+    """Return the schedules of `collective` that take `ranks` ranks, by name; equal arguments give
+    the same objects.
 
     Raises `UsageError` for an unknown collective, listing all, and for a root outside the ranks.
 
@@ -101,7 +109,10 @@ def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule
     (['ring', 'doubling', 'bruck', 'direct'], ['ring', 'bruck', 'direct'])
     """
     if collective not in COLLECTIVES:
-        raise UsageError(f"no collective is called {collective!r}: choose one of {', '.join(sorted(COLLECTIVES))}")
+        raise UsageError(
+            f"no collective is called {collective!r}: choose one of"
+            f" {', '.join(sorted(COLLECTIVES))}"
+        )
     require_root(ranks, root, collective)
     given = (ranks, root) if collective in ROOTED else (ranks,)
     found = {}

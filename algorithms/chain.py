@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain: broadcast and reduce from rank to rank, with several slices of the buffer on the way at once.
+"""The chain: broadcast and reduce from rank to rank, with several slices of the buffer on the way
+at once.
 
 A long buffer needs hardly more time than one transfer of it, however many ranks there are.
 """
@@ -18,10 +19,12 @@ from commrt.schedule import ADD, COPY, Schedule, Step
 
 @lru_cache
 def broadcast(p: int, root: int = 0, slices: int | None = None) -> Schedule:
-    """Copy the root's buffer to all ranks, along root, root + 1, ... modulo p, in `slices` equal parts.
+    """Copy the root's buffer to all ranks, along root, root + 1, ... modulo p, in `slices` equal
+    parts.
 
-    Cost: p - 2 + slices steps, in each of which a rank sends one slice; the buffer sent per rank. None makes
-    4p - 7 slices (1 for less than two ranks): then the steps together carry at most 5/4 of the buffer.
+    Cost: p - 2 + slices steps, in each of which a rank sends one slice; the buffer sent per rank.
+    None makes 4p - 7 slices (1 for less than two ranks): then the steps together carry at most 5/4
+    of the buffer.
 
     >>> print(broadcast(3, slices=3))
     chain broadcast: 3 ranks, 3 chunks
@@ -39,7 +42,13 @@ def broadcast(p: int, root: int = 0, slices: int | None = None) -> Schedule:
         for number in range(p - 2 + parts if p > 1 else 0):
             place = np.arange(max(0, number - parts + 1), min(p - 1, number + 1))
             part = number - place
-            yield Step.of(src=(root + place) % p, dst=(root + place + 1) % p, lo=part, hi=part + 1, combine=COPY)
+            yield Step.of(
+                src=(root + place) % p,
+                dst=(root + place + 1) % p,
+                lo=part,
+                hi=part + 1,
+                combine=COPY,
+            )
 
     return Schedule("chain broadcast", p, parts, steps)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every collective without a detour: each sender sends straight to each receiver.
 
-All in one step, the fewest, for short messages and few ranks: a rank exchanges with all others at once.
+All in one step, the fewest, for short messages and few ranks: a rank exchanges with all others at
+once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from commrt.algorithms.parts import backwards, require_maker, require_root, require_whole, two_levels
+from commrt.algorithms.parts import (
+    backwards,
+    require_maker,
+    require_root,
+    require_whole,
+    two_levels,
+)
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Algorithm, IntArray, Schedule, Step
 
@@ -33,7 +40,9 @@ def broadcast(p: int, root: int = 0) -> Schedule:
       0  copy  1->0 [0:1)  1->2 [0:1)
     """
     others = _others(p, root, "broadcast")
-    return _one_step("direct broadcast", p, 1, lambda: Step.of(src=root, dst=others, lo=0, hi=1, combine=COPY))
+    return _one_step(
+        "direct broadcast", p, 1, lambda: Step.of(src=root, dst=others, lo=0, hi=1, combine=COPY)
+    )
 
 
 @lru_cache
@@ -57,7 +66,10 @@ def scatter(p: int, root: int = 0) -> Schedule:
     """
     others = _others(p, root, "scatter")
     return _one_step(
-        "direct scatter", p, p, lambda: Step.of(src=root, dst=others, lo=others, hi=others + 1, combine=COPY)
+        "direct scatter",
+        p,
+        p,
+        lambda: Step.of(src=root, dst=others, lo=others, hi=others + 1, combine=COPY),
     )
 
 
@@ -113,17 +125,21 @@ def all_reduce(p: int) -> Schedule:
 
 @lru_cache
 def one_shot(p: int) -> Schedule:
-    """Sum over all ranks at every rank in one step: each sends its buffer to all, and adds all up in order of ranks.
+    """Sum over all ranks at every rank in one step: each sends its buffer to all, and adds all up
+    in order of ranks.
 
-    So a sum has the same bits as that of `all_reduce`. Cost: 1 step; p - 1 buffers sent per rank. Raises `UsageError`
-    for more than 16 ranks, as each receives all buffers.
+    So a sum has the same bits as that of `all_reduce`. Cost: 1 step; p - 1 buffers sent per rank.
+    Raises `UsageError` for more than 16 ranks, as each receives all buffers.
 
     >>> print(one_shot(3))
     one-shot: 3 ranks, 1 chunk
       0  add  0->1 [0:1)  0->2 [0:1)  1->0 [0:1)  1->2 [0:1)  2->0 [0:1)  2->1 [0:1)
     """
     if p > MOST_IN_ONE_SHOT:
-        raise UsageError(f"one-shot takes up to {MOST_IN_ONE_SHOT} ranks, as each receives all buffers, and not {p:,}")
+        raise UsageError(
+            f"one-shot takes up to {MOST_IN_ONE_SHOT} ranks, as each receives all buffers, and not"
+            f" {p:,}"
+        )
 
     def step() -> Step:
         src, dst = _pairs(p)
@@ -152,7 +168,8 @@ def all_to_all(p: int) -> Schedule:
 
 @lru_cache
 def pairwise_all_to_all(p: int) -> Schedule:
-    """Copy chunk s * p + d from rank s to rank d, for all s and d, one at a time: in step k to s + k, modulo p.
+    """Copy chunk s * p + d from rank s to rank d, for all s and d, one at a time: in step k to s +
+    k, modulo p.
 
     Cost: p - 1 steps; a rank sends one of the p * p chunks in each.
 
@@ -173,10 +190,11 @@ def pairwise_all_to_all(p: int) -> Schedule:
 
 @lru_cache
 def all_reduce_within(x: int, between: Schedule) -> Schedule:
-    """Sum over ``x * y`` ranks at every rank: within groups of `x`, then `between` the y groups, then within them.
+    """Sum over ``x * y`` ranks at every rank: within groups of `x`, then `between` the y groups,
+    then within them.
 
-    Rank r is in place ``r % x`` of group ``r // x``. Cost: 2 steps and those of `between`; a rank sends 2(x - 1)/x of
-    the buffer within its group, and 1/x of what `between` sends.
+    Rank r is in place ``r % x`` of group ``r // x``. Cost: 2 steps and those of `between`; a rank
+    sends 2(x - 1)/x of the buffer within its group, and 1/x of what `between` sends.
 
     >>> print(all_reduce_within(2, all_reduce(2)))
     direct 2x2: 4 ranks, 4 chunks
@@ -193,10 +211,11 @@ def all_reduce_within(x: int, between: Schedule) -> Schedule:
 class Direct:
     """All-reduce in two steps, in which every rank exchanges with all others; see `all_reduce`.
 
-    For short messages and few ranks, for ranks of one host, and for wires of few bits. `within` is the number of ranks
-    of a host: these sum among themselves first, and only a part of the sum crosses between hosts (`all_reduce_within`),
-    directly, or by the all-reduce `between`. Raises `UsageError` for more than 1,024 ranks that exchange at once, and
-    for ranks that do not fill hosts.
+    For short messages and few ranks, for ranks of one host, and for wires of few bits. `within` is
+    the number of ranks of a host: these sum among themselves first, and only a part of the sum
+    crosses between hosts (`all_reduce_within`), directly, or by the all-reduce `between`. Raises
+    `UsageError` for more than 1,024 ranks that exchange at once, and for ranks that do not fill
+    hosts.
 
     >>> Direct(within=2, between=Direct()).schedule(0, 4).name, Direct(within=4, between=Direct())
     ('direct 2x2', Direct(within=4, between=Direct(within=1)))
@@ -210,7 +229,10 @@ class Direct:
     def __post_init__(self) -> None:
         require_whole("within", self.within)
         if self.between is not None and self.within == 1:
-            raise UsageError(f"between={self.between!r:.80} without within=: give the number of ranks of a host too")
+            raise UsageError(
+                f"between={self.between!r:.80} without within=: give the number of ranks of a"
+                " host too"
+            )
         if self.between is not None:
             require_maker("between", self.between)
 
@@ -221,7 +243,9 @@ class Direct:
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return `all_reduce`, or `all_reduce_within`."""
         if ranks % self.within:
-            raise UsageError(f"{ranks} ranks do not fill hosts of within={self.within}: use Direct()")
+            raise UsageError(
+                f"{ranks} ranks do not fill hosts of within={self.within}: use Direct()"
+            )
         if self.within in (1, ranks):
             return all_reduce(ranks)
         hosts = ranks // self.within
@@ -249,7 +273,7 @@ def _pairs(p: int) -> tuple[IntArray, IntArray]:
 def _limited(p: int) -> int:
     if p > MOST_RANKS:
         raise UsageError(
-            f"{p:,} ranks that all exchange with all others at once are too many: a direct schedule takes up to "
-            f"{MOST_RANKS:,} ranks"
+            f"{p:,} ranks that all exchange with all others at once are too many: a direct schedule"
+            f" takes up to {MOST_RANKS:,} ranks"
         )
     return p

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The double binary tree: few steps and nearly as few bytes as a ring, by two trees with half of the buffer each.
+"""The double binary tree: few steps and nearly as few bytes as a ring, by two trees with half of
+the buffer each.
 
-Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009. In one tree
-the leaves are every other rank; the other tree has its leaves where the first has none. So each rank adds up and passes
-on in one tree only, and all links are busy. Slices of the buffer follow each other through the trees.
+Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+2009. In one tree the leaves are every other rank; the other tree has its leaves where the first has
+none. So each rank adds up and passes on in one tree only, and all links are busy. Slices of the
+buffer follow each other through the trees.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ MAX_SLICES = 1 << 12
 
 
 def parents(p: int) -> IntArray:
-    """Return the parent of each rank [p] in the first tree: rank 0 is the root, and odd ranks are leaves.
+    """Return the parent of each rank [p] in the first tree: rank 0 is the root, and odd ranks are
+    leaves.
 
     >>> parents(8).tolist()
     [-1, 2, 4, 2, 0, 6, 4, 6]
@@ -36,13 +39,16 @@ def parents(p: int) -> IntArray:
 
 
 def second_tree(p: int) -> IntArray:
-    """Return which rank takes each place of the second tree, so that odd places are not odd ranks."""
+    """Return which rank takes each place of the second tree,
+    so that odd places are not odd ranks.
+    """
     places = np.arange(p)
     return p - 1 - places if p % 2 == 0 else (places + 1) % p
 
 
 def _depths(up: IntArray) -> IntArray:
-    depths, above = np.zeros_like(up), up.copy()
+    depths = np.zeros_like(up)
+    above = up.copy()
     while (below := above >= 0).any():
         depths[below] += 1
         above[below] = up[above[below]]
@@ -51,10 +57,11 @@ def _depths(up: IntArray) -> IntArray:
 
 @lru_cache
 def all_reduce(p: int, slices: int | None = None) -> Schedule:
-    """Sum over all ranks at every rank: each slice climbs to the root of its tree, and comes down again.
+    """Sum over all ranks at every rank: each slice climbs to the root of its tree, and comes down
+    again.
 
-    Cost: slices + 2 D - 1 steps for trees of depth D = ceil(log2(p)); a rank sends at most 2 buffers. None makes 8 D
-    slices: then trees that fill and empty take a fifth of the steps.
+    Cost: slices + 2 D - 1 steps for trees of depth D = ceil(log2(p)); a rank sends at most 2
+    buffers. None makes 8 D slices: then trees that fill and empty take a fifth of the steps.
 
     >>> print(all_reduce(2, slices=1))
     double tree: 2 ranks, 2 chunks
@@ -62,15 +69,19 @@ def all_reduce(p: int, slices: int | None = None) -> Schedule:
       1  copy  0->1 [0:1)  1->0 [1:2)
     """
     up = parents(p)
-    depths, places = _depths(up), np.flatnonzero(up >= 0)
+    depths = _depths(up)
+    places = np.flatnonzero(up >= 0)
     depth = int(depths.max())
     cut = max(8 * depth, 1) if slices is None else slices
     trees = (np.arange(p), second_tree(p))
     child, parent = (np.concatenate([tree[of] for tree in trees]) for of in (places, up[places]))
-    first, level = np.repeat([0, cut], len(places)), np.tile(depths[places], 2)
-    src, dst = np.concatenate((child, parent)), np.concatenate((parent, child))
+    first = np.repeat([0, cut], len(places))
+    level = np.tile(depths[places], 2)
+    src = np.concatenate((child, parent))
+    dst = np.concatenate((parent, child))
     begin = np.concatenate((depth - level, depth + level - 1))
-    lowest, combine = np.tile(first, 2), np.repeat([ADD, COPY], len(child))
+    lowest = np.tile(first, 2)
+    combine = np.repeat([ADD, COPY], len(child))
 
     def steps() -> Iterator[Step]:
         for number in range(cut + 2 * depth - 1 if p > 1 else 0):
@@ -84,21 +95,27 @@ def all_reduce(p: int, slices: int | None = None) -> Schedule:
 
 @lru_cache
 def _all_reduce_within(x: int, y: int, slices: int | None) -> Schedule:
-    return two_levels(ring.reduce_scatter(x), all_reduce(y, slices), ring.all_gather(x), f"{x} x double tree")
+    return two_levels(
+        ring.reduce_scatter(x), all_reduce(y, slices), ring.all_gather(x), f"{x} x double tree"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DoubleTree:
     """All-reduce on two trees; see `all_reduce`.
 
-    `within` is the number of ranks of a node: these add up a part each on a ring, each part goes through the trees of
-    all nodes, and the ring of the node gathers the sums. Raises `UsageError` for ranks that do not fill nodes.
+    `within` is the number of ranks of a node: these add up a part each on a ring, each part goes
+    through the trees of all nodes, and the ring of the node gathers the sums. Raises `UsageError`
+    for ranks that do not fill nodes.
     """
 
     within: int = 1
     """Consecutive ranks of a node."""
     slices: int | None = None
-    """Parts of the buffer that follow each other; more for long buffers. By default 8 for each level of the tree."""
+    """Parts of the buffer that follow each other; more for long buffers.
+
+    By default 8 for each level of the tree.
+    """
 
     def __post_init__(self) -> None:
         require_whole("within", self.within)
@@ -108,7 +125,9 @@ class DoubleTree:
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the trees, whatever the step."""
         if ranks % self.within:
-            raise UsageError(f"{ranks} ranks do not fill nodes of within={self.within}: use DoubleTree()")
+            raise UsageError(
+                f"{ranks} ranks do not fill nodes of within={self.within}: use DoubleTree()"
+            )
         if self.within == 1:
             return all_reduce(ranks, self.slices)
         return _all_reduce_within(self.within, ranks // self.within, self.slices)

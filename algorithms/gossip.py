@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gossip: in each step every rank exchanges with one other, and partners change, so that all values spread to all.
+"""Gossip: in each step every rank exchanges with one other, and partners change, so that all values
+spread to all.
 
-Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: Scalable Deep Learning using Gossip Communication based
-Asynchronous Gradient Descent", 2018. In a period of ``ceil(log2 p)`` steps each rank's value reaches all ranks. Then
-the ranks are permuted. The permutation depends only on the seed and the number of the period.
+Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: Scalable Deep Learning using Gossip
+Communication based Asynchronous Gradient Descent", 2018. In a period of ``ceil(log2 p)`` steps each
+rank's value reaches all ranks. Then the ranks are permuted. The permutation depends only on the
+seed and the number of the period.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ LATE_WEIGHT = 0.25
 
 
 def period(p: int) -> int:
-    """Return the steps until each rank's value has reached all ranks: ``ceil(log2 p)``, and 1 for one rank.
+    """Return the steps until each rank's value has reached all ranks: ``ceil(log2 p)``, and 1 for
+    one rank.
 
     >>> [period(p) for p in (1, 2, 3, 4, 5, 100)]
     [1, 1, 2, 2, 3, 7]
@@ -55,13 +58,13 @@ def dissemination(p: int, k: int, weight: float = WEIGHT) -> Schedule:
 def hypercube(p: int, k: int, weight: float = WEIGHT) -> Schedule:
     """Exchange between ranks whose numbers differ in bit k; p is a power of two.
 
-    Cost: 1 step; the whole buffer sent per rank. Raises `UsageError` for another p, as some ranks would have no partner
-    in some steps.
+    Cost: 1 step; the whole buffer sent per rank. Raises `UsageError` for another p, as some ranks
+    would have no partner in some steps.
     """
     if p & (p - 1):
         raise UsageError(
-            f"a hypercube of {p} ranks would leave some ranks without a partner: use the topology 'dissemination', "
-            "which takes any number of ranks"
+            f"a hypercube of {p} ranks would leave some ranks without a partner: use the topology"
+            " 'dissemination', which takes any number of ranks"
         )
     rank = np.arange(p)
     step = Step.of(src=rank, dst=rank ^ (1 << k), lo=0, hi=1, combine=MIX, weight=weight)
@@ -70,13 +73,15 @@ def hypercube(p: int, k: int, weight: float = WEIGHT) -> Schedule:
 
 @lru_cache
 def permutation(p: int, number: int, seed: int) -> IntArray:
-    """Return the permutation of ranks in period `number`: entry i takes the part of rank i. Period 0 has the identity.
+    """Return the permutation of ranks in period `number`: entry i takes the part of rank i. Period
+    0 has the identity.
 
     It is the same on every machine, and does not touch the global random number generators.
     """
     if number == 0:
         return np.arange(p)
-    keys = np.random.SeedSequence([seed, number]).generate_state(p, np.uint64)  # documented never to change
+    # documented never to change
+    keys = np.random.SeedSequence([seed, number]).generate_state(p, np.uint64)
     return np.argsort(keys, kind="stable")
 
 
@@ -89,17 +94,21 @@ class Gossip:
 
     `topology` "dissemination" takes any rank count, "hypercube" powers of two.
 
-    `rotate` permutes the ranks after each period, so that all meet; the permutation depends on `seed`.
+    `rotate` permutes the ranks after each period, so that all meet; the permutation depends on
+    `seed`.
 
-    `payload` is what is exchanged. "weights", after the optimizer's step, keeps replicas together. "gradients", before
-    it, is what the paper's abstract says. Then nothing pulls the replicas together, and they drift apart: use it for
-    comparison, or call `Replica.consolidate` from time to time.
+    `payload` is what is exchanged. "weights", after the optimizer's step, keeps replicas together.
+    "gradients", before it, is what the paper's abstract says. Then nothing pulls the replicas
+    together, and they drift apart: use it for comparison, or call `Replica.consolidate` from time
+    to time.
 
-    `staleness` 1 mixes with the message of the step *before*, so that no rank waits for a slow partner; for weights
-    only. `weight` is the share of the received value: by default 1/2, or 1/4 if it is late (more oscillates).
+    `staleness` 1 mixes with the message of the step *before*, so that no rank waits for a slow
+    partner; for weights only. `weight` is the share of the received value: by default 1/2, or 1/4
+    if it is late (more oscillates).
 
-    `within` is the number of ranks in a row, such as those of one node that share its network port. A row averages
-    first. Then each rank gossips with other rows for its share of the buffer, so a row sends each byte once.
+    `within` is the number of ranks in a row, such as those of one node that share its network port.
+    A row averages first. Then each rank gossips with other rows for its share of the buffer, so a
+    row sends each byte once.
     """
 
     topology: Topology = "dissemination"
@@ -116,16 +125,27 @@ class Gossip:
         if not isinstance(self.rotate, bool):
             raise UsageError(f"rotate={self.rotate!r:.80}: give True or False")
         if type(self.staleness) is not int or self.staleness not in (0, 1):
-            raise UsageError(f"staleness={self.staleness!r:.80}: messages may be 0 or 1 step late; two diverge")
+            raise UsageError(
+                f"staleness={self.staleness!r:.80}: messages may be 0 or 1 step late; two diverge"
+            )
         if self.staleness and self.payload == "gradients":
-            raise UsageError("staleness=1 is for payload='weights': a late gradient belongs to weights that are gone")
+            raise UsageError(
+                "staleness=1 is for payload='weights': a late gradient belongs to weights that are"
+                " gone"
+            )
         require_whole("seed", self.seed, 0)
         require_whole("within", self.within)
         if isinstance(self.weight, bool) or not isinstance(self.share, int | float):
             raise UsageError(f"weight={self.weight!r:.80}: give a number, or None for the default")
         if not 0 < self.share <= WEIGHT or (self.staleness and self.share >= WEIGHT):
-            most = "below 1/2, as late messages with 1/2 oscillate for ever" if self.staleness else "at most 1/2"
-            raise UsageError(f"weight={self.weight:g}: the share of what is received must be above 0 and {most}")
+            most = (
+                "below 1/2, as late messages with 1/2 oscillate for ever"
+                if self.staleness
+                else "at most 1/2"
+            )
+            raise UsageError(
+                f"weight={self.weight:g}: the share of what is received must be above 0 and {most}"
+            )
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -134,7 +154,9 @@ class Gossip:
 
     @property
     def trained_by(self) -> str:
-        """Return the module whose ``attach`` trains a model so; gradients travel as in synchronous training."""
+        """Return the module whose ``attach`` trains a model so; gradients travel as in synchronous
+        training.
+        """
         return "commrt.training.gossip" if self.payload == "weights" else SYNCHRONOUS
 
     @property
@@ -145,35 +167,46 @@ class Gossip:
     @property
     def share(self) -> float:
         """Weight of the received value."""
-        return self.weight if self.weight is not None else (LATE_WEIGHT if self.staleness else WEIGHT)
+        return (
+            self.weight if self.weight is not None else (LATE_WEIGHT if self.staleness else WEIGHT)
+        )
 
     def period(self, ranks: int) -> int:
         """Return the number of steps after which the ranks are permuted."""
         return period(self._rows(ranks))
 
     def among(self, ranks: int) -> Gossip:
-        """Return this algorithm, or the most similar one that takes `ranks` ranks, for use after ranks were lost.
+        """Return this algorithm, or the most similar one that takes `ranks` ranks, for use after
+        ranks were lost.
 
         >>> Gossip("hypercube").among(7).topology, Gossip(within=4).among(6).within
         ('dissemination', 1)
         """
         within = self.within if ranks % self.within == 0 else 1
         rows = ranks // within
-        return replace(self, within=within, topology="dissemination" if rows & (rows - 1) else self.topology)
+        return replace(
+            self, within=within, topology="dissemination" if rows & (rows - 1) else self.topology
+        )
 
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return the exchange of `step`. It sums over `within` ranks, so divide the result by that.
 
-        Raises `UsageError` if `within` does not divide `ranks`, or the topology does not take so many rows.
+        Raises `UsageError` if `within` does not divide `ranks`, or the topology does not take so
+        many rows.
         """
-        rounds, rows = self.rounds(ranks), self._rows(ranks)
+        rounds = self.rounds(ranks)
+        rows = self._rows(ranks)
         number = step // len(rounds) if self.rotate else 0
         return _schedule(rounds[step % len(rounds)], rows, self.within, number, self.seed)
 
     def rounds(self, ranks: int) -> tuple[Schedule, ...]:
-        """Return the exchanges of a period among unpermuted ranks: prove these, and rename them by `order`."""
+        """Return the exchanges of a period among unpermuted ranks: prove these, and rename them by
+        `order`.
+        """
         rows = self._rows(ranks)
-        return tuple(_round(self.topology, rows, k, self.share, self.within) for k in range(period(rows)))
+        return tuple(
+            _round(self.topology, rows, k, self.share, self.within) for k in range(period(rows))
+        )
 
     def order(self, step: int, ranks: int) -> IntArray:
         """Return the rank that takes each one's part in `step`.
@@ -186,7 +219,8 @@ class Gossip:
     def _rows(self, ranks: int) -> int:
         if ranks % self.within:
             raise UsageError(
-                f"within={self.within} does not divide {ranks} ranks: all rows must have one length, so use a divisor"
+                f"within={self.within} does not divide {ranks} ranks: all rows must have one"
+                " length, so use a divisor"
             )
         return ranks // self.within
 

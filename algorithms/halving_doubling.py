@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recursive halving and doubling: as many bytes as a ring in a logarithmic number of steps.
 
-Rabenseifner; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
-2005. From step to step the amount halves and the distance doubles, and then back: most bytes go to the nearest rank.
+Rabenseifner; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations
+in MPICH",
+2005. From step to step the amount halves and the distance doubles, and then back: most bytes go to
+      the nearest rank.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def all_gather(p: int) -> Schedule:
     Cost: log2(p) steps; (p - 1)/p of the buffer sent per rank.
     """
     if p < 1 or p & (p - 1):
-        raise UsageError(f"halving and doubling take 1, 2, 4, 8, ... ranks, not {p}; a ring takes any number")
+        raise UsageError(
+            f"halving and doubling take 1, 2, 4, 8, ... ranks, not {p}; a ring takes any number"
+        )
 
     def steps() -> Iterator[Step]:
         rank = np.arange(p)
@@ -49,8 +53,9 @@ def reduce_scatter(p: int) -> Schedule:
 def all_reduce(p: int) -> Schedule:
     """Sum over all ranks at every rank; ranks beyond the largest power of two are folded in.
 
-    Cost: 2 log2(p) steps and 2(p - 1)/p of the buffer for a power of two; otherwise 2 steps more, and up to
-    3 buffers at the busiest rank. With hosts of g ranks, 2(p - g)/p of the buffer leaves each host (powers of two).
+    Cost: 2 log2(p) steps and 2(p - 1)/p of the buffer for a power of two; otherwise 2 steps more,
+    and up to 3 buffers at the busiest rank. With hosts of g ranks, 2(p - g)/p of the buffer leaves
+    each host (powers of two).
 
     >>> print(all_reduce(4))
     halving-doubling: 4 ranks, 4 chunks
@@ -60,17 +65,21 @@ def all_reduce(p: int) -> Schedule:
       3  copy  0->1 [0:2)  2->3 [0:2)  1->0 [2:4)  3->2 [2:4)
     """
     core = 1 << (p.bit_length() - 1)
-    return folded(reduce_scatter(core).then(all_gather(core), "halving-doubling").over(_mirrored(core)), p)
+    return folded(
+        reduce_scatter(core).then(all_gather(core), "halving-doubling").over(_mirrored(core)), p
+    )
 
 
 @lru_cache
 def doubling(p: int) -> Schedule:
-    """Recursive doubling, for short buffers: in step k ranks whose numbers differ in bit k exchange the whole buffer.
+    """Recursive doubling, for short buffers: in step k ranks whose numbers differ in bit k exchange
+    the whole buffer.
 
-    All ranks get the same bits, because a + b and b + a are equal. Ranks beyond the largest power of two are folded in.
+    All ranks get the same bits, because a + b and b + a are equal. Ranks beyond the largest power
+    of two are folded in.
 
-    Cost: log2(p) steps, each sending the buffer, for a power of two; otherwise 2 steps more, and one buffer more at
-    the busiest rank.
+    Cost: log2(p) steps, each sending the buffer, for a power of two; otherwise 2 steps more, and
+    one buffer more at the busiest rank.
 
     >>> print(doubling(4))
     doubling: 4 ranks, 1 chunk
@@ -88,7 +97,8 @@ def doubling(p: int) -> Schedule:
 
 
 def _mirrored(p: int) -> list[int]:
-    """Return each rank with its bits in reverse order, so that the largest messages go to neighbours.
+    """Return each rank with its bits in reverse order, so that the largest messages go to
+    neighbours.
 
     >>> _mirrored(8)
     [0, 4, 2, 6, 1, 5, 3, 7]

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD: ranks train alone for a period, then average their weights; the average may arrive some steps later.
+"""Local SGD: ranks train alone for a period, then average their weights; the average may arrive
+some steps later.
 
-One mechanism with few settings is DaSGD, CoCoD-SGD, DiLoCo, Streaming DiLoCo and NoLoCo; see the functions below.
+One mechanism with few settings is DaSGD, CoCoD-SGD, DiLoCo, Streaming DiLoCo and NoLoCo; see the
+functions below.
 
-All ranks keep the same *anchor*, the latest agreed weights. When a period ends, each sends the anchor minus its
-weights, and goes on training. When the average of these differences arrives, `delay` steps later, the outer optimizer
-moves the anchor, and the rank merges it with the weights that it has by then.
+All ranks keep the same *anchor*, the latest agreed weights. When a period ends, each sends the
+anchor minus its weights, and goes on training. When the average of these differences arrives,
+`delay` steps later, the outer optimizer moves the anchor, and the rank merges it with the weights
+that it has by then.
 """
 
 from __future__ import annotations
@@ -31,27 +34,38 @@ OUTER_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Merge by mixing: keep the share `local` of a rank's own weights, and take the rest from the anchor."""
+    """Merge by mixing: keep the share `local` of a rank's own weights, and take the rest from the
+    anchor.
+    """
 
     local: float = 0.5
 
     def __post_init__(self) -> None:
-        if isinstance(self.local, bool) or not isinstance(self.local, int | float) or not 0 <= self.local < 1:
-            raise UsageError(f"Mix({self.local!r:.80}): the share of local weights must be from 0 on and below 1")
+        if (
+            isinstance(self.local, bool)
+            or not isinstance(self.local, int | float)
+            or not 0 <= self.local < 1
+        ):
+            raise UsageError(
+                f"Mix({self.local!r:.80}): the share of local weights must be from 0 on and below 1"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSGD:
     """Train alone for `period` steps, then average; merge the average `delay` steps later.
 
-    - `delay`: steps of training that hide an exchange, from 0 to `period`. An exchange is hidden if it takes no longer
-      than so many steps.
-    - `merge`: "correct" adds what a rank has learned since its weights left to the new anchor. ``Mix(share)`` keeps a
-      share of the local weights, and loses a part of what was learned meanwhile.
-    - `outer`: how the anchor follows the average: `Nesterov`, `HeavyBall`, `SlowMomentum`, or a rule of your own
-      (`commrt.algorithms.outer`). None makes the average the anchor.
-    - `fragments`: so many parts of the model leave one after the other within a period, each with its own period.
-    - `warmup`: so many steps at first in which weights are averaged in each step, at once and without `outer`.
+    - `delay`: steps of training that hide an exchange, from 0 to `period`. An exchange is hidden if
+      it takes no longer than so many steps.
+    - `merge`: "correct" adds what a rank has learned since its weights left to the new anchor.
+      ``Mix(share)`` keeps a share of the local weights, and loses a part of what was learned
+      meanwhile.
+    - `outer`: how the anchor follows the average: `Nesterov`, `HeavyBall`, `SlowMomentum`, or a
+      rule of your own (`commrt.algorithms.outer`). None makes the average the anchor.
+    - `fragments`: so many parts of the model leave one after the other within a period, each with
+      its own period.
+    - `warmup`: so many steps at first in which weights are averaged in each step, at once and
+      without `outer`.
     - `inner`: the all-reduce that averages, or `Gossip`, which averages with one partner.
     - `wire`: what differences become when they travel, such as ``torch.bfloat16`` or
       ``commrt.quantization.Int4()``; None for the `wire` of `attach`.
@@ -75,9 +89,17 @@ class LocalSGD:
         for name, least in {"period": 1, "delay": 0, "fragments": 1, "warmup": 0}.items():
             require_whole(name, getattr(self, name), least)
         if self.merge != CORRECT and not isinstance(self.merge, Mix):
-            raise UsageError(f'merge={self.merge!r:.80}: use "correct", or Mix(0.5) to keep half of the local weights')
-        if self.outer is not None and (isinstance(self.outer, type) or not callable(getattr(self.outer, "step", None))):
-            raise UsageError(f"outer={self.outer!r:.80} has no step(): use Nesterov(0.7, 0.9), HeavyBall() or None")
+            raise UsageError(
+                f'merge={self.merge!r:.80}: use "correct", or Mix(0.5) to keep half of the local'
+                " weights"
+            )
+        if self.outer is not None and (
+            isinstance(self.outer, type) or not callable(getattr(self.outer, "step", None))
+        ):
+            raise UsageError(
+                f"outer={self.outer!r:.80} has no step(): use Nesterov(0.7, 0.9), HeavyBall() or"
+                " None"
+            )
         if self.anchor not in ("device", "cpu"):
             raise UsageError(f'anchor={self.anchor!r:.80}: use "device" or "cpu"')
         self._require_one_in_flight()
@@ -87,25 +109,29 @@ class LocalSGD:
     def _require_one_in_flight(self) -> None:
         if self.fragments > self.period:
             raise UsageError(
-                f"fragments={self.fragments} in a period of {self.period} steps: at most one may leave per step"
+                f"fragments={self.fragments} in a period of {self.period} steps: at most one may"
+                " leave per step"
             )
         if self.delay > self.period:
             raise UsageError(
-                f"delay={self.delay} is longer than period={self.period}: later exchanges would leave before one is "
-                "merged, and the ranks' weights could swing apart; use a delay of at most the period"
+                f"delay={self.delay} is longer than period={self.period}: later exchanges would"
+                " leave before one is merged, and the ranks' weights could swing apart; use a"
+                " delay of at most the period"
             )
 
     def _require_rest(self) -> None:
         if self.delay == self.period and self._is_too_fast:
             raise UsageError(
-                f"{self.outer} with delay={self.delay}, a whole period: each average is then one outer step late, and "
-                f"the anchor swings ever more widely unless the rate is below {self._late_bound:.3g}; use a lower "
-                "rate, less momentum, or a shorter delay"
+                f"{self.outer} with delay={self.delay}, a whole period: each average is then one"
+                " outer step late, and the anchor swings ever more widely unless the rate is below"
+                f" {self._late_bound:.3g}; use a lower rate, less momentum, or a shorter delay"
             )
 
     @property
     def _late_bound(self) -> float:
-        """Below which outer rate the anchor comes to rest where averages are a period late; infinity if unknown."""
+        """Below which outer rate the anchor comes to rest where averages are a period late;
+        infinity if unknown.
+        """
         return float(getattr(self.outer, "late_bound", inf))
 
     @property
@@ -116,9 +142,14 @@ class LocalSGD:
         inner = self.inner
         require_maker("inner", inner)
         if isinstance(inner, BackupWorkers | LocalSGD):
-            raise UsageError(f"inner={inner!r:.200}: take an all-reduce, such as Torus2D(), or Gossip()")
+            raise UsageError(
+                f"inner={inner!r:.200}: take an all-reduce, such as Torus2D(), or Gossip()"
+            )
         if isinstance(inner, Gossip) and inner.staleness:
-            raise UsageError("inner=Gossip(staleness=1): here `delay` says how late messages are; leave staleness out")
+            raise UsageError(
+                "inner=Gossip(staleness=1): here `delay` says how late messages are; leave"
+                " staleness out"
+            )
 
     @property
     def traits(self) -> tuple[str, ...]:
@@ -145,13 +176,18 @@ class LocalSGD:
 
     @property
     def at_once(self) -> int:
-        """How many fragments may be in flight at once; those whose numbers differ by a multiple of it never are.
+        """How many fragments may be in flight at once; those whose numbers differ by a multiple of
+        it never are.
 
-        >>> [LocalSGD(period=100, delay=delay, fragments=4).at_once for delay in (0, 5, 25, 26, 51, 100)]
+        >>> delays = (0, 5, 25, 26, 51, 100)
+        >>> [LocalSGD(period=100, delay=delay, fragments=4).at_once for delay in delays]
         [1, 1, 1, 2, 4, 4]
         """
         parts = range(1, self.fragments + 1)
-        fits = (self.fragments % each == 0 and self.period * each // self.fragments >= self.delay for each in parts)
+        fits = (
+            self.fragments % each == 0 and self.period * each // self.fragments >= self.delay
+            for each in parts
+        )
         return next(each for each, fit in zip(parts, fits, strict=True) if fit)
 
     def delay_at(self, step: int) -> int:
@@ -167,44 +203,58 @@ class LocalSGD:
         return self.inner.schedule(step, ranks)
 
     def unwise(self, steps: int | None = None) -> list[str]:
-        """Return what speaks against these settings, in sentences; `steps` is how long training will last, if known.
+        """Return what speaks against these settings, in sentences; `steps` is how long training
+        will last, if known.
 
-        >>> LocalSGD(period=16, outer=Nesterov(0.7, 0.9)).unwise(steps=480)
-        ['30 outer steps are few for a momentum of 0.9, which needs about 100: use a shorter period, or less momentum']
+        >>> LocalSGD(period=16, outer=Nesterov(0.7, 0.9)).unwise(steps=480)[0][:71]
+        '30 outer steps are few for a momentum of 0.9, which needs about 100: us'
         """
         found = []
         if isinstance(self.merge, Mix) and self.merge.local == 0 and 2 * self.delay > self.period:
             found.append(
-                f"Mix(0) with a delay of {self.delay} throws away what ranks learn in {self.delay} of {self.period} "
-                'steps: use merge="correct", or Mix(0.5)'
+                f"Mix(0) with a delay of {self.delay} throws away what ranks learn in {self.delay}"
+                f' of {self.period} steps: use merge="correct", or Mix(0.5)'
             )
         if self._is_too_fast and 2 * self.delay > self.period:
             found.append(
-                f"{self.outer} may let the anchor swing ever more widely with a delay of {self.delay} of {self.period} "
-                f"steps: take a rate below {self._late_bound:.3g}, or a shorter delay"
+                f"{self.outer} may let the anchor swing ever more widely with a delay of"
+                f" {self.delay} of {self.period} steps: take a rate below {self._late_bound:.3g},"
+                " or a shorter delay"
             )
         momentum = getattr(self.outer, "momentum", 0.0)
-        if steps is not None and momentum and (taken := steps // self.period) < (need := OUTER_STEPS / (1 - momentum)):
+        if (
+            steps is not None
+            and momentum
+            and (taken := steps // self.period) < (need := OUTER_STEPS / (1 - momentum))
+        ):
             found.append(
-                f"{taken} outer steps are few for a momentum of {momentum:g}, which needs about {need:.0f}: use a "
-                "shorter period, or less momentum"
+                f"{taken} outer steps are few for a momentum of {momentum:g}, which needs about"
+                f" {need:.0f}: use a shorter period, or less momentum"
             )
         return found
 
 
-def dasgd(period: int = 16, delay: int = 4, local: float = 0.5, *, inner: Algorithm = Torus2D()) -> LocalSGD:  # noqa: B008
+def dasgd(
+    period: int = 16,
+    delay: int = 4,
+    local: float = 0.5,
+    *,
+    inner: Algorithm = Torus2D(),  # noqa: B008
+) -> LocalSGD:
     """Return DaSGD: averages that arrive `delay` steps late are mixed with local weights.
 
-    Zhou et al., 2020 (arXiv 2006.00441). The abstract has local steps, late averages, and a rate of O(1 / sqrt(K)). The
-    paper's share of local weights could not be confirmed, so `local` is ours.
+    Zhou et al., 2020 (arXiv 2006.00441). The abstract has local steps, late averages, and a rate of
+    O(1 / sqrt(K)). The paper's share of local weights could not be confirmed, so `local` is ours.
     """
     return LocalSGD(period, delay, Mix(local), inner=inner)
 
 
 def cocod(period: int = 16, *, inner: Algorithm = Torus2D()) -> LocalSGD:  # noqa: B008
-    """Return CoCoD-SGD: an average is a whole period late, and what was learned meanwhile is added to it.
+    """Return CoCoD-SGD: an average is a whole period late, and what was learned meanwhile is added
+    to it.
 
-    Shen et al., "Faster Distributed Deep Net Training", 2019; the rule is that of its published code.
+    Shen et al., "Faster Distributed Deep Net Training", 2019; the rule is that of its published
+    code.
     """
     return LocalSGD(period, period, inner=inner)
 
@@ -216,10 +266,12 @@ def diloco(
     inner: Algorithm = Torus2D(),  # noqa: B008
     wire: Any = None,
 ) -> LocalSGD:
-    """Return DiLoCo: long periods of AdamW, whose state stays local, and Nesterov momentum for the anchor.
+    """Return DiLoCo: long periods of AdamW, whose state stays local, and Nesterov momentum for the
+    anchor.
 
-    Douillard et al., 2023. The outer rate and momentum are those of its published code. They are made for hundreds of
-    inner steps of AdamW; public trainers use outer rates from 0.3 to 0.9, lower ones with a higher inner rate.
+    Douillard et al., 2023. The outer rate and momentum are those of its published code. They are
+    made for hundreds of inner steps of AdamW; public trainers use outer rates from 0.3 to 0.9,
+    lower ones with a higher inner rate.
     """
     return LocalSGD(period, outer=outer, inner=inner, wire=wire)
 
@@ -234,20 +286,30 @@ def streaming_diloco(
     inner: Algorithm = Direct(),  # noqa: B008
     wire: Any = Int4(),  # noqa: B008
 ) -> LocalSGD:
-    """Return Streaming DiLoCo: DiLoCo whose fragments leave one after the other, are merged late, and travel in 4 bits.
+    """Return Streaming DiLoCo: DiLoCo whose fragments leave one after the other, are merged late,
+    and travel in 4 bits.
 
-    Douillard et al., 2025 (arXiv 2501.18512). The paper tried shares of 0 and 0.5 of local weights, and found delays
-    below 5 harmless. It sends floats of 4 bits; here they are integers with a scale per block, and feedback. Fragments
-    are modules, dealt out so that all fragments have about equally many bytes. Its outer rate could not be confirmed.
+    Douillard et al., 2025 (arXiv 2501.18512). The paper tried shares of 0 and 0.5 of local weights,
+    and found delays below 5 harmless. It sends floats of 4 bits; here they are integers with a
+    scale per block, and feedback. Fragments are modules, dealt out so that all fragments have about
+    equally many bytes. Its outer rate could not be confirmed.
     """
     return LocalSGD(period, delay, merge, outer, fragments, inner=inner, wire=wire)
 
 
-def noloco(period: int = 100, rate: float = 0.7, momentum: float = 0.3, *, inner: Gossip = Gossip()) -> LocalSGD:  # noqa: B008
-    """Return NoLoCo: in each period a rank averages with one partner only, so ranks keep anchors of their own.
+def noloco(
+    period: int = 100,
+    rate: float = 0.7,
+    momentum: float = 0.3,
+    *,
+    inner: Gossip = Gossip(),  # noqa: B008
+) -> LocalSGD:
+    """Return NoLoCo: in each period a rank averages with one partner only, so ranks keep anchors of
+    their own.
 
-    Kolehmainen et al., 2025 (arXiv 2506.10911); rule, rates and period are those of its published code, which draws
-    pairs at random. Here partners follow from `inner`, which meets all ranks in turn; ``Gossip("hypercube")`` makes
-    pairs. It drops the paper's random routing between pipeline stages.
+    Kolehmainen et al., 2025 (arXiv 2506.10911); rule, rates and period are those of its published
+    code, which draws pairs at random. Here partners follow from `inner`, which meets all ranks in
+    turn; ``Gossip("hypercube")`` makes pairs. It drops the paper's random routing between pipeline
+    stages.
     """
     return LocalSGD(period, outer=HeavyBall(rate, momentum), inner=inner)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outer optimizers of local SGD: how the anchor follows the average of what ranks have learned in a period.
+"""Outer optimizers of local SGD: how the anchor follows the average of what ranks have learned in a
+period.
 
-A rule is a frozen value with one method, ``step(anchor, difference, velocity, inner_rate)``. It changes `anchor` and
-`velocity`, numpy arrays or tensors of one shape, in place. `difference` is the anchor minus the average of the ranks'
-weights, so without a rule the anchor would become ``anchor - difference``. `velocity` is zero before the first step,
-and is kept from step to step. `inner_rate` is the optimizer's learning rate when the weights left.
+A rule is a frozen value with one method, ``step(anchor, difference, velocity, inner_rate)``. It
+changes `anchor` and `velocity`, numpy arrays or tensors of one shape, in place. `difference` is the
+anchor minus the average of the ranks' weights, so without a rule the anchor would become ``anchor -
+difference``. `velocity` is zero before the first step, and is kept from step to step. `inner_rate`
+is the optimizer's learning rate when the weights left.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Outer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeavyBall:
-    """Momentum SGD: ``v = momentum v + difference``, ``anchor -= rate v``. NoLoCo has 0.7 and 0.3."""
+    """Momentum SGD: ``v = momentum v + difference``, ``anchor -= rate v``.
+    NoLoCo has 0.7 and 0.3.
+    """
 
     rate: float = 0.7
     momentum: float = 0.3
@@ -51,17 +55,20 @@ class HeavyBall:
 
 @dataclass(frozen=True, slots=True)
 class Nesterov:
-    """Nesterov's momentum: ``v = momentum v + difference``, ``anchor -= rate (difference + momentum v)``.
+    """Nesterov's momentum: ``v = momentum v + difference``, ``anchor -= rate (difference + momentum
+    v)``.
 
-    DiLoCo has 0.7 and 0.9, for hundreds of steps of AdamW in a period. For momentum SGD inside, and for short periods,
-    that is too much: see docs/algorithms/local_sgd.md.
+    DiLoCo has 0.7 and 0.9, for hundreds of steps of AdamW in a period. For momentum SGD inside, and
+    for short periods, that is too much: see docs/algorithms/local_sgd.md.
     """
 
     rate: float = 0.7
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _require_stable(self, self.rate, self.momentum, 2 * (1 + self.momentum) / (1 + 2 * self.momentum))
+        _require_stable(
+            self, self.rate, self.momentum, 2 * (1 + self.momentum) / (1 + 2 * self.momentum)
+        )
 
     @property
     def late_bound(self) -> float:
@@ -84,7 +91,8 @@ class Nesterov:
 
 @dataclass(frozen=True, slots=True)
 class SlowMomentum(HeavyBall):
-    """SlowMo: ``v = momentum v + difference / r``, ``anchor -= rate r v``, with the inner learning rate r.
+    """SlowMo: ``v = momentum v + difference / r``, ``anchor -= rate r v``, with the inner learning
+    rate r.
 
     So the momentum of times with another learning rate counts as gradients, not as distances.
     """
@@ -96,8 +104,8 @@ class SlowMomentum(HeavyBall):
         """Move `anchor`, and update `velocity`; raises `UsageError` for an inner rate of 0."""
         if not inner_rate > 0:
             raise UsageError(
-                f"SlowMomentum divides by the optimizer's learning rate, which was {inner_rate:g} when the weights "
-                "left: keep it above 0, or use Nesterov or HeavyBall"
+                f"SlowMomentum divides by the optimizer's learning rate, which was {inner_rate:g}"
+                " when the weights left: keep it above 0, or use Nesterov or HeavyBall"
             )
         velocity *= self.momentum
         velocity += difference / inner_rate
@@ -105,7 +113,9 @@ class SlowMomentum(HeavyBall):
 
 
 def _require_stable(rule: object, rate: float, momentum: float, bound: float) -> None:
-    """Raise `UsageError` for settings that diverge even if each period of local training ended in the minimum."""
+    """Raise `UsageError` for settings that diverge even if each period of local training ended in
+    the minimum.
+    """
     name = type(rule).__name__
     for key, value in (("rate", rate), ("momentum", momentum)):
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -114,6 +124,6 @@ def _require_stable(rule: object, rate: float, momentum: float, bound: float) ->
         raise UsageError(f"{name}(momentum={momentum:g}): it must be from 0 on and below 1")
     if not 0 < rate < bound:
         raise UsageError(
-            f"{name}(rate={rate:g}, momentum={momentum:g}): the rate must be above 0 and below {bound:.3g}, or the "
-            "anchor swings about its goal ever more widely"
+            f"{name}(rate={rate:g}, momentum={momentum:g}): the rate must be above 0 and below"
+            f" {bound:.3g}, or the anchor swings about its goal ever more widely"
         )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that several algorithms share: a schedule backwards or folded, chunks that wrap around, checked arguments."""
+"""Parts that several algorithms share: a schedule backwards or folded, chunks that wrap around,
+checked arguments.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,21 @@ from commrt.errors import ScheduleError, UsageError
 from commrt.schedule import ADD, COPY, Combine, IntArray, Schedule, Step
 
 MAX_HELPERS = 8
-"""Most helpers per extra rank: NCCL runs up to 8 point-to-point operations of a group in one batch."""
+"""Most helpers per extra rank: NCCL runs up to 8 point-to-point operations of a group in one batch.
+"""
 
 
 def backwards(schedule: Schedule, combine: Combine, name: str | None = None) -> Schedule:
-    """Return `schedule` with its steps in reverse order, senders and receivers exchanged, all combining by `combine`.
+    """Return `schedule` with its steps in reverse order, senders and receivers exchanged, all
+    combining by `combine`.
 
-    With ADD, a broadcast becomes a reduce, and an all-gather becomes a reduce-scatter. With COPY, a scatter becomes a
-    gather. The result is right only if `schedule` brings each chunk to each rank once; `verify` refuses it otherwise.
+    With ADD, a broadcast becomes a reduce, and an all-gather becomes a reduce-scatter. With COPY, a
+    scatter becomes a gather. The result is right only if `schedule` brings each chunk to each rank
+    once; `verify` refuses it otherwise.
 
     >>> from commrt.schedule import ADD
-    >>> push = Schedule("push", 3, 1, lambda: iter([Step.of(0, 1, 0, 1, COPY), Step.of(1, 2, 0, 1, COPY)]))
+    >>> steps = [Step.of(0, 1, 0, 1, COPY), Step.of(1, 2, 0, 1, COPY)]
+    >>> push = Schedule("push", 3, 1, lambda: iter(steps))
     >>> print(backwards(push, ADD, "pull"))
     pull: 3 ranks, 1 chunk
       0  add  2->1 [0:1)
@@ -36,11 +42,13 @@ def backwards(schedule: Schedule, combine: Combine, name: str | None = None) -> 
 
 
 def wrapped(src: IntArray, dst: IntArray, first: IntArray, count: IntArray, p: int) -> Step:
-    """Return a step that copies chunks ``first, first + 1, ...`` modulo `p`, `count` of them, from `src` to `dst`.
+    """Return a step that copies chunks ``first, first + 1, ...`` modulo `p`, `count` of them, from
+    `src` to `dst`.
 
     A range that passes chunk p - 1 becomes two transfers. `count` is at most `p`.
 
-    >>> print(wrapped(src=np.array([2]), dst=np.array([0]), first=np.array([2]), count=np.array([2]), p=3))
+    >>> two = np.array([2])
+    >>> print(wrapped(src=two, dst=np.array([0]), first=two, count=two, p=3))
     copy  2->0 [2:3)  2->0 [0:1)
     """
     lo = first % p
@@ -56,25 +64,37 @@ def wrapped(src: IntArray, dst: IntArray, first: IntArray, count: IntArray, p: i
 
 
 def two_levels(scatter: Schedule, between: Schedule, gather: Schedule, name: str) -> Schedule:
-    """Return a schedule over a grid: `scatter` along rows, `between` along columns, `gather` along rows.
+    """Return a schedule over a grid: `scatter` along rows, `between` along columns, `gather` along
+    rows.
 
-    `scatter` is a reduce-scatter and `gather` an all-gather over the X ranks of a row, `between` an all-reduce or an
-    exchange over the Y ranks of a column. Rank r is in column ``r % X`` of row ``r // X``.
+    `scatter` is a reduce-scatter and `gather` an all-gather over the X ranks of a row, `between` an
+    all-reduce or an exchange over the Y ranks of a column. Rank r is in column ``r % X`` of row ``r
+    // X``.
     """
-    x, y, own = scatter.ranks, between.ranks, between.chunks
-    p, chunks = x * y, x * own
+    x = scatter.ranks
+    y = between.ranks
+    own = between.chunks
+    p = x * y
+    chunks = x * own
     rank = np.arange(p).reshape(y, x)
     columns = between.within(0, own, chunks).over(rank.T, p, shift=own * np.arange(x))
-    return scatter.refined(own).over(rank, p).then(columns).then(gather.refined(own).over(rank, p), name)
+    return (
+        scatter.refined(own)
+        .over(rank, p)
+        .then(columns)
+        .then(gather.refined(own).over(rank, p), name)
+    )
 
 
 def folded(core: Schedule, ranks: int) -> Schedule:
-    """Return an all-reduce on `ranks` ranks, made of `core`, an all-reduce on the first ``core.ranks`` of them.
+    """Return an all-reduce on `ranks` ranks, made of `core`, an all-reduce on the first
+    ``core.ranks`` of them.
 
-    The extra ranks send their buffers to core ranks in one step before it, and receive the result in one step after it.
-    Each has several core ranks as helpers, a slice of the buffer each, so that none receives a whole second buffer.
-    Raises `ScheduleError` unless ``core.ranks <= ranks <= 2 * core.ranks``: each extra rank needs a helper.
-    Cost: 2 steps more than `core`; an extra rank sends 1 buffer, a helper one slice of it more than in `core`.
+    The extra ranks send their buffers to core ranks in one step before it, and receive the result
+    in one step after it. Each has several core ranks as helpers, a slice of the buffer each, so
+    that none receives a whole second buffer. Raises `ScheduleError` unless ``core.ranks <= ranks <=
+    2 * core.ranks``: each extra rank needs a helper. Cost: 2 steps more than `core`; an extra rank
+    sends 1 buffer, a helper one slice of it more than in `core`.
 
     >>> from commrt.algorithms import ring
     >>> print(folded(ring.all_reduce(2), 3))
@@ -88,23 +108,28 @@ def folded(core: Schedule, ranks: int) -> Schedule:
         return core
     if not core.ranks <= ranks <= 2 * core.ranks:
         raise ScheduleError(
-            f"{core.name} on {core.ranks} ranks cannot be folded onto {ranks}: each extra rank needs a core rank of "
-            f"its own, so fold onto {core.ranks}..{2 * core.ranks} ranks"
+            f"{core.name} on {core.ranks} ranks cannot be folded onto {ranks}: each extra rank"
+            f" needs a core rank of its own, so fold onto {core.ranks}..{2 * core.ranks} ranks"
         )
     extra, helper, lo, hi = _slices(core.ranks, ranks - core.ranks, core.chunks)
-    into, back = Step.of(extra, helper, lo, hi, ADD), Step.of(helper, extra, lo, hi, COPY)
+    into = Step.of(extra, helper, lo, hi, ADD)
+    back = Step.of(helper, extra, lo, hi, COPY)
     before = Schedule("fold", ranks, core.chunks, lambda: iter([into]))
     after = Schedule("unfold", ranks, core.chunks, lambda: iter([back]))
     return before.then(core.over(range(core.ranks), world=ranks)).then(after, core.name)
 
 
 def _slices(core: int, extras: int, chunks: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return columns (extra, helper, lo, hi): the helpers of extra rank i are core ranks h with h % extras == i."""
+    """Return columns (extra, helper, lo, hi): the helpers of extra rank i are core ranks h with h %
+    extras == i.
+    """
     rows: list[tuple[int, int, int, int]] = []
     for i in range(extras):
         helpers = range(i, core, extras)[: min(MAX_HELPERS, chunks)]
         bounds = [chunks * k // len(helpers) for k in range(len(helpers) + 1)]
-        rows += [(core + i, h, lo, hi) for h, lo, hi in zip(helpers, bounds, bounds[1:], strict=False)]
+        rows += [
+            (core + i, h, lo, hi) for h, lo, hi in zip(helpers, bounds, bounds[1:], strict=False)
+        ]
     extra, helper, lo, hi = np.array(rows, dtype=np.int64).T
     return extra, helper, lo, hi
 
@@ -112,7 +137,9 @@ def _slices(core: int, extras: int, chunks: int) -> tuple[IntArray, IntArray, In
 def require_root(p: int, root: int, what: str) -> None:
     """Raise `UsageError` unless `root` is one of `p` ranks."""
     if not 0 <= root < p:
-        raise UsageError(f"rank {root} cannot be the root of a {what} over {p} ranks: choose one of 0..{p - 1}")
+        raise UsageError(
+            f"rank {root} cannot be the root of a {what} over {p} ranks: choose one of 0..{p - 1}"
+        )
 
 
 def require_whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
@@ -125,4 +152,6 @@ def require_whole(name: str, value: object, least: int = 1, most: int | None = N
 def require_maker(name: str, value: object) -> None:
     """Raise `UsageError` unless `value` is an object that makes schedules."""
     if isinstance(value, type) or not callable(getattr(value, "schedule", None)):
-        raise UsageError(f"{name}={value!r:.80} makes no schedules: pass an object, such as commrt.Ring()")
+        raise UsageError(
+            f"{name}={value!r:.80} makes no schedules: pass an object, such as commrt.Ring()"
+        )

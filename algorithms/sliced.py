@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any algorithm on slices of the buffer in turn, so that one slice is combined while the next one is transferred."""
+"""Any algorithm on slices of the buffer in turn, so that one slice is combined while the next one
+is transferred.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ MAX_SLICES = 1 << 16
 class Sliced:
     """Run `inner` on each of `slices` parts of the buffer; see `in_slices`.
 
-    The extra steps pay if combining takes about as long as a transfer: large buckets on fast links. Only GPUs do both
-    at once. Raises `UsageError` for less than one slice.
+    The extra steps pay if combining takes about as long as a transfer: large buckets on fast links.
+    Only GPUs do both at once. Raises `UsageError` for less than one slice.
 
     >>> print(Sliced(Torus2D(), slices=2).schedule(0, 2))
     torus 2x1 in 2 slices: 2 ranks, 4 chunks
@@ -45,14 +47,19 @@ class Sliced:
 
 @lru_cache  # one object for equal arguments, as proofs and programs are cached by it
 def in_slices(schedule: Schedule, slices: int) -> Schedule:
-    """Return the same schedule on each of `slices` equal parts of the buffer, a step of each in turn.
+    """Return the same schedule on each of `slices` equal parts of the buffer, a step of each in
+    turn.
 
     Cost: `slices` times the steps, the same bytes.
     """
     if slices < 1:
-        raise ScheduleError(f"{schedule.name} cannot be cut into {slices} slices: 1 leaves it whole")
+        raise ScheduleError(
+            f"{schedule.name} cannot be cut into {slices} slices: 1 leaves it whole"
+        )
     total = schedule.chunks * slices
-    parts = [schedule.within(lo, lo + schedule.chunks, total) for lo in range(0, total, schedule.chunks)]
+    parts = [
+        schedule.within(lo, lo + schedule.chunks, total) for lo in range(0, total, schedule.chunks)
+    ]
 
     def steps() -> Iterator[Step]:
         return chain.from_iterable(zip(*(part.steps() for part in parts), strict=True))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 2D torus: reduce-scatter along rows, all-reduce along columns, all-gather along rows.
 
-Mikami, Suganuma, U-chupala, Tanaka and Kageyama, "Massively Distributed SGD: ImageNet/ResNet-50 Training in a
-Flash", 2018/2019, section on 2D-Torus all-reduce. Rank r is in column ``r % X`` of row ``r // X``.
+Mikami, Suganuma, U-chupala, Tanaka and Kageyama, "Massively Distributed SGD: ImageNet/ResNet-50
+Training in a Flash", 2018/2019, section on 2D-Torus all-reduce. Rank r is in column ``r % X`` of
+row ``r // X``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Grid = tuple[int, int]
 def all_reduce(x: int, y: int) -> Schedule:
     """Sum over ``x * y`` ranks at every rank, as three compositions of rings.
 
-    Cost: 2(x - 1) + 2(y - 1) steps; 2(p - 1)/p of the buffer sent per rank, of which 2(y - 1)/p along columns.
+    Cost: 2(x - 1) + 2(y - 1) steps; 2(p - 1)/p of the buffer sent per rank, of which 2(y - 1)/p
+    along columns.
 
     >>> print(all_reduce(2, 2))
     torus 2x2: 4 ranks, 4 chunks
@@ -33,17 +35,22 @@ def all_reduce(x: int, y: int) -> Schedule:
       2  copy  0->2 [0:1)  2->0 [1:2)  1->3 [2:3)  3->1 [3:4)
       3  copy  0->1 [0:2)  1->0 [2:4)  2->3 [0:2)  3->2 [2:4)
     """
-    return two_levels(ring.reduce_scatter(x), ring.all_reduce(y), ring.all_gather(x), f"torus {x}x{y}")
+    return two_levels(
+        ring.reduce_scatter(x), ring.all_reduce(y), ring.all_gather(x), f"torus {x}x{y}"
+    )
 
 
 def both_ways(x: int, y: int) -> Schedule:
-    """Sum half of the buffer row-first and half column-first, in the same steps, so that all links are always busy.
+    """Sum half of the buffer row-first and half column-first, in the same steps, so that all links
+    are always busy.
 
     Cost: the steps and bytes of `all_reduce`, each step using two peers.
     """
     p = x * y
     row_first = all_reduce(x, y).within(0, p, 2 * p)
-    column_first = all_reduce(y, x).over(np.arange(p).reshape(y, x).T.reshape(-1)).within(p, 2 * p, 2 * p)
+    column_first = (
+        all_reduce(y, x).over(np.arange(p).reshape(y, x).T.reshape(-1)).within(p, 2 * p, 2 * p)
+    )
     return row_first.beside(column_first, f"torus {x}x{y} both ways")
 
 
@@ -60,7 +67,8 @@ def best_grid(p: int) -> Grid:
 def fold_core(p: int) -> int:
     """Return how many of `p` ranks form the grid: all, or all but one if `p` is a prime above 3.
 
-    A prime has only the grid of a ring, 2(p - 1) steps; folding one rank into the grid of p - 1 costs 2.
+    A prime has only the grid of a ring, 2(p - 1) steps; folding one rank into the grid of p - 1
+    costs 2.
     """
     _, y = best_grid(p)
     return p - 1 if y == 1 and p > 3 else p
@@ -76,9 +84,9 @@ def _build(grid: Grid | None, two_ways: bool, ranks: int) -> Schedule:
 class Torus2D:
     """All-reduce on a 2D torus; any rank count.
 
-    `grid` is (X, Y), ranks in a row and in a column, and must fit the rank count. None picks the most square grid, and
-    folds one rank of a prime into it (see `fold_core`). `both_ways` runs half of the buffer row-first and half
-    column-first in the same steps.
+    `grid` is (X, Y), ranks in a row and in a column, and must fit the rank count. None picks the
+    most square grid, and folds one rank of a prime into it (see `fold_core`). `both_ways` runs half
+    of the buffer row-first and half column-first in the same steps.
     """
 
     grid: Grid | None = None
@@ -87,7 +95,10 @@ class Torus2D:
     def __post_init__(self) -> None:
         grid = (1, 1) if self.grid is None else self.grid
         if not isinstance(grid, tuple) or [type(side) for side in grid] != [int, int]:
-            raise UsageError(f"grid={self.grid!r:.80}: give (X, Y), ranks in a row and in a column, as in grid=(4, 3)")
+            raise UsageError(
+                f"grid={self.grid!r:.80}: give (X, Y), ranks in a row and in a column, as in"
+                " grid=(4, 3)"
+            )
         if not isinstance(self.both_ways, bool):
             raise UsageError(f"both_ways={self.both_ways!r:.80}: give True or False")
 

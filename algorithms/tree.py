@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binomial tree: broadcast, reduce, scatter and gather in a logarithmic number of steps, or with a ring in parts.
+"""The binomial tree: broadcast, reduce, scatter and gather in a logarithmic number of steps, or
+with a ring in parts.
 
-Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
+2005.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def broadcast(p: int, root: int = 0) -> Schedule:
         reached = 1
         while reached < p:
             src = np.arange(min(reached, p - reached))
-            yield Step.of(src=(src + root) % p, dst=(src + reached + root) % p, lo=0, hi=1, combine=COPY)
+            yield Step.of(
+                src=(src + root) % p, dst=(src + reached + root) % p, lo=0, hi=1, combine=COPY
+            )
             reached *= 2
 
     return Schedule("tree broadcast", p, 1, steps)
@@ -74,7 +78,9 @@ def scatter(p: int, root: int = 0) -> Schedule:
         for distance in (1 << k for k in reversed(range((p - 1).bit_length()))):
             src = np.arange(0, p - distance, 2 * distance)
             dst = src + distance
-            yield wrapped((src + root) % p, (dst + root) % p, dst + root, np.minimum(distance, p - dst), p)
+            yield wrapped(
+                (src + root) % p, (dst + root) % p, dst + root, np.minimum(distance, p - dst), p
+            )
 
     return Schedule("tree scatter", p, p, steps)
 
@@ -83,8 +89,8 @@ def scatter(p: int, root: int = 0) -> Schedule:
 def gather(p: int, root: int = 0) -> Schedule:
     """Copy chunk r from rank r to the root: `scatter` backwards.
 
-    Cost: ceil(log2(p)) steps; at most half of the buffer sent per rank. With h the largest power of two below p, the
-    busiest rank sends max(p - h, h // 2)/p of it.
+    Cost: ceil(log2(p)) steps; at most half of the buffer sent per rank. With h the largest power of
+    two below p, the busiest rank sends max(p - h, h // 2)/p of it.
 
     >>> print(gather(4))
     tree gather: 4 ranks, 4 chunks
@@ -96,7 +102,8 @@ def gather(p: int, root: int = 0) -> Schedule:
 
 @lru_cache
 def broadcast_in_parts(p: int, root: int = 0) -> Schedule:
-    """Copy the root's buffer to all ranks, for long buffers: a tree scatters it, a ring gathers it (van de Geijn).
+    """Copy the root's buffer to all ranks, for long buffers: a tree scatters it, a ring gathers it
+    (van de Geijn).
 
     Cost: ceil(log2(p)) + p - 1 steps; the root sends 2(p - 1)/p of the buffer.
 
@@ -110,10 +117,11 @@ def broadcast_in_parts(p: int, root: int = 0) -> Schedule:
 
 @lru_cache
 def reduce_in_parts(p: int, root: int = 0) -> Schedule:
-    """Sum all ranks' buffers at the root: a ring sums them, one part at each rank, and a tree gathers the parts.
+    """Sum all ranks' buffers at the root: a ring sums them, one part at each rank, and a tree
+    gathers the parts.
 
-    Cost: p - 1 + ceil(log2(p)) steps. The busiest rank sends at most 3/2 of the buffer: (p - 1)/p, and what
-    `gather` sends.
+    Cost: p - 1 + ceil(log2(p)) steps. The busiest rank sends at most 3/2 of the buffer: (p - 1)/p,
+    and what `gather` sends.
 
     >>> print(reduce_in_parts(2))
     scatter-gather reduce: 2 ranks, 2 chunks

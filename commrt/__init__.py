@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A communication runtime for data-parallel training: collectives as schedules that are proven, then run.
+"""A communication runtime for data-parallel training: collectives as schedules that are proven,
+then run.
 
 ::
 
@@ -8,8 +9,8 @@
     world = commrt.init()
     replica = commrt.attach(model, optimizer, algorithm=commrt.Torus2D())
 
-The rest of the loop stays plain PyTorch. Names are imported when first used, so ``import commrt`` needs
-neither torch nor a GPU.
+The rest of the loop stays plain PyTorch. Names are imported when first used, so ``import commrt``
+needs neither torch nor a GPU.
 """
 
 from commrt.importing import names_of

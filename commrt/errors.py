@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that commrt raises.
 
-A message says what happened, what was expected, and what to do. `UsageError` is a ``ValueError`` and
-`DeadlineExceeded` a ``TimeoutError``, so code that does not import commrt can catch them.
+A message says what happened, what was expected, and what to do. `UsageError` is a ``ValueError``
+and `DeadlineExceeded` a ``TimeoutError``, so code that does not import commrt can catch them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 IN_SOURCE = re.compile(
-    r"\[enforce fail at [^\]]*\] [^.]*\. (-?\d+ vs -?\d+\. )?"
-    r"|\[[^\]]*/[^\]]*\] *"
+    r"\[enforce fail at [^\]]*\] [^.]*\. (-?\d+ vs -?\d+\. )?" r"|\[[^\]]*/[^\]]*\] *"
 )
 """Where in its own source a library failed, and the condition that did not hold there."""
 
@@ -27,11 +26,15 @@ class UsageError(CommrtError, ValueError):
 
 
 class ScheduleError(CommrtError):
-    """A schedule that is malformed or does not do what it promises; the message has the counter-example."""
+    """A schedule that is malformed or does not do what it promises; the message has the
+    counter-example.
+    """
 
 
 class DisagreementError(CommrtError):
-    """Ranks have different schedules, bucket layouts, settings or calls at the same point of the program."""
+    """Ranks have different schedules, bucket layouts, settings or calls at the same point of the
+    program.
+    """
 
     def __init__(self, what: str, about: str | None = None) -> None:
         self.about = about
@@ -51,11 +54,16 @@ class Place:
     nbytes: int | None = None
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value is not None)
+        return ", ".join(
+            f"{name} {value}" for name, value in asdict(self).items() if value is not None
+        )
 
 
 class TransportError(CommrtError):
-    """A transfer failed. `place` has its rank, peer, step, bucket, hop and nbytes, as far as they are known."""
+    """A transfer failed.
+
+    `place` has its rank, peer, step, bucket, hop and nbytes, as far as they are known.
+    """
 
     def __init__(self, what: str, place: Place | None = None) -> None:
         self.what = what
@@ -73,7 +81,7 @@ class TransportError(CommrtError):
 def cause_of(error: BaseException) -> str:
     """Return what a library says in `error`: the first line, without places in its own source.
 
-    >>> cause_of(RuntimeError("[enforce fail at /a/b.cc:8] rv != -1. -1 vs -1. pipe: Too many open files"))
+    >>> cause_of(RuntimeError("[enforce fail at /a/b.cc:8] -1 vs -1. pipe: Too many open files"))
     'pipe: Too many open files'
     >>> cause_of(RuntimeError("Gloo failed with [/a/b.cc:1] timed out, remote=[127.0.0.1]:30"))
     'Gloo failed with timed out, remote=[127.0.0.1]:30'
@@ -83,7 +91,9 @@ def cause_of(error: BaseException) -> str:
 
 
 class DeadlineExceeded(TransportError, TimeoutError):
-    """A peer did not respond before the deadline; it may be slow, stopped or busy with something else."""
+    """A peer did not respond before the deadline; it may be slow, stopped or busy with something
+    else.
+    """
 
 
 class PeerLost(TransportError):
@@ -99,7 +109,9 @@ OTHER_PROGRAMS = "the ranks run different programs, or made different numbers of
 
 
 class CallMismatch(TransportError):
-    """The two ends of a transfer belong to different calls: the ranks do not run the same program."""
+    """The two ends of a transfer belong to different calls:
+    the ranks do not run the same program.
+    """
 
 
 class TransportClosed(TransportError):
@@ -107,19 +119,22 @@ class TransportClosed(TransportError):
 
 
 class Evicted(TransportError):
-    """The other ranks go on without this process, because it missed a deadline. End it; a launcher may start it again.
+    """The other ranks go on without this process, because it missed a deadline. End it; a launcher
+    may start it again.
 
-    `generation` is the number of the generation that goes on without this process, `by` the rank that found it late
-    (None if another process has this rank's place now).
+    `generation` is the number of the generation that goes on without this process, `by` the rank
+    that found it late (None if another process has this rank's place now).
     """
 
     def __init__(self, why: str, place: Place, generation: int, by: int | None) -> None:
-        self.generation, self.by = generation, by
+        self.generation = generation
+        self.by = by
         self._why = why
         noticed = "" if by is None else f" (noticed by rank {by})"
         super().__init__(
-            f"this process was evicted, and generation {generation} goes on without it: {why}{noticed}. End this "
-            "process; with backup workers, start the program again to take the rank's place",
+            f"this process was evicted, and generation {generation} goes on without it:"
+            f" {why}{noticed}. End this process; with backup workers, start the program again to"
+            " take the rank's place",
             place,
         )
 
@@ -128,4 +143,6 @@ class Evicted(TransportError):
 
 
 class QuorumLost(TransportError):
-    """Too few ranks are left: fewer than half of the last ones, or than backup workers need gradients for a step."""
+    """Too few ranks are left: fewer than half of the last ones, or than backup workers need
+    gradients for a step.
+    """

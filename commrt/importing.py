@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``import commrt`` does without torch: it names what is imported later, and prepares torch once that is imported.
+"""What ``import commrt`` does without torch: it names what is imported later, and prepares torch
+once that is imported.
 
-Names of a package are imported when they are first used. Its ``__init__.pyi`` is the one list of them, for type
-checkers and at run time: each line imports names from the modules that define them, and nothing reads it before a name
-is used.
+Names of a package are imported when they are first used. Its ``__init__.pyi`` is the one list of
+them, for type checkers and at run time: each line imports names from the modules that define them,
+and nothing reads it before a name is used.
 
-torch may be imported before commrt or after it. torch.distributed learns the name of the backend, whose code is
-imported when a group is opened. torch's compiler learns that it must leave alone what runs between the graphs of a
-compiled model or step: the backend's functions, and those that exchange after an optimizer's step. It still traces the
-hooks of an attached model, which would cut its graphs.
+torch may be imported before commrt or after it. torch.distributed learns the name of the backend,
+whose code is imported when a group is opened. torch's compiler learns that it must leave alone what
+runs between the graphs of a compiled model or step: the backend's functions, and those that
+exchange after an optimizer's step. It still traces the hooks of an attached model, which would cut
+its graphs.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ NAME = "commrt"
 
 
 def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and the ``__dir__`` of `package`, whose names are those of its ``__init__.pyi``."""
+    """Return the ``__getattr__`` and the ``__dir__`` of `package`, whose names are those of its
+    ``__init__.pyi``.
+    """
 
     def get(name: str) -> object:
         if name == "__all__":
@@ -37,14 +41,20 @@ def names_of(package: str) -> tuple[Callable[[str], object], Callable[[], list[s
         if name.startswith("__") or name not in homes(package):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes(package)[name]
-        return import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
+        return (
+            import_module(f"{home}.{name}")
+            if home == package
+            else getattr(import_module(home), name)
+        )
 
     return get, lambda: sorted({*vars(sys.modules[package]), *homes(package)})
 
 
 @cache
 def homes(package: str) -> dict[str, str]:
-    """Return by name the module that defines it; for a package inside `package`, that is `package`."""
+    """Return by name the module that defines it; for a package inside `package`,
+    that is `package`.
+    """
     import ast  # noqa: PLC0415  # takes as long as the rest of ``import commrt``
     from pkgutil import get_data  # noqa: PLC0415  # reads from archives too
 
@@ -60,8 +70,11 @@ def prepare() -> None:
 
 
 def register() -> None:
-    """Tell torch.distributed of the backend, unless that was done, or this torch has no torch.distributed."""
-    torch, dist = sys.modules["torch"], import_module("torch.distributed")
+    """Tell torch.distributed of the backend, unless that was done, or this torch has no
+    torch.distributed.
+    """
+    torch = sys.modules["torch"]
+    dist = import_module("torch.distributed")
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:  # noqa: SLF001  # torch refuses a second one
         return
     devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
@@ -78,7 +91,9 @@ def _skip_frames() -> None:
 
 
 def untraced(kind: type[T]) -> type[T]:
-    """Let torch's compiler leave the methods of `kind` alone, and all that they call, such as numpy's functions."""
+    """Let torch's compiler leave the methods of `kind` alone, and all that they call, such as
+    numpy's functions.
+    """
     frames = sys.modules["torch"]._C._dynamo.eval_frame  # noqa: SLF001  # torch.compiler.disable takes seconds to import
     if hasattr(frames, "set_code_exec_strategy"):  # torch 2.6 has none
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001
@@ -90,20 +105,29 @@ def untraced(kind: type[T]) -> type[T]:
 
 
 def _when_imported(name: str, action: Callable[[], None]) -> None:
-    """Call `action` when the module `name` has been imported: now, or later on the thread that does it."""
+    """Call `action` when the module `name` has been imported: now, or later on the thread that does
+    it.
+    """
     if (module := sys.modules.get(name)) is None:
         sys.meta_path.insert(0, _Finder(name, action))
-    elif not getattr(module.__spec__, "_initializing", False):  # else it is imported right now, and imports commrt
+    elif not getattr(
+        module.__spec__, "_initializing", False
+    ):  # else it is imported right now, and imports commrt
         action()
 
 
 class _Finder:
-    """Finds one module like the finders behind it do, and calls a function when it has been imported."""
+    """Finds one module like the finders behind it do, and calls a function when it has been
+    imported.
+    """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name, self._action = name, action
+        self._name = name
+        self._action = action
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return None for all modules but one; see ``importlib.abc.MetaPathFinder``."""
         if name != self._name:
             return None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How values become codes of few bits on the wire, and how many, as data. Needs no torch.
 
-Values are quantized in *blocks*: a block has one scale, a bfloat16, and one code per value. Eight blocks make a *tile*,
-the smallest part of a buffer that travels: its scales come first, then its codes. Codes do not add, so they are summed
-as the values that they stand for.
+Values are quantized in *blocks*: a block has one scale, a bfloat16, and one code per value. Eight
+blocks make a *tile*, the smallest part of a buffer that travels: its scales come first, then its
+codes. Codes do not add, so they are summed as the values that they stand for.
 
-An `Adaptive` wire has a rule, which looks at how training goes and chooses the bits of a step. It sees the same numbers
-on all ranks, so all choose the same bits, and nothing is negotiated.
+An `Adaptive` wire has a rule, which looks at how training goes and chooses the bits of a step. It
+sees the same numbers on all ranks, so all choose the same bits, and nothing is negotiated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import ClassVar, NamedTuple
 
 from commrt.errors import UsageError
 
-NEAREST, STOCHASTIC = "nearest", "stochastic"
+NEAREST = "nearest"
+STOCHASTIC = "stochastic"
 BITS = range(2, 9)  # of an integer code
 TILE_BLOCKS = 8  # their scales fill 16 bytes, so that codes are aligned
 SCALE_NBYTES = 2
@@ -29,7 +30,10 @@ BLOCKS = (64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """What a value becomes on the wire; see `Int8`, `Int4`, `Int2` and `Float8`. Raises `UsageError`."""
+    """What a value becomes on the wire; see `Int8`, `Int4`, `Int2` and `Float8`.
+
+    Raises `UsageError`.
+    """
 
     bits: int
     block: int = 256
@@ -47,10 +51,13 @@ class Quantizer:
     def __post_init__(self) -> None:
         whole = all(type(each) is int for each in (self.bits, self.block, self.seed))
         if not whole or self.bits not in BITS or self.block not in BLOCKS:
-            offered = f"bits from {BITS[0]} to {BITS[-1]} and blocks of {', '.join(map(str, BLOCKS))} values"
+            offered = (
+                f"bits from {BITS[0]} to {BITS[-1]} and blocks of {', '.join(map(str, BLOCKS))}"
+                " values"
+            )
             raise UsageError(
-                f"codes of bits={self.bits!r:.40} in blocks of block={self.block!r:.40}, seed={self.seed!r:.40}: "
-                f"use {offered}, all whole numbers"
+                f"codes of bits={self.bits!r:.40} in blocks of block={self.block!r:.40},"
+                f" seed={self.seed!r:.40}: use {offered}, all whole numbers"
             )
         if not isinstance(self.feedback, bool):
             raise UsageError(f"feedback={self.feedback!r:.40}: give True or False")
@@ -60,8 +67,9 @@ class Quantizer:
             raise UsageError("floats on the wire have 8 bits, and are rounded to nearest")
         if self.feedback and self.rounding == STOCHASTIC and self.bits == 2:
             raise UsageError(
-                "feedback with stochastic rounding to 2 bits diverges: rounding loses more than there is (its relative "
-                'squared error is about 2), so residuals grow from step to step; use rounding="nearest"'
+                "feedback with stochastic rounding to 2 bits diverges: rounding loses more than"
+                " there is (its relative squared error is about 2), so residuals grow from step to"
+                ' step; use rounding="nearest"'
             )
 
     @property
@@ -95,7 +103,8 @@ class Quantizer:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Return the widths in bits that a code is cut into, lowest bits last, so that each fits bytes evenly.
+        """Return the widths in bits that a code is cut into, lowest bits last, so that each fits
+        bytes evenly.
 
         >>> [Quantizer(bits).planes for bits in (8, 4, 3, 7)]
         [(8,), (4,), (2, 1), (4, 2, 1)]
@@ -121,17 +130,23 @@ class Quantizer:
         return f"{kind}{rounded}{' + feedback' if self.feedback else ''}"
 
 
-def Int8(block: int = 256, *, feedback: bool = False, rounding: str = NEAREST, seed: int = 0) -> Quantizer:  # noqa: N802  # a kind of wire, written like a type
+def Int8(  # noqa: N802
+    block: int = 256, *, feedback: bool = False, rounding: str = NEAREST, seed: int = 0
+) -> Quantizer:  # a kind of wire, written like a type
     """Return a wire of 8-bit integers: 3.97 times fewer bytes than fp32."""
     return Quantizer(8, block, feedback, rounding, seed)
 
 
-def Int4(block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, seed: int = 0) -> Quantizer:  # noqa: N802
+def Int4(  # noqa: N802
+    block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, seed: int = 0
+) -> Quantizer:
     """Return a wire of 4-bit integers: 7.88 times fewer bytes than fp32."""
     return Quantizer(4, block, feedback, rounding, seed)
 
 
-def Int2(block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, seed: int = 0) -> Quantizer:  # noqa: N802
+def Int2(  # noqa: N802
+    block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, seed: int = 0
+) -> Quantizer:
     """Return a wire of 2-bit integers, -1, 0 and 1: 15.5 times fewer bytes than fp32.
 
     Without feedback it costs accuracy.
@@ -140,7 +155,9 @@ def Int2(block: int = 256, *, feedback: bool = True, rounding: str = NEAREST, se
 
 
 def Float8(block: int = 256, *, feedback: bool = False) -> Quantizer:  # noqa: N802
-    """Return a wire of 8-bit floats (e4m3): small values of a block keep more digits than with `Int8`."""
+    """Return a wire of 8-bit floats (e4m3): small values of a block keep more digits than with
+    `Int8`.
+    """
     return Quantizer(8, block, feedback, is_float=True)
 
 
@@ -159,10 +176,12 @@ Rule = Callable[[Progress], float]
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """A wire of integers whose bits change from step to step: ``wire=Adaptive(dq(target=20, steps=1000))``.
+    """A wire of integers whose bits change from step to step: ``wire=Adaptive(dq(target=20,
+    steps=1000))``.
 
-    The first steps get `most` bits, until gradients leave in their final order; so does one after a step whose norm is
-    not finite, and the first one after ``join()``. The other fields are those of `Quantizer`. Raises `UsageError`.
+    The first steps get `most` bits, until gradients leave in their final order; so does one after a
+    step whose norm is not finite, and the first one after ``join()``. The other fields are those of
+    `Quantizer`. Raises `UsageError`.
     """
 
     rule: Rule = field(repr=False)
@@ -178,9 +197,13 @@ class Adaptive:
 
     def __post_init__(self) -> None:
         if not callable(self.rule):
-            raise UsageError(f"rule={self.rule!r:.80} is no function: pass dq(...), adaquant(...) or your own")
+            raise UsageError(
+                f"rule={self.rule!r:.80} is no function: pass dq(...), adaquant(...) or your own"
+            )
         if not BITS[0] <= self.least <= self.most <= BITS[-1]:
-            raise UsageError(f"bits from least={self.least} to most={self.most}: use {BITS[0]} to {BITS[-1]}")
+            raise UsageError(
+                f"bits from least={self.least} to most={self.most}: use {BITS[0]} to {BITS[-1]}"
+            )
         self._of(self.least)  # refuses the other fields
         text = re.sub(r" at 0x[0-9a-f]+", "", repr(self.rule))  # places differ between ranks
         object.__setattr__(self, "rule_text", text)
@@ -197,8 +220,10 @@ class Adaptive:
         """Return the quantizer of a step; None stands for no progress yet.
 
         >>> wire = Adaptive(lambda progress: 7 * progress.norm)
-        >>> [wire.quantizer(Progress(1, norm)).bits for norm in (0.1, 1.0, 1.1, 1000.0)], wire.quantizer(None).bits
-        ([2, 4, 5, 8], 8)
+        >>> [wire.quantizer(Progress(1, norm)).bits for norm in (0.1, 1.0, 1.1, 1000.0)]
+        [2, 4, 5, 8]
+        >>> wire.quantizer(None).bits
+        8
         """
         if progress is None or not isfinite(progress.norm):
             return self._of(self.most)
@@ -214,9 +239,10 @@ class Adaptive:
 class dq:  # noqa: N801  # users read it as a function
     """DQ-SGD's rule: more bits for large gradients, and more towards the end of `steps`.
 
-    Levels are ``target * decay ** ((steps - k) / 2) * norm``: the bits that minimise the bytes of all steps, where the
-    error of a step weighs less by `decay` for each step that follows. Derived from what the abstract of 2107.14575
-    names (the error allowed, the steps that remain, the norm), not copied from its text.
+    Levels are ``target * decay ** ((steps - k) / 2) * norm``: the bits that minimise the bytes of
+    all steps, where the error of a step weighs less by `decay` for each step that follows. Derived
+    from what the abstract of 2107.14575 names (the error allowed, the steps that remain, the norm),
+    not copied from its text.
     """
 
     target: float
@@ -236,9 +262,9 @@ class dq:  # noqa: N801  # users read it as a function
 class adaquant:  # noqa: N801  # as above
     """AdaQuantFL's rule: ``levels * sqrt(F_0 / F_k)``, so more bits as the loss falls.
 
-    `loss` returns the latest loss, and must return the same on all ranks: average it with ``world.all_reduce``.
-    `first` is F_0, by default the first loss that `loss` returns. A checkpoint does not hold it: save it yourself, and
-    pass it when you resume.
+    `loss` returns the latest loss, and must return the same on all ranks: average it with
+    ``world.all_reduce``. `first` is F_0, by default the first loss that `loss` returns. A
+    checkpoint does not hold it: save it yourself, and pass it when you resume.
     """
 
     levels: float

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What moves, and to whom, as data.
 
-A `Schedule` is a sequence of `Step` s over a buffer that is cut into equal chunks. A step is a set of transfers that
-happen at the same time. Its transfers are stored as columns, so a step of 4,096 ranks is a few arrays. Every transfer
-of a step reads the state from before the step.
+A `Schedule` is a sequence of `Step` s over a buffer that is cut into equal chunks. A step is a set
+of transfers that happen at the same time. Its transfers are stored as columns, so a step of 4,096
+ranks is a few arrays. Every transfer of a step reads the state from before the step.
 
-Larger schedules are built from smaller ones: `Schedule.then`, `Schedule.over`, `Schedule.within`, `beside`.
+Larger schedules are built from smaller ones: `Schedule.then`, `Schedule.over`, `Schedule.within`,
+`beside`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from commrt.errors import CommrtError, ScheduleError, UsageError
 IntArray = NDArray[np.int64]
 
 MAX_STEPS = 1 << 18
-"""Most steps of a schedule, plus 16 for each rank. A schedule that yields more is refused as endless."""
+"""Most steps of a schedule, plus 16 for each rank.
+
+A schedule that yields more is refused as endless.
+"""
 ITSELF = "is from a rank to itself; leave it out"
 
 
@@ -41,15 +45,20 @@ class Combine(IntEnum):
 COPY = Combine.COPY
 """Overwrite the receiver's own value."""
 ADD = Combine.ADD
-"""Add to the receiver's own value. What one range of chunks receives in a step is added in order of ranks, the
-receiver's own value in its place, and rounded once; ranges that overlap are added one after the other, by (lo, hi)."""
+"""Add to the receiver's own value. What one range of chunks receives in a step is added in order of
+ranks, the receiver's own value in its place, and rounded once; ranges that overlap are added one
+after the other, by (lo, hi).
+"""
 MIX = Combine.MIX
 """Move the receiver's own value towards the received one: ``own += weight * (received - own)``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """Transfers that happen at the same time, one per row of the columns [T]. Raises `UsageError` for other columns."""
+    """Transfers that happen at the same time, one per row of the columns [T].
+
+    Raises `UsageError` for other columns.
+    """
 
     src: IntArray
     """Sending rank."""
@@ -64,32 +73,51 @@ class Step:
     """Share of the received value where `combine` is MIX, else 0."""
 
     def __post_init__(self) -> None:
-        # Digests compare bytes, so steps that move the same must have the same dtypes and the same unused weights.
-        columns = [_int_column(name, getattr(self, name)) for name in ("src", "dst", "lo", "hi", "combine")]
+        # Digests compare bytes, so steps that move the same must have the same dtypes and the same
+        # unused weights.
+        columns = [
+            _int_column(name, getattr(self, name)) for name in ("src", "dst", "lo", "hi", "combine")
+        ]
         weight = _column("weight", self.weight)
         lengths = [len(column) for column in (*columns, weight)]
         if len(set(lengths)) > 1:
-            raise UsageError(f"columns of {lengths} transfers: src, dst, lo, hi, combine and weight need as many each")
+            raise UsageError(
+                f"columns of {lengths} transfers: src, dst, lo, hi, combine and weight need as many"
+                " each"
+            )
         used = np.asarray(np.where(columns[-1] == int(MIX), weight, 0.0), dtype=np.float64)
         _hold(self, *columns, used)
 
     @classmethod
     def of(
-        cls, src: ArrayLike, dst: ArrayLike, lo: ArrayLike, hi: ArrayLike, combine: Combine, weight: float = 0.5
+        cls,
+        src: ArrayLike,
+        dst: ArrayLike,
+        lo: ArrayLike,
+        hi: ArrayLike,
+        combine: Combine,
+        weight: float = 0.5,
     ) -> Step:
-        """Build a step from scalars or arrays, broadcast against each other, a transfer for each entry of the result.
+        """Build a step from scalars or arrays, broadcast against each other, a transfer for each
+        entry of the result.
 
         >>> print(Step.of(src=[0, 1], dst=[1, 0], lo=0, hi=2, combine=ADD))
         add  0->1 [0:2)  1->0 [0:2)
         >>> print(Step.of(src=0, dst=[[1], [2]], lo=[0, 3], hi=[1, 4], combine=COPY))
         copy  0->1 [0:1)  0->1 [3:4)  0->2 [0:1)  0->2 [3:4)
         """
-        code = int(combine) if isinstance(combine, Combine) else combine  # numpy is slow with a member of an enum
+        # numpy is slow with a member of an enum
+        code = int(combine) if isinstance(combine, Combine) else combine
         try:
-            shape = np.broadcast(src, dst, lo, hi, code, weight).shape  # np.broadcast_arrays takes longer
+            # np.broadcast_arrays takes longer
+            shape = np.broadcast(src, dst, lo, hi, code, weight).shape
         except ValueError as error:
-            raise UsageError(f"columns do not fit together: {error}; give scalars, or arrays that broadcast") from error
-        return cls(*(np.full(shape, column).reshape(-1) for column in (src, dst, lo, hi, code, weight)))
+            raise UsageError(
+                f"columns do not fit together: {error}; give scalars, or arrays that broadcast"
+            ) from error
+        return cls(
+            *(np.full(shape, column).reshape(-1) for column in (src, dst, lo, hi, code, weight))
+        )
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
@@ -104,9 +132,11 @@ class Step:
         return _derived(*(column[keep] for column in self.columns))
 
     def canonical(self) -> Step:
-        """Return the same transfers sorted by (src, dst, lo), without empty ones, adjacent ranges to one peer merged.
+        """Return the same transfers sorted by (src, dst, lo), without empty ones, adjacent ranges
+        to one peer merged.
 
-        Both ends of a transfer derive their program from this form, so they agree on order and sizes.
+        Both ends of a transfer derive their program from this form, so they agree on order and
+        sizes.
         """
         full = self if (self.hi > self.lo).all() else self.rows(self.hi > self.lo)
         step = full.rows(np.lexsort((full.hi, full.lo, full.dst, full.src)))
@@ -121,10 +151,14 @@ class Step:
         return _derived(src, dst, lo, step.hi[last], combine, weight)
 
     def text(self, limit: int = 16) -> str:
-        """Return one line such as ``add  0->1 [2:3)  1->2 [0:1)``, with at most `limit` transfers."""
+        """Return one line such as ``add  0->1 [2:3)  1->2 [0:1)``,
+        with at most `limit` transfers.
+        """
         words: list[str] = []
         previous = ""
-        for src, dst, lo, hi, combine, weight in zip(*(c[:limit].tolist() for c in self.columns), strict=True):
+        for src, dst, lo, hi, combine, weight in zip(
+            *(c[:limit].tolist() for c in self.columns), strict=True
+        ):
             verb = Combine(combine).name.lower() if COPY <= combine <= MIX else f"combine {combine}"
             verb += f"({weight:g})" if combine == MIX else ""
             words += [verb] * (verb != previous) + [f"{src}->{dst} [{lo}:{hi})"]
@@ -136,9 +170,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """A collective as data: `steps()` yields the steps anew each time, lazily. Raises `UsageError` for bad fields.
+    """A collective as data: `steps()` yields the steps anew each time, lazily. Raises `UsageError`
+    for bad fields.
 
-    >>> swap = Schedule("swap", ranks=2, chunks=1, steps=lambda: iter([Step.of([0, 1], [1, 0], 0, 1, ADD)]))
+    >>> both = Step.of([0, 1], [1, 0], 0, 1, ADD)
+    >>> swap = Schedule("swap", ranks=2, chunks=1, steps=lambda: iter([both]))
     >>> print(swap)
     swap: 2 ranks, 1 chunk
       0  add  0->1 [0:1)  1->0 [0:1)
@@ -147,18 +183,31 @@ class Schedule:
     name: str
     ranks: int
     chunks: int
-    """Number of equal parts of the buffer. When the schedule is bound to a buffer, sizes need not divide by it."""
+    """Number of equal parts of the buffer.
+
+    When the schedule is bound to a buffer, sizes need not divide by it.
+    """
     steps: Callable[[], Iterator[Step]]
 
     def __post_init__(self) -> None:
         for what, number in {"ranks": self.ranks, "chunks": self.chunks}.items():
-            if isinstance(number, bool) or not isinstance(number, int | np.integer) or not 1 <= number < 2**31:
-                raise UsageError(f"{self.name}: {what}={number!r:.80}: give a whole number from 1 on")
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, int | np.integer)
+                or not 1 <= number < 2**31
+            ):
+                raise UsageError(
+                    f"{self.name}: {what}={number!r:.80}: give a whole number from 1 on"
+                )
         if not callable(self.steps):
-            raise UsageError(f"{self.name}: steps={self.steps!r:.80}: give a function that yields all steps anew")
+            raise UsageError(
+                f"{self.name}: steps={self.steps!r:.80}: give a function that yields all steps anew"
+            )
 
     def checked_steps(self) -> Iterator[Step]:
-        """Yield each of `steps()`; raise `ScheduleError` if it fails, yields something else, or does not end."""
+        """Yield each of `steps()`; raise `ScheduleError` if it fails, yields something else, or
+        does not end.
+        """
         try:
             for number, step in enumerate(self.steps()):
                 self._check(number, step)
@@ -167,11 +216,15 @@ class Schedule:
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error!s:.200}"
-            raise ScheduleError(f"{self.name}: steps() fails: {what}; it must yield each Step anew") from error
+            raise ScheduleError(
+                f"{self.name}: steps() fails: {what}; it must yield each Step anew"
+            ) from error
 
     def _check(self, number: int, step: object) -> None:
         if not isinstance(step, Step):
-            raise ScheduleError(f"{self.name}: steps() yields {step!r:.80} as step {number}: yield Step.of(...)")
+            raise ScheduleError(
+                f"{self.name}: steps() yields {step!r:.80} as step {number}: yield Step.of(...)"
+            )
         if number >= MAX_STEPS + 16 * self.ranks:
             raise ScheduleError(f"{self.name}: steps() has yielded {number:,} steps: does it end?")
 
@@ -182,42 +235,54 @@ class Schedule:
         return Schedule(label, self.ranks, self.chunks, lambda: chain(self.steps(), after.steps()))
 
     def over(self, ranks: ArrayLike, world: int | None = None, shift: ArrayLike = 0) -> Schedule:
-        """Return the same schedule with ``ranks[i]``, of a world of `world` ranks (default: as many), as rank i.
+        """Return the same schedule with ``ranks[i]``, of a world of `world` ranks (default: as
+        many), as rank i.
 
-        With `ranks` [copies, ranks] all copies run at once, one per row; copy c works `shift[c]` chunks further up.
+        With `ranks` [copies, ranks] all copies run at once, one per row; copy c works `shift[c]`
+        chunks further up.
         """
         copies = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
         up = np.broadcast_to(np.asarray(shift, dtype=np.int64), len(copies))[:, None]
         size = self.ranks if world is None else world
         if copies.shape[1] != self.ranks or len(np.unique(copies)) != copies.size:
-            raise ScheduleError(f"{self.name} needs {self.ranks} different ranks, got {copies.tolist()}")
+            raise ScheduleError(
+                f"{self.name} needs {self.ranks} different ranks, got {copies.tolist()}"
+            )
         if copies.size and (copies.min() < 0 or copies.max() >= size):
-            raise ScheduleError(f"{self.name} over {copies.tolist()}: ranks must lie in 0..{size - 1}")
+            raise ScheduleError(
+                f"{self.name} over {copies.tolist()}: ranks must lie in 0..{size - 1}"
+            )
 
         def steps() -> Iterator[Step]:
             for step in self.steps():
                 moved = (copies[:, step.src], copies[:, step.dst], step.lo + up, step.hi + up)
                 src, dst, lo, hi = (column.reshape(-1) for column in moved)
-                yield _derived(src, dst, lo, hi, np.tile(step.combine, len(up)), np.tile(step.weight, len(up)))
+                yield _derived(
+                    src, dst, lo, hi, np.tile(step.combine, len(up)), np.tile(step.weight, len(up))
+                )
 
         return Schedule(self.name, size, self.chunks, steps)
 
     def within(self, lo: int, hi: int, chunks: int) -> Schedule:
         """Return the same schedule on chunks [lo, hi) of a buffer of `chunks` chunks.
 
-        ``hi - lo`` must be a multiple of this schedule's own chunk count; each own chunk becomes that many.
+        ``hi - lo`` must be a multiple of this schedule's own chunk count; each own chunk becomes
+        that many.
         """
-        lo, hi = index(lo), index(hi)
+        lo = index(lo)
+        hi = index(hi)
         factor, rest = divmod(hi - lo, self.chunks)
         if rest or factor < 1 or lo < 0 or hi > chunks:
             raise ScheduleError(
-                f"{self.name} has {self.chunks} chunks and cannot be laid on chunks [{lo}:{hi}) of {chunks}: "
-                f"the range must lie inside and be a multiple of {self.chunks} long"
+                f"{self.name} has {self.chunks} chunks and cannot be laid on chunks [{lo}:{hi}) of"
+                f" {chunks}: the range must lie inside and be a multiple of {self.chunks} long"
             )
 
         def steps() -> Iterator[Step]:
             for s in self.steps():
-                yield _derived(s.src, s.dst, lo + s.lo * factor, lo + s.hi * factor, s.combine, s.weight)
+                yield _derived(
+                    s.src, s.dst, lo + s.lo * factor, lo + s.hi * factor, s.combine, s.weight
+                )
 
         return Schedule(self.name, self.ranks, chunks, steps)
 
@@ -234,7 +299,10 @@ class Schedule:
         return replace(self, name=name)
 
     def digest(self) -> str:
-        """Return a hash of all that moves (not of the name). Two ranks run the same schedule if theirs are equal."""
+        """Return a hash of all that moves (not of the name).
+
+        Two ranks run the same schedule if theirs are equal.
+        """
         seen = hashlib.sha256(f"{self.ranks} {self.chunks}".encode())
         for step in map(Step.canonical, self.checked_steps()):
             seen.update(len(step).to_bytes(8, "little"))
@@ -244,7 +312,9 @@ class Schedule:
 
     def text(self, limit: int = 16) -> str:
         """Return the schedule as text, one line per step with at most `limit` transfers each."""
-        lines = (f"{number:3d}  {step.text(limit)}" for number, step in enumerate(self.checked_steps()))
+        lines = (
+            f"{number:3d}  {step.text(limit)}" for number, step in enumerate(self.checked_steps())
+        )
         return "\n".join([f"{self.name}: {_shape(self)}", *lines])
 
     __str__ = text
@@ -255,17 +325,21 @@ SYNCHRONOUS = "commrt.training.synchronous"
 
 
 class Algorithm(Protocol):
-    """What `attach` takes as its algorithm: an object that gives the schedule of each training step.
+    """What `attach` takes as its algorithm: an object that gives the schedule of each training
+    step.
 
-    `schedule` is a pure function of the object's fields, the step and the rank count, so every rank computes the same
-    schedule. Implementations are small frozen dataclasses, so their ``repr`` says everything. For equal arguments they
-    return the same object (use ``functools.lru_cache``), because programs are bound once per object.
+    `schedule` is a pure function of the object's fields, the step and the rank count, so every rank
+    computes the same schedule. Implementations are small frozen dataclasses, so their ``repr`` says
+    everything. For equal arguments they return the same object (use ``functools.lru_cache``),
+    because programs are bound once per object.
 
     An algorithm that is more than an all-reduce of gradients also has some of these:
 
-    - ``trained_by``: the module whose ``attach(request)`` makes the replica (default: `SYNCHRONOUS`);
+    - ``trained_by``: the module whose ``attach(request)`` makes the replica (default:
+      `SYNCHRONOUS`);
     - ``mixing_row``: its schedules mix, after they have averaged over rows of so many ranks;
-    - ``rounds`` and ``order``: its steps are a few schedules, played by ranks that change places (`Gossip`);
+    - ``rounds`` and ``order``: its steps are a few schedules, played by ranks that change places
+      (`Gossip`);
     - ``traits``: what `commrt.options` calls it.
     """
 
@@ -282,42 +356,61 @@ def empty(ranks: int, chunks: int = 1, name: str = "nothing") -> Schedule:
 def beside(schedules: Iterable[Schedule], name: str | None = None) -> Schedule:
     """Return all `schedules` at once: their k-th steps become one step.
 
-    Use it for disjoint ranks (the rows of a torus) or disjoint chunks (two halves of the buffer). `verify` refuses
-    schedules that overlap.
+    Use it for disjoint ranks (the rows of a torus) or disjoint chunks (two halves of the buffer).
+    `verify` refuses schedules that overlap.
     """
     parts = tuple(schedules)
     if not parts:
-        raise ScheduleError("beside() of no schedules: use empty(ranks, chunks) for a schedule that moves nothing")
+        raise ScheduleError(
+            "beside() of no schedules: use empty(ranks, chunks) for a schedule that moves nothing"
+        )
     for part in parts[1:]:
         _require_same_shape(parts[0], part)
 
     def steps() -> Iterator[Step]:
         for at_once in zip_longest(*(part.steps() for part in parts)):
-            yield Step(*map(np.concatenate, zip(*(step.columns for step in at_once if step is not None), strict=True)))
+            yield Step(
+                *map(
+                    np.concatenate,
+                    zip(*(step.columns for step in at_once if step is not None), strict=True),
+                )
+            )
 
-    return Schedule(name or " beside ".join(p.name for p in parts), parts[0].ranks, parts[0].chunks, steps)
+    return Schedule(
+        name or " beside ".join(p.name for p in parts), parts[0].ranks, parts[0].chunks, steps
+    )
 
 
 def malformed(step: Step, ranks: int, chunks: int) -> Iterator[tuple[Step, str]]:
-    """Yield, for each kind of invalid transfer, the first one in `step` and a description of what is wrong."""
-    low, high = np.minimum(step.src, step.dst), np.maximum(step.src, step.dst)
+    """Yield, for each kind of invalid transfer, the first one in `step` and a description of what
+    is wrong.
+    """
+    low = np.minimum(step.src, step.dst)
+    high = np.maximum(step.src, step.dst)
     outside = f"carries chunks outside 0..{chunks - 1} or a range that ends before it starts"
     for valid, what in (
         ((low >= 0) & (high < ranks), f"names a rank outside 0..{ranks - 1}"),
         ((step.lo >= 0) & (step.lo <= step.hi) & (step.hi <= chunks), outside),
         (low != high, ITSELF),
         ((step.combine >= int(COPY)) & (step.combine <= int(MIX)), "has an unknown way to combine"),
-        (np.isfinite(step.weight) | (step.combine != int(MIX)), "mixes with a weight that is no number"),
+        (
+            np.isfinite(step.weight) | (step.combine != int(MIX)),
+            "mixes with a weight that is no number",
+        ),
     ):
         if not valid.all():
             yield step.rows(np.flatnonzero(~valid)[:1]), what
 
 
 def require_valid(step: Step, schedule: Schedule) -> Step:
-    """Return `step` if `schedule` can run it, else raise `ScheduleError`; a transfer to oneself is harmless."""
+    """Return `step` if `schedule` can run it, else raise `ScheduleError`; a transfer to oneself is
+    harmless.
+    """
     for transfer, what in malformed(step, schedule.ranks, schedule.chunks):
         if what != ITSELF:
-            raise ScheduleError(f"{schedule.name} cannot run: the transfer {transfer.text()} {what}")
+            raise ScheduleError(
+                f"{schedule.name} cannot run: the transfer {transfer.text()} {what}"
+            )
     return step
 
 
@@ -328,18 +421,23 @@ def _hold(step: Step, *columns: NDArray[Any]) -> Step:
 
 
 def _derived(*columns: NDArray[Any]) -> Step:
-    """Return the step of columns that come from a checked step's, and so need no check: a proof makes many."""
+    """Return the step of columns that come from a checked step's, and so need no check: a proof
+    makes many.
+    """
     return _hold(object.__new__(Step), *columns)
 
 
 def _int_column(name: str, given: ArrayLike) -> IntArray:
     """Return `given` as int64; raise `UsageError` rather than round or wrap around."""
-    if isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1:  # the checks take 15 us
+    # the checks take 15 us
+    if isinstance(given, np.ndarray) and given.dtype == np.int64 and given.ndim == 1:
         return given
     with np.errstate(invalid="ignore"):  # compared next
         whole = (column := _column(name, given)).astype(np.int64, copy=False)
     if whole is not column and not (whole == column).all():
-        raise UsageError(f"{name} holds {column[whole != column][0]}: give whole numbers below 2^63")
+        raise UsageError(
+            f"{name} holds {column[whole != column][0]}: give whole numbers below 2^63"
+        )
     return whole
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what each algorithm makes of given numbers; ``python dev/bits.py`` writes them to a file.
+"""Digests of what each algorithm makes of given numbers; ``python dev/bits.py`` writes them to a
+file.
 
-Sums of floats depend on the order of additions: a digest shows if it has changed. No case has a product and a sum that
-a processor may round as one, so digests should be the same on every machine (seen with AVX512, AVX2 and neither).
+Sums of floats depend on the order of additions: a digest shows if it has changed. No case has a
+product and a sum that a processor may round as one, so digests should be the same on every machine
+(seen with AVX512, AVX2 and neither).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ FILE = Path(__file__).parent / "golden_bits.json"
 COUNTS = (2, 3, 4, 6, 8)
 NUMEL = 1009
 """A prime, which no number of chunks divides."""
-RANKS, STEPS, CAP_MB = 4, 3, 0.002
+RANKS = 4
+STEPS = 3
+CAP_MB = 0.002
 SHAPES = [(40, 7), (64,), (3,), (25, 25)]
 WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTIZED = {"int8": Int8(), "int4 with feedback": Int4()}
@@ -58,13 +62,16 @@ def sums(build: Callable[[int], commrt.Schedule], dtype: torch.dtype) -> list[to
     return found
 
 
-def averages(algorithm: commrt.Algorithm, wire: object, gradients: str = "own") -> list[torch.Tensor]:
+def averages(
+    algorithm: commrt.Algorithm, wire: object, gradients: str = "own"
+) -> list[torch.Tensor]:
     """Return the gradients of each rank after each of some steps."""
 
     def body(world: commrt.World) -> list[torch.Tensor]:
         model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
         options = {"wire": wire, "bucket_cap_mb": CAP_MB, "gradients": gradients}
-        replica, found = commrt.attach(model, algorithm=algorithm, world=world, **options), []
+        replica = commrt.attach(model, algorithm=algorithm, world=world, **options)
+        found = []
         for step in range(STEPS):
             for number, param in enumerate(model):
                 param.grad = numbers(param.shape, world.rank, step, number)
@@ -76,7 +83,9 @@ def averages(algorithm: commrt.Algorithm, wire: object, gradients: str = "own") 
 
 
 def mixed(algorithm: commrt.Algorithm) -> list[torch.Tensor]:
-    """Return the weights of each rank after some steps of gossip, in which each rank moves its own."""
+    """Return the weights of each rank after some steps of gossip,
+    in which each rank moves its own.
+    """
 
     def body(world: commrt.World) -> list[torch.Tensor]:
         model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
@@ -84,7 +93,10 @@ def mixed(algorithm: commrt.Algorithm) -> list[torch.Tensor]:
         replica = commrt.attach(model, optimizer, algorithm, world=world, bucket_cap_mb=CAP_MB)
         for step in range(STEPS):
             seeds = [(world.rank, step, number) for number in range(len(model))]
-            loss = sum((param * numbers(param.shape, *seed)).sum() for param, seed in zip(model, seeds, strict=True))
+            loss = sum(
+                (param * numbers(param.shape, *seed)).sum()
+                for param, seed in zip(model, seeds, strict=True)
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -105,7 +117,10 @@ CASES: dict[str, Callable[[], list[torch.Tensor]]] = {
         for name, make in ALGORITHMS.items()
         for wire, dtype in WIRES.items()
     },
-    **{f"attach, direct, {name}": partial(averages, commrt.Direct(), wire) for name, wire in QUANTIZED.items()},
+    **{
+        f"attach, direct, {name}": partial(averages, commrt.Direct(), wire)
+        for name, wire in QUANTIZED.items()
+    },
     "attach, ring, views": partial(averages, commrt.Ring(), None, "views"),
     "gossip": partial(mixed, commrt.Gossip()),
     "gossip, one step late": partial(mixed, commrt.Gossip(staleness=1)),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps and bytes of each schedule of the catalogue, as `docs/algorithms.md` and the docstrings give them."""
+"""The steps and bytes of each schedule of the catalogue, as `docs/algorithms.md` and the docstrings
+give them.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ COSTS: dict[str, tuple[Steps, Sent]] = {
     "reduce tree": (doublings, lambda _: 1),
     "reduce direct": (lambda _: 1, lambda _: 1),
     "reduce chain": (chain_steps, lambda _: 1),
-    "reduce scatter_gather": (lambda p: p - 1 + doublings(p), lambda p: Fraction(p - 1 + up_to_half(p), p)),
+    "reduce scatter_gather": (
+        lambda p: p - 1 + doublings(p),
+        lambda p: Fraction(p - 1 + up_to_half(p), p),
+    ),
     "gather tree": (doublings, lambda p: Fraction(up_to_half(p), p)),
     "gather direct": (lambda _: 1, lambda p: Fraction(1, p)),
     "scatter tree": LOGARITHMIC,
@@ -80,7 +85,10 @@ COSTS: dict[str, tuple[Steps, Sent]] = {
     "reduce_scatter bruck": LOGARITHMIC,
     "reduce_scatter direct": AT_ONCE,
     "all_reduce ring": (lambda p: 2 * (p - 1), ring_bytes),
-    "all_reduce halving_doubling": (lambda p: 2 * (p.bit_length() - 1) + 2 * (not is_power(p)), lambda _: 3),
+    "all_reduce halving_doubling": (
+        lambda p: 2 * (p.bit_length() - 1) + 2 * (not is_power(p)),
+        lambda _: 3,
+    ),
     "all_reduce torus2d": (torus_steps, lambda p: 3 if is_folded(p) else ring_bytes(p)),
     "all_reduce doubling": (
         lambda p: p.bit_length() - 1 + 2 * (not is_power(p)),
@@ -93,7 +101,9 @@ COSTS: dict[str, tuple[Steps, Sent]] = {
     "all_to_all direct": (lambda _: 1, lambda p: Fraction(p - 1, p * p)),
     "barrier dissemination": LOGARITHMIC,
 }
-"""Steps, and bytes of the busiest rank in buffers, for two ranks or more. One rank needs no step."""
+"""Steps, and bytes of the busiest rank in buffers, for two ranks or more.
+One rank needs no step.
+"""
 LIMITS = {"all_reduce halving_doubling", "all_reduce torus2d", "all_reduce double_tree"}
 """Schedules whose bytes are a limit, as ranks are folded in or trees are uneven."""
 
@@ -104,4 +114,6 @@ def wrong_cost(key: str, ranks: int, cost: Traffic) -> str | None:
     is_right = cost.bytes_per_rank <= sent if key in LIMITS else cost.bytes_per_rank == sent
     if (cost.steps, is_right) == (steps, True):
         return None
-    return f"takes {cost.steps} steps and {cost.bytes_per_rank} buffers instead of {steps} and {sent}"
+    return (
+        f"takes {cost.steps} steps and {cost.bytes_per_rank} buffers instead of {steps} and {sent}"
+    )

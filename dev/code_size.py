@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the size and shape of the code: ``python dev/code_size.py [CHECKOUT ...]``; one column per checkout.
+"""Measure the size and shape of the code: ``python dev/code_size.py [CHECKOUT ...]``; one column
+per checkout.
 
-With an older commit: ``git worktree add /tmp/before COMMIT`` and ``python dev/code_size.py /tmp/before .``
+With an older commit: ``git worktree add /tmp/before COMMIT`` and ``python dev/code_size.py
+/tmp/before .``
 """
 
 from __future__ import annotations
@@ -66,9 +68,13 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def stations(root: Path) -> int:
-    """Return how many stations docs/architecture.md counts on the walk of a gradient, as tests check; 0 without it."""
+    """Return how many stations docs/architecture.md counts on the walk of a gradient, as tests
+    check; 0 without it.
+    """
     page = root / "docs" / "architecture.md"
-    _, _, walk = page.read_text().partition("## The walk of a gradient") if page.exists() else ("", "", "")
+    _, _, walk = (
+        page.read_text().partition("## The walk of a gradient") if page.exists() else ("", "", "")
+    )
     return len(re.findall(r"^\d\. `", walk.partition("\n## ")[0], re.MULTILINE))
 
 
@@ -79,8 +85,15 @@ def measure(root: Path) -> dict[str, float]:
     trees = {name(root, path): ast.parse(path.read_text()) for path in every}
     lines = {path: path.read_text().count("\n") for path in every}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    bodies = [body_lines(node) for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    graph = {each: {to for to in imported(tree) if to in trees and to != each} for each, tree in trees.items()}
+    bodies = [
+        body_lines(node)
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    graph = {
+        each: {to for to in imported(tree) if to in trees and to != each}
+        for each, tree in trees.items()
+    }
     folders = {path.parent for path in own} - {root / "commrt"}
     return {
         "lines of commrt/ (without its two links)": sum(lines[path] for path in own),

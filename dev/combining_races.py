@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find bytes that an exchange and a combination beside it both touch, in no order, when an executor runs a program.
+"""Find bytes that an exchange and a combination beside it both touch, in no order, when an executor
+runs a program.
 
-The search knows nothing of chunks. It notes which bytes each exchange and each combination reads and writes, and on
-which of two streams. Two accesses to one byte race if one of them writes, and no stream waits for the other in between.
+The search knows nothing of chunks. It notes which bytes each exchange and each combination reads
+and writes, and on which of two streams. Two accesses to one byte race if one of them writes, and no
+stream waits for the other in between.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from commrt.schedule import Schedule
 from commrt.transport.protocol import Tag
 
 Access = tuple[int, int, int, int, int, bool]
-"""Stream, ticks of both streams that are known to be over, first byte, byte after the last, whether it writes."""
+"""Stream, ticks of both streams that are known to be over, first byte, byte after the last, whether
+it writes.
+"""
 
 
 class TwoStreams:
@@ -32,7 +36,8 @@ class TwoStreams:
     queues = True
 
     def __init__(self) -> None:
-        self.now, self.clocks = 0, [(0, 0), (0, 0)]
+        self.now = 0
+        self.clocks = [(0, 0), (0, 0)]
         self.accesses: list[Access] = []
 
     def record_event(self) -> tuple[int, int]:
@@ -55,7 +60,9 @@ class TwoStreams:
         """Note an access of the work that the current stream queues."""
         if tensor.numel():
             begin = tensor.data_ptr()
-            self.accesses.append((self.now, *self.clocks[self.now], begin, begin + tensor.nbytes, writes))
+            self.accesses.append(
+                (self.now, *self.clocks[self.now], begin, begin + tensor.nbytes, writes)
+            )
 
     def step(self) -> None:
         """End a piece of work on the current stream."""
@@ -97,7 +104,9 @@ class Noted:
         return exchange
 
 
-def run_noted(schedule: Schedule, rank: int, streams: TwoStreams, numel: int = 4096) -> BoundProgram:
+def run_noted(
+    schedule: Schedule, rank: int, streams: TwoStreams, numel: int = 4096
+) -> BoundProgram:
     """Run a rank's program on `streams`, and return it."""
 
     def combination(out: Tensor, *operands: Tensor) -> Callable[[], None]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare two commits in one run: ``python dev/compare_commits.py BEFORE [AFTER]``. Without AFTER: the working tree.
+"""Compare two commits in one run: ``python dev/compare_commits.py BEFORE [AFTER]``. Without AFTER:
+the working tree.
 
-Each commit is checked out beside this one, and both run interleaved. The table shows the ratio of times that follow
-each other, so a slow phase of the machine slows both. Above 1, AFTER is slower.
+Each commit is checked out beside this one, and both run interleaved. The table shows the ratio of
+times that follow each other, so a slow phase of the machine slows both. Above 1, AFTER is slower.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ sys.path.append(str(Path(__file__).parent.parent / "bench"))
 from interleaved import Times, table
 
 ROOT = Path(__file__).parent.parent
-BEFORE, AFTER = "before", "after"
+BEFORE = "before"
+AFTER = "after"
 STEPS = 20
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
-"""glibc returns freed gradients to the system in some runs and not in others: 2,000 to 9,000 page faults per step."""
+"""glibc returns freed gradients to the system in some runs and not in others: 2,000 to 9,000 page
+faults per step.
+"""
 
 
 @contextmanager
@@ -47,16 +51,23 @@ def checkout(commit: str | None) -> Iterator[Path]:
 
 def git(*words: str) -> None:
     """Run git, and exit with its message if it fails."""
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)  # noqa: S607  # git of the user's PATH
+    command = ["git", "-C", str(ROOT), *words]  # git of the user's PATH
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr.strip())
 
 
 def measured(folder: Path) -> dict[str, float]:
     """Return the seconds of all tasks with the package in `folder`."""
-    environment = os.environ | KEEPS_MEMORY | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "bench")])}
+    environment = (
+        os.environ
+        | KEEPS_MEMORY
+        | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "bench")])}
+    )
     command = [sys.executable, __file__, "--work"]
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -72,7 +83,8 @@ def work() -> None:
     from commrt.proof.spec import all_reduce  # noqa: PLC0415
     from commrt.testing.processes import run_processes  # noqa: PLC0415
 
-    torus, ring = Torus2D().schedule(0, 256), Ring().schedule(0, 1024)
+    torus = Torus2D().schedule(0, 256)
+    ring = Ring().schedule(0, 1024)
     found = {
         "verify a torus of 256": best_s(lambda: verify(torus, all_reduce(256, torus.chunks))),
         "program of a ring of 1,024": best_s(lambda: program(ring, 0)),
@@ -81,7 +93,11 @@ def work() -> None:
     outcomes = run_processes(2, of_two, limit_s=120)
     if broken := [str(outcome.error) for outcome in outcomes if outcome.value is None]:
         raise RuntimeError(broken[0])
-    print(json.dumps(found | {key: max(one.value[key] for one in outcomes) for key in outcomes[0].value}))
+    print(
+        json.dumps(
+            found | {key: max(one.value[key] for one in outcomes) for key in outcomes[0].value}
+        )
+    )
 
 
 def best_s(call: Callable[[], object]) -> float:
@@ -145,7 +161,10 @@ def main() -> None:
     with checkout(options.before) as before, checkout(options.after) as after:
         rounds = [(measured(before), measured(after)) for _ in range(options.rounds)]
     for name in rounds[0][1]:
-        times: Times = {BEFORE: [one[name] for one, _ in rounds], AFTER: [other[name] for _, other in rounds]}
+        times: Times = {
+            BEFORE: [one[name] for one, _ in rounds],
+            AFTER: [other[name] for _, other in rounds],
+        }
         print(f"\n{name}\n{table(times, {BEFORE: BEFORE, AFTER: BEFORE}, 'ms')}")
 
 

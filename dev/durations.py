@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest that writes how long each test took: ``TEST_DURATIONS=tests.json pytest -p durations``.
+"""A plugin of pytest that writes how long each test took: ``TEST_DURATIONS=tests.json pytest -p
+durations``.
 
-For each test: wall seconds, CPU seconds (with those of processes that ended within it), and its outcome. The wall
-seconds of a test in a process of xdist are its own, but the other processes slow it down.
+For each test: wall seconds, CPU seconds (with those of processes that ended within it), and its
+outcome. The wall seconds of a test in a process of xdist are its own, but the other processes slow
+it down.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ found: dict[str, dict[str, Any]] = {}
 
 
 def cpu_s() -> float:
-    """Return the CPU seconds of this process, of children that it has waited for, and of forked ranks that ended."""
+    """Return the CPU seconds of this process, of children that it has waited for, and of forked
+    ranks that ended.
+    """
     return sum(os.times()[:4]) + forked_s()
 
 
 def forked_s() -> float:
-    """Return the CPU seconds of all ranks that ended: multiprocessing's server is their parent, and not yet over."""
+    """Return the CPU seconds of all ranks that ended: multiprocessing's server is their parent, and
+    not yet over.
+    """
     try:
         status = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/stat").read_text("utf-8")  # type: ignore[attr-defined]
     except OSError:  # there is no such server
@@ -49,7 +55,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report: Any = yield
     if report.when == "teardown":
         wall, cpu = item._began  # type: ignore[attr-defined]
-        report.user_properties = [*report.user_properties, ("seconds", [perf_counter() - wall, cpu_s() - cpu])]
+        report.user_properties = [
+            *report.user_properties,
+            ("seconds", [perf_counter() - wall, cpu_s() - cpu]),
+        ]
     return report
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspect the compiled code of each kernel: widths, registers, spills, barriers, instructions. Needs no GPU.
+"""Inspect the compiled code of each kernel: widths, registers, spills, barriers, instructions.
+Needs no GPU.
 
-``python dev/inspect_kernels.py`` prints a table, and with ``--json`` a list. ``--golden FOLDER`` compares the results
-with the file of this Triton version in the folder, and exits with 1 if anything differs. ``--write FOLDER`` writes that
-file. All kernels take a quarter of an hour. ``--every N`` inspects every Nth kernel, each on the next architecture, and
-one of each kind at each alignment and on each architecture.
+``python dev/inspect_kernels.py`` prints a table, and with ``--json`` a list. ``--golden FOLDER``
+compares the results with the file of this Triton version in the folder, and exits with 1 if
+anything differs. ``--write FOLDER`` writes that file. All kernels take a quarter of an hour.
+``--every N`` inspects every Nth kernel, each on the next architecture, and one of each kind at each
+alignment and on each architecture.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ PEERS = 1, 3, 7, 15
 """How many peers are met at once: those of 2, 4, 8 and 16 ranks."""
 NOP = 0x918
 """The operation in the lowest 12 bits of an instruction of 16 bytes."""
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,13 @@ class Finding:
     barriers: int
     traps: int
     instructions_per_element: float | None
-    """Instructions that a thread adds for each further element, from half to twice the tile; None without tiles."""
+    """Instructions that a thread adds for each further element, from half to twice the tile; None
+    without tiles.
+    """
     instructions_per_element_in_all: float | None
-    """`instructions` over the elements of a thread, with work once per tile and the tail; None without tiles."""
+    """`instructions` over the elements of a thread, with work once per tile and the tail; None
+    without tiles.
+    """
     instructions: int
     """Instructions of the whole kernel."""
 
@@ -89,7 +97,9 @@ def cases() -> Iterator[Case]:
         if align >= dtype.itemsize:
             yield from on_tables(dtype, wire, align)
     for dtype, count in product(SHORT, RECEIVED):
-        yield Case(f"reduce {SHORT[dtype]} of {count}", partial(variants.reduce, dtype, count), 1 + count)
+        yield Case(
+            f"reduce {SHORT[dtype]} of {count}", partial(variants.reduce, dtype, count), 1 + count
+        )
     for peers in PEERS:
         yield Case(f"meet of {peers}", partial(met, peers), has_tiles=False)
 
@@ -104,7 +114,9 @@ def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Cas
 
     def case(kernel: str, inputs: int, *options: str) -> Case:
         name = " ".join([kernel, SHORT[dtype], SHORT[wire], f"align {align}", *options])
-        make = partial(getattr(variants, kernel), dtype, wire, align, **dict.fromkeys(options, True))
+        make = partial(
+            getattr(variants, kernel), dtype, wire, align, **dict.fromkeys(options, True)
+        )
         return Case(name, make, inputs, align)
 
     yield case("pack", 1)
@@ -122,10 +134,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument(
-        "--arch", type=int, choices=ARCHS, action="append", help="inspect only this architecture; may be repeated"
+        "--arch",
+        type=int,
+        choices=ARCHS,
+        action="append",
+        help="inspect only this architecture; may be repeated",
     )
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="inspect only every Nth pair of kernel and architecture"
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="inspect only every Nth pair of kernel and architecture",
     )
     parser.add_argument("--golden", type=Path, help="compare with the file in this folder")
     parser.add_argument("--write", type=Path, help="write the file to this folder")
@@ -145,9 +165,12 @@ def main() -> int:
 
 
 def chosen(every: int, archs: Sequence[int]) -> list[tuple[int, int]]:
-    """Return every Nth (number of a case, architecture), limited to `archs`; and what they leave out of each kind."""
+    """Return every Nth (number of a case, architecture), limited to `archs`; and what they leave
+    out of each kind.
+    """
     kinds = [(case.name.split()[0], case.align) for case in cases()]
-    pairs, seen = [*product(range(len(kinds)), ARCHS)], set[tuple[str, int]]()
+    pairs = [*product(range(len(kinds)), ARCHS)]
+    seen = set[tuple[str, int]]()
     some = []
     for number, arch in [*pairs[::every], *pairs]:
         looked_at = {kinds[number], (kinds[number][0], arch)}
@@ -169,18 +192,24 @@ def of_this_version(folder: Path) -> Path:
 
 
 def compare(folder: Path, findings: Sequence[Any], offered: set[tuple[str, str]]) -> int:
-    """Print the differences from the file in `folder`, which must hold all that is `offered`; return 1 for any."""
+    """Print the differences from the file in `folder`, which must hold all that is `offered`;
+    return 1 for any.
+    """
     golden = of_this_version(folder)
     if not golden.exists():
         print(f"{golden} is not there: {sys.argv[0]} --write {folder} makes it", file=sys.stderr)
         return 1
-    before = {(row["kernel"], row["arch"]): row for row in json.loads(golden.read_text())["findings"]}
+    before = {
+        (row["kernel"], row["arch"]): row for row in json.loads(golden.read_text())["findings"]
+    }
     now = {(finding.kernel, finding.arch): asdict(finding) for finding in findings}
     different = [key for key, found in now.items() if before.get(key) != found]
     for key in different:
         print(f"{key}\n  was {before.get(key)}\n  is  {now[key]}", file=sys.stderr)
     for key in offered ^ before.keys():
-        print(f"{key} is {'missing from' if key in offered else 'only in'} {golden}", file=sys.stderr)
+        print(
+            f"{key} is {'missing from' if key in offered else 'only in'} {golden}", file=sys.stderr
+        )
     return int(bool(different) or offered != before.keys())
 
 
@@ -197,7 +226,9 @@ def inspect(number: int, arch: int) -> Finding:
     variant = case.make(sizes)
     code, usage = disassembled(variant, arch)
     operations = Counter(code)
-    per_element, in_all = per_elements(case, sizes, arch, len(code)) if case.has_tiles else (None, None)
+    per_element, in_all = (
+        per_elements(case, sizes, arch, len(code)) if case.has_tiles else (None, None)
+    )
     return Finding(
         kernel=case.name,
         arch=ARCHS[arch],
@@ -214,10 +245,16 @@ def inspect(number: int, arch: int) -> Finding:
 
 
 def per_elements(case: Case, sizes: Sizes, arch: int, instructions: int) -> tuple[float, float]:
-    """Return the instructions per element of a thread: those of each further element, and all of the kernel's."""
-    smaller, larger = (length(case.make(Sizes(tile, sizes.warps)), arch) for tile in neighbours(sizes.tile))
+    """Return the instructions per element of a thread: those of each further element, and all of
+    the kernel's.
+    """
+    smaller, larger = (
+        length(case.make(Sizes(tile, sizes.warps)), arch) for tile in neighbours(sizes.tile)
+    )
     elements = sizes.tile / (32 * case.make(sizes).warps)
-    return round((larger - smaller) / (elements * 2 - elements / 2), 2), round(instructions / elements, 2)
+    return round((larger - smaller) / (elements * 2 - elements / 2), 2), round(
+        instructions / elements, 2
+    )
 
 
 def neighbours(tile: int) -> tuple[int, int]:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspect the compiled code of the kernels of quantization, as `inspect_kernels` does for the others. Needs no GPU.
+"""Inspect the compiled code of the kernels of quantization, as `inspect_kernels` does for the
+others. Needs no GPU.
 
-``python dev/inspect_quantize.py`` prints a table. ``--golden FOLDER`` compares the results with the file of this
-Triton version in the folder, and exits with 1 if anything differs. ``--write FOLDER`` writes that file. All kernels
-take 2 to 4 minutes. ``--every N`` inspects every Nth kernel, each on the next architecture.
+``python dev/inspect_quantize.py`` prints a table. ``--golden FOLDER`` compares the results with the
+file of this Triton version in the folder, and exits with 1 if anything differs. ``--write FOLDER``
+writes that file. All kernels take 2 to 4 minutes. ``--every N`` inspects every Nth kernel, each on
+the next architecture.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ def quantizers() -> Iterator[Quantizer]:
 def cases() -> dict[str, tuple[Quantizer, Variant]]:
     """Return the quantizer and the kernel of every case by its name."""
     usual = KINDS[0].block
-    inspected = [*quantizers(), *(replace(each, block=block) for each in OF_ALL_BLOCKS for block in BLOCKS)]
+    inspected = [
+        *quantizers(),
+        *(replace(each, block=block) for each in OF_ALL_BLOCKS for block in BLOCKS),
+    ]
     found = {}
     for quantizer in inspected:
         found[f"quantize {quantizer} block {quantizer.block}"] = (
@@ -80,7 +85,8 @@ def inspect(name: str, arch: int) -> CodingFinding:
     """Inspect one case on one architecture."""
     quantizer, variant = cases()[name]
     code, usage = disassembled(variant, arch)
-    operations, values = Counter(code), quantizer.tile_numel // (32 * variant.warps)
+    operations = Counter(code)
+    values = quantizer.tile_numel // (32 * variant.warps)
     return CodingFinding(
         kernel=name,
         arch=ARCHS[arch],
@@ -89,7 +95,9 @@ def inspect(name: str, arch: int) -> CodingFinding:
         wide_stores=wide(operations, "STG"),
         registers=usage["REG"],
         spill_bytes=usage["STACK"] + usage["LOCAL"],
-        barriers=sum(count for operation, count in operations.items() if operation.startswith("BAR")),
+        barriers=sum(
+            count for operation, count in operations.items() if operation.startswith("BAR")
+        ),
         instructions_per_value=round(len(code) / values, 2),
         instructions=len(code),
     )
@@ -97,15 +105,21 @@ def inspect(name: str, arch: int) -> CodingFinding:
 
 def wide(operations: Counter[str], kind: str) -> int:
     """Return the number of loads or stores of 16 bytes."""
-    return sum(count for name, count in operations.items() if name.startswith(kind) and width(name) == 128)
+    return sum(
+        count for name, count in operations.items() if name.startswith(kind) and width(name) == 128
+    )
 
 
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="inspect only every Nth kernel")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="inspect only every Nth kernel"
+    )
     parser.add_argument("--golden", type=Path, help="compare with the file in this folder")
-    parser.add_argument("--write", type=Path, help="write the file to this folder; needs all kernels")
+    parser.add_argument(
+        "--write", type=Path, help="write the file to this folder; needs all kernels"
+    )
     options = parser.parse_args()
     wanted = [*product(cases(), ARCHS)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mutant: one changed operator, constant, condition or left-out call in one function of the product."""
+"""A mutant: one changed operator, constant, condition or left-out call in one function of the
+product.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ ROOMS = {
     "local SGD": ("commrt/local_sgd/*.py",),
     "quantization": ("commrt/quantization/*.py", "commrt/quantizer.py"),
     "c10d": ("commrt/c10d/*.py",),
-    "kernel definitions": ("kernels/plain_torch.py", "kernels/layout.py", "kernels/tables.py", "kernels/dispatch.py"),
+    "kernel definitions": (
+        "kernels/plain_torch.py",
+        "kernels/layout.py",
+        "kernels/tables.py",
+        "kernels/dispatch.py",
+    ),
 }
 
 OTHER_OPERATOR: dict[type, type] = {
@@ -57,7 +64,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Mutant:
-    """The change, found again in another commit by its file, function, text and place among equal texts."""
+    """The change, found again in another commit by its file, function, text and place among equal
+    texts.
+    """
 
     room: str
     file: str
@@ -73,11 +82,14 @@ class Mutant:
 
 def sample(root: Path, count: int, seed: int) -> list[Mutant]:
     """Return `count` mutants of the product below `root`, as many of each room as of the others."""
-    random, chosen = Random(seed), list[Mutant]()
+    random = Random(seed)
+    chosen = list[Mutant]()
     for at, (room, patterns) in enumerate(ROOMS.items()):
         files = [file for pattern in patterns for file in sorted(root.glob(pattern))]
         share = count * (at + 1) // len(ROOMS) - count * at // len(ROOMS)
-        chosen += random.sample([mutant for file in files for mutant in of_file(root, room, file)], share)
+        chosen += random.sample(
+            [mutant for file in files for mutant in of_file(root, room, file)], share
+        )
     return chosen
 
 
@@ -97,7 +109,9 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, Function | ast.ClassDef):
             name = prefix + node.name
-            if isinstance(node, Function) and not any("jit" in ast.unparse(one) for one in node.decorator_list):
+            if isinstance(node, Function) and not any(
+                "jit" in ast.unparse(one) for one in node.decorator_list
+            ):
                 yield name, node
             yield from functions(node, name + ".")
         else:
@@ -105,7 +119,9 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
 
 
 def own_nodes(function: Function) -> Iterator[ast.stmt | ast.expr]:
-    """Yield the statements and expressions in the body of `function`, but for text and the functions inside it."""
+    """Yield the statements and expressions in the body of `function`, but for text and the
+    functions inside it.
+    """
     waiting: list[ast.AST] = list(reversed(function.body))
     while waiting:
         node = waiting.pop()
@@ -139,11 +155,16 @@ def changed(node: ast.stmt | ast.expr) -> Iterator[str]:
 
 def has_text(node: ast.AST) -> bool:
     """Tell whether a string stands in `node`: adding strings is no arithmetic."""
-    return any(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in ast.walk(node))
+    return any(
+        isinstance(one, ast.Constant) and isinstance(one.value, str) for one in ast.walk(node)
+    )
 
 
 def applied(mutant: Mutant, root: Path) -> str:
-    """Return the text of the mutant's file below `root` with its change. Raises LookupError where its place is gone."""
+    """Return the text of the mutant's file below `root` with its change.
+
+    Raises LookupError where its place is gone.
+    """
     text = (root / mutant.file).read_bytes()
     node = found(mutant, ast.parse(text))
     lines = text.splitlines(keepends=True)
@@ -155,7 +176,9 @@ def applied(mutant: Mutant, root: Path) -> str:
 
 def found(mutant: Mutant, tree: ast.AST) -> ast.stmt | ast.expr:
     """Return the node that the mutant changes."""
-    equal = [node for node in own_nodes(function_of(mutant, tree)) if ast.unparse(node) == mutant.before]
+    equal = [
+        node for node in own_nodes(function_of(mutant, tree)) if ast.unparse(node) == mutant.before
+    ]
     if len(equal) <= mutant.nth:
         raise LookupError(f"{mutant.file}: {mutant.function} no longer has {mutant.before!r}")
     return equal[mutant.nth]
@@ -170,7 +193,9 @@ def function_of(mutant: Mutant, tree: ast.AST) -> Function:
 
 
 def first_line(mutant: Mutant, root: Path) -> tuple[int, int]:
-    """Return line and column of the first statement of the mutant's function, after its docstring."""
+    """Return line and column of the first statement of the mutant's function,
+    after its docstring.
+    """
     body = function_of(mutant, ast.parse((root / mutant.file).read_bytes())).body
     text = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     first = body[1] if text and len(body) > 1 else body[0]

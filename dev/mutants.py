@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mutants of the product do the tests notice? ``python dev/mutants.py reach FOLDER``, then ``run FOLDER``.
+"""Which mutants of the product do the tests notice? ``python dev/mutants.py reach FOLDER``, then
+``run FOLDER``.
 
-`sample` draws the mutants. `reach` runs the tests once on a copy that notes which test enters which mutated function,
-in its processes too, and how long each test takes. `run` changes one function at a time, in copies of the tree, and
-runs the tests that enter it, the quickest ones first, until one fails or the time is up. FOLDER holds mutants.json,
-reach.tsv, tests.json and results.json; what it holds already is not done again.
+`sample` draws the mutants. `reach` runs the tests once on a copy that notes which test enters which
+mutated function, in its processes too, and how long each test takes. `run` changes one function at
+a time, in copies of the tree, and runs the tests that enter it, the quickest ones first, until one
+fails or the time is up. FOLDER holds mutants.json, reach.tsv, tests.json and results.json; what it
+holds already is not done again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from typing import Any
 from mutant import ROOMS, Mutant, applied, first_line, sample
 
 ROOT = Path(__file__).parent.parent
-IGNORED = ignore_patterns(".git", ".venv", "build", "dist", ".*_cache", "__pycache__", ".hypothesis", ".benchmarks")
+IGNORED = ignore_patterns(
+    ".git", ".venv", "build", "dist", ".*_cache", "__pycache__", ".hypothesis", ".benchmarks"
+)
 NOT_OF_MUTANTS = ("tests/test_architecture.py", "tests/test_packaging.py")
 """Tests that read the source, or build it, and so fail or pass for other reasons."""
 REACH = '''"""Notes which test enters which mutated function."""
@@ -49,15 +53,21 @@ QUICK_TESTS = 60
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["sample", "reach", "run", "table"])
     parser.add_argument("folder", type=Path, help="where the results are kept")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose tests run")
     parser.add_argument("--count", type=int, default=120, help="how many mutants to draw")
     parser.add_argument("--seed", type=int, default=52, help="which mutants to draw")
     parser.add_argument("--only", default="", help="tests of this marker expression")
-    parser.add_argument("--at-once", type=int, default=2, help="how many mutants are tried at the same time")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for the tests of one mutant")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="how many mutants are tried at the same time"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=300.0, help="seconds for the tests of one mutant"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     {"sample": draw, "reach": reach, "run": run, "table": table}[options.command](options)
@@ -84,7 +94,11 @@ def reach(options: argparse.Namespace) -> None:
         insert_notes(tree, mutants_of(options.folder))
         marked = ["-m", options.only] if options.only else []
         durations = options.folder.resolve() / "tests.json"
-        pytest(tree, ["-n", "3", "--dist", "worksteal", *marked, "-p", "durations"], {"TEST_DURATIONS": str(durations)})
+        pytest(
+            tree,
+            ["-n", "3", "--dist", "worksteal", *marked, "-p", "durations"],
+            {"TEST_DURATIONS": str(durations)},
+        )
 
 
 def insert_notes(tree: Path, mutants: list[Mutant]) -> None:
@@ -96,13 +110,16 @@ def insert_notes(tree: Path, mutants: list[Mutant]) -> None:
     for file, of_file in places.items():
         lines = (tree / file).read_text("utf-8").splitlines()
         for line, column, number in sorted(of_file, reverse=True):
-            lines.insert(line - 1, f"{' ' * column}__import__('commrt._reach')._reach.hit({number})")
+            lines.insert(
+                line - 1, f"{' ' * column}__import__('commrt._reach')._reach.hit({number})"
+            )
         (tree / file).write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def run(options: argparse.Namespace) -> None:
     """Try each mutant that has no result yet, a few at the same time."""
-    mutants, results = mutants_of(options.folder), known(options.folder)
+    mutants = mutants_of(options.folder)
+    results = known(options.folder)
     reached = tests_of(options.folder, read(options.folder / "tests.json"))
     with tempfile.TemporaryDirectory() as parent, ThreadPoolExecutor(options.at_once) as pool:
         trees = SimpleQueue[Path]()
@@ -113,10 +130,23 @@ def run(options: argparse.Namespace) -> None:
             tree = trees.get()
             results[str(number)] = tried(tree, mutants[number], reached[number], options)
             trees.put(tree)
-            print(number, mutants[number].room, mutants[number].function, results[str(number)], flush=True)
-            write(options.folder / "results.json", dict(sorted(results.copy().items(), key=lambda one: int(one[0]))))
+            print(
+                number,
+                mutants[number].room,
+                mutants[number].function,
+                results[str(number)],
+                flush=True,
+            )
+            write(
+                options.folder / "results.json",
+                dict(sorted(results.copy().items(), key=lambda one: int(one[0]))),
+            )
 
-        list(pool.map(attempt, [number for number in range(len(mutants)) if str(number) not in results]))
+        list(
+            pool.map(
+                attempt, [number for number in range(len(mutants)) if str(number) not in results]
+            )
+        )
     table(options)
 
 
@@ -126,7 +156,9 @@ def known(folder: Path) -> dict[str, Any]:
 
 
 def tests_of(folder: Path, tests: dict[str, dict[str, Any]]) -> dict[int, list[str]]:
-    """Return the tests to run for each mutant: first the quickest of each function, then the others."""
+    """Return the tests to run for each mutant: first the quickest of each function, then the
+    others.
+    """
     reached = defaultdict[int, set[str]](set)
     for line in (folder / "reach.tsv").read_text("utf-8").splitlines():
         number, _, test = line.partition("\t")
@@ -136,7 +168,9 @@ def tests_of(folder: Path, tests: dict[str, dict[str, Any]]) -> dict[int, list[s
 
 
 def ordered(names: set[str], tests: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the names, quickest first, with one test of each function before the second one of any."""
+    """Return the names, quickest first, with one test of each function before the second one of
+    any.
+    """
     rank = Counter[str]()
     keyed = []
     for name in sorted(names, key=lambda name: float(tests[name]["wall_s"])):
@@ -146,9 +180,14 @@ def ordered(names: set[str], tests: dict[str, dict[str, Any]]) -> list[str]:
     return [name for _, _, name in sorted(keyed)]
 
 
-def tried(tree: Path, mutant: Mutant, tests: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the tests say of the mutant: noticed, and by which; survived; or not reached by any."""
-    path, begin_s = tree / mutant.file, monotonic()
+def tried(
+    tree: Path, mutant: Mutant, tests: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return what the tests say of the mutant: noticed, and by which; survived; or not reached by
+    any.
+    """
+    path = tree / mutant.file
+    begin_s = monotonic()
     try:
         changed = applied(mutant, tree)
     except LookupError as problem:
@@ -162,15 +201,22 @@ def tried(tree: Path, mutant: Mutant, tests: list[str], options: argparse.Namesp
             left_s = options.limit_s - (monotonic() - begin_s)
             if part and (by := noticed(tree, part, left_s, options.only)):
                 return {"outcome": "noticed", "by": by, "wall_s": round(monotonic() - begin_s, 1)}
-        return {"outcome": "survived", "tests": len(tests), "wall_s": round(monotonic() - begin_s, 1)}
+        return {
+            "outcome": "survived",
+            "tests": len(tests),
+            "wall_s": round(monotonic() - begin_s, 1),
+        }
     finally:
         path.write_text(before, "utf-8")
 
 
 def noticed(tree: Path, tests: list[str], limit_s: float, only: str) -> str:
-    """Run the tests until one fails or the time is up, and return its name; empty if none failed."""
+    """Run the tests until one fails or the time is up, and return its name;
+    empty if none failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        names, found = Path(folder, "names"), Path(folder, "tests.json")
+        names = Path(folder, "names")
+        found = Path(folder, "tests.json")
         names.write_text("\n".join(tests), "utf-8")
         words = ["-x", "--timeout", "60", "-p", "durations", "-m", only, f"@{names}"]
         try:
@@ -184,13 +230,23 @@ def noticed(tree: Path, tests: list[str], limit_s: float, only: str) -> str:
         return "" if code in NOTHING_FAILED else f"pytest ended with {code}"
 
 
-def pytest(tree: Path, words: list[str], extra: dict[str, str], limit_s: float | None = None) -> int:
+def pytest(
+    tree: Path, words: list[str], extra: dict[str, str], limit_s: float | None = None
+) -> int:
     """Run pytest in `tree`, and return its exit code."""
-    paths = os.pathsep.join(map(str, (tree, tree / "tests/support", ROOT / "dev", ROOT / "tests/support")))
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"} | extra
+    paths = os.pathsep.join(
+        map(str, (tree, tree / "tests/support", ROOT / "dev", ROOT / "tests/support"))
+    )
+    environment = (
+        os.environ
+        | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        | extra
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **quiet) as process:
+    with subprocess.Popen(
+        command, cwd=tree, env=environment, start_new_session=True, **quiet
+    ) as process:
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -200,14 +256,23 @@ def pytest(tree: Path, words: list[str], extra: dict[str, str], limit_s: float |
 
 def table(options: argparse.Namespace) -> None:
     """Print how many mutants of each room were noticed, and those that were not."""
-    mutants, results = mutants_of(options.folder), known(options.folder)
+    mutants = mutants_of(options.folder)
+    results = known(options.folder)
     for room in ROOMS:
-        outcomes = Counter(one["outcome"] for number, one in results.items() if mutants[int(number)].room == room)
-        print(f"{room:20}", ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
+        outcomes = Counter(
+            one["outcome"] for number, one in results.items() if mutants[int(number)].room == room
+        )
+        print(
+            f"{room:20}",
+            ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())),
+        )
     for number, one in results.items():
         if one["outcome"] != "noticed":
             mutant = mutants[int(number)]
-            print(f"{number:>4} {one['outcome']:12} {mutant.file} {mutant.function}: {mutant.before} -> {mutant.after}")
+            print(
+                f"{number:>4} {one['outcome']:12} {mutant.file} {mutant.function}: {mutant.before}"
+                f" -> {mutant.after}"
+            )
 
 
 def copy(tree: Path, to: Path) -> Path:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove all schedules of the catalogue for 1 to 64 ranks, and some for more: ``make prove``.
 
-Each line of the output is one sweep: how many checks it made, on how many ranks, and its seconds. The program ends with
-exit code 1 if any check fails, and says which: algorithm, ranks, root, and the counter-example.
+Each line of the output is one sweep: how many checks it made, on how many ranks, and its seconds.
+The program ends with exit code 1 if any check fails, and says which: algorithm, ranks, root, and
+the counter-example.
 """
 
 from __future__ import annotations
@@ -57,12 +58,19 @@ def named(what: str, proof: Proof, cost: str | None = None) -> Check:
     return f"{what} ({proof.schedule}, {proof.ranks} ranks)", cost if found is None else str(found)
 
 
-def summed(what: str, schedule: Schedule, steps: int | None = None, sent: Fraction | None = None) -> Check:
-    """Prove an all-reduce, and that it takes so many steps and sends so many buffers per rank, if they are given."""
+def summed(
+    what: str, schedule: Schedule, steps: int | None = None, sent: Fraction | None = None
+) -> Check:
+    """Prove an all-reduce, and that it takes so many steps and sends so many buffers per rank, if
+    they are given.
+    """
     proof = verify(schedule, spec.all_reduce(schedule.ranks, schedule.chunks))
-    found, wanted = (proof.traffic.steps, proof.traffic.bytes_per_rank), (steps, sent)
+    found = (proof.traffic.steps, proof.traffic.bytes_per_rank)
+    wanted = (steps, sent)
     is_right = all(want in {None, has} for has, want in zip(found, wanted, strict=True))
-    return named(what, proof, None if is_right else f"takes {found} instead of {wanted} steps and buffers")
+    return named(
+        what, proof, None if is_right else f"takes {found} instead of {wanted} steps and buffers"
+    )
 
 
 def divisors(ranks: int) -> list[int]:
@@ -118,7 +126,9 @@ def sliced(ranks: int) -> Iterator[Check]:
 
 
 def roots(collective: str, ranks: int) -> list[int]:
-    """Return one root of each kind: the first, the second, one in the middle, the last; of many ranks, one for all."""
+    """Return one root of each kind: the first, the second, one in the middle, the last; of many
+    ranks, one for all.
+    """
     if collective not in ROOTED:
         return [0]
     return sorted({0, 1 % ranks, ranks // 2, ranks - 1}) if ranks <= 33 else [ranks // 2]
@@ -134,7 +144,9 @@ def of_collective(collective: str, ranks: int) -> Iterator[Check]:
 
 
 def in_parts(ranks: int) -> Iterator[Check]:
-    """Prove the halves of an all-reduce, and on a few ranks all collectives, with three chunks in each piece."""
+    """Prove the halves of an all-reduce, and on a few ranks all collectives, with three chunks in
+    each piece.
+    """
     some = COLLECTIVES if ranks in {2, 3, 5, 8} else ("reduce_scatter", "all_gather")
     for collective in some:
         for name, schedule in candidates(collective, ranks).items():
@@ -175,24 +187,39 @@ def overlapping(ranks: int) -> Iterator[Check]:
             for rank in range(ranks):
                 run_noted(schedule, rank, streams := TwoStreams())
                 found = races(streams) if streams.accesses else "nothing was noted"
-                yield f"bytes of {schedule.name}, rank {rank} of {ranks}", f"{found[:3]}" if found else None
+                yield (
+                    f"bytes of {schedule.name}, rank {rank} of {ranks}",
+                    (f"{found[:3]}" if found else None),
+                )
 
 
 def groups_of_nccl(ranks: int) -> Iterator[Check]:
-    """Check that no rank has more messages in an NCCL group than one kernel takes; a distance counts once."""
-    for collective in COLLECTIVES.keys() - ({"all_to_all"} if ranks > 128 else set()):  # it has ranks^2 chunks
+    """Check that no rank has more messages in an NCCL group than one kernel takes; a distance
+    counts once.
+    """
+    # it has ranks^2 chunks
+    for collective in COLLECTIVES.keys() - ({"all_to_all"} if ranks > 128 else set()):
         for name, schedule in candidates(collective, ranks).items():
-            steps = {step.src.tobytes() + step.dst.tobytes(): step for step in schedule.steps()}  # most come again
-            most = max((most_messages(step.canonical(), ranks) for step in steps.values()), default=0)
-            yield f"{collective} {name}", None if most <= MOST_MESSAGES else f"has {most} messages in a group"
+            # most come again
+            steps = {step.src.tobytes() + step.dst.tobytes(): step for step in schedule.steps()}
+            most = max(
+                (most_messages(step.canonical(), ranks) for step in steps.values()), default=0
+            )
+            yield (
+                f"{collective} {name}",
+                (None if most <= MOST_MESSAGES else f"has {most} messages in a group"),
+            )
 
 
 def most_messages(step: Step, ranks: int) -> int:
     """Return the most messages of a rank in a group, or its distances if there are fewer."""
     groups = nccl_groups(step, ranks)
-    group, distance = np.zeros(len(step), int) if groups is None else groups, (step.dst - step.src) % ranks
+    group = np.zeros(len(step), int) if groups is None else groups
+    distance = (step.dst - step.src) % ranks
     ends = np.concatenate((step.src, step.dst)) * (group.max(initial=0) + 1) + np.tile(group, 2)
-    works = different(ends * ranks + np.tile(distance, 2)) // ranks if is_uniform(step, ranks) else ends
+    works = (
+        different(ends * ranks + np.tile(distance, 2)) // ranks if is_uniform(step, ranks) else ends
+    )
     return int(np.bincount(works).max(initial=0))
 
 
@@ -205,7 +232,11 @@ def is_uniform(step: Step, ranks: int) -> bool:
 SWEEPS: dict[str, Sweep] = {
     **{name: Sweep(range(1, 65), partial(of_collective, name)) for name in COLLECTIVES},
     "all_reduce": Sweep([*ALL, 256], partial(of_collective, "all_reduce")),
-    **{name: Sweep(ALL, partial(of_algorithm, name)) for name in ALGORITHMS if name not in COLLECTIVES["all_reduce"]},
+    **{
+        name: Sweep(ALL, partial(of_algorithm, name))
+        for name in ALGORITHMS
+        if name not in COLLECTIVES["all_reduce"]
+    },
     "torus2d, large": Sweep([256, 1024], partial(of_algorithm, "torus2d")),
     "torus2d, both ways": Sweep(ALL, both_ways),
     "torus2d, every grid": Sweep(range(1, 65), grids),
@@ -222,8 +253,11 @@ SWEEPS: dict[str, Sweep] = {
 
 
 def wrong(name: str, ranks: Sequence[int] | None = None) -> tuple[int, list[str]]:
-    """Make the checks of a sweep, on those of its ranks that are in `ranks`; return how many, and what is wrong."""
-    count, found = 0, []
+    """Make the checks of a sweep, on those of its ranks that are in `ranks`; return how many, and
+    what is wrong.
+    """
+    count = 0
+    found = []
     for each in SWEEPS[name].ranks:
         for what, is_wrong in SWEEPS[name].checks(each) if ranks is None or each in ranks else ():
             count += 1
@@ -234,18 +268,25 @@ def wrong(name: str, ranks: Sequence[int] | None = None) -> tuple[int, list[str]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make all checks, or those that are asked for, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="make the sweeps whose names contain this")
-    parser.add_argument("--few", action="store_true", help=f"only for {', '.join(map(str, FEW))} ranks")
+    parser.add_argument(
+        "--few", action="store_true", help=f"only for {', '.join(map(str, FEW))} ranks"
+    )
     options = parser.parse_args(arguments)
     chosen = [name for name in SWEEPS if options.only in name]
     if not chosen:
         parser.error(f"no sweep is called {options.only!r}: choose one of {'; '.join(SWEEPS)}")
-    begin_s, total, failed = perf_counter(), 0, list[str]()
+    begin_s = perf_counter()
+    total = 0
+    failed = list[str]()
     for name in chosen:
         start_s = perf_counter()
         count, found = wrong(name, FEW if options.few else None)
-        total, failed = total + count, failed + found
+        total = total + count
+        failed = failed + found
         told = f"{len(found)} WRONG" if found else "right"
         print(f"{name:40}{count:6,} checks{perf_counter() - start_s:7.1f} s  {told}", flush=True)
     print(*failed, sep="\n", end="\n" * bool(failed))

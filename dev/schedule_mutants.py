@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of correct schedules, and a naive interpreter that says which are wrong; `tests/test_mutations.py` runs them.
+"""Mutants of correct schedules, and a naive interpreter that says which are wrong;
+`tests/test_mutations.py` runs them.
 
-The oracle here shares no code with the proof: it moves random numbers, transfer by transfer, once with all
-sends of a step read first and then in several orders in which a copy lands while others still read.
+The oracle here shares no code with the proof: it moves random numbers, transfer by transfer, once
+with all sends of a step read first and then in several orders in which a copy lands while others
+still read.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ FIRST = ("ring", "halving_doubling", "torus2d")
 """All-reduces that are tried on more ranks, and with more mutants, than other schedules."""
 RANKS = (2, 3, 4, 5, 6, 7, 8, 12)
 RANKS_OF_OTHERS = (4, 6)
-EXHAUSTIVE_UP_TO, MOST_EXHAUSTIVE = 3, 300
+EXHAUSTIVE_UP_TO = 3
+MOST_EXHAUSTIVE = 300
 """All mutants of a kind are tried on so many ranks, unless there are more of them than this."""
-PER_KIND, PER_KIND_OF_OTHERS = 12, 6
+PER_KIND = 12
+PER_KIND_OF_OTHERS = 6
 """Mutants of each kind that are tried where there are too many to try all."""
 VALUES = 3
 """Independent random buffers that the oracle moves at once."""
@@ -77,12 +81,18 @@ def last_one_first(rows: Rows) -> list[Event]:
 
 def at_random(rng: Random, rows: Rows) -> list[Event]:
     times = [sorted((rng.random(), rng.random())) for _ in rows]
-    timed = [(t, event, k) for k, pair in enumerate(times) for t, event in zip(pair, ("send", "land"), strict=True)]
+    timed = [
+        (t, event, k)
+        for k, pair in enumerate(times)
+        for t, event in zip(pair, ("send", "land"), strict=True)
+    ]
     return [(event, k) for _, event, k in sorted(timed)]
 
 
 def in_place(steps: Sequence[Rows], start: np.ndarray, order) -> np.ndarray:
-    """What a machine does: copies land in the buffer whenever they arrive, additions wait for the end of the step."""
+    """What a machine does: copies land in the buffer whenever they arrive, additions wait for the
+    end of the step.
+    """
     buffer = start.copy()
     for rows in steps:
         wire: dict[int, np.ndarray] = {}
@@ -108,8 +118,11 @@ class Task(NamedTuple):
 
 
 def is_done(task: Task, start: np.ndarray, end: np.ndarray) -> bool:
-    """Whether `end` [ranks, chunks, VALUES] is what `task` makes of `start`, which is random where it is undefined."""
-    total, chunk = start.sum(axis=0), np.arange(task.chunks)
+    """Whether `end` [ranks, chunks, VALUES] is what `task` makes of `start`, which is random where
+    it is undefined.
+    """
+    total = start.sum(axis=0)
+    chunk = np.arange(task.chunks)
     owner = chunk // max(1, task.chunks // task.ranks)
     source, target = np.divmod(chunk, task.ranks)
     found, wanted = {
@@ -136,7 +149,11 @@ def finding(steps: Sequence[Rows], task: Task, rng: Random) -> str:
     if not is_done(task, start, meant):
         return "wrong"
     orders = [one_by_one, last_one_first, *[lambda rows: at_random(rng, rows)] * SHUFFLES]
-    return "right" if all((in_place(steps, start, order) == meant).all() for order in orders) else "luck"
+    return (
+        "right"
+        if all((in_place(steps, start, order) == meant).all() for order in orders)
+        else "luck"
+    )
 
 
 Edit = dict[int, Rows]
@@ -148,7 +165,9 @@ def edited(steps: Sequence[Rows], edit: Edit) -> list[Rows]:
 
 
 def edits(steps: Sequence[Rows], ranks: int, chunks: int) -> dict[str, list[Edit]]:
-    """All mutants by kind: of all transfers, and two chunks exchanged before anything else, which only sums survive."""
+    """All mutants by kind: of all transfers, and two chunks exchanged before anything else, which
+    only sums survive.
+    """
     found = defaultdict(list)
     for one, other in combinations(range(ranks), 2):
         for lo in range(chunks):
@@ -189,7 +208,8 @@ def shifted(row: Row, by: int, chunks: int) -> Rows:
 
 def relocations(steps: Sequence[Rows], i: int, j: int) -> Iterator[tuple[str, Edit]]:
     """Mutants that involve a second transfer or a second step."""
-    rows, row = steps[i], steps[i][j]
+    rows = steps[i]
+    row = steps[i][j]
     without = [*rows[:j], *rows[j + 1 :]]
     after = steps[i + 1] if i + 1 < len(steps) else []
     yield "repeat in next step", {i + 1: [*after, row]}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries commrt with several versions of Python and torch, on CPUs, and prints the table of ``docs/versions.md``.
+"""Tries commrt with several versions of Python and torch, on CPUs, and prints the table of
+``docs/versions.md``.
 
-    python dev/versions.py 3.11:2.9.1 3.13:2.14.1    # installs each in build/versions, 3 to 7 GB each
-    python dev/versions.py /path/to/bin/python                  # an environment that has torch, numpy, typer and rich
+    python dev/versions.py 3.11:2.9.1 3.13:2.14.1    # into build/versions; 3 to 7 GB each
+    python dev/versions.py /path/to/bin/python    # has torch, numpy, typer and rich
 
-Without arguments it takes `CELLS`. Each check runs in two processes of its own: what ends one of them by a signal
-stands in the table. Exits with 1 if a check fails.
+Without arguments it takes `CELLS`. Each check runs in two processes of its own: what ends one of
+them by a signal stands in the table. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ def attach_each_way_to_train() -> None:
 
     import commrt
 
-    ways = (commrt.Torus2D(), commrt.Gossip(), commrt.local_sgd.LocalSGD(period=1), commrt.BackupWorkers(backups=0))
+    ways = (
+        commrt.Torus2D(),
+        commrt.Gossip(),
+        commrt.local_sgd.LocalSGD(period=1),
+        commrt.BackupWorkers(backups=0),
+    )
     with commrt.init(timeout_s=60) as world:
         for way in ways:
             torch.manual_seed(world.rank)
@@ -62,7 +68,9 @@ def attach_each_way_to_train() -> None:
 
 
 def collectives_as_over_gloo() -> None:
-    """Compare the collectives of the backend, in the default group and in another, with those of Gloo."""
+    """Compare the collectives of the backend, in the default group and in another, with those of
+    Gloo.
+    """
     import torch
     import torch.distributed as dist
 
@@ -72,8 +80,11 @@ def collectives_as_over_gloo() -> None:
     rank = dist.get_rank()
 
     def results(group: dist.ProcessGroup) -> list[object]:
-        mine, one, two = torch.arange(4.0) + rank, torch.zeros(2), torch.zeros(8)
-        parts, objects = [torch.zeros(4) for _ in range(RANKS)], [None] * RANKS
+        mine = torch.arange(4.0) + rank
+        one = torch.zeros(2)
+        two = torch.zeros(8)
+        parts = [torch.zeros(4) for _ in range(RANKS)]
+        objects = [None] * RANKS
         dist.all_gather(parts, mine, group=group)
         dist.all_gather_object(objects, {"rank": rank}, group=group)
         dist.all_gather_into_tensor(two, mine, group=group)
@@ -87,7 +98,15 @@ def collectives_as_over_gloo() -> None:
         dist.recv(other, 1 - rank, group=group)
         sending.wait()
         dist.barrier(group=group)
-        return [mine.tolist(), one.tolist(), two.tolist(), swapped.tolist(), other.tolist(), str(parts), objects]
+        return [
+            mine.tolist(),
+            one.tolist(),
+            two.tolist(),
+            swapped.tolist(),
+            other.tolist(),
+            str(parts),
+            objects,
+        ]
 
     expected = results(dist.new_group(backend="gloo"))
     another = dist.new_group()
@@ -106,7 +125,9 @@ def ddp_as_over_gloo() -> None:
     ends = []
     for group in (dist.new_group(backend="gloo"), dist.group.WORLD):
         torch.manual_seed(1)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3), process_group=group)
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Linear(5, 3), process_group=group
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(dist.get_rank())
         for _ in range(3):
@@ -119,7 +140,9 @@ def ddp_as_over_gloo() -> None:
 
 
 def what_torch_reads_of_the_backend() -> None:
-    """Read what torch's C++ reads, with its flight recorder on: a property that is missing fills the stack."""
+    """Read what torch's C++ reads, with its flight recorder on: a property that is missing fills
+    the stack.
+    """
     import torch
     import torch.distributed as dist
 
@@ -166,11 +189,21 @@ def outcome(python: str, name: str) -> str:
         "WORLD_SIZE": str(RANKS),
         "TORCH_FR_BUFFER_SIZE": "2000",
     }
-    env = os.environ | found | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1"}
+    env = (
+        os.environ
+        | found
+        | {
+            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": str(HOUSE),
+            "OMP_NUM_THREADS": "1",
+        }
+    )
     call = [python, str(Path(__file__).resolve()), "--rank-of", name]
     pipe = subprocess.PIPE
     ranks = [
-        subprocess.Popen(call, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stderr=pipe, text=True)
+        subprocess.Popen(
+            call, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stderr=pipe, text=True
+        )
         for r in range(RANKS)
     ]
     try:
@@ -189,7 +222,9 @@ def outcome(python: str, name: str) -> str:
 
 
 def interpreter(cell: str) -> str:
-    """Return the interpreter of a cell, in an environment that is made for it if it is not there yet."""
+    """Return the interpreter of a cell, in an environment that is made for it if it is not there
+    yet.
+    """
     if os.sep in cell:
         return cell
     python, torch = cell.split(":")
@@ -212,7 +247,9 @@ def main(cells: list[str]) -> int:
     for cell in cells:
         python = interpreter(cell)
         ask = "import platform, torch; print(platform.python_version(), '|', torch.__version__)"
-        versions = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+        versions = subprocess.run(
+            [python, "-c", ask], check=True, capture_output=True, text=True
+        ).stdout.strip()
         found = [outcome(python, check.__name__) for check in CHECKS]
         print(f"| {versions} |", " | ".join(found), "|", flush=True)
         failed |= any(each != "right" for each in found)

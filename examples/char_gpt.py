@@ -3,10 +3,11 @@
 
 ::
 
-    torchrun --nproc-per-node 4 examples/char_gpt.py --algorithm gossip --wire bf16    # or mpirun, srun, or one process
+    torchrun --nproc-per-node 4 examples/char_gpt.py --algorithm gossip --wire bf16
 
-The text is that of ``help()``, 460 KB of English that comes with CPython. The program prints the loss on a part that it
-did not train on (3.25 nats per letter if one knows only how frequent letters are). Then it writes some text.
+The text is that of ``help()``, 460 KB of English that comes with CPython. The program prints the
+loss on a part that it did not train on (3.25 nats per letter if one knows only how frequent letters
+are). Then it writes some text.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.ask, self.answer = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.first = nn.LayerNorm(width)
+        self.second = nn.LayerNorm(width)
+        self.ask = nn.Linear(width, 3 * width)
+        self.answer = nn.Linear(width, width)
+        self.think = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, length, width] to the same shape."""
@@ -49,8 +54,11 @@ class GPT(nn.Module):
     def __init__(self, letters: int, length: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.length = length
-        self.letter, self.place = nn.Embedding(letters, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)), nn.LayerNorm(width))
+        self.letter = nn.Embedding(letters, width)
+        self.place = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(
+            *(Block(width, heads) for _ in range(layers)), nn.LayerNorm(width)
+        )
         self.head = nn.Linear(width, letters, bias=False)
         self.head.weight = self.letter.weight  # tied: one gradient, sent once
         for embedding in (self.letter, self.place):
@@ -66,7 +74,9 @@ class GPT(nn.Module):
         """Return `codes` [length] and `count` new letters."""
         for _ in range(count):
             likely = self(codes[None, -self.length :])[0, -1].softmax(0).cpu()
-            codes = torch.cat([codes, torch.multinomial(likely, 1, generator=draw).to(codes.device)])
+            codes = torch.cat(
+                [codes, torch.multinomial(likely, 1, generator=draw).to(codes.device)]
+            )
         return codes
 
 
@@ -79,7 +89,9 @@ def batch_of(text: Tensor, count: int, length: int, draw: torch.Generator) -> tu
 
 def parsed() -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     algorithms = ["torus2d", "ring", "halving_doubling", "gossip", "backup", "local"]
     add("--algorithm", choices=algorithms, default="torus2d", help="algorithm to train with")
@@ -111,12 +123,15 @@ def main() -> None:
     letters = sorted({*text})
     number_of = {letter: number for number, letter in enumerate(letters)}
     codes = torch.tensor([number_of[letter] for letter in text])
-    train, test = codes[: len(codes) * 9 // 10], codes[len(codes) * 9 // 10 :]
+    train = codes[: len(codes) * 9 // 10]
+    test = codes[len(codes) * 9 // 10 :]
 
     with commrt.init() as world:
         device = world.device
         torch.manual_seed(0)
-        model = GPT(len(letters), options.length, options.width, options.heads, options.layers).to(device)
+        model = GPT(len(letters), options.length, options.width, options.heads, options.layers).to(
+            device
+        )
         optimizer = torch.optim.AdamW(model.parameters(), options.lr, betas=(0.9, 0.95))
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         replica = commrt.attach(
@@ -125,8 +140,11 @@ def main() -> None:
         )  # fmt: skip
 
         draw = torch.Generator().manual_seed(world.rank)  # different pieces of text on each rank
-        while replica.step < options.steps:  # count steps, not batches: backup workers may skip some
-            x, y = (part.to(device) for part in batch_of(train, options.batch, options.length, draw))
+        # count steps, not batches: backup workers may skip some
+        while replica.step < options.steps:
+            x, y = (
+                part.to(device) for part in batch_of(train, options.batch, options.length, draw)
+            )
             optimizer.zero_grad()
             loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
             loss.backward()
@@ -135,13 +153,17 @@ def main() -> None:
             if replica.step % 100 == 0 and world.rank == world.members[0]:
                 print(f"step {replica.step}: {loss.item():.2f}", flush=True)
 
-        replica.consolidate()  # gossip and local SGD leave replicas different, backup workers leave late ranks behind
+        # gossip and local SGD leave replicas different, backup workers leave late ranks behind
+        replica.consolidate()
         if world.rank == world.members[0]:  # rank 0, unless it was lost
             draw = torch.Generator().manual_seed(0)
             x, y = (part.to(device) for part in batch_of(test, 128, options.length, draw))
             with torch.no_grad():
                 loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
-            print(f"{world.size} ranks, {options.algorithm}: {loss.item():.2f} nats per letter of the test text\n")
+            print(
+                f"{world.size} ranks, {options.algorithm}: {loss.item():.2f} nats per letter of the"
+                " test text\n"
+            )
             written = model.write(x[0], options.write, draw)[len(x[0]) :]
             print("".join(letters[code] for code in written.tolist()))
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save checkpoints, and resume a killed run: it ends with the bits of a run without an interruption.
+"""Save checkpoints, and resume a killed run: it ends with the bits of a run without an
+interruption.
 
 ::
 
-    torchrun --nproc-per-node 2 examples/checkpoint_resume.py --folder run --die-at 50    # all are killed
-    torchrun --nproc-per-node 2 examples/checkpoint_resume.py --folder run                # goes on after step 40
+    torchrun --nproc-per-node 2 examples/checkpoint_resume.py --folder run --die-at 50
+    torchrun --nproc-per-node 2 examples/checkpoint_resume.py --folder run  # goes on after step 40
 
-If replicas average gradients, they are equal, and rank 0 saves the weights for all. If they gossip, each rank saves its
-own weights: to make them equal for a checkpoint would change the training. Each rank saves its random state.
+If replicas average gradients, they are equal, and rank 0 saves the weights for all. If they gossip,
+each rank saves its own weights: to make them equal for a checkpoint would change the training. Each
+rank saves its random state.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, world: commrt.World, *, each_its_own: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.latest, self.world = folder / "latest", world
+        self.latest = folder / "latest"
+        self.world = world
         self.writer = world.rank if each_its_own else 0
 
     def path(self, step: int, what: str, rank: int) -> Path:
@@ -43,7 +46,8 @@ class Checkpoints:
         return self.latest.with_name(f"step{step}-{what}-{rank}-of-{self.world.size}.pt")
 
     def save(self, step: int, weights: dict[str, Any], own: dict[str, Any]) -> None:
-        """Write new files, then change `latest` atomically: a kill at any time leaves a complete checkpoint.
+        """Write new files, then change `latest` atomically: a kill at any time leaves a complete
+        checkpoint.
 
         To outlive a power cut as well, the files need ``os.fsync`` before that.
         """
@@ -52,7 +56,8 @@ class Checkpoints:
         if rank == self.writer:
             torch.save(weights, self.path(step, "weights", rank))
         self.world.agree("saved", step=str(step))  # returns when all ranks are here
-        if rank == 0 and not self.world.lost:  # gossip goes on without a lost rank, but its file would be missing
+        # gossip goes on without a lost rank, but its file would be missing
+        if rank == 0 and not self.world.lost:
             new = self.latest.with_suffix(".new")
             new.write_text(str(step))
             new.replace(self.latest)
@@ -70,14 +75,23 @@ class Checkpoints:
         if found == "none":
             return None
         if not self.path(int(found), "own", self.world.rank).exists():
-            raise SystemExit(f"{self.latest} names a checkpoint of another number of ranks: resume it with as many")
-        paths = self.path(int(found), "weights", self.writer), self.path(int(found), "own", self.world.rank)
+            raise SystemExit(
+                f"{self.latest} names a checkpoint of another number of ranks: resume it with as"
+                " many"
+            )
+        paths = (
+            self.path(int(found), "weights", self.writer),
+            self.path(int(found), "own", self.world.rank),
+        )
         weights, own = (torch.load(path, map_location="cpu", weights_only=True) for path in paths)
         return weights, own
 
 
 def batch_of(train: Images, step: int, world: commrt.World) -> tuple[Tensor, Tensor]:
-    """Return this rank's images of `step`. The step determines them, so a checkpoint need not hold the order."""
+    """Return this rank's images of `step`.
+
+    The step determines them, so a checkpoint need not hold the order.
+    """
     epoch, number = divmod(step, len(train.digits) // (BATCH * world.size))
     order = torch.randperm(len(train.digits), generator=torch.Generator().manual_seed(epoch))
     mine = order[number * BATCH * world.size :][world.rank : BATCH * world.size : world.size]
@@ -86,7 +100,9 @@ def batch_of(train: Images, step: int, world: commrt.World) -> tuple[Tensor, Ten
 
 def parsed() -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument(
         "--algorithm",
@@ -109,7 +125,11 @@ def main() -> None:
 
         train, test = load()
         model = nn.Sequential(nn.Dropout(0.1), lenet(seed=0)).to(device)
-        dice = torch.cuda.default_generators[device.index] if device.index is not None else torch.default_generator
+        dice = (
+            torch.cuda.default_generators[device.index]
+            if device.index is not None
+            else torch.default_generator
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         replica = commrt.attach(model, optimizer, by_name(options.algorithm))
@@ -117,7 +137,8 @@ def main() -> None:
         torch.manual_seed(world.rank)  # different dropout on each rank
 
         checkpoints = Checkpoints(options.folder, world, each_its_own=options.algorithm == "gossip")
-        if (saved := checkpoints.load()) is not None:  # after attach, which copies the weights of rank 0
+        # after attach, which copies the weights of rank 0
+        if (saved := checkpoints.load()) is not None:
             weights, own = saved
             for name, part in parts.items():
                 part.load_state_dict(weights[name])
@@ -132,7 +153,8 @@ def main() -> None:
             rate.step()
             if replica.step % options.every == 0:
                 replica.drain()  # ends exchanges of gossip
-                world.wait()  # on a GPU, errors of an exchange come up only here: do not save its result
+                # on a GPU, errors of an exchange come up only here: do not save its result
+                world.wait()
                 weights = {name: part.state_dict() for name, part in parts.items()}
                 checkpoints.save(replica.step, weights, {"dice": dice.get_state()})
             if replica.step == options.die_at:
@@ -142,8 +164,13 @@ def main() -> None:
         mark = fingerprint(model)[:16]
         model.eval()
         with torch.no_grad():
-            right = (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
-        print(f"rank {world.rank}: {right:.1%} of {len(test.digits):,} test images, weights {mark}", flush=True)
+            right = (
+                (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
+            )
+        print(
+            f"rank {world.rank}: {right:.1%} of {len(test.digits):,} test images, weights {mark}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

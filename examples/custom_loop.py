@@ -3,9 +3,10 @@
 
 ::
 
-    torchrun --nproc-per-node 4 examples/custom_loop.py    # or mpirun -n 4 python ..., srun -n 4 python ..., or alone
+    torchrun --nproc-per-node 4 examples/custom_loop.py  # or mpirun, srun, or alone
 
-It trains a small CNN on 4,000 MNIST images and tests it on 1,000 others, a share of them on each rank.
+It trains a small CNN on 4,000 MNIST images and tests it on 1,000 others, a share of them on each
+rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import commrt
 
 def main() -> None:
     """Train, then print the accuracy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=3, help="epochs to train")
     parser.add_argument("--batch", type=int, default=64, help="images per step, over all ranks")
     options = parser.parse_args()
@@ -31,7 +34,8 @@ def main() -> None:
         device = world.device
         train, test = load()
         data = TensorDataset(train.pixels, train.digits)
-        sampler = DistributedSampler(data, world.size, world.rank)  # different images on each rank, as many on all
+        # different images on each rank, as many on all
+        sampler = DistributedSampler(data, world.size, world.rank)
         loader = DataLoader(data, batch_size=max(1, options.batch // world.size), sampler=sampler)
         model = lenet(seed=0).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -51,7 +55,10 @@ def main() -> None:
         right = (guesses == test.digits[mine]).sum()
         world.all_reduce(right, "sum")  # sums over all ranks, in place
         if world.rank == 0:
-            print(f"{world.size} ranks: {right.item() / len(test.digits):.1%} of {len(test.digits):,} test images")
+            print(
+                f"{world.size} ranks: {right.item() / len(test.digits):.1%} of {len(test.digits):,}"
+                " test images"
+            )
 
 
 if __name__ == "__main__":

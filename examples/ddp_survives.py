@@ -28,7 +28,11 @@ import torch.distributed as dist
 from meeting import Meeting
 from mnist.dataset import lenet, load
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -39,15 +43,21 @@ import commrt
 
 def parsed() -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=8, help="passes over all images")
-    parser.add_argument("--grace", type=float, default=10.0, help="seconds to wait for a rank that is silent")
+    parser.add_argument(
+        "--grace", type=float, default=10.0, help="seconds to wait for a rank that is silent"
+    )
     parser.add_argument("--kill-rank", type=int, help="kill this process once")
     parser.add_argument("--at-step", type=int, default=40, help="the step in which it is killed")
     return parser.parse_args()
 
 
-def batches(shares: commrt.Shares, loader: DataLoader, epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    shares: commrt.Shares, loader: DataLoader, epochs: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's batches of all epochs."""
     while shares.epoch < epochs:
         yield from shares.batches(loader)
@@ -64,8 +74,10 @@ def take_moments(model: nn.Module, optimizer: Optimizer) -> None:
 def main() -> None:
     """Train, then print the accuracy."""
     options = parsed()
-    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("commrt", timeout=timedelta(seconds=60), enable_reconfigure=True)  # no ranks yet
+    number = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    # no ranks yet
+    dist.init_process_group("commrt", timeout=timedelta(seconds=60), enable_reconfigure=True)
     meeting = Meeting(number, size, options.grace)
     images, test = load()
     samples = TensorDataset(images.pixels, images.digits)
@@ -77,7 +89,8 @@ def main() -> None:
 
     while meeting.hold(steps, shares.state_dict()):
         try:
-            ddp = DistributedDataParallel(model)  # copies the weights of rank 0, which has most steps
+            # copies the weights of rank 0, which has most steps
+            ddp = DistributedDataParallel(model)
             take_moments(model, optimizer)
             steps = meeting.members[0].steps
             shares.load_state_dict(meeting.members[0].about)
@@ -105,7 +118,10 @@ def main() -> None:
     with torch.no_grad():
         right = (model(test.pixels).argmax(1) == test.digits).float().mean().item()
     if meeting.turn >= 0 and dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, {steps} steps: {right:.1%} of 1,000 test images", flush=True)
+        print(
+            f"{dist.get_world_size()} ranks, {steps} steps: {right:.1%} of 1,000 test images",
+            flush=True,
+        )
     dist.destroy_process_group()
 
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""FSDP2 that goes on: a killed rank costs one step, and a new process joins (torch 2.14 and later).
+r"""FSDP2 that goes on: a killed rank costs one step, and a new process joins (torch 2.14 and
+later).
 
 ::
 
     torchrun --standalone --nproc-per-node 4 --no-python \
         examples/launch/replace.sh python examples/fsdp2_survives.py --kill-rank 3
 
-The shards of a dead rank are lost, so train several replicas (HSDP), whose ranks are rows of a mesh.
-A death breaks one row. The rest forms a new mesh, and a row that is whole gives the state to all:
-it gathers its shards on rank 0 once, which needs the memory there. If no row is whole, all ranks
-exit with code 75: start again from a checkpoint.
+The shards of a dead rank are lost, so train several replicas (HSDP), whose ranks are rows of a
+mesh. A death breaks one row. The rest forms a new mesh, and a row that is whole gives the state to
+all: it gathers its shards on rank 0 once, which needs the memory there. If no row is whole, all
+ranks exit with code 75: start again from a checkpoint.
 
 Nobody updates its shards before all have their gradients. If a rank dies at that moment, some ranks
 may have made the step: the others have their gradients, and make it before they give their shards.
@@ -117,7 +118,9 @@ def gathered(kept: tuple[nn.Module, Optimizer] | None, ranks: int, turn: int) ->
     kept[1].zero_grad()  # else torch adds no moments before the first step
 
     def whole(shard: DTensor) -> torch.Tensor:
-        local, shape, stride = shard.to_local(), shard.shape, shard.stride()
+        local = shard.to_local()
+        shape = shard.shape
+        stride = shard.stride()
         return DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride).full_tensor()
 
     weights, moments = tree_map_only(DTensor, whole, get_state_dict(*kept))
@@ -126,10 +129,14 @@ def gathered(kept: tuple[nn.Module, Optimizer] | None, ranks: int, turn: int) ->
 
 def parsed() -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=8, help="passes over all images")
     parser.add_argument("--shards", type=int, default=2, help="ranks that share a replica")
-    parser.add_argument("--grace", type=float, default=10.0, help="seconds to wait for a rank that is silent")
+    parser.add_argument(
+        "--grace", type=float, default=10.0, help="seconds to wait for a rank that is silent"
+    )
     parser.add_argument("--kill-rank", type=int, help="kill this process once")
     parser.add_argument("--at-step", type=int, default=40, help="the step in which it is killed")
     return parser.parse_args()
@@ -139,13 +146,17 @@ class Training:
     """One process's part."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self._number = options, int(os.environ["RANK"])
+        self._options = options
+        self._number = int(os.environ["RANK"])
         images, self._test = load()
         samples = TensorDataset(images.pixels, images.digits)
-        self._shares = commrt.Shares(samples, 16, place=lambda: (dist.get_rank(), dist.get_world_size()))
+        self._shares = commrt.Shares(
+            samples, 16, place=lambda: (dist.get_rank(), dist.get_world_size())
+        )
         self._loader = DataLoader(samples, batch_sampler=self._shares)
         self._meeting = Meeting(self._number, int(os.environ["WORLD_SIZE"]), options.grace)
-        self._steps, self._has_gradients = 0, False
+        self._steps = 0
+        self._has_gradients = False
         self._kept: dict[Place, tuple[nn.Module, Optimizer]] = {}
         self._groups: list[dist.ProcessGroup] = []
 
@@ -155,7 +166,11 @@ class Training:
             try:
                 self._train(*self._recovered())
             except dist.DistBackendError as error:
-                print(f"process {self._number}: step {self._steps} again: {error}\n", end="", flush=True)
+                print(
+                    f"process {self._number}: step {self._steps} again: {error}\n",
+                    end="",
+                    flush=True,
+                )
             for group in self._groups:  # ranks that wait for this one get an error, and come too
                 group.abort()
 
@@ -163,13 +178,16 @@ class Training:
         return {"places": [*self._kept], "shares": self._shares.state_dict()}
 
     def _recovered(self) -> tuple[nn.Module, Optimizer]:
-        """Return model and optimizer in a new mesh, with the state of a whole row, or as at the start."""
+        """Return model and optimizer in a new mesh, with the state of a whole row, or as at the
+        start.
+        """
         turn, first = whole_row(self._meeting.members)
         mine = next((self._kept[place] for place in self._kept if place.turn == turn), None)
         latest = furthest(self._meeting.members, turn)
         if mine and self._has_gradients and self._steps < latest.steps:
             self._step(mine[1])  # another rank has made this step, so all have its gradients
-        self._steps, self._has_gradients = latest.steps, False
+        self._steps = latest.steps
+        self._has_gradients = False
         self._shares.load_state_dict(latest.about["shares"])
         weights, moments = gathered(mine, len(first), self._meeting.turn)
         mesh, model, optimizer = sharded(self._options.shards, self._meeting.turn)
@@ -183,7 +201,11 @@ class Training:
         dist.barrier()
         self._meeting.loaded()
         self._kept = {place: self._kept[place]}  # all have the state: nobody needs earlier rows
-        print(f"process {self._number}: row {row} of {tuple(mesh.shape)} from step {self._steps}\n", end="", flush=True)
+        print(
+            f"process {self._number}: row {row} of {tuple(mesh.shape)} from step {self._steps}\n",
+            end="",
+            flush=True,
+        )
         return model, optimizer
 
     def _train(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -210,7 +232,8 @@ class Training:
     def _step(self, optimizer: Optimizer) -> None:
         optimizer.step()
         self._shares.done()
-        self._steps, self._has_gradients = self._steps + 1, False
+        self._steps = self._steps + 1
+        self._has_gradients = False
 
 
 def main() -> None:

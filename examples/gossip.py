@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with GossipGraD: in each step a rank exchanges weights with one partner and passes its images on.
+"""Train with GossipGraD: in each step a rank exchanges weights with one partner and passes its
+images on.
 
 ::
 
     torchrun --nproc-per-node 4 examples/gossip.py    # or mpirun, srun, or one process
 
-Each rank has a shard of 4,000 MNIST images, sorted by class. The partner changes in each step, and each batch that a
-rank used moves on to the next rank.
+Each rank has a shard of 4,000 MNIST images, sorted by class. The partner changes in each step, and
+each batch that a rank used moves on to the next rank.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ import commrt
 
 def main() -> None:
     """Train, then print the accuracy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--passes", type=int, default=10, help="passes over each rank's shard")
-    parser.add_argument("--staleness", type=int, default=0, help="1: do not wait for a slow partner")
+    parser.add_argument(
+        "--staleness", type=int, default=0, help="1: do not wait for a slow partner"
+    )
     options = parser.parse_args()
 
     with commrt.init() as world:
@@ -42,7 +47,8 @@ def main() -> None:
             for pixels, digits in ring:
                 optimizer.zero_grad()
                 cross_entropy(model(pixels.to(device)), digits.to(device)).backward()
-                optimizer.step()  # sends weights; mixed ones arrive before each layer's next forward pass
+                # sends weights; mixed ones arrive before each layer's next forward pass
+                optimizer.step()
                 decay.step()
 
         apart = replica.disagreement()
@@ -50,8 +56,15 @@ def main() -> None:
         ring.drain()
         if world.rank == world.members[0]:  # rank 0, unless it was lost
             with torch.no_grad():
-                right = (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits).float().mean()
-            print(f"{world.size} ranks: {right:.1%} of 1,000 test images, replicas were apart by {apart:.1e}")
+                right = (
+                    (model(test.pixels.to(device)).argmax(dim=1).cpu() == test.digits)
+                    .float()
+                    .mean()
+                )
+            print(
+                f"{world.size} ranks: {right:.1%} of 1,000 test images, replicas were apart by"
+                f" {apart:.1e}"
+            )
 
 
 if __name__ == "__main__":

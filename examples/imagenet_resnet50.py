@@ -3,13 +3,13 @@
 
 ::
 
-    torchrun --nproc-per-node 8 examples/imagenet_resnet50.py --data /data/imagenet --wire fp16 --amp fp16
-    srun -N 272 --ntasks-per-node 4 python examples/imagenet_resnet50.py --data /data/imagenet --grid 32x34 ...
+    torchrun --nproc-per-node 8 examples/imagenet_resnet50.py --data /data/imagenet
+    srun -N 272 --ntasks-per-node 4 python examples/imagenet_resnet50.py --grid 32x34 --wire fp16
 
-``--data`` is a folder with ``train`` and ``val``. Each has one folder per class, with the same names in both. Batches
-grow (``--batch 16 --grow 30:32``), labels are smoothed, and LARS steps fp32 weights. Gradients travel in 16 bits, and
-are divided by the number of ranks before they are added. The program saves a checkpoint after each epoch, and resumes
-from it.
+``--data`` is a folder with ``train`` and ``val``. Each has one folder per class, with the same
+names in both. Batches grow (``--batch 16 --grow 30:32``), labels are smoothed, and LARS steps fp32
+weights. Gradients travel in 16 bits, and are divided by the number of ranks before they are added.
+The program saves a checkpoint after each epoch, and resumes from it.
 """
 
 from __future__ import annotations
@@ -33,23 +33,35 @@ import commrt
 from commrt.data.large_batch import BatchSizeControl, Rate
 
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+MEAN = torch.tensor([0.485, 0.456, 0.406])
+DEVIATION = torch.tensor([0.229, 0.224, 0.225])
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff"}
-SMALLEST_CROP, SCALED_UP = 0.25, 1.143
+SMALLEST_CROP = 0.25
+SCALED_UP = 1.143
 """Least share of an image's area in training; image side over crop side in tests."""
 
 
 class Folder(Dataset[tuple[Tensor, int]]):
-    """Images [3, side, side] from one folder per class; randomly cropped and mirrored if `augment`."""
+    """Images [3, side, side] from one folder per class;
+    randomly cropped and mirrored if `augment`.
+    """
 
     def __init__(self, root: Path, side: int, *, augment: bool) -> None:
         if not root.is_dir():
-            raise SystemExit(f"{root} is no folder: --data must hold train and val, each a folder per class")
+            raise SystemExit(
+                f"{root} is no folder: --data must hold train and val, each a folder per class"
+            )
         classes = sorted(path for path in root.iterdir() if path.is_dir())
         files = ((number, sorted(path.iterdir())) for number, path in enumerate(classes))
-        self.samples = [(path, number) for number, paths in files for path in paths if path.suffix.lower() in IMAGES]
+        self.samples = [
+            (path, number)
+            for number, paths in files
+            for path in paths
+            if path.suffix.lower() in IMAGES
+        ]
         self.classes = [path.name for path in classes]
-        self._side, self._augment = side, augment
+        self._side = side
+        self._augment = augment
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -69,10 +81,14 @@ class Folder(Dataset[tuple[Tensor, int]]):
         if self._augment:
             scale = (SMALLEST_CROP + (1 - SMALLEST_CROP) * area) ** 0.5
             stretch = (4 / 3) ** (aspect - 0.5)
-            size = min(width, round(width * scale * stretch)), min(height, round(height * scale / stretch))
+            size = (
+                min(width, round(width * scale * stretch)),
+                min(height, round(height * scale / stretch)),
+            )
         else:
             size = (round(min(width, height) / SCALED_UP),) * 2
-        left, top = round(x * (width - size[0])), round(y * (height - size[1]))
+        left = round(x * (width - size[0]))
+        top = round(y * (height - size[1]))
         box = (left, top, left + size[0], top + size[1])
         return image.resize((self._side, self._side), Image.Resampling.BILINEAR, box=box)
 
@@ -85,13 +101,19 @@ class Bottleneck(nn.Module):
         goes = 4 * width
         self.body = nn.Sequential(
             *(nn.Conv2d(came, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+            *(
+                nn.Conv2d(width, width, 3, stride, 1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+            ),
             *(nn.Conv2d(width, goes, 1, bias=False), nn.BatchNorm2d(goes)),
         )
         nn.init.zeros_(self.body[-1].weight)
         self.around: nn.Module = nn.Identity()
         if stride > 1 or came != goes:
-            self.around = nn.Sequential(nn.Conv2d(came, goes, 1, stride, bias=False), nn.BatchNorm2d(goes))
+            self.around = nn.Sequential(
+                nn.Conv2d(came, goes, 1, stride, bias=False), nn.BatchNorm2d(goes)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map Map [n, came, h, w] to [n, 4 width, h / stride, w / stride]."""
@@ -99,8 +121,14 @@ class Bottleneck(nn.Module):
 
 
 def resnet(classes: int, blocks: Sequence[int], width: int) -> nn.Module:
-    """Return a ResNet: blocks 3, 4, 6, 3 and width 64 are ResNet-50, 25.6 million parameters for 1,000 classes."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    """Return a ResNet: blocks 3, 4, 6, 3 and width 64 are ResNet-50, 25.6 million parameters for
+    1,000 classes.
+    """
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+    ]
     layers.append(nn.MaxPool2d(3, 2, 1))
     came = width
     for stage, count in enumerate(blocks):
@@ -114,7 +142,8 @@ class Training:
     """The training of one rank: model, data, optimizer, replica."""
 
     def __init__(self, options: argparse.Namespace, world: commrt.World) -> None:
-        self.options, self.world = options, world
+        self.options = options
+        self.world = world
         self.device = world.device
         self.data = Folder(options.data / "train", options.side, augment=True)
         self.test = Folder(options.data / "val", options.side, augment=False)
@@ -126,13 +155,22 @@ class Training:
         samples: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(
             self.data, world.size, world.rank, seed=options.seed
         )
-        self.batches = BatchSizeControl(samples, {0: options.batch, **dict(options.grow)}, options.most)
+        self.batches = BatchSizeControl(
+            samples, {0: options.batch, **dict(options.grow)}, options.most
+        )
         self.rate = Rate(
-            self.optimizer, self.batches, options.epochs, warmup_epochs=options.warmup, power=options.power
+            self.optimizer,
+            self.batches,
+            options.epochs,
+            warmup_epochs=options.warmup,
+            power=options.power,
         )
         self.amp = DTYPES[options.amp]
-        is_scaled = torch.float16 in {self.amp, DTYPES[options.wire]}  # small gradients would become zeros
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=options.loss_scale, enabled=is_scaled)
+        # small gradients would become zeros
+        is_scaled = torch.float16 in {self.amp, DTYPES[options.wire]}
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=options.loss_scale, enabled=is_scaled
+        )
         self.replica = commrt.attach(
             self.model, self.optimizer, options.chosen, world=world, wire=DTYPES[options.wire],
             also=[self.rate, self.scaler],
@@ -140,28 +178,37 @@ class Training:
         self.epoch = 0
 
     def _lars(self) -> torch.optim.Optimizer:
-        from pytorch_optimizer import LARS  # noqa: PLC0415  # only --lars needs it: pip install 'commrt[recipe]'
+        # only --lars needs it: pip install 'commrt[recipe]'
+        from pytorch_optimizer import LARS  # noqa: PLC0415
 
         large: torch.optim.Optimizer = LARS(
-            self.model.parameters(), self.options.lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.01
+            self.model.parameters(),
+            self.options.lr,
+            momentum=0.9,
+            weight_decay=5e-5,
+            trust_coefficient=0.01,
         )
         return large
 
     def _sgd(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), self.options.lr, 0.9, weight_decay=5e-5, nesterov=True)
+        return torch.optim.SGD(
+            self.model.parameters(), self.options.lr, 0.9, weight_decay=5e-5, nesterov=True
+        )
 
     def run(self) -> None:
         """Train from the checkpoint to the end."""
         self.resume()
         loader = DataLoader(self.data, batch_sampler=self.batches, num_workers=self.options.loaders)
         while self.epoch < self.options.epochs:
-            begin_s, seen = time.perf_counter(), self.train(loader)
+            begin_s = time.perf_counter()
+            seen = self.train(loader)
             seconds = time.perf_counter() - begin_s
             right = self.evaluate()
             self.epoch += 1
             self.save()
             if self.world.rank == self.world.members[0]:
-                speed, updates = len(self.world.members) * seen / seconds, self.replica.step
+                speed = len(self.world.members) * seen / seconds
+                updates = self.replica.step
                 told = f"{right:.2%} right, {speed:,.0f} images/s, {updates:,} updates"
                 print(f"epoch {self.epoch}: {told}", flush=True)
 
@@ -172,7 +219,8 @@ class Training:
         seen = 0
         for images, labels in loader:
             with self.batches.part(self.replica) as part:
-                x, y = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+                x = images.to(self.device, non_blocking=True)
+                y = labels.to(self.device, non_blocking=True)
                 with self._half():
                     loss = cross_entropy(self.model(x), y, label_smoothing=self.options.smoothing)
                 self.scaler.scale(part.share * loss).backward()
@@ -188,13 +236,21 @@ class Training:
         return nullcontext() if self.amp is None else torch.autocast(self.device.type, self.amp)
 
     def evaluate(self) -> float:
-        """Return the share of right test images. The statistics of normalisation are of fresh training images."""
+        """Return the share of right test images.
+
+        The statistics of normalisation are of fresh training images.
+        """
         self.replica.consolidate()
         if self.options.statistics:
-            rng = torch.Generator().manual_seed(self.world.size * self.options.seed + self.world.rank)
-            chosen = torch.randperm(len(self.data), generator=rng)[: self.options.statistics]  # others on each rank
+            rng = torch.Generator().manual_seed(
+                self.world.size * self.options.seed + self.world.rank
+            )
+            # others on each rank
+            chosen = torch.randperm(len(self.data), generator=rng)[: self.options.statistics]
             loader = DataLoader(
-                Subset(self.data, chosen.tolist()), self.options.batch, num_workers=self.options.loaders
+                Subset(self.data, chosen.tolist()),
+                self.options.batch,
+                num_workers=self.options.loaders,
             )
             update_bn(loader, self.model, self.device)
             for buffer in filter(Tensor.is_floating_point, self.model.buffers()):
@@ -216,15 +272,21 @@ class Training:
     def _mine(self) -> Iterator[tuple[Tensor, Tensor]]:
         members = list(self.world.members)
         places = range(members.index(self.world.rank), len(self.test), len(members))
-        yield from DataLoader(Subset(self.test, [*places]), self.options.batch, num_workers=self.options.loaders)
+        yield from DataLoader(
+            Subset(self.test, [*places]), self.options.batch, num_workers=self.options.loaders
+        )
 
     def save(self) -> None:
         """Save a checkpoint atomically, on the first rank that is left."""
         path: Path | None = self.options.checkpoint
         if path is None or self.world.rank != self.world.members[0]:
             return
-        step = self.replica.state_dict()  # first: with backup workers it brings a late rank up to date
-        parts = {name: getattr(self, name) for name in ("model", "optimizer", "rate", "scaler", "batches")}
+        # first: with backup workers it brings a late rank up to date
+        step = self.replica.state_dict()
+        parts = {
+            name: getattr(self, name)
+            for name in ("model", "optimizer", "rate", "scaler", "batches")
+        }
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save({**state, "replica": step, "epoch": self.epoch}, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
@@ -234,7 +296,9 @@ class Training:
         path: Path | None = self.options.checkpoint
         if path is None or self.world.is_replacement:  # it has the others' state
             return
-        self.world.agree(f"checkpoint {path}, which all ranks must be able to read", found=str(path.exists()))
+        self.world.agree(
+            f"checkpoint {path}, which all ranks must be able to read", found=str(path.exists())
+        )
         if not path.exists():
             return
         names = ("model", "optimizer", "rate", "scaler", "batches", "replica")
@@ -253,7 +317,10 @@ def checkpoint(path: Path, names: set[str], device: torch.device) -> dict[str, A
             f"{path} cannot be read as a checkpoint: {error!s:.300}; take another, or remove it"
         ) from error
     if not isinstance(state, dict) or not names <= state.keys():
-        raise SystemExit(f"{path} is no checkpoint of this program: it must hold {', '.join(sorted(names))}; remove it")
+        raise SystemExit(
+            f"{path} is no checkpoint of this program: it must hold {', '.join(sorted(names))};"
+            " remove it"
+        )
     return state
 
 
@@ -265,7 +332,9 @@ def growth(text: str) -> tuple[int, int]:
 
 def parsed() -> argparse.Namespace:
     """Parse the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder of the images")
     add(
@@ -274,12 +343,22 @@ def parsed() -> argparse.Namespace:
         default="torus2d",
         help="algorithm to train with",
     )
-    add("--grid", type=lambda text: tuple(map(int, text.split("x"))), help="grid of torus2d, for example 32x34")
+    add(
+        "--grid",
+        type=lambda text: tuple(map(int, text.split("x"))),
+        help="grid of torus2d, for example 32x34",
+    )
     add("--backups", type=int, default=1, help="backups of the algorithm backup")
     add("--staleness", type=int, default=0, help="staleness of gossip, in steps")
     add("--epochs", type=int, default=90, help="epochs to train")
     add("--batch", type=int, default=32, help="images per rank and step")
-    add("--grow", type=growth, action="append", default=[], help="EPOCH:BATCH, the batch from that epoch on")
+    add(
+        "--grow",
+        type=growth,
+        action="append",
+        default=[],
+        help="EPOCH:BATCH, the batch from that epoch on",
+    )
     add("--most", type=int, help="images that fit into memory; larger batches are split")
     add("--lr", type=float, default=0.1, help="highest learning rate; with --lars some 10 to 30")
     add("--lars", action="store_true", help="use LARS")
@@ -290,7 +369,12 @@ def parsed() -> argparse.Namespace:
     add("--amp", choices=DTYPES, default="fp32", help="dtype of the passes")
     add("--loss-scale", type=float, default=2.0**16, help="initial loss scale, for --amp fp16")
     add("--static-scale", action="store_true", help="keep the loss scale constant")
-    add("--statistics", type=int, default=0, help="images per rank for the statistics of tests; 0: moving averages")
+    add(
+        "--statistics",
+        type=int,
+        default=0,
+        help="images per rank for the statistics of tests; 0: moving averages",
+    )
     add(
         "--blocks",
         type=lambda text: [*map(int, text.split(","))],

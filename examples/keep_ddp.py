@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep DistributedDataParallel, and choose how its gradients travel.
 
-``torchrun --nproc-per-node 4 examples/keep_ddp.py``. Only two lines are new: the state and the hook. The same two lines
-fit Accelerate (on the result of ``prepare``) and Lightning (on ``trainer.strategy.model``, in ``on_train_start``).
+``torchrun --nproc-per-node 4 examples/keep_ddp.py``. Only two lines are new: the state and the
+hook. The same two lines fit Accelerate (on the result of ``prepare``) and Lightning (on
+``trainer.strategy.model``, in ``on_train_start``).
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from commrt.algorithms.catalogue import by_name
 
 def main() -> None:
     """Train, then print the accuracy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--passes", type=int, default=3, help="passes over all images")
-    parser.add_argument("--algorithm", default="torus2d", help="torus2d, ring, halving_doubling, ...")
+    parser.add_argument(
+        "--algorithm", default="torus2d", help="torus2d, ring, halving_doubling, ..."
+    )
     parser.add_argument("--bf16", action="store_true", help="send bfloat16: half of the bytes")
     options = parser.parse_args()
 
@@ -36,7 +41,9 @@ def main() -> None:
     loader = DataLoader(samples, batch_size=16, sampler=sampler)
 
     model = DistributedDataParallel(lenet(seed=0).to(world.device))
-    state = commrt.DDPState(by_name(options.algorithm), wire=torch.bfloat16 if options.bf16 else None)
+    state = commrt.DDPState(
+        by_name(options.algorithm), wire=torch.bfloat16 if options.bf16 else None
+    )
     model.register_comm_hook(state, commrt.ddp_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
@@ -49,7 +56,12 @@ def main() -> None:
             optimizer.step()
 
     with torch.no_grad():
-        right = (model.module(test.pixels.to(world.device)).argmax(1).cpu() == test.digits).float().mean().item()
+        right = (
+            (model.module(test.pixels.to(world.device)).argmax(1).cpu() == test.digits)
+            .float()
+            .mean()
+            .item()
+        )
     if world.rank == 0:
         print(f"{world.size} ranks, {state.step + 1} steps: {right:.1%} of 1,000 test images")
     world.close()  # before the group is destroyed

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agree over the launcher's store which processes are the ranks of the group (torch 2.14 and later).
+"""Agree over the launcher's store which processes are the ranks of the group (torch 2.14 and
+later).
 
 A death or a new process begins another turn. All that come in a turn become the ranks of the group.
 
-Each process holds a socket, and in a turn the others connect to it. The kernel breaks the connection
-when the process ends: so a turn need not wait for the dead, and closes when all others have come.
+Each process holds a socket, and in a turn the others connect to it. The kernel breaks the
+connection when the process ends: so a turn need not wait for the dead, and closes when all others
+have come.
 """
 
 from __future__ import annotations
@@ -55,13 +57,17 @@ class Lives:
         with socket.socket(family, kind) as way:  # which sends nothing
             way.connect(store)
             own = way.getsockname()[0]  # where other hosts find this one
-        self._own = socket.create_server((own, 0), family=family, backlog=BACKLOG)  # accepts nothing
+        # accepts nothing
+        self._own = socket.create_server((own, 0), family=family, backlog=BACKLOG)
         self.address = f"{own} {self._own.getsockname()[1]}"
         self._others: dict[str, socket.socket | None] = {}
         self._ended = set[str]()
 
     def has_ended(self, address: str) -> bool:
-        """Return True if the process with the socket at `address` is gone. One that is stopped is not."""
+        """Return True if the process with the socket at `address` is gone.
+
+        One that is stopped is not.
+        """
         if address in self._ended:
             return True
         try:
@@ -98,9 +104,12 @@ class Meeting:
 
     def __init__(self, number: int, size: int, grace_s: float) -> None:
         self._store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no other name for it
-        self._number, self._size, self._grace_s = number, size, grace_s
+        self._number = number
+        self._size = size
+        self._grace_s = grace_s
         self._lives = Lives()
-        self._steps, self._tries = -1, 0
+        self._steps = -1
+        self._tries = 0
         self._has_state_of = -1
         self.turn = -1
         self.members: list[Member] = []
@@ -153,17 +162,24 @@ class Meeting:
         return self._store.check(["is over"])
 
     def _wait(self, turn: int) -> list[Member]:
-        """Return those who come in `turn`, one of them with the state; none once training is over."""
+        """Return those who come in `turn`, one of them with the state;
+        none once training is over.
+        """
         before = self._store.get(f"ranks {turn - 1}") if turn else "[]"
         latest = [Member(*each).address for each in json.loads(before)]
-        count, now_s = 0, monotonic()
-        end_s, since_s = now_s + LIMIT_S, now_s
+        count = 0
+        now_s = monotonic()
+        end_s = now_s + LIMIT_S
+        since_s = now_s
         while now_s < end_s:
             if self._is_over():
                 return []
-            came = [Member(*json.loads(line)) for line in self._store.get(f"came {turn}").splitlines()]
+            came = [
+                Member(*json.loads(line)) for line in self._store.get(f"came {turn}").splitlines()
+            ]
             if len(came) > count:
-                count, since_s = len(came), now_s
+                count = len(came)
+                since_s = now_s
             there = {each.address for each in came}
             members = [each for each in came if not self._lives.has_ended(each.address)]
             if turn == 0:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let Ray Train's workers average by a commrt schedule: ``pip install 'ray[train]'``, ``python examples/ray_train.py``.
+"""Let Ray Train's workers average by a commrt schedule: ``pip install 'ray[train]'``, ``python
+examples/ray_train.py``.
 
-Ray starts the workers and opens their ``torch.distributed`` group, which `commrt.init` uses. Do not wrap the model with
-Ray's ``prepare_model``: its DDP would average a second time.
+Ray starts the workers and opens their ``torch.distributed`` group, which `commrt.init` uses. Do not
+wrap the model with Ray's ``prepare_model``: its DDP would average a second time.
 """
 
 from __future__ import annotations
@@ -30,11 +31,18 @@ def train_loop_per_worker() -> None:
             loss.backward()
             optimizer.step()
         if world.rank == 0:
-            print(f"{world.size} ranks over {world.transport.kind}, loss {loss.item():.1e}", flush=True)
+            print(
+                f"{world.size} ranks over {world.transport.kind}, loss {loss.item():.1e}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2, help="number of workers")
     options = parser.parse_args()
-    TorchTrainer(train_loop_per_worker, scaling_config=ScalingConfig(num_workers=options.workers)).fit()
+    TorchTrainer(
+        train_loop_per_worker, scaling_config=ScalingConfig(num_workers=options.workers)
+    ).fit()

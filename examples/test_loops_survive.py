@@ -26,9 +26,14 @@ from commrt.testing.processes import run_processes
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch 2.14 or later: make newest"),
+    pytest.mark.skipif(
+        not hasattr(dist, "_reconfigure"), reason="torch 2.14 or later: make newest"
+    ),
 ]
-IMAGES, EPOCHS, STEP_S, LIMIT_S = 640, 3, 0.05, 100
+IMAGES = 640
+EPOCHS = 3
+STEP_S = 0.05
+LIMIT_S = 100
 
 
 class Step(NamedTuple):
@@ -61,20 +66,31 @@ def training(tell, example, folder, options, late):
     `late` has the sample at which each process comes that is not there from the start.
     """
     torch.set_num_threads(1)
-    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    number = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     os.environ["WORLD_SIZE"] = str(size - len(late))
     sys.path.insert(0, str(Path(__file__).parent))
-    program, models, meetings = import_module(example), [], []
+    program = import_module(example)
+    models = []
+    meetings = []
     log = (folder / f"steps of {number}").open("w")
 
     class Noted(commrt.Shares):
         def batches(self, loader, replica=None):
             for batch in super().batches(loader, replica):
-                self.at = self.epoch * IMAGES + IMAGES - sum(end - begin for begin, end in self._point.todo)
+                self.at = (
+                    self.epoch * IMAGES
+                    + IMAGES
+                    - sum(end - begin for begin, end in self._point.todo)
+                )
                 order = self._order(0, self.epoch)
-                self.turn = meetings[-1].turn  # a step that others have made is made in a later turn, too
+                # a step that others have made is made in a later turn, too
+                self.turn = meetings[-1].turn
                 sleep(STEP_S)
-                self.note("begun", [*map(int, (order[at] for part in self._hand.share for at in range(*part)))])
+                self.note(
+                    "begun",
+                    [*map(int, (order[at] for part in self._hand.share for at in range(*part)))],
+                )
                 yield batch
 
         def done(self, counted=None):
@@ -83,15 +99,21 @@ def training(tell, example, folder, options, late):
             (folder / f"{self.at}").touch()
 
         def note(self, what, samples):
-            log.write(json.dumps(Step(what, self.at, self.turn, dist.get_world_size(), samples)) + "\n")
+            log.write(
+                json.dumps(Step(what, self.at, self.turn, dist.get_world_size(), samples)) + "\n"
+            )
             log.flush()
             tell(self.at)
 
-    program.Meeting = lambda *given: meetings.append(import_module("meeting").Meeting(*given)) or meetings[0]
+    program.Meeting = lambda *given: (
+        meetings.append(import_module("meeting").Meeting(*given)) or meetings[0]
+    )
     program.lenet = lambda seed: models.append(net(seed)) or models[-1]
     program.load = lambda: (images(IMAGES), images(10))
     program.commrt = SimpleNamespace(Shares=Noted)
-    while number in late and not any(int(file.name) >= late[number] for file in folder.glob("[0-9]*")):
+    while number in late and not any(
+        int(file.name) >= late[number] for file in folder.glob("[0-9]*")
+    ):
         sleep(0.01)
     sys.argv = [example, *options]
     program.main()
@@ -120,18 +142,23 @@ def steps_of(folder):
 
 def expected(steps):
     """Return the weights of one process that takes these steps."""
-    data, model = images(IMAGES), net(0)
+    data = images(IMAGES)
+    model = net(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     for _, shares in steps:
         optimizer.zero_grad()
         for samples in shares:
-            (cross_entropy(model(data.pixels[samples]), data.digits[samples]) / len(shares)).backward()
+            (
+                cross_entropy(model(data.pixels[samples]), data.digits[samples]) / len(shares)
+            ).backward()
         optimizer.step()
     return [param.detach() for param in model.parameters()]
 
 
 def weights_of(parts):
-    """Return the weights of each replica, put together of the shards of a row of a mesh if there is one."""
+    """Return the weights of each replica, put together of the shards of a row of a mesh if there is
+    one.
+    """
     rows = defaultdict(list)
     for number, (place, shards) in enumerate(sorted(parts, key=lambda part: part[0] or ())):
         row = number if place is None else place[0]
@@ -150,12 +177,19 @@ def survived(example, folder, size, *, options=(), late=(), kills=None, epochs=E
             Timer(Random(position).random() / 50, process.kill).start()
 
     given = example, folder, options, dict(late)
-    outcomes = run_processes(size, training, *given, limit_s=limit_s, on_message=on_message, holds_store=True)
+    outcomes = run_processes(
+        size, training, *given, limit_s=limit_s, on_message=on_message, holds_store=True
+    )
     lived = [each for each in outcomes if each.exit_code == 0 and each.value != "was late"]
     assert [each.error for each in outcomes] == [None] * size
     steps = steps_of(folder)
     for epoch in range(epochs):
-        dealt = [share for position, shares in steps if position // IMAGES == epoch for share in {*map(tuple, shares)}]
+        dealt = [
+            share
+            for position, shares in steps
+            if position // IMAGES == epoch
+            for share in {*map(tuple, shares)}
+        ]
         assert Counter(chain.from_iterable(dealt)) == Counter(range(IMAGES)), epoch
     replicas = weights_of([each.value for each in lived])
     for weights in replicas:
@@ -186,7 +220,8 @@ def test_fsdp2_goes_on_with_the_replica_that_is_whole_and_with_a_late_rank(tmp_p
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("example", ["ddp_survives", "fsdp2_survives"])
 def test_loops_go_on_whenever_ranks_are_killed(tmp_path, example, seed):
-    chance, ranks = Random(seed), 4 if example == "fsdp2_survives" else 3
+    chance = Random(seed)
+    ranks = 4 if example == "fsdp2_survives" else 3
     kills = {number: chance.randrange(IMAGES * EPOCHS) for number in chance.sample(range(ranks), 1)}
     late = {ranks: chance.randrange(1000)}
     if example == "ddp_survives":

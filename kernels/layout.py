@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of a wire buffer: a header, the flags, what rides along, then the tensors.
 
-Each part begins at a multiple of 16 elements, so that accesses of 16 bytes are aligned in every dtype. Kernels do not
-write the elements between two parts. Nobody reads them, except who codes a whole wire in blocks: see `Layout.gaps`.
+Each part begins at a multiple of 16 elements, so that accesses of 16 bytes are aligned in every
+dtype. Kernels do not write the elements between two parts. Nobody reads them, except who codes a
+whole wire in blocks: see `Layout.gaps`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Layout:
         return wire[:HEADER_NUMEL]
 
     def flags(self, wire: Tensor) -> Tensor:
-        """Return the view of `wire` that holds the flags, [tensors]: not 0 for each tensor that any rank had."""
+        """Return the view of `wire` that holds the flags, [tensors]: not 0 for each tensor that any
+        rank had.
+        """
         return wire[HEADER_NUMEL : HEADER_NUMEL + len(self.counts)]
 
     def riders(self, wire: Tensor) -> Tensor:
@@ -83,5 +86,9 @@ def layout_of(counts: Sequence[int], riding: int = 0) -> Layout:
 
 
 def refuse_count(tensors: Sequence[object], count: int) -> NoReturn:
-    """Raise `ValueError` for `tensors` that are not one for each of the `count` tensors of a wire."""
-    raise ValueError(f"{len(tensors)} tensors for a wire of {count}: pass one for each, None for an absent one")
+    """Raise `ValueError` for `tensors` that are not one for each of the
+    `count` tensors of a wire.
+    """
+    raise ValueError(
+        f"{len(tensors)} tensors for a wire of {count}: pass one for each, None for an absent one"
+    )

@@ -9,21 +9,26 @@ from typing import NamedTuple
 from torch import Tensor
 
 HOST_WORDS = ABORT, TIMEOUT_NS, FAILED, ENDED = range(4)
-"""Words in host memory: not 0 to give up; the deadline; what failed: a meeting's number times `PLACES`, plus 1 and the
-rank of the peer that did not come; how many programs have ended."""
+"""Words in host memory: not 0 to give up; the deadline; what failed: a meeting's number times
+`PLACES`, plus 1 and the rank of the peer that did not come; how many programs have ended.
+"""
 PLACES = 1 << 20
 BACK = 1 << 30
-"""How far back a rank goes for its peers when a meeting of it fails: then they read nothing of it any more."""
+"""How far back a rank goes for its peers when a meeting of it fails: then they read nothing of it
+any more.
+"""
 
 
 class MeetingPlan(NamedTuple):
     """A rank tells each peer its position, then waits until each has told one that is far enough.
 
-    Positions are int32 and count on from program to program; they wrap, and are compared by their difference.
+    Positions are int32 and count on from program to program; they wrap, and are compared by their
+    difference.
 
-    A meeting that fails tells all peers a position `BACK` behind, because the kernels after it overwrite what the rank
-    said was ready. A meeting fails before it tells anything if a peer has gone back: the kernels before it may have
-    read what that peer overwrote. So data of a rank whose meetings all went well is right.
+    A meeting that fails tells all peers a position `BACK` behind, because the kernels after it
+    overwrite what the rank said was ready. A meeting fails before it tells anything if a peer has
+    gone back: the kernels before it may have read what that peer overwrote. So data of a rank whose
+    meetings all went well is right.
     """
 
     outboxes: Sequence[Tensor]
@@ -37,7 +42,9 @@ class MeetingPlan(NamedTuple):
     needs: Sequence[int]
     """By peer, how far it must be, from `counts` on; 0 if it does not matter."""
     state: Tensor
-    """int32 [2]: not 0 once a meeting has failed, and all later ones do nothing; how many programs have ended."""
+    """int32 [2]: not 0 once a meeting has failed, and all later ones do nothing; how many programs
+    have ended.
+    """
     host: Tensor
     """int64 [4] in host memory, see `HOST_WORDS`."""
     position: int

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a backend that moves tensors to and from one wire buffer; `plain_torch` has that of CPUs."""
+"""The interface of a backend that moves tensors to and from one wire buffer; `plain_torch` has that
+of CPUs.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,20 @@ NO_PARTS = Parts()
 class Packing(Protocol):
     """Moves tensors to and from their places in one wire buffer.
 
-    Tensors come in the order of the layout, None for an absent one. They may change from call to call, but not their
-    dtypes, shapes and strides. Another number of tensors raises `ValueError`. On a GPU all work is queued on the
-    current stream.
+    Tensors come in the order of the layout, None for an absent one. They may change from call to
+    call, but not their dtypes, shapes and strides. Another number of tensors raises `ValueError`.
+    On a GPU all work is queued on the current stream.
     """
 
     @property
     def mismatched(self) -> bool:
-        """Return True if any `unpack` so far met another header than its own; on a GPU once its kernel has run."""
+        """Return True if any `unpack` so far met another header than its own; on a GPU once its
+        kernel has run.
+        """
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """Write tensors times `scale` to their places, zeros for None; also the flags and the bits of `header`.
+        """Write tensors times `scale` to their places, zeros for None; also the flags and the bits
+        of `header`.
 
         Writes zeros for what rides.
         """
@@ -45,36 +50,48 @@ class Packing(Protocol):
     def present(self) -> list[bool]:
         """Return for each tensor whether any rank had it; waits for the wire."""
 
-    def unpack(self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS) -> None:
+    def unpack(
+        self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS
+    ) -> None:
         """Write places to tensors; compare the wire's header with `header`.
 
-        The wire's `parts` are read where they lie, by a `Repeatable`; the same object again costs nothing. The header
-        is always the wire's own.
-        After a mismatch, plain torch writes nothing; a GPU notices it only while it writes.
+        The wire's `parts` are read where they lie, by a `Repeatable`; the same object again costs
+        nothing. The header is always the wire's own. After a mismatch, plain torch writes nothing;
+        a GPU notices it only while it writes.
         """
 
     def compare(self, header: int) -> None:
-        """Compare the wire's header with `header`, as `unpack` does, and leave all tensors alone."""
+        """Compare the wire's header with `header`, as `unpack` does,
+        and leave all tensors alone.
+        """
 
-    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
+    def mix(
+        self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float
+    ) -> None:
         """Compute ``tensor += weight * (received - sent)`` of wires of this layout.
 
-        What one rank gains its peer loses, even where the wire rounds, so the mean over ranks stays the same. It may
-        overwrite `received`.
+        What one rank gains its peer loses, even where the wire rounds, so the mean over ranks stays
+        the same. It may overwrite `received`.
         """
 
 
 class Repeatable(Packing, Protocol):
-    """A `Packing` whose launches can be recorded in a CUDA graph, and replayed with other tensors."""
+    """A `Packing` whose launches can be recorded in a CUDA graph,
+    and replayed with other tensors.
+    """
 
     def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """Set the tensors, scale and header for `pack_aimed` and `unpack_aimed`; absent tensors travel as zeros."""
+        """Set the tensors, scale and header for `pack_aimed` and `unpack_aimed`; absent tensors
+        travel as zeros.
+        """
 
     def load(self, parts: Parts = NO_PARTS) -> None:
         """Compile and load what the next three need, which cannot be done during a capture."""
 
     def cut(self, chunks: int) -> list[int]:
-        """Return the bounds [chunks + 1] of an even cut of the wire, between tiles: parts may begin and end there."""
+        """Return the bounds [chunks + 1] of an even cut of the wire, between tiles: parts may begin
+        and end there.
+        """
 
     def pack_aimed(self) -> None:
         """As `pack`, with one launch whose arguments never change, so a graph can record it."""
@@ -86,4 +103,6 @@ class Repeatable(Packing, Protocol):
         """As `compare`, with one launch whose arguments never change, so a graph can record it."""
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
-        """Tell autograd that a replayed `unpack_aimed` wrote to `tensors`, the ones given to `aim`."""
+        """Tell autograd that a replayed `unpack_aimed` wrote to `tensors`,
+        the ones given to `aim`.
+        """

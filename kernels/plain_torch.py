@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 
 PIECE_NUMEL = 1 << 16
-"""2 ** 15 to 2 ** 17 elements are equally fast; whole tensors of 1.6 million elements take 6 times as long."""
+"""2 ** 15 to 2 ** 17 elements are equally fast; whole tensors of 1.6 million elements take 6 times
+as long.
+"""
 
 
 def pack(sources: Sequence[Tensor | None], targets: Sequence[Tensor], scale: float) -> None:
     """Write ``cast(source * scale)`` to the target of each pair, zeros for None.
 
-    Values are scaled in fp32 (fp64 for fp64) and then cast: casting first loses more (mean relative error 0.00187
-    against 0.00141 at six ranks), and overflows fp16 where the scaled value would not. For bf16 and a power of two it
-    loses nothing, but for values above bf16's largest and products below its smallest normal one.
+    Values are scaled in fp32 (fp64 for fp64) and then cast: casting first loses more (mean relative
+    error 0.00187 against 0.00141 at six ranks), and overflows fp16 where the scaled value would
+    not. For bf16 and a power of two it loses nothing, but for values above bf16's largest and
+    products below its smallest normal one.
     """
-    is_shift = frexp(scale)[0] == 0.5  # a power of two: the order only matters at the ends of bf16's range
+    # a power of two: the order only matters at the ends of bf16's range
+    is_shift = frexp(scale)[0] == 0.5
     for source, target in zip(sources, targets, strict=True):
         if source is None:
             target.zero_()
@@ -35,15 +39,20 @@ def pack(sources: Sequence[Tensor | None], targets: Sequence[Tensor], scale: flo
 
 
 def reduce_into(out: Tensor, summands: Sequence[Tensor]) -> None:
-    """Compute ``out = cast(summands[0] + summands[1] + ...)``, from left to right, rounded once; `out` is one of them.
+    """Compute ``out = cast(summands[0] + summands[1] + ...)``, from left to right, rounded once;
+    `out` is one of them.
 
-    Floats are added in fp32; fp64, integers and complex numbers in their own dtype. All tensors have the same dtype and
-    shape; different ones share no memory.
+    Floats are added in fp32; fp64, integers and complex numbers in their own dtype. All tensors
+    have the same dtype and shape; different ones share no memory.
     """
     if len(summands) == 2:
         torch.add(*summands, out=out)  # torch adds two 16-bit floats in fp32 and rounds once
         return
-    add = _add_in_fp32 if out.is_floating_point() and out.dtype.itemsize < torch.float32.itemsize else _add
+    add = (
+        _add_in_fp32
+        if out.is_floating_point() and out.dtype.itemsize < torch.float32.itemsize
+        else _add
+    )
     for target, *parts in in_pieces([out, *summands]):
         add(target, *parts)
 
@@ -70,7 +79,9 @@ def combine_into(function: Callable[..., Tensor], out: Tensor, operands: Sequenc
 
 
 def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None = None) -> None:
-    """Compute ``own = cast(own + weight * (received - sent))`` in fp32 (fp64 for fp64): 16-bit sums cannot overflow."""
+    """Compute ``own = cast(own + weight * (received - sent))`` in fp32 (fp64 for fp64): 16-bit sums
+    cannot overflow.
+    """
     wide = torch.promote_types(own.dtype, torch.float32)
     for piece, came, went in in_pieces([own, received, own if sent is None else sent]):
         moved = torch.sub(came.to(wide), went.to(wide)).mul_(weight)
@@ -81,7 +92,8 @@ def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None =
 
 
 def in_pieces(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    """Return views that together cover `tensors`, all of one shape, cut alike into pieces that fit a core's cache.
+    """Return views that together cover `tensors`, all of one shape, cut alike into pieces that fit
+    a core's cache.
 
     Tensors on a GPU are not cut.
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values to codes and back, in plain torch. This defines the kernels of quantization, and runs on CPUs.
+"""Values to codes and back, in plain torch. This defines the kernels of quantization, and runs on
+CPUs.
 
-A code times its scale is exact in fp32 (8 bits times 8 bits), so dequantizing rounds nothing, fused or not. Other
-results are rounded once per operation, as written here; the kernels for GPUs do the same operations in the same order.
+A code times its scale is exact in fp32 (8 bits times 8 bits), so dequantizing rounds nothing, fused
+or not. Other results are rounded once per operation, as written here; the kernels for GPUs do the
+same operations in the same order.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ SCALES_NBYTES = 2 * TILE_BLOCKS
 INFINITY_BITS = 0x7F800000
 NAN_SCALE = 0x7FC0
 HUGE_BITS = 0x7E800000
-"""2 ** 126: a block with such a value travels as infinities, or its dequantized values could be, and their loss too."""
+"""2 ** 126: a block with such a value travels as infinities, or its dequantized values could be,
+and their loss too.
+"""
 LEAST_BITS = 0x0D800000
-"""2 ** -100: a block of smaller values travels as zeros, so that no scale and no inverse leaves the normal floats."""
+"""2 ** -100: a block of smaller values travels as zeros, so that no scale and no inverse leaves the
+normal floats.
+"""
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
@@ -37,12 +43,18 @@ PHILOX_COUNTERS = 1 << 14
 """Counters at once: what is computed from them stays in a core's cache."""
 
 
-def quantizing(values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None) -> Callable[[int], None]:
-    """Return a function of a key that does `quantize`: Triton on a GPU, Numba on a CPU that has it, or plain torch."""
+def quantizing(
+    values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None
+) -> Callable[[int], None]:
+    """Return a function of a key that does `quantize`: Triton on a GPU, Numba on a CPU that has it,
+    or plain torch.
+    """
     if suit_kernels(values, codes, *([] if residual is None else [residual])):
         return cast("Callable[[int], None]", on_gpu("quantize")(values, codes, quantizer, residual))
     if numba := _numba_for(values):
-        return cast("Callable[[int], None]", numba.quantize_call(values, codes, quantizer, residual))
+        return cast(
+            "Callable[[int], None]", numba.quantize_call(values, codes, quantizer, residual)
+        )
     return lambda key: quantize(values, codes, quantizer, residual, key)
 
 
@@ -55,8 +67,12 @@ def dequantizing(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Combina
     return lambda: dequantize(codes, values, quantizer)
 
 
-def adding_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> Combination:
-    """Return a function that does `add_quantized`, likewise; on a GPU `received` lie evenly spaced in one buffer."""
+def adding_quantized(
+    values: Tensor, received: Sequence[Tensor], quantizer: Quantizer
+) -> Combination:
+    """Return a function that does `add_quantized`, likewise; on a GPU `received` lie evenly spaced
+    in one buffer.
+    """
     if suit_kernels(values, *received):
         return cast("Combination", on_gpu("add quantized")(values, received, quantizer))
     if numba := _numba_for(values):
@@ -70,7 +86,9 @@ def _numba_for(values: Tensor) -> ModuleType | None:
 
 @cache
 def compiled_quantize() -> ModuleType | None:
-    """Return `cpu_quantize`, or None without one that works, and where Numba finds no folder for what it compiles."""
+    """Return `cpu_quantize`, or None without one that works, and where Numba finds no folder for
+    what it compiles.
+    """
     if find_spec("numba") is None:
         return None
     try:
@@ -79,12 +97,18 @@ def compiled_quantize() -> ModuleType | None:
         return None
 
 
-def quantize(values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None = None, key: int = 0) -> None:
+def quantize(
+    values: Tensor,
+    codes: Tensor,
+    quantizer: Quantizer,
+    residual: Tensor | None = None,
+    key: int = 0,
+) -> None:
     """Write ``code(values + residual)`` to `codes`, and what that loses to `residual`.
 
-    `values` and `residual` are fp32 [numel], `codes` uint8 [quantizer.nbytes(numel)]. A block with a value that is
-    not finite, or of 2 ** 126 or more, becomes one of infinities or NaNs, and leaves no residual. `key` selects the
-    random numbers.
+    `values` and `residual` are fp32 [numel], `codes` uint8 [quantizer.nbytes(numel)]. A block with
+    a value that is not finite, or of 2 ** 126 or more, becomes one of infinities or NaNs, and
+    leaves no residual. `key` selects the random numbers.
     """
     for first, part, tiles, y in _pieces(codes, quantizer):
         left = None if residual is None else residual[part].add_(values[part])
@@ -123,12 +147,16 @@ def dequantize(codes: Tensor, values: Tensor, quantizer: Quantizer) -> None:
 
 
 def add_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> None:
-    """Compute ``values += dequantized(received[0]) + ...`` from left to right; shapes as for `quantize`."""
+    """Compute ``values += dequantized(received[0]) + ...`` from left to right; shapes as for
+    `quantize`.
+    """
     rows = [codes.view(-1, quantizer.tile_nbytes) for codes in received]
     for first, part, piece, y in _pieces(received[0], quantizer):
         for tiles in (row[first : first + len(piece)] for row in rows):
             _unpack(tiles, y, quantizer)
-            out, steps = values[part], _steps(tiles)  # exact products: rounded once
+            # exact products: rounded once
+            out = values[part]
+            steps = _steps(tiles)
             if len(out) == y.numel():
                 out.view_as(y).addcmul_(y, steps)
             else:
@@ -136,11 +164,14 @@ def add_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantiz
 
 
 def _pieces(codes: Tensor, quantizer: Quantizer) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """Yield some tiles at a time: the number of the first, their values, and they as uint8 [tiles, tile_nbytes].
+    """Yield some tiles at a time: the number of the first, their values, and they as uint8 [tiles,
+    tile_nbytes].
 
-    The last one is memory for their codes, fp32 [blocks, block], which all pieces share: new memory costs page faults.
+    The last one is memory for their codes, fp32 [blocks, block], which all pieces share: new memory
+    costs page faults.
     """
-    tiles, most = codes.view(-1, quantizer.tile_nbytes), PIECE_NUMEL // quantizer.tile_numel
+    tiles = codes.view(-1, quantizer.tile_nbytes)
+    most = PIECE_NUMEL // quantizer.tile_numel
     memory = torch.empty(min(most, len(tiles)) * TILE_BLOCKS, quantizer.block, device=codes.device)
     for first in range(0, len(tiles), most):
         piece = tiles[first : first + most]
@@ -154,11 +185,13 @@ def _steps(tiles: Tensor) -> Tensor:
 
 
 def _scale_bits(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
-    """Return the scales of blocks `x`, rounded up so that no code is too large: int32 [blocks], of which 16 travel.
+    """Return the scales of blocks `x`, rounded up so that no code is too large: int32 [blocks], of
+    which 16 travel.
 
     Return also which blocks are not finite, or None if all are.
     """
-    largest = torch.maximum(x.amax(dim=1), x.amin(dim=1).neg_()).abs_().view(torch.int32)  # NaN is above infinity
+    # NaN is above infinity
+    largest = torch.maximum(x.amax(dim=1), x.amin(dim=1).neg_()).abs_().view(torch.int32)
     least, most = (int(bits) for bits in torch.aminmax(largest))
     bits = (largest.view(torch.float32) * (1.0 / quantizer.largest)).view(torch.int32).add_(0xFFFF)
     bits.bitwise_right_shift_(16)
@@ -167,13 +200,16 @@ def _scale_bits(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]
     if most < HUGE_BITS:
         return bits, None
     infinite = largest >= HUGE_BITS
-    bits.masked_fill_(infinite, INFINITY_BITS >> 16).masked_fill_(largest > INFINITY_BITS, NAN_SCALE)
+    bits.masked_fill_(infinite, INFINITY_BITS >> 16).masked_fill_(
+        largest > INFINITY_BITS, NAN_SCALE
+    )
     return bits, infinite
 
 
 def _pack(y: Tensor, tiles: Tensor, quantizer: Quantizer) -> None:
     """Write the codes `y`, plane after plane: the k-th byte of a plane has codes that lie apart."""
-    begin, shift = SCALES_NBYTES, quantizer.bits
+    begin = SCALES_NBYTES
+    shift = quantizer.bits
     if quantizer.bits == 8:
         tiles[:, begin:].view(torch.float8_e4m3fn if quantizer.is_float else torch.int8).copy_(y)
         return
@@ -191,9 +227,11 @@ def _pack(y: Tensor, tiles: Tensor, quantizer: Quantizer) -> None:
 
 def _unpack(tiles: Tensor, y: Tensor, quantizer: Quantizer) -> None:
     """Write the codes of `tiles` to `y`, fp32 [blocks, block]."""
-    rows, packed = y.view(len(tiles), -1), tiles[:, SCALES_NBYTES:].view(torch.int8)
+    rows = y.view(len(tiles), -1)
+    packed = tiles[:, SCALES_NBYTES:].view(torch.int8)
     if quantizer.is_float:
-        # In the order of fp16, whose exponent counts 8 more. No code is NaN: what is not finite is so by its scale.
+        # In the order of fp16, whose exponent counts 8 more. No code is NaN: what is not finite is
+        # so by its scale.
         halves = (packed.to(torch.int16) << 7).bitwise_and_(0xBF80 - (1 << 16))
         rows.copy_(halves.view(torch.float16)).mul_(256.0)
     elif quantizer.bits == 8:
@@ -204,13 +242,16 @@ def _unpack(tiles: Tensor, y: Tensor, quantizer: Quantizer) -> None:
 
 def _unpack_planes(packed: Tensor, quantizer: Quantizer) -> Tensor:
     """Return codes, int8 [tiles, tile_numel]; shifts to the right keep the sign."""
-    codes, begin = packed.new_empty(len(packed), quantizer.tile_numel), 0
+    codes = packed.new_empty(len(packed), quantizer.tile_numel)
+    begin = 0
     for width in quantizer.planes:
         parts = codes.view(len(codes), 8 // width, -1)
         plane = packed[:, begin:][:, : parts.shape[2]]
         for number in range(8 // width):
             if begin == 0:
-                torch.bitwise_right_shift(plane << (8 - width * (number + 1)), 8 - width, out=parts[:, number])
+                torch.bitwise_right_shift(
+                    plane << (8 - width * (number + 1)), 8 - width, out=parts[:, number]
+                )
             else:
                 parts[:, number].bitwise_left_shift_(width).bitwise_or_(
                     (plane >> (width * number)) & ((1 << width) - 1)
@@ -222,7 +263,10 @@ def _unpack_planes(packed: Tensor, quantizer: Quantizer) -> Tensor:
 def key_of(seed: int, step: int, bucket: int, rank: int) -> int:
     """Return 64 bits that select the random numbers of one step, bucket and rank."""
     mixed = (
-        seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + bucket * 0x94D049BB133111EB + rank * 0xD6E8FEB86659FD93
+        seed * 0x9E3779B97F4A7C15
+        + step * 0xBF58476D1CE4E5B9
+        + bucket * 0x94D049BB133111EB
+        + rank * 0xD6E8FEB86659FD93
     )
     mixed &= 2**64 - 1
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
@@ -230,7 +274,8 @@ def key_of(seed: int, step: int, bucket: int, rank: int) -> int:
 
 
 def uniform(key: int, first: int, tiles: int, quantizer: Quantizer) -> Tensor:
-    """Return numbers from [0, 1) for so many `tiles` from number `first` on, fp32 [tiles, tile_numel]: Philox 4x32-10.
+    """Return numbers from [0, 1) for so many `tiles` from number `first` on, fp32 [tiles,
+    tile_numel]: Philox 4x32-10.
 
     A counter gives four numbers, for values that lie a quarter of a tile apart.
     """
@@ -239,7 +284,9 @@ def uniform(key: int, first: int, tiles: int, quantizer: Quantizer) -> Tensor:
     at_once = max(1, PHILOX_COUNTERS // quarter)
     for begin in range(0, tiles, at_once):
         part = numbers[begin : begin + at_once]
-        counters = np.arange((first + begin) * quarter, (first + begin + len(part)) * quarter, dtype=np.uint64)
+        counters = np.arange(
+            (first + begin) * quarter, (first + begin + len(part)) * quarter, dtype=np.uint64
+        )
         for number, words in enumerate(_philox(key, counters)):
             whole = np.right_shift(words, np.uint64(8), out=words).reshape(len(part), quarter)
             np.multiply(whole, 2.0**-24, out=part[:, number], casting="unsafe")
@@ -248,7 +295,9 @@ def uniform(key: int, first: int, tiles: int, quantizer: Quantizer) -> Tensor:
 
 def _philox(key: int, counters: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return four arrays of 32 random bits each for all `counters`, which count modulo 2 ** 32."""
-    mask, half, keys = np.uint64(0xFFFFFFFF), np.uint64(32), [key & 0xFFFFFFFF, key >> 32]
+    mask = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
+    keys = [key & 0xFFFFFFFF, key >> 32]
     first, second = map(np.uint64, PHILOX_MULTIPLIERS)
     w0, (w1, w2, w3) = counters & mask, np.zeros((3, len(counters)), np.uint64)
     a, b = np.empty((2, len(counters)), np.uint64)

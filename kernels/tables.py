@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables in GPU memory that tell one kernel where many tensors lie: built once, except for the addresses."""
+"""Tables in GPU memory that tell one kernel where many tensors lie: built once, except for the
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from commrt.kernels.layout import GRANULE, WIDEST_NBYTES, Layout, refuse_count
 IntArray = NDArray[np.integer[Any]]
 
 EMPTY = WIDEST_NBYTES
-"""Address of an empty tensor, instead of torch's 0, which marks an absent one; it is never accessed."""
+"""Address of an empty tensor, instead of torch's 0, which marks an absent one; it is never
+accessed.
+"""
 
 
 def alignment(addresses: Sequence[int]) -> int:
@@ -37,17 +41,23 @@ class Tables:
 
     def __init__(self, layout: Layout, tile: int, device: torch.device) -> None:
         sizes = np.array(layout.counts, np.int64)
-        tiles = np.maximum(-(-sizes // tile), 1)  # an empty tensor has one tile too, to set its flag
+        # an empty tensor has one tile too, to set its flag
+        tiles = np.maximum(-(-sizes // tile), 1)
         owners = np.repeat(np.arange(len(sizes)), tiles)
         numbers = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
         counts = np.minimum(sizes[owners] - numbers * tile, tile)
         places = (np.array(layout.places, np.int64)[owners] + numbers * tile) // GRANULE
-        of_tiles = (torch.from_numpy(column.astype(np.int32)) for column in (owners, numbers, counts, places))
+        of_tiles = (
+            torch.from_numpy(column.astype(np.int32))
+            for column in (owners, numbers, counts, places)
+        )
         self._places = places
         self.addresses = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         """[tensors] 0 for an absent tensor."""
         self.columns = (self.addresses, *(column.to(device) for column in of_tiles))
-        """Addresses; then int32 [tiles]: tensor, tile number in it, elements, place on the wire in granules."""
+        """Addresses; then int32 [tiles]: tensor, tile number in it, elements, place on the wire in
+        granules.
+        """
         self.tiles = int(tiles.sum())
         """Number of programs of a kernel."""
         self.align = WIDEST_NBYTES
@@ -58,7 +68,9 @@ class Tables:
         self._staging: deque[Staging] = deque()
 
     def cut(self, chunks: int, numel: int) -> list[int]:
-        """Return the bounds [chunks + 1] that cut a wire of `numel` elements about evenly, each where a tile begins."""
+        """Return the bounds [chunks + 1] that cut a wire of `numel` elements about evenly, each
+        where a tile begins.
+        """
         starts = np.sort(self._places) * GRANULE
         nearest = np.searchsorted(starts, [numel * chunk // chunks for chunk in range(1, chunks)])
         return [0, *np.append(starts, numel)[nearest].tolist(), numel]
@@ -66,22 +78,27 @@ class Tables:
     def places_in(self, wire: Tensor, parts: Sequence[tuple[Tensor, int, int]]) -> Tensor:
         """Return a column of places, int64 [tiles], of which some are in other memory than `wire`.
 
-        Of each of `parts`, (memory, begin, end), elements [begin, end) lie in `memory`, and begin and end at tiles.
+        Of each of `parts`, (memory, begin, end), elements [begin, end) lie in `memory`, and begin
+        and end at tiles.
         """
-        places, granule = self._places.copy(), GRANULE * wire.element_size()
+        places = self._places.copy()
+        granule = GRANULE * wire.element_size()
         for memory, begin, end in parts:
             inside = (begin <= self._places * GRANULE) & (self._places * GRANULE < end)
             distance = memory.data_ptr() - begin * wire.element_size() - wire.data_ptr()
             if distance % granule:
-                raise ValueError(f"memory at {memory.data_ptr():#x} is not a multiple of {granule} bytes from the wire")
+                raise ValueError(
+                    f"memory at {memory.data_ptr():#x} is not a multiple of {granule} bytes from"
+                    " the wire"
+                )
             places[inside] += distance // granule
         return torch.from_numpy(places).to(self.addresses.device)
 
     def point_at(self, tensors: Sequence[Tensor | None]) -> None:
         """Update the addresses to those of `tensors`.
 
-        Costs 0.1 us per tensor, and one small copy in stream order if an address has changed since the last call.
-        Raises `ValueError` for another number of tensors than the wire has.
+        Costs 0.1 us per tensor, and one small copy in stream order if an address has changed since
+        the last call. Raises `ValueError` for another number of tensors than the wire has.
         """
         if len(tensors) != len(self._known):
             refuse_count(tensors, len(self._known))
@@ -92,7 +109,8 @@ class Tables:
             self._staging.rotate()
             self._staging[0].send(now)
             self.uploads += 1
-            self._known, self.align = now, alignment(now)
+            self._known = now
+            self.align = alignment(now)
 
 
 STAGINGS = 2
@@ -108,7 +126,9 @@ class Staging:
         self._sent = torch.cuda.Event() if column.is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, addresses: list[int]) -> None:
-        """Copy `addresses` on the current stream; waits until the previous copy from here is complete."""
+        """Copy `addresses` on the current stream; waits until the previous copy from here is
+        complete.
+        """
         if self._sent is not None:
             self._sent.synchronize()
         self._pinned.numpy()[:] = addresses

@@ -24,11 +24,14 @@ KEPT = 256
 """Headers whose bits are kept: only one of a step is new."""
 
 
-def pack_at_once(sources: Sequence[Tensor | None], targets: list[Tensor], row: Tensor, scale: float) -> None:
-    """Do what `pack` does for targets in one `row`, of the sources' dtype: copy all, then scale the row.
+def pack_at_once(
+    sources: Sequence[Tensor | None], targets: list[Tensor], row: Tensor, scale: float
+) -> None:
+    """Do what `pack` does for targets in one `row`, of the sources' dtype: copy all, then scale the
+    row.
 
-    Per tensor it saves a call: 0.5 in place of 2.8 us at 1,024 elements, 2.9 for 4.3 at 16,384. Tensors that do not fit
-    a core's cache are read and written twice: 20 for 17 us at 65,536.
+    Per tensor it saves a call: 0.5 in place of 2.8 us at 1,024 elements, 2.9 for 4.3 at 16,384.
+    Tensors that do not fit a core's cache are read and written twice: 20 for 17 us at 65,536.
     """
     present, places = present_pairs(sources, targets)
     if places is not targets:
@@ -39,7 +42,9 @@ def pack_at_once(sources: Sequence[Tensor | None], targets: list[Tensor], row: T
             row.mul_(scale)
 
 
-def present_pairs(tensors: Sequence[Tensor | None], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def present_pairs(
+    tensors: Sequence[Tensor | None], views: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that are there, and their `views`; `views` itself if all are."""
     if True not in map(is_, tensors, repeat(None)):
         return [*tensors], views  # type: ignore[list-item]  # a cast would be a call
@@ -48,7 +53,9 @@ def present_pairs(tensors: Sequence[Tensor | None], views: list[Tensor]) -> tupl
 
 
 class _Group(NamedTuple):
-    """Neighbours that are scaled together on a stage, in their own dtype, before they are cast; or a large one."""
+    """Neighbours that are scaled together on a stage, in their own dtype, before they are cast; or
+    a large one.
+    """
 
     members: slice
     staged: list[Tensor]
@@ -58,13 +65,17 @@ class _Group(NamedTuple):
     has_gaps: bool = False
 
 
-def _groups(wire: Tensor, layout: Layout, like: Sequence[Tensor], views: Sequence[Tensor]) -> list[_Group]:
+def _groups(
+    wire: Tensor, layout: Layout, like: Sequence[Tensor], views: Sequence[Tensor]
+) -> list[_Group]:
     """Return groups of up to `PIECE_NUMEL` elements."""
-    groups, first = list[_Group](), 0
+    groups = list[_Group]()
+    first = 0
     ends = [*layout.places[1:], layout.numel]
     stage = torch.zeros(PIECE_NUMEL, device=wire.device)
     while first < len(like):
-        begin, stop = layout.places[first], first + 1
+        begin = layout.places[first]
+        stop = first + 1
         while stop < len(like) and ends[stop] - begin <= PIECE_NUMEL:
             stop += 1
         numel = ends[stop - 1] - begin
@@ -89,14 +100,23 @@ class TorchPacking:
     """A `Packing` in plain torch, on any device; small tensors are copied together."""
 
     def __init__(self, wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> None:
-        self._layout, self._like, self._count = layout, like, len(like)
-        self._views, self._row = views_of(wire, layout, like), wire[layout.head_numel :]
-        self.packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(t.dtype == wire.dtype for t in like)
+        self._layout = layout
+        self._like = like
+        self._count = len(like)
+        self._views = views_of(wire, layout, like)
+        self._row = wire[layout.head_numel :]
+        self.packs_at_once = self._row.numel() <= SMALL_NUMEL * len(like) and all(
+            t.dtype == wire.dtype for t in like
+        )
         """True if small tensors are copied together; see `pack_at_once`."""
-        is_narrow = wire.dtype in {torch.bfloat16, torch.float16} and all(t.dtype == torch.float32 for t in like)
+        is_narrow = wire.dtype in {torch.bfloat16, torch.float16} and all(
+            t.dtype == torch.float32 for t in like
+        )
         is_small = self._row.numel() <= SMALL_NUMEL * len(like)
         self._groups = _groups(wire, layout, like, self._views) if is_narrow and is_small else []
-        self._flags, self._header, self._head = layout.flags(wire), layout.header(wire), wire[: layout.head_numel]
+        self._flags = layout.flags(wire)
+        self._header = layout.header(wire)
+        self._head = wire[: layout.head_numel]
         self._says = torch.zeros(layout.head_numel, dtype=torch.bool, device="cpu")
         self._bits = layout.header(self._says)
         layout.flags(self._says).fill_(True)
@@ -126,8 +146,12 @@ class TorchPacking:
         """Do what `pack` does for one tensor; `seal` then completes the wire."""
         pack([tensor], [self._views[index]], scale)
 
-    def move_at_once(self, tensors: Sequence[Tensor | None], are_there: Sequence[bool], scale: float) -> None:
-        """Do what `pack` does before it seals, if some tensors `are_there` already, and all are packed at once."""
+    def move_at_once(
+        self, tensors: Sequence[Tensor | None], are_there: Sequence[bool], scale: float
+    ) -> None:
+        """Do what `pack` does before it seals, if some tensors `are_there` already, and all are
+        packed at once.
+        """
         if True in are_there or True in map(is_, tensors, repeat(None)):
             for view, tensor, is_there in zip(self._views, tensors, are_there, strict=True):
                 if tensor is None:
@@ -151,7 +175,9 @@ class TorchPacking:
         present: list[bool] = (self._flags != 0).tolist()
         return present
 
-    def unpack(self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS) -> None:
+    def unpack(
+        self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS
+    ) -> None:
         """See `Packing.unpack`: compares the header first, and writes nothing after a mismatch."""
         if parts.pieces:
             raise ValueError("plain torch unpacks from the wire only")
@@ -167,19 +193,24 @@ class TorchPacking:
         found = self._header.bool() if self._header.is_cpu else self._header.bool().cpu()
         self.mismatched = self.mismatched or not torch.equal(found, bits(header))
 
-    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
+    def mix(
+        self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float
+    ) -> None:
         """See `Packing.mix`: in fp32, or fp64 for fp64, rounded once."""
         if len(tensors) != self._count:
             refuse_count(tensors, self._count)
         if self._mixes is None or self._mixes.received is not received:
             self._mixes = _Mixes(received, views_of(received, self._layout, self._like))
-        views, is_wide = self._mixes.views, sent.dtype in {torch.float32, torch.float64}
+        views = self._mixes.views
+        is_wide = sent.dtype in {torch.float32, torch.float64}
         if self.packs_at_once and is_wide and True not in map(is_, tensors, repeat(None)):
             head = self._layout.head_numel
             torch.sub(received[head:], sent[head:], out=received[head:]).mul_(weight)
             torch._foreach_add_(cast("list[Tensor]", [*tensors]), views)
             return
-        for own, came, went in zip(tensors, views, views_of(sent, self._layout, self._like), strict=True):
+        for own, came, went in zip(
+            tensors, views, views_of(sent, self._layout, self._like), strict=True
+        ):
             if own is not None:
                 mix_into(own, came, weight, went)
 
@@ -199,5 +230,7 @@ def bits(word: int) -> Tensor:
     [1, 2]
     """
     return torch.from_numpy(
-        np.unpackbits(np.frombuffer(word.to_bytes(8, "little"), np.uint8), bitorder="little").view(np.bool_)
+        np.unpackbits(np.frombuffer(word.to_bytes(8, "little"), np.uint8), bitorder="little").view(
+            np.bool_
+        )
     )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with backup workers: the vote, late ranks that catch up, and processes that replace dead ones."""
+"""Train with backup workers: the vote, late ranks that catch up, and processes that replace dead
+ones.
+"""
 
 from commrt.importing import names_of
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it is not."""
+"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it
+is not.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,25 @@ from commrt.store.keys import store_of_model
 from commrt.training import synchronous
 from commrt.training.arrival import letting_in
 from commrt.training.attach import Request, check_stateful
-from commrt.training.hooks import INTERRUPTED, ModuleHook, at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.hooks import (
+    INTERRUPTED,
+    ModuleHook,
+    at_end_of_backward,
+    current_pass,
+    on_dense_gradients,
+)
 from commrt.training.model_state import Stateful, digest, dump, fingerprint, gather_integers, load
 from commrt.training.replica import Replica, StepReport, attached_to
 
 _log = logging.getLogger("commrt")
 ENDED = (
-    "commrt: rank %d drops its gradient of step %d: fewer than %d ranks train. The others are in a collective or have "
-    "finished. This is logged once"
+    "commrt: rank %d drops its gradient of step %d: fewer than %d ranks train. The others are in a"
+    " collective or have finished. This is logged once"
 )
 UNEQUAL = (
-    "commrt: rank %d: weights or buffers differed between ranks that had applied the same updates; all ranks take "
-    "those of rank %d. The loop or a forward pass changed them outside of steps (docs/backup_workers.md)"
+    "commrt: rank %d: weights or buffers differed between ranks that had applied the same updates;"
+    " all ranks take those of rank %d. The loop or a forward pass changed them outside of steps"
+    " (docs/backup_workers.md)"
 )
 
 
@@ -52,41 +61,57 @@ class Phase(Enum):
     RUNNING = auto()
     """It is in a backward pass."""
     LATE = auto()
-    """The gradients of others counted: it needs the state of one of them before its next forward pass."""
+    """The gradients of others counted: it needs the state of one of them before its next forward
+    pass.
+    """
     STALE = auto()
-    """It is late, and in a backward pass that used older weights, as the model's hooks were not called."""
+    """It is late, and in a backward pass that used older weights, as the model's hooks were not
+    called.
+    """
     OVER = auto()
     """Too few ranks train: what the loop does from here to the next pass is undone."""
 
 
-LATE, IN_PASS = (Phase.LATE, Phase.STALE), (Phase.RUNNING, Phase.STALE)
+LATE = (Phase.LATE, Phase.STALE)
+IN_PASS = (Phase.RUNNING, Phase.STALE)
 
 
 class BackupWorkersReplica(Replica):
-    """Train one replica; its gradients are the mean of the first N ranks' when ``backward()`` returns.
+    """Train one replica; its gradients are the mean of the first N ranks' when ``backward()``
+    returns.
 
-    Or they are zeros, if this rank was late: then the optimizer's step changes nothing. A late rank fetches the state
-    of a rank that counted before its next forward pass. So between a backward pass and the next forward pass its loop
-    may do what the other ranks do, such as stepping a scheduler, or leave it.
+    Or they are zeros, if this rank was late: then the optimizer's step changes nothing. A late rank
+    fetches the state of a rank that counted before its next forward pass. So between a backward
+    pass and the next forward pass its loop may do what the other ranks do, such as stepping a
+    scheduler, or leave it.
     """
 
     drops_gradients = True
 
     def __init__(self, request: Request, engine: Engine) -> None:
-        world, membership = request.world, make_elastic(request.world)
+        world = request.world
+        membership = make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(request.model, named, request.optimizers, request.algorithm, world, request.copies)
-        self._engine, self._owners_of_state = engine, [*request.optimizers, *request.also, request.copies]
+        super().__init__(
+            request.model, named, request.optimizers, request.algorithm, world, request.copies
+        )
+        self._engine = engine
+        self._owners_of_state = [*request.optimizers, *request.also, request.copies]
         self._final_calls = FinalCalls()
-        self._phase, self._pass_number = Phase.READY, -1
-        self._wanted, self._sources = 0, [world.rank]  # the version that it needs while it is late, and who has it
+        self._phase = Phase.READY
+        self._pass_number = -1
+        # the version that it needs while it is late, and who has it
+        self._wanted = 0
+        self._sources = [world.rank]
         self._samples: int | None = 0
         self._has_warned = False  # of batches that were dropped because the others had stopped
         params = [param for _, param in named]
         self._state = ReplicaState(request.model, params, self._owners_of_state)
         self._guard = SkippingGuard(request.optimizers, params, self._state.shut, request.scales)
         self._is_founder = world.config is None
-        needed = partial(cast("BackupWorkers", request.algorithm).needed_among, founders=world.founders)
+        needed = partial(
+            cast("BackupWorkers", request.algorithm).needed_among, founders=world.founders
+        )
         membership.begin(self, world.attached, alone=True, needed=needed, founds=self._is_founder)
         store = PrefixStore("backed", store_of_model(world.store, world.attached))
         self._backup_step = BackupStep(request, engine, self._guard, store, self._riding)
@@ -94,10 +119,16 @@ class BackupWorkersReplica(Replica):
         if self._is_founder:
             self._catch_up.open()
         world.hooks = Hooks(
-            self._before_collective, self._state.shut, self._end, self._catch_up.close, self._final_calls.make
+            self._before_collective,
+            self._state.shut,
+            self._end,
+            self._catch_up.close,
+            self._final_calls.make,
         )
         handles = [
-            self.model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True),
+            self.model.register_forward_pre_hook(
+                ModuleHook(self._before_forward), with_kwargs=True
+            ),
             self.model.register_forward_hook(ModuleHook(self._state.after_forward)),
             *on_dense_gradients(self, self._params, BackupWorkersReplica._on_gradient),
         ]
@@ -109,7 +140,9 @@ class BackupWorkersReplica(Replica):
 
     @property
     def step(self) -> int:
-        """The number of updates in the weights, or that they will have in the next forward pass of a late rank."""
+        """The number of updates in the weights, or that they will have in the next forward pass of
+        a late rank.
+        """
         return self._wanted if self._phase in LATE else self._backup_step.version
 
     def before_giving_up(self, call: Callable[[], object]) -> None:
@@ -119,14 +152,16 @@ class BackupWorkersReplica(Replica):
     def drain(self) -> None:
         """Catch up, if this rank was late; call it at the end of a step, not collective.
 
-        Before, do what your loop does at the end of a step, such as stepping a scheduler. A rank whose data ended
-        before the others' has the weights that it trained last; `consolidate` brings all to the latest.
+        Before, do what your loop does at the end of a step, such as stepping a scheduler. A rank
+        whose data ended before the others' has the weights that it trained last; `consolidate`
+        brings all to the latest.
         """
         if self._phase is Phase.OVER:
             self._state.undo()
             self._phase = Phase.READY
         elif self._phase in LATE:
-            amid_step, self._phase = self._phase is Phase.STALE, Phase.LATE
+            amid_step = self._phase is Phase.STALE
+            self._phase = Phase.LATE
             try:
                 transfer = self._catch_up.fetch(self._wanted, self._sources)
             except CommrtError as error:
@@ -137,7 +172,9 @@ class BackupWorkersReplica(Replica):
             self._wanted = transfer.snapshot.version
             self._phase = Phase.LATE if transfer.snapshot.is_due else Phase.READY
 
-    def _before_forward(self, _: nn.Module, given: tuple[object, ...], named: Mapping[str, object]) -> None:
+    def _before_forward(
+        self, _: nn.Module, given: tuple[object, ...], named: Mapping[str, object]
+    ) -> None:
         if not (self.model.training and torch.is_grad_enabled()):
             return
         if self._phase in (Phase.LATE, Phase.OVER):
@@ -174,7 +211,8 @@ class BackupWorkersReplica(Replica):
         if self._phase is Phase.LATE:
             self._phase = Phase.STALE
             return
-        self._state.open(self._backup_step.snapshot(in_pass=True))  # again, as a compiled model calls no hooks
+        # again, as a compiled model calls no hooks
+        self._state.open(self._backup_step.snapshot(in_pass=True))
         self._parameters.require_unchanged()
         self._backup_step.begin(self._samples or None, number)
         self._phase = Phase.RUNNING
@@ -208,16 +246,22 @@ class BackupWorkersReplica(Replica):
     def _require(self, version: int, sources: Collection[int] = ()) -> None:
         """Note that this rank needs `version`, of one of `sources`, by default of any.
 
-        Ranks that are late together ask different sources first: the k-th late rank begins with the k-th source.
+        Ranks that are late together ask different sources first: the k-th late rank begins with the
+        k-th source.
         """
         rank = self._world.rank
-        others = [each for each in range(self._world.size) if each != rank]  # not a process of this rank before this
+        # not a process of this rank before this
+        others = [each for each in range(self._world.size) if each != rank]
         found = [each for each in others if each in sources] or others
         turn = len({*range(rank)}.difference(sources)) % len(found)
-        self._phase, self._wanted, self._sources = Phase.LATE, version, [*found[turn:], *found[:turn]]
+        self._phase = Phase.LATE
+        self._wanted = version
+        self._sources = [*found[turn:], *found[:turn]]
 
     def average(self) -> None:
-        """Announce the gradients at hand, in place of a backward pass; a rank without a batch may also leave it."""
+        """Announce the gradients at hand, in place of a backward pass; a rank without a batch may
+        also leave it.
+        """
         if self._is_synchronous:
             self._riding.forget_thrown_away()
             self._begin_pass(None)
@@ -231,7 +275,9 @@ class BackupWorkersReplica(Replica):
             self._state.open(self._backup_step.snapshot(in_pass=False))
 
     def _end(self) -> None:
-        """Answer late ranks until no rank trains any more; before the world is closed in good order."""
+        """Answer late ranks until no rank trains any more; before the world is closed in good
+        order.
+        """
         self._backup_step.abandon()
         with suppress(CommrtError, RuntimeError):
             self.drain()
@@ -240,7 +286,9 @@ class BackupWorkersReplica(Replica):
                 WorldConfig.withdraw(self._world.store)
 
     def join_as_replacement(self) -> BackupWorkersReplica:
-        """Take the place of a lost rank, between two collectives of the others, or detach; not collective."""
+        """Take the place of a lost rank, between two collectives of the others, or detach; not
+        collective.
+        """
         with letting_in(self, self._world) as membership:
             membership.join_as_replacement(self._fetch_from_a_pass)
             self._catch_up.open()
@@ -254,9 +302,15 @@ class BackupWorkersReplica(Replica):
         return self._state.again is not None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the step of `state`; collective. A process in a lost rank's place keeps the state of the others."""
+        """Go on at the step of `state`; collective.
+
+        A process in a lost rank's place keeps the state of the others.
+        """
         if not self._is_founder and self.last is None:
-            _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
+            _log.info(
+                "commrt: rank %d takes its state from the others, not from a checkpoint",
+                self._world.rank,
+            )
             return
         self._step_in(state)  # raises before anything has changed
         self._state.forget()
@@ -269,7 +323,9 @@ class BackupWorkersReplica(Replica):
         self._state.keep_buffers()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the rest; catches up first, so call it before you save the model."""
+        """Return what a checkpoint needs besides the rest; catches up first, so call it before you
+        save the model.
+        """
         self.drain()
         return super().state_dict()
 
@@ -281,7 +337,8 @@ class BackupWorkersReplica(Replica):
     def consolidate(self) -> None:
         """Make all replicas equal at the latest weights; collective.
 
-        It takes weights as they are, also where a loop has changed them outside of the optimizer's steps.
+        It takes weights as they are, also where a loop has changed them outside of the optimizer's
+        steps.
         """
         self._guard.end_step()
         with self._collective("consolidate()"):
@@ -298,7 +355,9 @@ class BackupWorkersReplica(Replica):
             versions = self._world.membership.together(lambda: gather_integers(self._world, own))
             latest = max(versions.values())
             if own < latest:
-                self._require(latest, [rank for rank, version in versions.items() if version == latest])
+                self._require(
+                    latest, [rank for rank, version in versions.items() if version == latest]
+                )
                 self.drain()
             else:
                 self._before_collective()
@@ -309,14 +368,19 @@ class BackupWorkersReplica(Replica):
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:
-        """Make all replicas equal at the end, as `consolidate` does; a rank that has no more data is merely absent."""
+        """Make all replicas equal at the end, as `consolidate` does; a rank that has no more data
+        is merely absent.
+        """
         check_stateful(also)
         self._owners_of_state += also
         yield
         self.consolidate()
 
     def detach(self) -> None:
-        """Remove all hooks; the others go on without this rank, if there are enough. Not collective."""
+        """Remove all hooks; the others go on without this rank, if there are enough.
+
+        Not collective.
+        """
         super().detach()
         self._world.hooks = NO_HOOKS
         self._state.shut()
@@ -326,8 +390,12 @@ class BackupWorkersReplica(Replica):
 
 
 def attach(request: Request) -> Replica:
-    """Return a replica whose gradient counts if it is among the first. Collective, but for a replacement."""
-    world, algorithm = request.world, cast("BackupWorkers", request.algorithm)
+    """Return a replica whose gradient counts if it is among the first.
+
+    Collective, but for a replacement.
+    """
+    world = request.world
+    algorithm = cast("BackupWorkers", request.algorithm)
     needed = algorithm.needed(world.founders)
     request.require_nobody_lost()
     if world.size == 1:
@@ -335,7 +403,9 @@ def attach(request: Request) -> Replica:
     _check_for_backups(request)
     for count in range(needed, algorithm.needed_among(world.size, world.founders) + 1):
         algorithm.inner.schedule(0, count)  # raises where it cannot be made for so many
-    engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed)
+    engine = Engine(
+        world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed
+    )
     claim = request.claim(engine.schedule(0), engine.buckets) | {
         "broadcast_buffers": str(request.broadcast_buffers),
     }
@@ -351,20 +421,28 @@ def attach(request: Request) -> Replica:
 def _check_for_backups(request: Request) -> None:
     owners = [*request.optimizers, *request.also]
     load(dump(owners), owners)  # raises for a state that other ranks could not load
-    if request.world.config is not None:  # this rank takes another's place, with the first model, or is refused
+    # this rank takes another's place, with the first model, or is refused
+    if request.world.config is not None:
         return
     if request.world.reconnect_options is None:
         raise UsageError(
-            "BackupWorkers needs ranks that can connect again: use commrt.init(), or run_ranks() without connect="
+            "BackupWorkers needs ranks that can connect again: use commrt.init(), or run_ranks()"
+            " without connect="
         )
     own = f"more on rank {request.world.rank}" if attached_to(request.world) else "0"
     if not request.world.all_equal("other models", own) or own != "0":
         raise UsageError(
-            "another model is attached to this world, and with BackupWorkers ranks do different numbers of steps: "
-            "attach them as one, in an nn.ModuleList, or detach() the other"
+            "another model is attached to this world, and with BackupWorkers ranks do different"
+            " numbers of steps: attach them as one, in an nn.ModuleList, or detach() the other"
         )
 
 
 def _frozen(model: nn.Module) -> dict[str, str]:
-    """Return a claim about the frozen parameters, which ranks do not send each other later, as they do not change."""
-    return {"frozen parameters": digest(named for named in model.named_parameters() if not named[1].requires_grad)}
+    """Return a claim about the frozen parameters, which ranks do not send each other later, as they
+    do not change.
+    """
+    return {
+        "frozen parameters": digest(
+            named for named in model.named_parameters() if not named[1].requires_grad
+        )
+    }

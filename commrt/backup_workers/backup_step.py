@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one step with backup workers: the first gradients that are ready count, and none is used before all have the sum.
+"""Run one step with backup workers: the first gradients that are ready count, and none is used
+before all have the sum.
 
-The rules are those of `commrt.backup_workers.quorum`. Members of an attempt reduce their gradients on the wire
-buffers, and leave ``param.grad`` alone until the attempt is done. If a member is lost, all announce their gradients
-again. Optimizers skip their steps on a rank whose gradients did not count.
+The rules are those of `commrt.backup_workers.quorum`. Members of an attempt reduce their gradients
+on the wire buffers, and leave ``param.grad`` alone until the attempt is done. If a member is lost,
+all announce their gradients again. Optimizers skip their steps on a rank whose gradients did not
+count.
 """
 
 from __future__ import annotations
@@ -42,8 +44,11 @@ from commrt.training.riding import Riding
 from commrt.training.step_guard import UNAVERAGED, StepGuard, are_zeroed, closure_in
 from commrt.transport.protocol import Tag
 
-STALLED, STALLED_S = 4, 1.0
-"""A reduction that takes so many times as long as the latest ones, and so long, may wait for a rank that is stopped."""
+STALLED = 4
+STALLED_S = 1.0
+"""A reduction that takes so many times as long as the latest ones, and so long, may wait for a rank
+that is stopped.
+"""
 NOBODY = (Announcement(0, 0, ready_s=inf),)
 T = TypeVar("T")
 
@@ -56,7 +61,9 @@ class _Pass:
     """What the headers of all buckets say."""
     samples: int | None
     ready: list[Future[StreamEvent]]
-    """With `early`, for each bucket, and last for the pass: when its gradients were there, as a place on the stream."""
+    """With `early`, for each bucket, and last for the pass: when its gradients were there, as a
+    place on the stream.
+    """
     number: int | None
     """As autograd counts; None without a backward pass."""
     outcome: Future[StepOutcome] | None = None
@@ -69,33 +76,48 @@ class _Pass:
 class BackupStep:
     """Make the steps of one model: `begin` a backward pass, `mark` each gradient, and `finish`.
 
-    Call these on the training thread. From the first bucket that is announced to the end of `finish`, all else is the
-    communication thread's.
+    Call these on the training thread. From the first bucket that is announced to the end of
+    `finish`, all else is the communication thread's.
     """
 
-    def __init__(self, request: Request, engine: Engine, guard: SkippingGuard, store: Store, riding: Riding) -> None:
+    def __init__(
+        self, request: Request, engine: Engine, guard: SkippingGuard, store: Store, riding: Riding
+    ) -> None:
         self.version = 0
         """The number of updates that this rank has applied."""
         self.order: list[int] | None = None
-        """The places of the parameters in the order in which gradients become ready; None before the first step."""
-        self._world, self._membership, self._model = request.world, make_elastic(request.world), request.model
-        self._engine, self._guard, self._cut, self._store = engine, guard, request.build_buckets, store
+        """The places of the parameters in the order in which gradients become ready; None before
+        the first step.
+        """
+        self._world = request.world
+        self._membership = make_elastic(request.world)
+        self._model = request.model
+        self._engine = engine
+        self._guard = guard
+        self._cut = request.build_buckets
+        self._store = store
         self._riding = riding
         self._early = cast("BackupWorkers", request.algorithm).early
-        self._with_buffers = request.broadcast_buffers and any(True for _ in request.model.buffers())
+        self._with_buffers = request.broadcast_buffers and any(
+            True for _ in request.model.buffers()
+        )
         self._params = [named for bucket in engine.buckets for named in bucket.params]
         self._digest = Digest([*self._model.parameters()]) if request.watch else None
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
         self._ready_s = self._late_s = self._waited_s = 0.0
-        self._usual_s = request.world.timeout_s  # how long reductions take the training thread, and the latest took it
+        # how long reductions take the training thread, and the latest took it
+        self._usual_s = request.world.timeout_s
         self._use_buckets()
         self._use_session(1)
 
     def _use_session(self, session: int) -> None:
-        """Vote with keys of their own, as the numbers of steps may come again after a checkpoint was loaded."""
-        store, self._session = PrefixStore(f"session {session}", self._store), session
+        """Vote with keys of their own, as the numbers of steps may come again after a checkpoint
+        was loaded.
+        """
+        store = PrefixStore(f"session {session}", self._store)
+        self._session = session
         self.votes = QuorumVote(store, self._membership, self._reduce)
 
     def _renew_buckets(self) -> None:
@@ -107,19 +129,25 @@ class BackupStep:
     def _use_buckets(self) -> None:
         self._ready_order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
         allocate = self._world.transport.allocate
-        self._flat_buffer = FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
+        self._flat_buffer = (
+            FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
+        )
         self._memory_epoch = self._membership.memory_epoch
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
-        is_due = not in_pass and self._guard.is_due  # where a pass begins, its gradients replace those
+        # where a pass begins, its gradients replace those
+        is_due = not in_pass and self._guard.is_due
         stopping = [*self._riding.known_to_stop]
-        return Snapshot(self.version, self._guard.steps, self.order, self._session, in_pass, is_due, stopping)
+        return Snapshot(
+            self.version, self._guard.steps, self.order, self._session, in_pass, is_due, stopping
+        )
 
     def follow(self, snapshot: Snapshot) -> None:
         """Go on where another rank stands, whose state this one has taken; between steps."""
         self._guard.drop()  # gradients of before
-        self.version, self._guard.steps = snapshot.version - snapshot.is_due, snapshot.optimizer_steps
+        self.version = snapshot.version - snapshot.is_due
+        self._guard.steps = snapshot.optimizer_steps
         self._riding.known_to_stop = tuple(snapshot.stopping)
         self._use_order(snapshot.order)
         if snapshot.session != self._session:
@@ -132,19 +160,27 @@ class BackupStep:
 
     def restart_at_step(self, version: int) -> None:
         """Go on at `version`: a checkpoint was loaded."""
-        self.version, self._attempts, self._guard.steps = version, (0, 0), 0
+        self.version = version
+        self._attempts = (0, 0)
+        self._guard.steps = 0
         self._use_session(self._session + 1)
 
     def abandon(self) -> None:
-        """End the running pass with a `UsageError`, so that the communication thread does not wait for its end."""
+        """End the running pass with a `UsageError`, so that the communication thread does not wait
+        for its end.
+        """
         if self._pass is not None:
             for future in self._pass.ready:
                 if not future.done():
-                    future.set_exception(UsageError("the world was closed in the middle of a backward pass"))
+                    future.set_exception(
+                        UsageError("the world was closed in the middle of a backward pass")
+                    )
             self._pass = None
 
     def forget_pass(self) -> bool:
-        """Drop a pass that an error has interrupted; False if this rank has announced its gradient already."""
+        """Drop a pass that an error has interrupted; False if this rank has announced its gradient
+        already.
+        """
         if self._pass is not None and self._pass.outcome is None:
             self._pass = None
             for bucket in self._engine.buckets:
@@ -158,37 +194,51 @@ class BackupStep:
         self._engine.own_weight = self._riding.own_weight
         steps, settings = self._guard.close(self.version)
         says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
-        ready = [Future[StreamEvent]() for _ in range(1 + len(self._engine.buckets))] if self._early else []
+        ready = (
+            [Future[StreamEvent]() for _ in range(1 + len(self._engine.buckets))]
+            if self._early
+            else []
+        )
         self._pass = _Pass(says, samples, ready, number)
 
     def mark(self, name: str | None = None) -> _Pass:
-        """Note that the gradient of `name` is ready, by default all gradients; announce full buckets."""
+        """Note that the gradient of `name` is ready, by default all gradients; announce full
+        buckets.
+        """
         indices = self._ready_order.rest() if name is None else self._ready_order.mark(name)
         if (running := self._pass) is None:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
             bucket = self._engine.buckets[index]
             header = bucket.header._replace(**running.says)
-            is_plain = running.number is not None and self._riding.is_idle and not self._riding.wants_stop
+            is_plain = (
+                running.number is not None and self._riding.is_idle and not self._riding.wants_stop
+            )
             if bucket.riders is not None and not is_plain:
                 bucket.riders.load(leaving := self._riding.leave(running.number))
                 header = header._replace(weighed=leaving.weighed)
             bucket.take(header, self._ready_order.seen)
             if running.ready:
                 running.ready[index].set_result(self._world.comm_thread.streams.record_event())
-                running.outcome = running.outcome or self._world.comm_thread.submit(partial(self._run, running))
+                running.outcome = running.outcome or self._world.comm_thread.submit(
+                    partial(self._run, running)
+                )
         return running
 
     def finish(self) -> tuple[StepReport, StepOutcome]:
-        """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came too late."""
-        begin_s, comm_thread = perf_counter(), self._world.comm_thread
+        """Wait for the end of the step; gradients are then the mean, or zeros if this rank's came
+        too late.
+        """
+        begin_s = perf_counter()
+        comm_thread = self._world.comm_thread
         running = self.mark()
         if running.ready:
             running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
         with self._world.comm_thread.within_range("wait", step=self.version):
             outcome = self._outcome(result)
-        self._pass, step = None, self.version
+        self._pass = None
+        step = self.version
         if outcome.counts:
             for bucket in self._engine.buckets:
                 bucket.assign_missing()
@@ -206,12 +256,16 @@ class BackupStep:
         return self._report(running, outcome, step, perf_counter() - begin_s), outcome
 
     def _outcome(self, result: Future[StepOutcome]) -> StepOutcome:
-        """Wait for the outcome, and call all ranks to a new generation if a reduction may wait for a stopped rank.
+        """Wait for the outcome, and call all ranks to a new generation if a reduction may wait for
+        a stopped rank.
 
-        It may if it takes `STALLED` times as long as the latest ones that counted this rank, and twice as long in each
-        further attempt; never if it begins `early`, and waits for backward passes by design.
+        It may if it takes `STALLED` times as long as the latest ones that counted this rank, and
+        twice as long in each further attempt; never if it begins `early`, and waits for backward
+        passes by design.
         """
-        seen, limit, self._waited_s = None, None, 0.0
+        seen = None
+        limit = None
+        self._waited_s = 0.0
         while True:
             try:
                 return result.result(LOOK_S)
@@ -219,9 +273,14 @@ class BackupStep:
                 if result.done():  # meanwhile, perhaps with a TimeoutError of its own
                     return result.result()
             if (reduction := self.votes.reduction) is not seen:
-                seen, attempt = reduction, 0 if reduction is None else min(reduction[1], 30)
+                seen = reduction
+                attempt = 0 if reduction is None else min(reduction[1], 30)
                 patience_s = max(STALLED_S, STALLED * self._usual_s) * 2**attempt
-                limit = None if self._early or patience_s >= self._world.timeout_s else Deadline(patience_s)
+                limit = (
+                    None
+                    if self._early or patience_s >= self._world.timeout_s
+                    else Deadline(patience_s)
+                )
             elif seen is not None and limit is not None:
                 self._waited_s = limit.waited_s
                 if limit.left_s <= 0:
@@ -239,7 +298,9 @@ class BackupStep:
                     param.grad.zero_()
         self._guard.drop()
 
-    def _report(self, running: _Pass, outcome: StepOutcome, step: int, exposed_s: float) -> StepReport:
+    def _report(
+        self, running: _Pass, outcome: StepOutcome, step: int, exposed_s: float
+    ) -> StepReport:
         *_, samples, ready_s, late_s = zip(*outcome.announcements or NOBODY, strict=True)
         there = {*range(self._world.founders), *self._membership.ranks}
         behind_s = max(self._ready_s - max(ready_s), 0.0)
@@ -258,14 +319,24 @@ class BackupStep:
         )
 
     def _run(self, running: _Pass) -> StepOutcome:
-        """Announce, reduce, and wait for the outcome; on the communication thread, as all that follows."""
-        membership, step, self._carried = self._membership, self.version, running
+        """Announce, reduce, and wait for the outcome; on the communication thread, as all that
+        follows.
+        """
+        membership = self._membership
+        step = self.version
+        self._carried = running
         membership.next_step, self._ready_s = step, round(time(), 4)
         if membership.wanted > membership.number:
             membership.ensure_generation()
         if self._digest is not None:
             cast("Riders", self._engine.buckets[0].riders).watch(self._digest)
-        mine = Announcement(self._world.rank, membership.number, running.samples, self._ready_s, round(self._late_s, 4))
+        mine = Announcement(
+            self._world.rank,
+            membership.number,
+            running.samples,
+            self._ready_s,
+            round(self._late_s, 4),
+        )
         outcome = self.votes.run(mine, step, self._attempts[1] if self._attempts[0] == step else 0)
         if outcome.counts:
             with self._world.comm_thread.within_range("unpack"):
@@ -280,7 +351,8 @@ class BackupStep:
     def _reduce(self, step: int, attempt: int, members: tuple[int, ...]) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it."""
         self.votes.begin_reduction(attempt)
-        running, self._engine.members = self._carried, members
+        running = self._carried
+        self._engine.members = members
         try:
             if self._memory_epoch != self._membership.memory_epoch:
                 self._replace_buckets(running)
@@ -296,7 +368,9 @@ class BackupStep:
             if self._world.comm_thread.streams.queues:
                 self._world.transport.wait()
             self._done.fill_(1)  # arrives at the first member when it was sent by all others
-            self._engine.tensors.get(tree.reduce(len(members)), members, self._done).run(Tag(step, "through"))
+            self._engine.tensors.get(tree.reduce(len(members)), members, self._done).run(
+                Tag(step, "through")
+            )
         except LOST as failure:
             self._membership.break_connections(failure)
             return False
@@ -306,18 +380,22 @@ class BackupStep:
         """Use new memory: a rank of an earlier generation may still read the old."""
         for ready in running.ready[:-1]:
             self._wait_for(ready)
-        ready_order, before = self._ready_order, cast("Riders", self._engine.buckets[0].riders)
+        ready_order = self._ready_order
+        before = cast("Riders", self._engine.buckets[0].riders)
         self._renew_buckets()
         self._ready_order = ready_order
         after = cast("Riders", self._engine.buckets[0].riders)
-        after.digest, after.is_watched = before.digest, before.is_watched
+        after.digest = before.digest
+        after.is_watched = before.is_watched
         after.load(before.leaving)
         for bucket in self._engine.buckets:
             weighed = before.leaving.weighed if bucket.riders is not None else 0
             bucket.take(bucket.header._replace(**running.says, weighed=weighed), ready_order.seen)
 
     def _wait_for(self, ready: Future[StreamEvent]) -> None:
-        """Wait until the training thread has come to `ready`; raises if the world was given up, or others call."""
+        """Wait until the training thread has come to `ready`; raises if the world was given up, or
+        others call.
+        """
         self._world.comm_thread.streams.wait_event(self._membership.wait_for(ready))
 
     def _broadcast(self, running: _Pass, step: int) -> Iterable[Span]:
@@ -332,28 +410,34 @@ class BackupStep:
 
 
 class SkippingGuard(StepGuard):
-    """A guard with which optimizer steps change nothing after gradients that did not count, whatever a loop calls.
+    """A guard with which optimizer steps change nothing after gradients that did not count,
+    whatever a loop calls.
 
     `take_part` is called before each step, as parameters may change then.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by optimizer: gradients that its step must not see
+        # by optimizer: gradients that its step must not see
+        self._hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def end_step(self) -> None:
-        """Refuse further steps with the gradients at hand: all ranks take the weights as they are."""
+        """Refuse further steps with the gradients at hand:
+        all ranks take the weights as they are.
+        """
         if self.is_due:
             self.drop()
             self._refusal = (
-                "optimizer.step() with gradients from before consolidate(): step first, then make all replicas equal"
+                "optimizer.step() with gradients from before consolidate(): step first, then make"
+                " all replicas equal"
             )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse a step with gradients that were not averaged; hide those that did not count."""
         if closure_in(args, kwargs) is not None:
             raise UsageError(
-                "optimizer.step() with a closure: with backup workers the step must follow backward(), so leave it out"
+                "optimizer.step() with a closure: with backup workers the step must follow"
+                " backward(), so leave it out"
             )
         if self._refusal:
             raise UsageError(self._refusal)
@@ -364,7 +448,9 @@ class SkippingGuard(StepGuard):
         self._take_part()
         if id(optimizer) not in self._unused_by:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            self._hidden[id(optimizer)] = [(param, param.grad) for param in params if param.grad is not None]
+            self._hidden[id(optimizer)] = [
+                (param, param.grad) for param in params if param.grad is not None
+            ]
             for param in params:
                 param.grad = None
 
@@ -378,10 +464,12 @@ class SkippingGuard(StepGuard):
 
 
 def reissued(batches: Iterable[T], replica: Replica) -> Iterator[T]:
-    """Yield each of `batches` again and again until its gradient counted; where several make a step, all of them.
+    """Yield each of `batches` again and again until its gradient counted; where several make a
+    step, all of them.
 
-    For `BackupWorkers`; with other algorithms every batch counts at once. It ends with `batches`. It also ends the
-    repetition of a batch when too few ranks train for a step. Keeps the batches of one step in memory.
+    For `BackupWorkers`; with other algorithms every batch counts at once. It ends with `batches`.
+    It also ends the repetition of a batch when too few ranks train for a step. Keeps the batches of
+    one step in memory.
     """
     step: list[T] = []
     for batch in batches:

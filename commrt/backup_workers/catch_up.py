@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a rank that was late in a step take the whole state of a rank that counted, from a server in each rank.
+"""Let a rank that was late in a step take the whole state of a rank that counted, from a server in
+each rank.
 
-The state is weights, buffers and optimizer states, all of one version. Between the begin of a forward pass and the
-optimizer's step only buffers change. So another rank may copy the state while this one computes; only the optimizer's
-step waits until the copy is done. In collectives, and after its last step, a rank gives its weights as they are.
+The state is weights, buffers and optimizer states, all of one version. Between the begin of a
+forward pass and the optimizer's step only buffers change. So another rank may copy the state while
+this one computes; only the optimizer's step waits until the copy is done. In collectives, and after
+its last step, a rank gives its weights as they are.
 """
 
 from __future__ import annotations
@@ -34,17 +36,27 @@ AGAIN_S = 0.01
 
 
 class CatchUp:
-    """Fetch the state of other ranks for this one, and answer their questions for this rank's `state`."""
+    """Fetch the state of other ranks for this one, and answer their questions for this rank's
+    `state`.
+    """
 
     def __init__(
-        self, world: World, membership: ElasticMembership, store: Store, state: ReplicaState, riding: Riding
+        self,
+        world: World,
+        membership: ElasticMembership,
+        store: Store,
+        state: ReplicaState,
+        riding: Riding,
     ) -> None:
-        self._world, self._membership, self._riding = world, membership, riding
+        self._world = world
+        self._membership = membership
+        self._riding = riding
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
         towards = None if world.reconnect_options is None else world.reconnect_options.towards
 
         def give(number: int) -> Generator[bytes]:
-            version, asks_to_stop = divmod(number, 2)  # a late rank has no gradients with which that could ride
+            # a late rank has no gradients with which that could ride
+            version, asks_to_stop = divmod(number, 2)
             if asks_to_stop:
                 riding.wants_stop = True
             return state.give(version, Timeouts.of(world.timeout_s).probe_s * PASS_SHARE)
@@ -60,9 +72,11 @@ class CatchUp:
         self._store.set(f"service/{self._world.rank}", self._server.address)
 
     def fetch(self, version: int, sources: Sequence[int]) -> StateTransfer:
-        """Return the state of `version`, or a later one, of the first of `sources` that can give it; waits for one.
+        """Return the state of `version`, or a later one, of the first of `sources` that can give
+        it; waits for one.
 
-        Raises `QuorumLost` if all sources are gone, `DeadlineExceeded` if none has the state in time.
+        Raises `QuorumLost` if all sources are gone, `DeadlineExceeded` if none has the state in
+        time.
         """
         limits = Timeouts.of(self._world.timeout_s)
         limit = Deadline(limits.collective_s, limits.probe_s + limits.step_s)
@@ -72,7 +86,11 @@ class CatchUp:
                 address = self._store.read(f"service/{rank}") if rank in connected else b""
                 # A rank that has the state may take long to copy it.
                 number = 2 * version + self._riding.wants_stop
-                if address and (packed := request_state(address, number, limits.probe_s, limits.step_s)) is not None:
+                if (
+                    address
+                    and (packed := request_state(address, number, limits.probe_s, limits.step_s))
+                    is not None
+                ):
                     return unpack(packed)
                 if limit.left_s <= 0:
                     break
@@ -82,21 +100,24 @@ class CatchUp:
     def _require_sources(self, version: int, sources: Sequence[int], *, is_late: bool) -> None:
         membership = self._membership
         membership.require_open()
-        members, place = membership.generation.members, Place(self._world.rank, sources[0], version)
+        members = membership.generation.members
+        place = Place(self._world.rank, sources[0], version)
         gone = {rank for rank in sources if rank not in members} | membership.on_store.gone(sources)
-        if (is_late or len(gone) == len(sources)) and self._world.config is None:  # it is or was a member
+        # it is or was a member
+        if (is_late or len(gone) == len(sources)) and self._world.config is None:
             membership.on_store.current()  # raises Evicted if the others went on without this rank
         if len(gone) == len(sources):
             raise QuorumLost(
-                f"only ranks {sources} had the weights of step {version}, and they are gone: start again from "
-                "a checkpoint",
+                f"only ranks {sources} had the weights of step {version}, and they are gone: start"
+                " again from a checkpoint",
                 place,
             )
         if is_late:
             raise DeadlineExceeded(
-                f"this rank was late and needs the weights of one of ranks {sources}, but within "
-                f"{self._world.timeout_s:g} s none of them came to its next forward pass or a collective, or closed "
-                "its world, or what they sent did not arrive: look at their output, and at this host's network",
+                f"this rank was late and needs the weights of one of ranks {sources}, but within"
+                f" {self._world.timeout_s:g} s none of them came to its next forward pass or a"
+                " collective, or closed its world, or what they sent did not arrive: look at their"
+                " output, and at this host's network",
                 place,
             )
 

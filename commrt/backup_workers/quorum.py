@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quorum: the first N announced gradients count in a step, decided once and identically for all ranks.
+"""The quorum: the first N announced gradients count in a step, decided once and identically for all
+ranks.
 
-`decide` is one rank's part of a step. Training runs it on the communication thread, with a `QuorumVote`;
-``tests/test_quorum.py`` runs it in every order of events, with a death at every instant. Requests to the store run on
-other threads and a connection of their own, so that the communication thread can probe ranks while it waits. Nothing
-cancels a request: a rank that stops waiting for a key writes it.
+`decide` is one rank's part of a step. Training runs it on the communication thread, with a
+`QuorumVote`; ``tests/test_quorum.py`` runs it in every order of events, with a death at every
+instant. Requests to the store run on other threads and a connection of their own, so that the
+communication thread can probe ranks while it waits. Nothing cancels a request: a rank that stops
+waiting for a key writes it.
 
 Chen, Pan, Monga, Bengio, Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
 """
@@ -24,26 +26,39 @@ from torch.distributed import DistNetworkError, Store
 from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
 from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, PeerLost, Place
-from commrt.store.client import ANSWER_S, STORE_HOLDER, TimedStore, call_store, clone_connection, malformed, no_answer
+from commrt.store.client import (
+    ANSWER_S,
+    STORE_HOLDER,
+    TimedStore,
+    call_store,
+    clone_connection,
+    malformed,
+    no_answer,
+)
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.threads.future import Future, start_call
 
-DONE, FAILED = "done", "failed"
+DONE = "done"
+FAILED = "failed"
 """How an attempt ended."""
 NO_MEMBERS = "void"
 """In place of members: no gradient counts in this attempt."""
 OLDEST_STEP = "floor"
 """The key of the oldest step whose keys the store still has."""
-PROBE_S, PROBE_MOST_S = 0.1, 1.0
+PROBE_S = 0.1
+PROBE_MOST_S = 1.0
 """Between two probes of the ranks that a step waits for: first, and at most."""
-ANNOUNCEMENT = re.compile(r"(\d{1,9})@(\d{1,18})@(\d{0,18})@(\d{1,12}\.\d{1,16})@(\d{1,12}\.\d{1,16})", re.ASCII)
+ANNOUNCEMENT = re.compile(
+    r"(\d{1,9})@(\d{1,18})@(\d{0,18})@(\d{1,12}\.\d{1,16})@(\d{1,12}\.\d{1,16})", re.ASCII
+)
 STORE_WAIT = timedelta(days=7)
 KEPT_STEPS = 64
 """The store keeps the keys of so many steps; a rank that is farther behind was late."""
 DELETED_STEPS = 16
 """Steps whose keys are deleted together."""
 
-RANK, DECODED = attrgetter("rank"), methodcaller("decode", errors="replace")
+RANK = attrgetter("rank")
+DECODED = methodcaller("decode", errors="replace")
 T = TypeVar("T")
 Reduce = Callable[[int, int, tuple[int, ...]], bool]
 
@@ -67,11 +82,13 @@ class Announcement(NamedTuple):
 
 
 def parse_announcements(text: str, generation: int | None = None) -> list[Announcement]:
-    """Return the announcements of `generation`, or all that are in `text`, in the order in which they were made.
+    """Return the announcements of `generation`, or all that are in `text`, in the order in which
+    they were made.
 
     Raises `DisagreementError` if it is anything else.
 
-    >>> [word.rank for word in parse_announcements("3@0@@0.0@0.0 1@1@8@0.5@0.0 0@0@@0.0@0.0 ", generation=0)]
+    >>> text = "3@0@@0.0@0.0 1@1@8@0.5@0.0 0@0@@0.0@0.0 "
+    >>> [word.rank for word in parse_announcements(text, generation=0)]
     [3, 0]
     """
     found: list[Announcement] = []
@@ -114,12 +131,14 @@ class StepOutcome(NamedTuple):
 
 
 def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
-    """Announce this rank's gradient in `step`, and return the outcome once enough gradients are applied.
+    """Announce this rank's gradient in `step`, and return the outcome once enough gradients are
+    applied.
 
-    One attempt: announce; the first announcements are the members; they reduce; the step is done when all have the sum.
-    An attempt that loses a member fails for all: the survivors announce again, with the gradients still in memory. A
-    rank that is not a member waits for the end, because its gradient may count if the attempt fails. Only ranks of one
-    generation can reduce together; a rank that has missed one is late. Costs four store operations.
+    One attempt: announce; the first announcements are the members; they reduce; the step is done
+    when all have the sum. An attempt that loses a member fails for all: the survivors announce
+    again, with the gradients still in memory. A rank that is not a member waits for the end,
+    because its gradient may count if the attempt fails. Only ranks of one generation can reduce
+    together; a rank that has missed one is late. Costs four store operations.
     """
     while True:
         oldest, text = ask.announce(quorum_key(step, attempt, "announced"), f"{mine} ")
@@ -127,14 +146,17 @@ def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> 
             raise malformed(OLDEST_STEP, oldest)
         if step < int(oldest):
             return StepOutcome(attempt)
-        order, key = parse_announcements(text, mine.generation), quorum_key(step, attempt, "members")
+        order = parse_announcements(text, mine.generation)
+        key = quorum_key(step, attempt, "members")
         if len(order) >= ask.needed:
             text = ask.set_once(key, choose_members(order, ask.needed))
         else:
             text = ask.wait_for(key, step, attempt)
         chosen = parse_announcements("" if text == NO_MEMBERS else text)
-        members, key = tuple(map(RANK, chosen)), quorum_key(step, attempt, "outcome")
-        counts = mine in chosen  # the dead process of this rank may have been a member: all of `mine` is compared
+        members = tuple(map(RANK, chosen))
+        key = quorum_key(step, attempt, "outcome")
+        # the dead process of this rank may have been a member: all of `mine` is compared
+        counts = mine in chosen
         is_summed = counts and ask.reduce(step, attempt, members)
         if counts and (mine.rank == members[0] or not is_summed):
             text = ask.set_once(key, DONE if is_summed else FAILED)
@@ -154,18 +176,25 @@ def decide(ask: QuorumVote, mine: Announcement, step: int, attempt: int = 0) -> 
 class QuorumVote:
     """Votes on the steps of one model. On the communication thread.
 
-    `store` is a prefix of their own. ``reduce(step, attempt, members)`` sums the gradients of `members`, including this
-    rank's, without using the sum, and returns True on success; on the first member, if all members have it.
+    `store` is a prefix of their own. ``reduce(step, attempt, members)`` sums the gradients of
+    `members`, including this rank's, without using the sum, and returns True on success; on the
+    first member, if all members have it.
     """
 
     def __init__(self, store: Store, elastic: ElasticMembership, reduce: Reduce) -> None:
-        self._elastic, self.reduce = elastic, reduce
+        self._elastic = elastic
+        self.reduce = reduce
         self._membership = elastic.on_store
         self.reduction: tuple[Generation, int] | None = None
-        """The generation and the attempt in which members reduce now; another object for each. On any thread."""
+        """The generation and the attempt in which members reduce now; another object for each.
+
+        On any thread.
+        """
         self._store = TimedStore(store, self._membership.rank, self._membership.timeout_s)
-        self._is_over = self._was_over = False  # too few ranks train for the latest step, and for the one before
-        self._must_reform = False  # so many have left that a step needs fewer gradients in the next generation
+        # too few ranks train for the latest step, and for the one before
+        self._is_over = self._was_over = False
+        # so many have left that a step needs fewer gradients in the next generation
+        self._must_reform = False
         self._connection = clone_connection(store)
         if self._connection is not store:
             self._connection.set_timeout(STORE_WAIT)
@@ -179,24 +208,31 @@ class QuorumVote:
     def run(self, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
         """Return the outcome of `decide`.
 
-        Raises `QuorumLost` if too few ranks are left, `DeadlineExceeded` if too few announce or the store does not
-        answer, and what `reduce` raises.
+        Raises `QuorumLost` if too few ranks are left, `DeadlineExceeded` if too few announce or the
+        store does not answer, and what `reduce` raises.
         """
-        self._was_over, self._is_over = self._is_over, False
+        self._was_over = self._is_over
+        self._is_over = False
         return decide(self, mine, step, attempt)
 
     def next_attempt(self, generation: int) -> int | None:
-        """Move to `generation` or a later one; return its number, or None if another attempt makes no sense."""
+        """Move to `generation` or a later one; return its number, or None if another attempt makes
+        no sense.
+        """
         number = self._elastic.ensure_generation(generation + self._must_reform).number
         self._must_reform = False
         return None if self._is_over else number
 
     def begin_reduction(self, attempt: int) -> None:
-        """Note that the members of `attempt` reduce from now on, until this rank announces again."""
+        """Note that the members of `attempt` reduce from now on,
+        until this rank announces again.
+        """
         self.reduction = self._membership.generation, attempt
 
     def announce(self, key: str, word: str) -> Sequence[str]:
-        """Append `word` to the text under `key`; return the oldest step, and the text as it is then or later."""
+        """Append `word` to the text under `key`; return the oldest step, and the text as it is then
+        or later.
+        """
 
         def request() -> Sequence[str]:
             self._connection.append(key, word)  # type: ignore[attr-defined]  # torch's stub is behind
@@ -212,8 +248,9 @@ class QuorumVote:
     def wait_for(self, key: str, step: int, attempt: int, members: tuple[int, ...] = ()) -> str:
         """Wait until `key` is written, by one of `members` if there are any, and return its text.
 
-        Probes those that should write it, and writes it if they will not: FAILED if a member is gone, NO_MEMBERS if too
-        few ranks are left to announce, nothing if the others have deleted the step. Raises what `run` does.
+        Probes those that should write it, and writes it if they will not: FAILED if a member is
+        gone, NO_MEMBERS if too few ranks are left to announce, nothing if the others have deleted
+        the step. Raises what `run` does.
         """
         waiting = partial(self._check_announcements, key, step, attempt)
         check = partial(self._check_members, key, step, members) if members else waiting
@@ -223,19 +260,28 @@ class QuorumVote:
             return self._answer(partial(_get, self._connection, key), check)
         except BaseException:  # or the store's thread would wait for ever
             with suppress(Exception):
-                call_store(partial(set_once, self._store.connection, key, FAILED if members else NO_MEMBERS))
+                call_store(
+                    partial(
+                        set_once, self._store.connection, key, FAILED if members else NO_MEMBERS
+                    )
+                )
             raise
 
     def _answer(self, request: Callable[[], T], check: Callable[[float], None]) -> T:
-        """Return the answer to `request`; calls `check` with the seconds waited, now and then and at a step's limit."""
-        answer, deadline = start_call(request), None
+        """Return the answer to `request`; calls `check` with the seconds waited, now and then and
+        at a step's limit.
+        """
+        answer = start_call(request)
+        deadline = None
         pause_s = PROBE_S / 20 if self._was_over else PROBE_S
         due_s = max(pause_s - LOOK_S, 0.0)
         while True:
             try:
                 return answer.result(min(pause_s, LOOK_S))
             except DistNetworkError as error:
-                what = f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
+                what = (
+                    f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
+                )
                 raise PeerLost(what, Place(rank=self._membership.rank, peer=0)) from error
             except TimeoutError:
                 deadline = deadline or Deadline(self._membership.timeout_s())
@@ -244,7 +290,11 @@ class QuorumVote:
                     check(waited_s)
                     pause_s = min(1.5 * pause_s, PROBE_MOST_S, deadline.poll_s)
                     step_s = Timeouts.of(self._membership.timeout_s()).step_s
-                    due_s = waited_s + pause_s if waited_s > step_s else min(waited_s + pause_s, step_s + LOOK_S)
+                    due_s = (
+                        waited_s + pause_s
+                        if waited_s > step_s
+                        else min(waited_s + pause_s, step_s + LOOK_S)
+                    )
 
     def _require_answer(self, waited_s: float) -> None:
         limit_s = self._membership.timeout_s() + ANSWER_S
@@ -252,14 +302,20 @@ class QuorumVote:
             raise no_answer(limit_s, self._membership.rank)
 
     def _is_deleted(self, key: str, step: int) -> bool:
-        """Return True, and write that nothing is to come, if the others are so far ahead that `step` is gone."""
+        """Return True, and write that nothing is to come, if the others are so far ahead that
+        `step` is gone.
+        """
         if step >= int(self._store.get(OLDEST_STEP)):
             return False
         set_once(self._store, key, "")
         return True
 
-    def _check_members(self, key: str, step: int, members: tuple[int, ...], waited_s: float) -> None:
-        """Probe the next member of the reduction: each member probes one, so that all are probed."""
+    def _check_members(
+        self, key: str, step: int, members: tuple[int, ...], waited_s: float
+    ) -> None:
+        """Probe the next member of the reduction: each member probes one,
+        so that all are probed.
+        """
         if self._is_deleted(key, step):
             return
         membership = self._membership
@@ -282,33 +338,45 @@ class QuorumVote:
             self._end_if_too_few({word.rank for word in words}, key, step, waited_s)
 
     def _end_if_too_few(self, here: Collection[int], key: str, step: int, waited_s: float) -> None:
-        """End the attempt if too few ranks train because the others wait in a collective, or have finished.
+        """End the attempt if too few ranks train because the others wait in a collective, or have
+        finished.
 
-        While there are ranks in a collective, which wait for this one, this step ends at its own limit (`Timeouts`),
-        and the steps after it end at once if they find too few gradients.
+        While there are ranks in a collective, which wait for this one, this step ends at its own
+        limit (`Timeouts`), and the steps after it end at once if they find too few gradients.
         """
-        membership, limits = self._membership, Timeouts.of(self._membership.timeout_s())
+        membership = self._membership
+        limits = Timeouts.of(self._membership.timeout_s())
         came = membership.ranks_in_collective(membership.generation)
-        departed, living = membership.absent(membership.generation, here)  # one that waits may have died there
-        silent, waiting = [rank for rank in living if rank not in came], [rank for rank in living if rank in came]
-        membership.require_enough(membership.generation, step, [loss._replace(step=step) for loss in departed])
+        # one that waits may have died there
+        departed, living = membership.absent(membership.generation, here)
+        silent = [rank for rank in living if rank not in came]
+        waiting = [rank for rank in living if rank in came]
+        membership.require_enough(
+            membership.generation, step, [loss._replace(step=step) for loss in departed]
+        )
         is_late = bool(waiting) and (self._was_over or waited_s > limits.step_s)
-        present, needed = len(here) + len(silent), self.needed
+        present = len(here) + len(silent)
+        needed = self.needed
         if present < needed or is_late:
-            after = membership.generation.successor(departed, step, silent=membership.generation.silent)
+            after = membership.generation.successor(
+                departed, step, silent=membership.generation.silent
+            )
             self._must_reform = membership.needed_in(after) <= present < needed
             self._is_over = not self._must_reform
             set_once(self._store, key, NO_MEMBERS)
         elif waited_s > limits.collective_s:
             membership.current()  # raises Evicted if the others went on without this rank
             what = (
-                f"ranks {silent} announced no gradient within {limits.collective_s:g} s, and without them there are "
-                f"fewer than {self.needed}: they are stopped, or do something else; look at their output"
+                f"ranks {silent} announced no gradient within {limits.collective_s:g} s, and"
+                f" without them there are fewer than {self.needed}: they are stopped, or do"
+                " something else; look at their output"
             )
             raise DeadlineExceeded(what, Place(membership.rank, silent[0], step))
 
     def delete_old_steps(self, step: int) -> Future[None] | None:
-        """Begin to delete keys of old steps, now and then; the first member of each `step` calls it."""
+        """Begin to delete keys of old steps, now and then; the first member of each `step` calls
+        it.
+        """
         if step % DELETED_STEPS or step < KEPT_STEPS:
             return None
         return start_call(partial(_delete_steps, self._connection, step - KEPT_STEPS))
@@ -329,7 +397,8 @@ def _delete_steps(store: Store, oldest: int) -> None:
     store.set(OLDEST_STEP, str(oldest))
     for step in range(max(oldest - DELETED_STEPS, 0), oldest):
         attempt = 0
-        while store.check([key := quorum_key(step, attempt, "announced")]):  # `FileStore.delete_key` is always True
+        # `FileStore.delete_key` is always True
+        while store.check([key := quorum_key(step, attempt, "announced")]):
             store.delete_key(key)
             store.delete_key(quorum_key(step, attempt, "members"))
             store.delete_key(quorum_key(step, attempt, "outcome"))
@@ -337,10 +406,11 @@ def _delete_steps(store: Store, oldest: int) -> None:
 
 
 def set_once(store: Store | TimedStore, key: str, value: str) -> str:
-    """Write `value` under `key` unless something is there, wake those who wait for it, and return what stands there.
+    """Write `value` under `key` unless something is there, wake those who wait for it, and return
+    what stands there.
 
-    A store need not wake them after a compare-and-set, but after a set. If a process dies between the two, the next
-    that sets the same key wakes them.
+    A store need not wake them after a compare-and-set, but after a set. If a process dies between
+    the two, the next that sets the same key wakes them.
     """
     stands: str = store.compare_set(key, "", value).decode(errors="replace")
     store.set(key, stands)

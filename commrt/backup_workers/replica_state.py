@@ -16,7 +16,8 @@ from commrt.training import model_state
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 
 WRITES = attrgetter("_version")
-"""Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``."""
+"""Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``.
+"""
 
 
 class Snapshot(NamedTuple):
@@ -29,9 +30,13 @@ class Snapshot(NamedTuple):
     session: int
     """One more than the number of checkpoints loaded since `attach`."""
     in_pass: bool
-    """The rank is in a forward or backward pass; its loop has stepped all schedulers of this version."""
+    """The rank is in a forward or backward pass; its loop has stepped all schedulers of this
+    version.
+    """
     is_due: bool
-    """An optimizer may yet step with the gradients of this version: the weights may lack its update."""
+    """An optimizer may yet step with the gradients of this version: the weights may lack its
+    update.
+    """
     stopping: list[int]
     """The ranks that have asked to stop."""
 
@@ -46,28 +51,38 @@ class StateTransfer(NamedTuple):
 
 
 class ReplicaState:
-    """The state of one rank: other ranks copy it while it is open, and it can become that of another rank.
+    """The state of one rank: other ranks copy it while it is open, and it can become that of
+    another rank.
 
-    `owners` are what has state besides the model, such as optimizers and schedulers. The training thread opens and
-    shuts; `give` answers other ranks, on threads of its own.
+    `owners` are what has state besides the model, such as optimizers and schedulers. The training
+    thread opens and shuts; `give` answers other ranks, on threads of its own.
     """
 
-    def __init__(self, model: nn.Module, trained: Sequence[nn.Parameter], owners: Sequence[Stateful]) -> None:
-        self._model, self._trained, self._owners = model, trained, owners
+    def __init__(
+        self, model: nn.Module, trained: Sequence[nn.Parameter], owners: Sequence[Stateful]
+    ) -> None:
+        self._model = model
+        self._trained = trained
+        self._owners = owners
         self._changed = Condition()
         self._snapshot: Snapshot | None = None  # None while no rank may copy
         self._version = -1  # the latest one with a forward pass
-        self._writes: int | None = None  # to the weights, until the end of that version's first forward pass
+        # to the weights, until the end of that version's first forward pass
+        self._writes: int | None = None
         self._event: torch.cuda.Event | None = None
         self._readers = 0
         self._buffers = self._open_buffers = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.again: Tensor | None = None
-        """States to load again when this one opens: until then the loop may do what the source's had done before."""
+        """States to load again when this one opens: until then the loop may do what the source's
+        had done before.
+        """
         self._kept: StateTransfer | None = None
         self.keep_buffers()
 
     def keep_buffers(self) -> None:
-        """Take the buffers as they are now for those of this version: a forward pass changes them."""
+        """Take the buffers as they are now for those of this version:
+        a forward pass changes them.
+        """
         if buffers := [*self._model.buffers()]:
             self._buffers = flatten(buffers)
 
@@ -77,16 +92,22 @@ class ReplicaState:
             load(self.again, self._owners)
             self.again = None
         if snapshot.in_pass and self._version != snapshot.version:
-            self._version, self._writes = snapshot.version, None
+            self._version = snapshot.version
+            self._writes = None
             self.keep_buffers()
         device = self._trained[0].device
         with self._changed:
-            self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-            self._snapshot, self._open_buffers = snapshot, self._buffers
+            self._event = (
+                torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+            )
+            self._snapshot = snapshot
+            self._open_buffers = self._buffers
             self._changed.notify_all()
 
     def after_forward(self, *_: object) -> None:
-        """Let nobody copy weights that the loop moves after a version's first forward pass; a hook of the model."""
+        """Let nobody copy weights that the loop moves after a version's first forward pass; a hook
+        of the model.
+        """
         if self._writes is None and torch.is_grad_enabled():
             self._writes = sum(map(WRITES, self._trained))
 
@@ -98,12 +119,15 @@ class ReplicaState:
                 self._changed.wait()
 
     def give(self, version: int, limit_s: float) -> Generator[bytes]:
-        """Yield nothing once `version` or a later one can be copied, then a packed copy, if it is whole.
+        """Yield nothing once `version` or a later one can be copied, then a packed copy, if it is
+        whole.
 
         Ends at once if it cannot be copied in time. Until then `shut` waits.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._snapshot is not None and self._snapshot.version >= version, limit_s)
+            self._changed.wait_for(
+                lambda: self._snapshot is not None and self._snapshot.version >= version, limit_s
+            )
             if (snapshot := self._snapshot) is None or snapshot.version < version:
                 return
             self._readers += 1
@@ -111,7 +135,9 @@ class ReplicaState:
             if self._is_whole(snapshot):
                 yield b""
                 params = torch.cat([flatten([param]).cpu() for param in self._trained])
-                packed = pack(StateTransfer(snapshot, params, self._open_buffers.cpu(), dump(self._owners)))
+                packed = pack(
+                    StateTransfer(snapshot, params, self._open_buffers.cpu(), dump(self._owners))
+                )
                 if self._is_whole(snapshot):
                     yield packed
         finally:
@@ -125,7 +151,9 @@ class ReplicaState:
         return not snapshot.in_pass or self._writes in {None, sum(map(WRITES, self._trained))}
 
     def install(self, transfer: StateTransfer, *, amid_step: bool) -> None:
-        """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's step."""
+        """Become what `transfer` says; `amid_step` between a backward pass and the optimizer's
+        step.
+        """
         restore(transfer.params.to(self._trained[0].device), self._trained)
         self._buffers = transfer.buffers
         if buffers := [*self._model.buffers()]:
@@ -134,9 +162,13 @@ class ReplicaState:
         self.again = transfer.states if transfer.snapshot.in_pass or amid_step else None
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Remember this state, the first of its version: the gradient was not used, and the loop's work is undone."""
+        """Remember this state, the first of its version: the gradient was not used, and the loop's
+        work is undone.
+        """
         if self._kept is None or self._kept.snapshot.version != snapshot.version:
-            self._kept = StateTransfer(snapshot, flatten(self._trained), self._buffers, dump(self._owners))
+            self._kept = StateTransfer(
+                snapshot, flatten(self._trained), self._buffers, dump(self._owners)
+            )
 
     def undo(self) -> None:
         """Go back to what `keep` remembered."""
@@ -157,7 +189,9 @@ def pack(transfer: StateTransfer) -> bytes:
 
 
 def unpack(packed: bytes) -> StateTransfer:
-    """Return what was packed, without running any of it; raises `DisagreementError` for other bytes."""
+    """Return what was packed, without running any of it; raises `DisagreementError` for other
+    bytes.
+    """
     snapshot, (params, buffers, states) = model_state.unpack(packed, _parse_snapshot, 3)
     return StateTransfer(snapshot, params, buffers, states)
 

@@ -15,15 +15,20 @@ WORD_NBYTES = 8
 LARGE_NBYTES = 1 << 16
 """Smaller tensors are summed together, as a call for each would take longer than the sum."""
 ROW = 64
-"""Words that are summed without telling their places apart: to add in rows takes half the time of columns."""
+"""Words that are summed without telling their places apart: to add in rows takes half the time of
+columns.
+"""
 COLUMNS = 4093
 """Rows so far apart have the same weight in a sum; a prime, so that rows of a matrix do not."""
 SPREAD = 0x9E3779B97F4A7C15
-"""An odd number with bits everywhere: its multiples are weights of which no two small ones are close."""
+"""An odd number with bits everywhere: its multiples are weights of which no two small ones are
+close.
+"""
 
 
 class Digest:
-    """A weighted sum of all words of the memory of `tensors`, as integers, modulo 2 to the power of 64.
+    """A weighted sum of all words of the memory of `tensors`, as integers, modulo 2 to the power of
+    64.
 
     Weights tell places and tensors apart, so rows of words that change places change it too.
     """
@@ -50,7 +55,8 @@ class Digest:
     def _use(self, tensors: Sequence[Tensor]) -> None:
         dense = [(tensor, in_memory_order(tensor)) for tensor in tensors]
         self._gappy = [tensor for tensor, flat in dense if not flat.is_contiguous()]
-        self._large, self._small = [], []
+        self._large = []
+        self._small = []
         for memory in (bytes_of(flat) for _, flat in dense if flat.is_contiguous()):
             is_whole = not (memory.data_ptr() % WORD_NBYTES or len(memory) % WORD_NBYTES)
             if is_whole and len(memory) >= LARGE_NBYTES:

@@ -50,11 +50,12 @@ class Span:
 class Engine:
     """Averages buckets over the members of a step, in order of submission.
 
-    Methods called ``submit_...`` return at once, but for a caller that waits anyway. Those called ``..._now`` run on
-    the communication thread, or in place of it. The others are for the thread that trains, with nothing in flight.
+    Methods called ``submit_...`` return at once, but for a caller that waits anyway. Those called
+    ``..._now`` run on the communication thread, or in place of it. The others are for the thread
+    that trains, with nothing in flight.
 
-    What a schedule *object* does among some members is
-    proven (with `same_bits`, to add in one order), compared with the other ranks and bound once, and then only run.
+    What a schedule *object* does among some members is proven (with `same_bits`, to add in one
+    order), compared with the other ranks and bound once, and then only run.
     """
 
     def __init__(
@@ -68,21 +69,36 @@ class Engine:
         same_bits: bool = False,
         ranks: int | None = None,
     ) -> None:
-        """With `unpacks`, averages end in the gradients, and ranks compare new schedules; else callers see to both."""
+        """With `unpacks`, averages end in the gradients, and ranks compare new schedules; else
+        callers see to both.
+        """
         self.world = world
-        self.members = tuple(range(world.size))  # that take part in the step; in ``join()`` those that still have data
-        self._usual_ranks = world.size if ranks is None else ranks  # in a step without late or lost ranks
-        self._uses_graphs, self._unpacks, self._same_bits = graphs, unpacks, same_bits
+        # that take part in the step; in ``join()`` those that still have data
+        self.members = tuple(range(world.size))
+        # in a step without late or lost ranks
+        self._usual_ranks = world.size if ranks is None else ranks
+        self._uses_graphs = graphs
+        self._unpacks = unpacks
+        self._same_bits = same_bits
         self.use_algorithm(algorithm)
         self._prepared = Prepared(
-            world, self._bind, prove=self._prove, claim=self._claim, compare=self._compare, kept=KEPT
+            world,
+            self._bind,
+            prove=self._prove,
+            claim=self._claim,
+            compare=self._compare,
+            kept=KEPT,
         )
         self.tensors = Prepared(world, self._bind_tensor, kept=KEPT)
-        """What runs on other tensors than the buckets in each step, such as the broadcast of buffers."""
+        """What runs on other tensors than the buckets in each step, such as the broadcast of
+        buffers.
+        """
         self.own_weight = 1.0
         """What this rank's gradients weigh in a mean over ranks; set between steps."""
-        self._factor = 1.0  # by what the weights that ride with a step's first bucket change the scale of later ones
-        self._shared: tuple[Tensor, Window] | None = None  # one of them that peers of this host read
+        # by what the weights that ride with a step's first bucket change the scale of later ones
+        self._factor = 1.0
+        # one of them that peers of this host read
+        self._shared: tuple[Tensor, Window] | None = None
         self.replace_buckets(buckets)
 
     def use_algorithm(self, algorithm: Algorithm) -> None:
@@ -91,10 +107,15 @@ class Engine:
         self._row: int | None = getattr(algorithm, "mixing_row", None)
         self.mixes = self._row is not None  # so that ranks do not become equal
         kind = next((each for each in type(algorithm).__mro__ if "schedule" in vars(each)), object)
-        # Only rounds are proven where there are some. A class that overrides `schedule` alone says nothing of its own.
-        self._rounds = cast("Gossip", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
-        self._round_of = lru_cache(1)(self._find_round)  # each bucket asks, and an algorithm may make it anew each time
-        self._first: str | None = None  # the digest of the schedule of step 0, which ranks compare in `attach`
+        # Only rounds are proven where there are some. A class that overrides `schedule` alone says
+        # nothing of its own.
+        self._rounds = (
+            cast("Gossip", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
+        )
+        # each bucket asks, and an algorithm may make it anew each time
+        self._round_of = lru_cache(1)(self._find_round)
+        # the digest of the schedule of step 0, which ranks compare in `attach`
+        self._first: str | None = None
 
     def schedule(self, step: int) -> Schedule:
         """Return the proven schedule of training step `step` for the usual number of ranks."""
@@ -113,22 +134,28 @@ class Engine:
         """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
         if self._same_bits:
             raise UsageError(
-                "join() with same_bits=True: a rank that leaves changes every sum; attach without same_bits"
+                "join() with same_bits=True: a rank that leaves changes every sum; attach without"
+                " same_bits"
             )
         try:
             for members in range(2, self.world.size + 1):  # one alone runs none
                 self.algorithm.schedule(0, members)
         except UsageError as error:
-            raise UsageError(f"{self.algorithm} cannot go on without a rank that has left join(): {error}") from error
+            raise UsageError(
+                f"{self.algorithm} cannot go on without a rank that has left join(): {error}"
+            ) from error
 
     def replace_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Carry `buckets` from now on; nothing may be in flight."""
         self.buckets = buckets
-        self._windows: dict[int, Window] = {}  # by bucket, where peers read it; filled on the communication thread
+        # by bucket, where peers read it; filled on the communication thread
+        self._windows: dict[int, Window] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Forget earlier steps: ranks that took part in different ones would remember different things."""
+        """Forget earlier steps: ranks that took part in different ones would remember different
+        things.
+        """
         self._prepared.forget()
         self.tensors.forget()
         self._scratch = Scratch(self.world.transport.allocate)
@@ -138,7 +165,9 @@ class Engine:
         """Chooses the quantizer of each step; None if values travel as they are."""
 
     def residuals(self) -> dict[str, Tensor]:
-        """Return what rounding lost of each parameter, for the next step; empty without feedback."""
+        """Return what rounding lost of each parameter, for the next step;
+        empty without feedback.
+        """
         return {name: part for bucket in self.buckets for name, part in bucket.residuals().items()}
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
@@ -161,23 +190,30 @@ class Engine:
         self._shared = None
 
     def submit_preparation(self, step: int) -> Future[None]:
-        """Bind and connect what `step` needs if every rank takes part, so that no step waits for it."""
+        """Bind and connect what `step` needs if every rank takes part, so that no step waits for
+        it.
+        """
 
         def prepare() -> None:
-            schedule, members = self.schedule(step), self.members
+            schedule = self.schedule(step)
+            members = self.members
             if self._usual_ranks == self.world.size:
                 self._share_buckets()
             if self._rounds is not None:
                 schedule, members = self._round_of(step, members)
-            self._prepared.get(schedule, members, None if self.quantizer is None else self.quantizer.at(step), step)
+            self._prepared.get(
+                schedule, members, None if self.quantizer is None else self.quantizer.at(step), step
+            )
             self._connect_peers(schedule, members, step)
 
         return self.world.comm_thread.submit(prepare if len(self.members) > 1 else lambda: None)
 
     def submit(self, bucket: GradientBucket, step: int, *, waits: bool = False) -> Future[Span]:
-        """Average `bucket` over the members; its gradients must not change until the answer is there.
+        """Average `bucket` over the members; its gradients must not change until the answer is
+        there.
 
-        If the caller `waits` for it at once, its own thread does it on a CPU, unless others are on their way.
+        If the caller `waits` for it at once, its own thread does it on a CPU, unless others are on
+        their way.
         """
         comm_thread = self.world.comm_thread
         begin = comm_thread.run if waits and not comm_thread.streams.queues else comm_thread.submit
@@ -185,32 +221,46 @@ class Engine:
             return begin(partial(self.reduce_now, bucket, step))
 
     def submit_broadcast(self, flat: Tensor, step: int) -> Future[Span]:
-        """Overwrite `flat` with the first member's; see `submit` for who does it, as the caller waits."""
+        """Overwrite `flat` with the first member's; see `submit` for who does it, as the caller
+        waits.
+        """
         comm_thread = self.world.comm_thread
         begin = comm_thread.submit if comm_thread.streams.queues else comm_thread.run
         return begin(partial(self.broadcast_now, flat, step))
 
     def share(self, flat: Tensor) -> None:
-        """Let peers of this host read `flat`, which is broadcast in each step, where they can; collective."""
+        """Let peers of this host read `flat`, which is broadcast in each step, where they can;
+        collective.
+        """
         windows = self.world.comm_thread.submit(lambda: self.world.transport.share([flat])).result()
         self._shared = (flat, windows[0]) if windows else None
 
     def submit_has_data(self, present: bool, step: int) -> Future[None]:
-        """Ask all ranks who still has data; they are `members` from then on (none if nobody has)."""
+        """Ask all ranks who still has data;
+        they are `members` from then on (none if nobody has).
+        """
 
         def ask() -> None:
-            self.members = self._ranks_with_flag(present, tuple(range(self.world.size)), Tag(step, "has data"))
+            self.members = self._ranks_with_flag(
+                present, tuple(range(self.world.size)), Tag(step, "has data")
+            )
 
         return self.world.comm_thread.submit(ask)
 
     def _share_buckets(self) -> None:
-        """Let GPUs of this host read the buckets, in place of messages: all ranks take part in every step."""
+        """Let GPUs of this host read the buckets, in place of messages: all ranks take part in
+        every step.
+        """
         shown = [bucket for bucket in self.buckets if bucket.quantized is None]
         windows = self.world.transport.share([bucket.wire for bucket in shown])
-        self._windows = {bucket.index: window for bucket, window in zip(shown, windows, strict=False)}
+        self._windows = {
+            bucket.index: window for bucket, window in zip(shown, windows, strict=False)
+        }
 
     def _connect_peers(self, schedule: Schedule, members: Sequence[int], step: int) -> None:
-        """Exchange one number with each peer: NCCL connects two ranks when they first meet (NVIDIA/nccl#1487)."""
+        """Exchange one number with each peer: NCCL connects two ranks when they first meet
+        (NVIDIA/nccl#1487).
+        """
         mine = member_program(schedule, members, self.world.rank, self.world.size)
         device = self.buckets[0].wire.device
 
@@ -222,8 +272,12 @@ class Engine:
         self.world.transport.bind(P2PGroup(sends, recvs))(Tag(step, "greeting"))
 
     def reduce_now(self, bucket: GradientBucket, step: int) -> Span:
-        """Pack `bucket`, add it up over `members`, and unpack the average, or leave it on the wire."""
-        begin_s, comm_thread, tag = perf_counter(), self.world.comm_thread, Tag(step, bucket.index)
+        """Pack `bucket`, add it up over `members`, and unpack the average,
+        or leave it on the wire.
+        """
+        begin_s = perf_counter()
+        comm_thread = self.world.comm_thread
+        tag = Tag(step, bucket.index)
         if bucket.riders is not None:
             self._factor = 1.0
         if (count := len(members := self.members)) == 1:
@@ -249,7 +303,9 @@ class Engine:
         tag: Tag,
         listener: Recorder | None,
     ) -> None:
-        """Pack `bucket`, run its `own` program and unpack it; `share` is that of each rank in the mean."""
+        """Pack `bucket`, run its `own` program and unpack it; `share` is that of each rank in the
+        mean.
+        """
         scale = self.own_weight * share
         with NOTHING if listener is None else within_range(listener, "pack"):
             bucket.pack(scale if self.mixes else scale * self._factor)
@@ -278,12 +334,18 @@ class Engine:
         if self._unpacks and (times := self.own_weight * self._factor) != 1:
             bucket.multiply(times)
 
-    def _read_riders(self, bucket: GradientBucket, members: Sequence[int], own: RunnableProgram, tag: Tag) -> None:
-        """Let weights that ride decide on the scale of later buckets; compare what the ranks' weights were."""
-        riders, share = cast("Riders", bucket.riders), self._share
+    def _read_riders(
+        self, bucket: GradientBucket, members: Sequence[int], own: RunnableProgram, tag: Tag
+    ) -> None:
+        """Let weights that ride decide on the scale of later buckets; compare what the ranks'
+        weights were.
+        """
+        riders = cast("Riders", bucket.riders)
+        share = self._share
         if riders.digest is not None:
             riders.compared = tag.step, members
-            if not bucket.wire.is_cuda and bucket.matches():  # a GPU would be waited for; compared in the next step
+            # a GPU would be waited for; compared in the next step
+            if not bucket.wire.is_cuda and bucket.matches():
                 riders.compare()
         if self.mixes:
             riders.share = 1.0
@@ -300,7 +362,8 @@ class Engine:
         """Return the schedule of `step`, and who plays it."""
         if self._rounds is None:
             return self.algorithm.schedule(step, len(members)), members
-        some, order = self._rounds.rounds(len(members)), self._rounds.order(step, len(members))
+        some = self._rounds.rounds(len(members))
+        order = self._rounds.order(step, len(members))
         return some[step % len(some)], tuple(map(members.__getitem__, order.tolist()))
 
     @property
@@ -312,8 +375,12 @@ class Engine:
         """Return by what this rank's gradients are multiplied where they are sent."""
         return self.own_weight * self._share
 
-    def _replay(self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag) -> bool:
-        """Return True if a device graph did all the work; never in ``join()``, where ranks see different steps."""
+    def _replay(
+        self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag
+    ) -> bool:
+        """Return True if a device graph did all the work; never in ``join()``, where ranks see
+        different steps.
+        """
         with self.world.comm_thread.within_range("graph"):
             riders = bucket.riders
             has_news = riders is not None and (riders.is_loaded or riders.is_watched)
@@ -321,27 +388,36 @@ class Engine:
             return plain and graphs.carry(bucket, bound, self.scale(), tag)
 
     def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
-        """Let devices capture the step before `step`, if it is time for that; between steps, with nothing in flight."""
+        """Let devices capture the step before `step`, if it is time for that; between steps, with
+        nothing in flight.
+        """
         if graphs.is_due:
             tag = Tag(step, "graphs")
             self.world.comm_thread.submit(
-                lambda: graphs.capture(lambda refused: self._ranks_with_flag(refused, self.members, tag))
+                lambda: graphs.capture(
+                    lambda refused: self._ranks_with_flag(refused, self.members, tag)
+                )
             ).result()
 
     def _claim(self, schedule: Schedule, members: Members, _: object) -> Claim | None:
-        """Return what members compare before they first run `schedule`; None where nobody has to. No header says it.
+        """Return what members compare before they first run `schedule`; None where nobody has to.
+        No header says it.
 
-        Gossip's schedules follow from what ranks compared in `attach`, and `attach` compared the schedule of step 0.
+        Gossip's schedules follow from what ranks compared in `attach`, and `attach` compared the
+        schedule of step 0.
         """
         if members is None or self.mixes or not self._unpacks:
             return None
         if self._first is None:
             self._first = self.schedule(0).digest()
-        everybody, digest = tuple(range(self.world.size)), schedule.digest()
+        everybody = tuple(range(self.world.size))
+        digest = schedule.digest()
         return None if (members, digest) == (everybody, self._first) else Claim(members, digest)
 
     def _compare(self, claim: Claim, schedule: Schedule, step: int) -> None:
-        """Raise `DisagreementError` if members run different schedules; connect those that run the same one."""
+        """Raise `DisagreementError` if members run different schedules; connect those that run the
+        same one.
+        """
         self.world.consistency.require_same_schedule_now(claim.text, claim.ranks, step)
         self._connect_peers(schedule, claim.ranks, step)
 
@@ -364,19 +440,30 @@ class Engine:
         self.world.run_now(halving_doubling.all_reduce(len(asked)), flags, tag, asked)
         return tuple(flags.nonzero().flatten().tolist())
 
-    def _bind(self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None) -> BoundStep:
+    def _bind(
+        self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None
+    ) -> BoundStep:
         mine = member_program(schedule, members or self.members, self.world.rank, self.world.size)
         if any(mine.peers & window.peers.keys() for window in self._windows.values()):
             return BoundStep([self._bind_reading(mine, bucket) for bucket in self.buckets])
         return BoundStep(self._bind_messages(mine, quantizer))
 
-    def _bind_messages(self, mine: Program, quantizer: QuantizedWire | None) -> Sequence[RunnableProgram]:
-        transport, streams = self.world.transport, self.world.comm_thread.streams
-        heads = [bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire for bucket in self.buckets]
+    def _bind_messages(
+        self, mine: Program, quantizer: QuantizedWire | None
+    ) -> Sequence[RunnableProgram]:
+        transport = self.world.transport
+        streams = self.world.comm_thread.streams
+        heads = [
+            bucket.wire[: bucket.head_numel] if bucket.quantized else bucket.wire
+            for bucket in self.buckets
+        ]
         both = [*zip(heads, [_cut(bucket, mine) for bucket in self.buckets], strict=True)]
         for wire, bounds in both:  # so that all share the largest
             self._scratch.row(scratch_numel(mine, wire.numel(), bounds), wire.dtype, wire.device)
-        programs = [bind(mine, wire, transport, self._scratch, streams, bounds=bounds) for wire, bounds in both]
+        programs = [
+            bind(mine, wire, transport, self._scratch, streams, bounds=bounds)
+            for wire, bounds in both
+        ]
         if quantizer is None:
             return programs
         values = [
@@ -385,22 +472,43 @@ class Engine:
         ]
         device = values[0].values.device
         return carrier_of(quantizer).bind_values(
-            mine, quantizer, values, transport, lambda _, nbytes: transport.allocate(nbytes, torch.uint8, device)
+            mine,
+            quantizer,
+            values,
+            transport,
+            lambda _, nbytes: transport.allocate(nbytes, torch.uint8, device),
         )
 
     def _bind_reading(self, mine: Program, bucket: GradientBucket) -> BoundProgram:
         """Return the program in peers' memory, from which kernels unpack where they can."""
         window = self._windows[bucket.index]
         all_near = mine.peers <= window.peers.keys()
-        straight = bucket.repeatable is not None and self._unpacks and bucket.unpacks_wire and all_near
+        straight = (
+            bucket.repeatable is not None and self._unpacks and bucket.unpacks_wire and all_near
+        )
         copied = bucket.head_numel if straight else None
-        transport, bounds = self.world.transport, _cut(bucket, mine)
-        bound = bind_reading(mine, bucket.wire, window, transport, bounds=bounds, copied=copied, scratch=self._scratch)
+        transport = self.world.transport
+        bounds = _cut(bucket, mine)
+        bound = bind_reading(
+            mine,
+            bucket.wire,
+            window,
+            transport,
+            bounds=bounds,
+            copied=copied,
+            scratch=self._scratch,
+        )
         if bucket.repeatable is not None and bound.elsewhere:
             bucket.repeatable.load(bound.elsewhere)  # before anything waits on the device
         return bound
 
 
 def _cut(bucket: GradientBucket, mine: Program) -> Sequence[int] | None:
-    """Return the bounds of the chunks of `bucket`: between tiles where kernels unpack, with windows or without."""
-    return None if bucket.repeatable is None or bucket.quantized is not None else bucket.repeatable.cut(mine.chunks)
+    """Return the bounds of the chunks of `bucket`: between tiles where kernels unpack, with windows
+    or without.
+    """
+    return (
+        None
+        if bucket.repeatable is None or bucket.quantized is not None
+        else bucket.repeatable.cut(mine.chunks)
+    )

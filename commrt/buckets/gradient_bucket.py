@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets of gradients: they travel together, in one buffer.
 
-A wire buffer begins with a header and one flag per gradient: 1 if this rank had it, 0 if it sent zeros instead. Then
-come the gradients, in the dtype that travels. Header and flags are summed with the rest. Each bit of the header travels
-with its opposite. So each rank sees afterwards whether all sent the same bucket of the same step, and which gradients
-somebody had.
+A wire buffer begins with a header and one flag per gradient: 1 if this rank had it, 0 if it sent
+zeros instead. Then come the gradients, in the dtype that travels. Header and flags are summed with
+the rest. Each bit of the header travels with its opposite. So each rank sees afterwards whether all
+sent the same bucket of the same step, and which gradients somebody had.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.header import BITS, EXPLANATIONS, WEIGHED_AT, Header, encode, explain_mismatch
-from commrt.buckets.layout import Named, TensorKind, bucket_description, gradient_dtype, plan_buckets, wire_dtype
+from commrt.buckets.layout import (
+    Named,
+    TensorKind,
+    bucket_description,
+    gradient_dtype,
+    plan_buckets,
+    wire_dtype,
+)
 from commrt.buckets.overlap_check import OverlapCheck
 from commrt.buckets.riders import Riders, riding_numel
 from commrt.errors import DisagreementError, UsageError
@@ -30,8 +37,9 @@ from commrt.runtime.wire import AnyWire, QuantizedWire, is_quantized
 from commrt.transport.protocol import Allocate, zeros
 
 CHANGED = (
-    "the gradient of {name} was changed, replaced or removed while it was being averaged: change gradients, "
-    "and step or zero them, only after backward() has returned (hooks that change them: register these before attach())"
+    "the gradient of {name} was changed, replaced or removed while it was being averaged: change"
+    " gradients, and step or zero them, only after backward() has returned (hooks that change them:"
+    " register these before attach())"
 )
 SPARSE = "the gradient of {name} is {layout}: only dense gradients can be averaged"
 FP16_FACTOR = 1 / 16
@@ -45,10 +53,10 @@ version_of = attrgetter("_version")
 class GradientBucket:
     """Parameters whose gradients travel together in the buffer `wire`.
 
-    In each step the thread that trains calls `take` and at the end `assign_missing`. In between the communication
-    thread, or the one that trains in its place, calls `pack` and `unpack`, or a device graph does their work between
-    `prepare_replay` and `finish_replay`. Nobody else may touch the gradients meanwhile: all of these raise `UsageError`
-    if somebody did.
+    In each step the thread that trains calls `take` and at the end `assign_missing`. In between the
+    communication thread, or the one that trains in its place, calls `pack` and `unpack`, or a
+    device graph does their work between `prepare_replay` and `finish_replay`. Nobody else may touch
+    the gradients meanwhile: all of these raise `UsageError` if somebody did.
     """
 
     unpacks_wire = True  # False if gradients stay on the wire
@@ -63,7 +71,10 @@ class GradientBucket:
         overlaps: OverlapCheck | None = None,
         quantized: QuantizedWire | None = None,
     ) -> None:
-        self.index, self.params, self.layout, self.wire = index, params, layout, wire
+        self.index = index
+        self.params = params
+        self.layout = layout
+        self.wire = wire
         self.header = Header(0, model, 0, 0, index, 0)
         """What its wire says in every step; the first bucket's says more."""
         self.quantized = quantized
@@ -78,7 +89,10 @@ class GradientBucket:
         self._tensors = [param for _, param in params]
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
         self._overlaps.buckets += 1
-        self._like = [torch.empty_like(param, dtype=gradient_dtype(param), device="meta") for _, param in params]
+        self._like = [
+            torch.empty_like(param, dtype=gradient_dtype(param), device="meta")
+            for _, param in params
+        ]
         self._kinds = [TensorKind.of(like) for like in self._like]
         self._fits = [(torch.strided, kind.dtype, kind.shape, wire.device) for kind in self._kinds]
         self._strides = [kind.strides for kind in self._kinds]
@@ -105,10 +119,14 @@ class GradientBucket:
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
-        return bucket_description(self.index, self.quantized or self.wire.dtype, self.names, self._kinds)
+        return bucket_description(
+            self.index, self.quantized or self.wire.dtype, self.names, self._kinds
+        )
 
     def residuals(self) -> dict[str, Tensor]:
-        """Return the views of `residual` that belong to each parameter, flat; empty without feedback."""
+        """Return the views of `residual` that belong to each parameter, flat; empty without
+        feedback.
+        """
         if self.residual is None:
             return {}
         spans = zip(self.layout.places, self.layout.counts, strict=True)
@@ -122,7 +140,10 @@ class GradientBucket:
         """
         if self._packing.mismatched:  # a GPU may have found out since the previous step
             self._refuse_sum()
-        self._word, self._made, self._writes, self.factor = encode(header), {}, 0, 1.0
+        self._word = encode(header)
+        self._made = {}
+        self._writes = 0
+        self.factor = 1.0
         grads: list[Any] = [*map(grad_of, self._tensors)]
         self._grads = grads
         self.is_whole = True not in map(is_, grads, repeat(None))
@@ -133,7 +154,9 @@ class GradientBucket:
         if any(map(Tensor._is_view, there)):  # noqa: SLF001  # nothing else tells
             self._counted = [grad for grad in there if not grad._is_view()]  # noqa: SLF001
         self._versions = [*map(version_of, self._counted)]
-        self._overlaps.check(self.index, [*zip(map(Tensor.data_ptr, there), nbytes, names, strict=True)])
+        self._overlaps.check(
+            self.index, [*zip(map(Tensor.data_ptr, there), nbytes, names, strict=True)]
+        )
 
     def _present(
         self, grads: Sequence[Tensor | None], ready: Container[str]
@@ -147,7 +170,8 @@ class GradientBucket:
         return there, [*compress(self.names, here)], [*compress(self._nbytes, here)]
 
     def _require_fits(self, grads: Sequence[Tensor | None], there: Sequence[Tensor]) -> None:
-        """Raise `UsageError` for one of the `grads` that would be written to its neighbours' places.
+        """Raise `UsageError` for one of the `grads` that would be written to its neighbours'
+        places.
 
         They are compared all at once, which takes a third of the time, and named where some differ.
         """
@@ -178,8 +202,11 @@ class GradientBucket:
             self.riders.write()
 
     def weigh(self, scale: float) -> None:
-        """Let `unpack` turn the sum, of gradients that were packed with `scale`, into what the weights make of it."""
-        riders, self.factor = self.riders, 1.0
+        """Let `unpack` turn the sum, of gradients that were packed with `scale`, into what the
+        weights make of it.
+        """
+        riders = self.riders
+        self.factor = 1.0
         if riders is None or riders.leaving.unit is None:
             return
         if riders.knows_nothing:
@@ -193,10 +220,12 @@ class GradientBucket:
         return torch.equal(self.layout.header(self.wire).bool().cpu(), bits(self._word))
 
     def must_pack_anew(self) -> bool:
-        """Return True if the sum left the range of fp16, or came near its ends, as the factor was not known before.
+        """Return True if the sum left the range of fp16, or came near its ends, as the factor was
+        not known before.
 
-        The same on all ranks, as the factor and the sum are. On a GPU only the factor counts, as parts of the sum may
-        lie elsewhere. Gradients that live on the wire are lost, as an overflow loses them.
+        The same on all ranks, as the factor and the sum are. On a GPU only the factor counts, as
+        parts of the sum may lie elsewhere. Gradients that live on the wire are lost, as an overflow
+        loses them.
         """
         if self.wire.dtype != torch.float16 or self.quantized is not None or not self.unpacks_wire:
             return False
@@ -205,19 +234,25 @@ class GradientBucket:
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients at hand, which have not travelled."""
-        torch._foreach_mul_([param.grad for _, param in self.params if param.grad is not None], factor)
+        torch._foreach_mul_(
+            [param.grad for _, param in self.params if param.grad is not None], factor
+        )
         self._writes += 1
 
     def _clear_gaps(self, gaps: Tensor) -> None:
-        """Write zeros between gradients that will be quantized: what lies there would change scales of their blocks."""
+        """Write zeros between gradients that will be quantized: what lies there would change scales
+        of their blocks.
+        """
         self.wire[self.head_numel :].index_fill_(0, gaps, 0.0)
         if self.residual is not None:
             self.residual.index_fill_(0, gaps, 0.0)
 
     def unpack(self, parts: Parts = NO_PARTS) -> None:
-        """Write the wire, of which `parts` lie elsewhere, to the gradients; one that no rank had stays None.
+        """Write the wire, of which `parts` lie elsewhere, to the gradients; one that no rank had
+        stays None.
 
-        Raises `DisagreementError` if ranks sent different buckets: before it writes; on a GPU in the next step.
+        Raises `DisagreementError` if ranks sent different buckets: before it writes; on a GPU in
+        the next step.
         """
         grads = self._grads if self.is_whole else self._with_missing()
         self._packing.unpack(grads, self._word, parts=parts)
@@ -244,42 +279,59 @@ class GradientBucket:
         self._writes += 1
 
     def assign_missing(self) -> None:
-        """Give parameters the gradients that only other ranks had; `unpack` has written the others in place."""
+        """Give parameters the gradients that only other ranks had; `unpack` has written the others
+        in place.
+        """
         self._require_unchanged()
         if False in map(is_, map(grad_of, self._tensors), self._grads):
             for (name, param), grad in zip(self.params, self._grads, strict=True):
                 if param.grad is not grad:
                     raise UsageError(CHANGED.format(name=name))
         for i, made in self._made.items():
-            if made.is_cuda:  # made on the communication thread's stream, used and freed on this one
+            # made on the communication thread's stream, used and freed on this one
+            if made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
             self._tensors[i].grad = made
         self.release()
 
     def release(self) -> None:
         """Let go of the gradients, which would otherwise live until the next step."""
-        self._grads, self._made, self._counted, self._versions = [], {}, [], []
+        self._grads = []
+        self._made = {}
+        self._counted = []
+        self._versions = []
 
     def _require_fit(self, place: int, grad: Tensor) -> None:
         """Raise `UsageError` for a gradient that would be written to its neighbours' places."""
-        name, kind = self.names[place], self._kinds[place]
+        name = self.names[place]
+        kind = self._kinds[place]
         if grad.layout is not torch.strided:
             raise UsageError(SPARSE.format(name=name, layout=grad.layout))
         if grad.is_inference():
-            raise UsageError(f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad() there")
+            raise UsageError(
+                f"the gradient of {name} was made under torch.inference_mode(): use torch.no_grad()"
+                " there"
+            )
         if grad.device != (ours := self.wire.device):
-            raise UsageError(f"the gradient of {name} is on {grad.device}, and its bucket on {ours}: move it there")
+            raise UsageError(
+                f"the gradient of {name} is on {grad.device}, and its bucket on {ours}: move it"
+                " there"
+            )
         if (grad.dtype, grad.shape, grad.stride()) != kind:
             _refuse_kind(name, TensorKind.of(grad), kind)
 
     def _with_missing(self) -> list[Tensor | None]:
-        """Return the gradients, with memory for those that only other ranks had; on a GPU this waits for the wire."""
+        """Return the gradients, with memory for those that only other ranks had; on a GPU this
+        waits for the wire.
+        """
         present = self._packing.present()
         missing = [i for i, grad in enumerate(self._grads) if grad is None]
         self._made = {i: self._memory_for(i) for i in missing if present[i]}
         residuals = self.residuals()
-        for i in (i for i in missing if residuals and not present[i]):  # nobody will use what ranks have sent for it
-            sent = self.layout.tensor(self.wire, i).nan_to_num(0.0, 0.0, 0.0)  # of a block that was not finite: nothing
+        # nobody will use what ranks have sent for it
+        for i in (i for i in missing if residuals and not present[i]):
+            # of a block that was not finite: nothing
+            sent = self.layout.tensor(self.wire, i).nan_to_num(0.0, 0.0, 0.0)
             residuals[self.names[i]].add_(sent, alpha=self._scale)
         return [self._made.get(i, grad) for i, grad in enumerate(self._grads)]
 
@@ -311,8 +363,8 @@ def _refuse_kind(name: str, own: TensorKind, kind: TensorKind) -> None:
         )
     if not own.lies_like(kind.strides):
         raise UsageError(
-            f"the gradient of {name} lies in memory with strides {own.strides}, and autograd makes it with "
-            f"{kind.strides}: give it that layout, by torch.empty_like(param).copy_(grad)"
+            f"the gradient of {name} lies in memory with strides {own.strides}, and autograd makes"
+            f" it with {kind.strides}: give it that layout, by torch.empty_like(param).copy_(grad)"
         )
 
 
@@ -326,16 +378,22 @@ def build_buckets(  # noqa: PLR0913, PLR0917  # of gradients, and of fragments
     kind: type[GradientBucket] = GradientBucket,
     riding: tuple[int, int] | None = None,
 ) -> list[GradientBucket]:
-    """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes wire buffers.
+    """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes
+    wire buffers.
 
     The first one has slots for what rides, if `riding` says the rank and the number of ranks.
     """
     dtypes = [gradient_dtype(param) for _, param in params]
-    sizes = [(param.numel() * dtype.itemsize, dtype) for (_, param), dtype in zip(params, dtypes, strict=True)]
-    overlaps, buckets = OverlapCheck(), list[GradientBucket]()
+    sizes = [
+        (param.numel() * dtype.itemsize, dtype)
+        for (_, param), dtype in zip(params, dtypes, strict=True)
+    ]
+    overlaps = OverlapCheck()
+    buckets = list[GradientBucket]()
     quantized = wire if is_quantized(wire) else None
     for index, places in enumerate(plan_buckets(sizes, cap_nbytes), first):
-        members, dtype = [params[i] for i in places], dtypes[places[0]]
+        members = [params[i] for i in places]
+        dtype = dtypes[places[0]]
         rank, ranks = (0, 0) if riding is None or buckets else riding
         layout = layout_of([param.numel() for _, param in members], riding_numel(ranks))
         buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)

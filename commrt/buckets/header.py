@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a bucket: what must be equal on all ranks that sum it, and what it means if it is not.
+"""The header of a bucket: what must be equal on all ranks that sum it, and what it means if it is
+not.
 
-Each bit travels with its opposite, and all are summed: where both are set, ranks have sent different ones.
+Each bit travels with its opposite, and all are summed: where both are set, ranks have sent
+different ones.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from torch import Tensor
 
 
 class Header(NamedTuple):
-    """What must be equal on all ranks that sum a bucket; each field counts modulo 2 to the power of its width."""
+    """What must be equal on all ranks that sum a bucket; each field counts modulo 2 to the power of
+    its width.
+    """
 
     late: int
     """1 if this rank had no backward pass and averages in its optimizer's step."""
@@ -27,39 +31,62 @@ class Header(NamedTuple):
     settings: int
     """A digest of the optimizers' numeric settings, and of the scales of losses."""
     weighed: int = 0
-    """1 if `Replica.weigh` was called for the gradients; UNKNOWN on a rank without a backward pass, which fits both."""
+    """1 if `Replica.weigh` was called for the gradients; UNKNOWN on a rank without a backward pass,
+    which fits both.
+    """
 
 
 WIDTHS = Header(late=1, model=5, optimizer_steps=5, step=6, bucket=6, settings=8, weighed=1)
 UNKNOWN = 2
 STARTS = [0, *accumulate(WIDTHS)][:-1]
-BITS, WEIGHED_AT = sum(WIDTHS), STARTS[-1]
+BITS = sum(WIDTHS)
+WEIGHED_AT = STARTS[-1]
 
 EXPLANATIONS = {
-    "late": "some ranks came to optimizer.step() without a backward pass and others had one: call replica.average() "
-    "where a rank has no batch, in place of its backward()",
-    "model": "the ranks call backward() of the models attached to one world in different orders: use one order "
-    "everywhere, and attach models that share a backward pass as one, in an nn.ModuleList",
-    "optimizer_steps": "the ranks ran different numbers of backward passes for one optimizer.step(), or a GradScaler "
-    'skipped a step on some (leave it out with Gossip(payload="gradients"), where an overflow reaches few ranks), or '
-    "they stepped different optimizers: put all but the last pass of an accumulation in no_sync(). With BackupWorkers, "
-    "call replica.drain() first in each iteration, and choose the optimizer by replica.step, not by a counter of the "
-    "loop",
-    "step": "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and others did not",
-    "bucket": "the ranks are at different buckets of a step: a backward pass was interrupted on one of them",
-    "settings": "the optimizers' settings (learning rate, momentum, ...), or a GradScaler's scale, have come to differ "
-    "between ranks: drive schedulers by what is equal everywhere (the step, a loss averaged over ranks), not by a "
-    "rank's own data, and give a GradScaler to attach(also=), so that all ranks begin with rank 0's. Pass them to "
-    "replica.join() if ranks run out of data at different times. With BackupWorkers, pass schedulers too to "
-    "attach(also=); if the loop has a counter of its own, put `iter_num = replica.step` at its top",
-    "weighed": "some ranks say with replica.weigh() how much their gradients weigh, and others do not: call it for the "
-    "loss of each backward pass, on all ranks",
+    "late": (
+        "some ranks came to optimizer.step() without a backward pass and others had one: call"
+        " replica.average() where a rank has no batch, in place of its backward()"
+    ),
+    "model": (
+        "the ranks call backward() of the models attached to one world in different orders: use one"
+        " order everywhere, and attach models that share a backward pass as one, in an"
+        " nn.ModuleList"
+    ),
+    "optimizer_steps": (
+        "the ranks ran different numbers of backward passes for one optimizer.step(), or a"
+        ' GradScaler skipped a step on some (leave it out with Gossip(payload="gradients"), where'
+        " an overflow reaches few ranks), or they stepped different optimizers: put all but the"
+        " last pass of an accumulation in no_sync(). With BackupWorkers, call replica.drain() first"
+        " in each iteration, and choose the optimizer by replica.step, not by a counter of the loop"
+    ),
+    "step": (
+        "the ranks are at different steps: one ran a backward pass, or loaded a checkpoint, and"
+        " others did not"
+    ),
+    "bucket": (
+        "the ranks are at different buckets of a step: a backward pass was interrupted on one of"
+        " them"
+    ),
+    "settings": (
+        "the optimizers' settings (learning rate, momentum, ...), or a GradScaler's scale, have"
+        " come to differ between ranks: drive schedulers by what is equal everywhere (the step, a"
+        " loss averaged over ranks), not by a rank's own data, and give a GradScaler to"
+        " attach(also=), so that all ranks begin with rank 0's. Pass them to replica.join() if"
+        " ranks run out of data at different times. With BackupWorkers, pass schedulers too to"
+        " attach(also=); if the loop has a counter of its own, put `iter_num = replica.step` at"
+        " its top"
+    ),
+    "weighed": (
+        "some ranks say with replica.weigh() how much their gradients weigh, and others do not:"
+        " call it for the loss of each backward pass, on all ranks"
+    ),
 }
 
 
 @lru_cache(256)  # only one of a step is new
 def encode(header: Header) -> int:
-    """Return `header` as the 64-bit word that `Packing.pack` writes: low bits for zeros, high bits for ones.
+    """Return `header` as the 64-bit word that `Packing.pack` writes: low bits for zeros, high bits
+    for ones.
 
     What is UNKNOWN has neither.
 
@@ -74,11 +101,12 @@ def encode(header: Header) -> int:
 
 
 def explain_mismatch(total: Tensor) -> str:
-    """Return why `total` [64], the sum of the ranks' header flags, does not come from equal headers.
+    """Return why `total` [64], the sum of the ranks' header flags, does not come from equal
+    headers.
 
     >>> from commrt.kernels.torch_packing import bits
-    >>> both = bits(encode(Header(0, 1, 0, 7, 0, 9))).int() + bits(encode(Header(0, 2, 0, 7, 0, 9))).int()
-    >>> explain_mismatch(both)[:42]
+    >>> one, other = (bits(encode(Header(0, model, 0, 7, 0, 9))).int() for model in (1, 2))
+    >>> explain_mismatch(one + other)[:42]
     'the ranks call backward() of the models at'
     """
     set_by_some = (total != 0).cpu()
@@ -86,4 +114,6 @@ def explain_mismatch(total: Tensor) -> str:
     for name, start, width in zip(Header._fields, STARTS, WIDTHS, strict=True):
         if differs[start : start + width].any():
             return EXPLANATIONS[name]
-    return "it is no sum of headers: the ranks run different programs, or models in different orders"
+    return (
+        "it is no sum of headers: the ranks run different programs, or models in different orders"
+    )

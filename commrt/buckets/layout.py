@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a model are averaged, and which share a bucket; texts of buckets that ranks compare."""
+"""Which tensors of a model are averaged, and which share a bucket; texts of buckets that ranks
+compare.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,11 @@ Named = tuple[str, nn.Parameter]
 def plan_buckets(
     tensors: Iterable[tuple[int, torch.dtype]], cap_nbytes: int, first_cap_nbytes: int = MIB
 ) -> list[list[int]]:
-    """Group `tensors`, (bytes, dtype) in ready order, into buckets of one dtype; one closes when it reaches the cap.
+    """Group `tensors`, (bytes, dtype) in ready order, into buckets of one dtype; one closes when it
+    reaches the cap.
 
-    The first bucket of each dtype closes at `first_cap_nbytes`, if that is less, so that communication starts early.
-    Buckets are sorted by when their last member becomes ready.
+    The first bucket of each dtype closes at `first_cap_nbytes`, if that is less, so that
+    communication starts early. Buckets are sorted by when their last member becomes ready.
 
     >>> plan_buckets([(6, torch.float32)] * 5, cap_nbytes=12, first_cap_nbytes=1)
     [[0], [1, 2], [3, 4]]
@@ -66,21 +69,30 @@ class TensorSlot(NamedTuple):
         tensor = (self.module._buffers if self.is_buffer else self.module._parameters).get(self.key)  # noqa: SLF001
         if tensor is None:
             raise UsageError(REPLACED.format(name=self.name))
-        # A graph saves what BatchNorm counts while it trains, and does not read it: autograd need not notice the write.
+        # A graph saves what BatchNorm counts while it trains, and does not read it: autograd need
+        # not notice the write.
         is_unread = self.is_buffer and isinstance(self.module, _BatchNorm) and self.module.training
         return tensor.data if is_unread else tensor.detach()
 
 
 def exchanged_tensors(model: nn.Module) -> list[TensorSlot]:
-    """Return the trainable parameters and `AVERAGED_BUFFERS`, each once, in the order of the modules.
+    """Return the trainable parameters and `AVERAGED_BUFFERS`, each once, in the order of the
+    modules.
 
-    Other buffers (masks, counters, the vectors of a spectral norm, codebooks) have no meaningful mean.
+    Other buffers (masks, counters, the vectors of a spectral norm, codebooks) have no meaningful
+    mean.
     """
     found: dict[int, TensorSlot] = {}
     for prefix, module in model.named_modules():
-        for key, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+        for key, tensor in chain(
+            module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+        ):
             is_buffer = key in module._buffers  # noqa: SLF001
-            if key in AVERAGED_BUFFERS and tensor.is_floating_point() if is_buffer else tensor.requires_grad:
+            if (
+                key in AVERAGED_BUFFERS and tensor.is_floating_point()
+                if is_buffer
+                else tensor.requires_grad
+            ):
                 name = f"{prefix}.{key}" if prefix else key
                 found.setdefault(id(tensor), TensorSlot(name, module, key, is_buffer))
     return [*found.values()]
@@ -99,17 +111,25 @@ class TensorKind(NamedTuple):
         return cls(tensor.dtype, tensor.shape, tensor.stride())
 
     def lies_like(self, strides: tuple[int, ...]) -> bool:
-        """Return True if `strides` lead to the same places in memory; strides of dimensions of size 1 do not matter."""
+        """Return True if `strides` lead to the same places in memory; strides of dimensions of size
+        1 do not matter.
+        """
         pairs = zip(self.shape, self.strides, strides, strict=True)
-        return self.shape.numel() == 0 or all(size == 1 or own == other for size, own, other in pairs)
+        return self.shape.numel() == 0 or all(
+            size == 1 or own == other for size, own, other in pairs
+        )
 
     def __str__(self) -> str:
-        contiguous = tuple(accumulate(self.shape[:0:-1], mul, initial=1))[::-1] if self.shape else ()
+        contiguous = (
+            tuple(accumulate(self.shape[:0:-1], mul, initial=1))[::-1] if self.shape else ()
+        )
         strides = "" if self.lies_like(contiguous) else f" with strides {self.strides}"
         return f"{str(self.dtype)[6:]}{list(self.shape)}{strides}"
 
 
-def bucket_description(index: int, wire: AnyWire, names: Iterable[str], kinds: Iterable[TensorKind]) -> str:
+def bucket_description(
+    index: int, wire: AnyWire, names: Iterable[str], kinds: Iterable[TensorKind]
+) -> str:
     """Return everything about a bucket that must agree between ranks, as text."""
     members = ", ".join(f"{name} {kind}" for name, kind in zip(names, kinds, strict=True))
     travels = repr(wire) if is_quantized(wire) else str(wire)[6:]
@@ -117,11 +137,15 @@ def bucket_description(index: int, wire: AnyWire, names: Iterable[str], kinds: I
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype of the gradients of `param`; recent versions of torch let users choose it."""
+    """Return the dtype of the gradients of `param`;
+    recent versions of torch let users choose it.
+    """
     chosen: torch.dtype | None = getattr(param, "grad_dtype", None)
     return param.dtype if chosen is None else chosen
 
 
 def wire_dtype(own: torch.dtype, wire: AnyWire | None) -> torch.dtype:
-    """Return the dtype of a wire buffer for values of dtype `own`: the narrower one; fp32 if it is quantized."""
+    """Return the dtype of a wire buffer for values of dtype `own`: the narrower one; fp32 if it is
+    quantized.
+    """
     return buffer_dtype(travels_as(own, wire))

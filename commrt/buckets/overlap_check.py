@@ -16,9 +16,11 @@ Block = tuple[int, int, str]
 
 
 class OverlapCheck:
-    """Finds gradients that share memory, which would be averaged twice; one for all buckets of a model.
+    """Finds gradients that share memory, which would be averaged twice; one for all buckets of a
+    model.
 
-    It compares addresses when the last bucket of a step is taken: that is not sent then, so no rank completes the step.
+    It compares addresses when the last bucket of a step is taken: that is not sent then, so no rank
+    completes the step.
     """
 
     def __init__(self) -> None:
@@ -29,7 +31,8 @@ class OverlapCheck:
     def check(self, bucket: int, blocks: Sequence[Block]) -> None:
         """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step."""
         if not self._taken or bucket in self._taken:  # the next step
-            self._taken, self._left = {}, self.buckets
+            self._taken = {}
+            self._left = self.buckets
         self._taken[bucket] = blocks
         self._left -= 1
         if not self._left:
@@ -49,10 +52,13 @@ class OverlapCheck:
         return not any(True in map(wire.__contains__, addresses) for wire in self._wires)
 
     def require_apart(self, name: str, grad: Tensor) -> None:
-        """Raise `UsageError` if the gradient of `name`, which is not at its place, lies where gradients live."""
+        """Raise `UsageError` if the gradient of `name`, which is not at its place, lies where
+        gradients live.
+        """
         if any(grad.data_ptr() in wire for wire in self._wires):
             raise UsageError(
-                f"the gradient of {name} was given memory of another gradient that travels: use a .clone()"
+                f"the gradient of {name} was given memory of another gradient that travels: use a"
+                " .clone()"
             )
 
 
@@ -60,4 +66,6 @@ def _refuse(in_order: Sequence[Block]) -> None:
     """Raise `UsageError` if one of the blocks, none of them empty, reaches into the next one."""
     for (begin, nbytes, name), (following, _, other) in pairwise(in_order):
         if begin + nbytes > following:
-            raise UsageError(f"the gradients of {name} and {other} share memory: use a .clone() of one")
+            raise UsageError(
+                f"the gradients of {name} and {other} share memory: use a .clone() of one"
+            )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which buckets may leave in a backward pass: those whose gradients are all ready, in one order on all ranks."""
+"""Which buckets may leave in a backward pass: those whose gradients are all ready, in one order on
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ from torch import Tensor
 
 
 class ReadyOrder:
-    """Counts the gradients of a backward pass, and says which buckets may leave: always in their own order.
+    """Counts the gradients of a backward pass, and says which buckets may leave: always in their
+    own order.
 
-    The last bucket leaves when the pass ends, even if it is full before: nothing is left then that it could overlap.
+    The last bucket leaves when the pass ends, even if it is full before: nothing is left then that
+    it could overlap.
 
-    Before a pass begins, and after it has ended, no gradient is awaited. So what counts them (`counter`) asks of each
-    one only if it is awaited, and finds out by this that a pass begins.
+    Before a pass begins, and after it has ended, no gradient is awaited. So what counts them
+    (`counter`) asks of each one only if it is awaited, and finds out by this that a pass begins.
 
     >>> order = ReadyOrder([("b.weight", "b.bias"), ("a.weight",)])
     >>> order.arm()
@@ -28,7 +32,8 @@ class ReadyOrder:
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
         self.seen: dict[str, int] = {}
-        """Gradients in the order in which they became ready in this pass, and the bucket of each."""
+        """Gradients in the order in which they became ready in this pass, and the bucket of each.
+        """
         self._bucket_of: dict[str, int] = {}
         self._missing: list[int] = []  # gradients by bucket
         self.use(names)
@@ -58,12 +63,15 @@ class ReadyOrder:
     ) -> Callable[[Tensor], None]:
         """Return the hook of the gradient `name`, which autograd calls when it is ready.
 
-        It calls ``fill()`` if a bucket has all its gradients then, and ``refuse(name, parameter)`` instead if none was
-        awaited. Cost: 0.8 us, nearly all of it autograd's.
+        It calls ``fill()`` if a bucket has all its gradients then, and ``refuse(name, parameter)``
+        instead if none was awaited. Cost: 0.8 us, nearly all of it autograd's.
         """
-        seen, missing, bucket_of = self.seen, self._missing, self._bucket_of
+        seen = self.seen
+        missing = self._missing
+        bucket_of = self._bucket_of
 
-        def count(param: Tensor) -> None:  # calls nothing, as it runs for each gradient of each step
+        # calls nothing, as it runs for each gradient of each step
+        def count(param: Tensor) -> None:
             if name in seen:
                 refuse(name, param)
                 return
@@ -75,7 +83,9 @@ class ReadyOrder:
         return count
 
     def mark(self, name: str) -> range:
-        """Note that the awaited gradient `name` is ready, and return the buckets that may leave now, in order."""
+        """Note that the awaited gradient `name` is ready, and return the buckets that may leave
+        now, in order.
+        """
         self.seen[name] = bucket = self._bucket_of[name]
         self._missing[bucket] -= 1
         return self.full()
@@ -89,10 +99,13 @@ class ReadyOrder:
 
     def rest(self) -> range:
         """Return the buckets that have not left when the backward pass ends."""
-        first, self._next = self._next, len(self._missing)
+        first = self._next
+        self._next = len(self._missing)
         return range(first, self._next)
 
     def places(self) -> list[int]:
-        """Return the places of all gradients in the order in which they became ready; those that did not come last."""
+        """Return the places of all gradients in the order in which they became ready; those that
+        did not come last.
+        """
         place = {name: i for i, name in enumerate(self._bucket_of)}
         return [place[name] for name in self.seen | place]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides with the gradients: a few numbers of each rank, which all ranks read when the sum is there.
+"""What rides with the gradients: a few numbers of each rank, which all ranks read when the sum is
+there.
 
-The first bucket has a slot for each rank, between its flags and its gradients. A rank writes its own slot, one byte per
-element, and zeros to the others'. Bytes are exact in every dtype that travels, and only one rank adds to each, so the
-sum holds the slots of all. What is a sum, a mean, a minimum, or who was first, each reader says for itself. Zeros
-travel in any case, so where nothing rides nobody does anything, and a slot that nobody reads costs nothing.
+The first bucket has a slot for each rank, between its flags and its gradients. A rank writes its
+own slot, one byte per element, and zeros to the others'. Bytes are exact in every dtype that
+travels, and only one rank adds to each, so the sum holds the slots of all. What is a sum, a mean, a
+minimum, or who was first, each reader says for itself. Zeros travel in any case, so where nothing
+rides nobody does anything, and a slot that nobody reads costs nothing.
 
 To let something else ride, add a field to `SLOT`, and whoever fills and reads it.
 """
@@ -27,17 +29,23 @@ MOST_NUMBERS = 8
 SLOT = np.dtype(
     [
         ("present", "u1"),  # 1
-        ("numbers", "<f8", MOST_NUMBERS),  # of `Replica.ride`, in the order of their names; NaN for none
+        # of `Replica.ride`, in the order of their names; NaN for none
+        ("numbers", "<f8", MOST_NUMBERS),
         ("names", "<u4"),  # a digest of those names, 0 for none
         ("flags", "<u4"),
         ("weight", "<f8"),  # of `Replica.weigh`: what the gradients weigh
-        ("digest", "<u8"),  # of the weights before the step, with ``watch=True``; with gossip, of those sent
-        ("stop_at", "<u4"),  # with gossip: the step after which all stop, 0 for none, and who has asked
+        # of the weights before the step, with ``watch=True``; with gossip, of those sent
+        ("digest", "<u8"),
+        # with gossip: the step after which all stop, 0 for none, and who has asked
+        ("stop_at", "<u4"),
         ("asker", "<u4"),
     ]
 )
 """What rides for one rank; 97 bytes."""
-STOP, SKIP, WEIGHS, EMPTY = 1, 2, 4, 8
+STOP = 1
+SKIP = 2
+WEIGHS = 4
+EMPTY = 8
 """Flags. EMPTY: this rank had no backward pass, and knows nothing of weights."""
 
 Slots = npt.NDArray[np.void]
@@ -67,18 +75,23 @@ NOTHING_LEAVES = Leaving()
 class Riders:
     """The slots of all ranks in `area`, a part of a wire.
 
-    The thread that trains calls `load` before the bucket is sent, and `read` after the step, until the next one begins.
-    In between the communication thread calls `write`, and what reads.
+    The thread that trains calls `load` before the bucket is sent, and `read` after the step, until
+    the next one begins. In between the communication thread calls `write`, and what reads.
     """
 
     def __init__(self, area: Tensor, rank: int) -> None:
-        self._area, self._rank = area, rank
+        self._area = area
+        self._rank = rank
         self.is_loaded = self.is_watched = False
-        """This rank writes something in this step: what it was given, and a digest; each is one thread's to set."""
+        """This rank writes something in this step: what it was given, and a digest; each is one
+        thread's to set.
+        """
         self.leaving = NOTHING_LEAVES
         self._own: Slots | None = None
         self.share: float | None = None
-        """What part of each slot is on the wire, where ranks mix; None where they do not, so that all of it is."""
+        """What part of each slot is on the wire, where ranks mix; None where they do not, so that
+        all of it is.
+        """
         self.weight: float | None = None
         """What all gradients of the latest step weighed; None if none was weighed."""
         self.may_weigh_nothing = False
@@ -90,18 +103,25 @@ class Riders:
 
     @property
     def knows_nothing(self) -> bool:
-        """True if this rank had no backward pass, so that it cannot tell whether gradients are weighed."""
+        """True if this rank had no backward pass, so that it cannot tell whether gradients are
+        weighed.
+        """
         return self._own is not None and bool(self._own["flags"] & EMPTY)
 
     def load(self, leaving: Leaving) -> None:
         """Let `leaving` ride in the step that begins."""
-        self.leaving, self._own, self.weight = leaving, leaving.slot, None
+        self.leaving = leaving
+        self._own = leaving.slot
+        self.weight = None
         self.is_loaded = leaving.slot is not None
 
     def watch(self, weights: Digest) -> None:
-        """Let a digest of `weights` before the step that begins ride too; on a GPU, compare the last ones first."""
+        """Let a digest of `weights` before the step that begins ride too; on a GPU, compare the
+        last ones first.
+        """
         self.compare()
-        self.digest, self.is_watched = weights.now(), True
+        self.digest = weights.now()
+        self.is_watched = True
 
     def write(self) -> None:
         """Write this rank's slot to the wire, where zeros are."""
@@ -122,12 +142,14 @@ class Riders:
         """Return what all ranks have sent in the latest step; on a GPU this waits for the sum."""
         area = self._area
         if self.share is not None:
-            self.share = float(area[self._rank * SLOT.itemsize])  # of what this rank itself said, a 1
+            # of what this rank itself said, a 1
+            self.share = float(area[self._rank * SLOT.itemsize])
             area = area / self.share
         return area.to("cpu", torch.uint8).numpy().view(SLOT)
 
     def total_weight(self) -> float | None:
-        """Return what all gradients that came together weigh; None where none is weighed. The same on all their ranks.
+        """Return what all gradients that came together weigh; None where none is weighed. The same
+        on all their ranks.
 
         Raises `DisagreementError` if they weigh nothing and may not.
         """
@@ -140,14 +162,16 @@ class Riders:
             return None
         if not total:
             raise DisagreementError(
-                "the gradients of all ranks together weigh nothing, so they have no mean: leave such a step out on all "
-                "ranks"
+                "the gradients of all ranks together weigh nothing, so they have no mean: leave"
+                " such a step out on all ranks"
             )
         self.weight = total
         return total
 
     def compare(self) -> None:
-        """Raise `DisagreementError` if ranks that sent digests in the latest step had other weights than each other."""
+        """Raise `DisagreementError` if ranks that sent digests in the latest step had other weights
+        than each other.
+        """
         if self.compared is None:
             return
         (step, members), self.compared = self.compared, None
@@ -161,9 +185,14 @@ def require_equal(digests: Mapping[int, int], step: int) -> None:
     if others:
         alone = [rank for rank, digest in digests.items() if digest != common]
         is_most = 2 * count > len(digests)
-        who = f"those of ranks {alone} differ from all others'" if is_most else f"their digests are {digests}"
+        who = (
+            f"those of ranks {alone} differ from all others'"
+            if is_most
+            else f"their digests are {digests}"
+        )
         raise DisagreementError(
-            f"watch: before step {step} the ranks held different weights for the first time: {who}. Bits were "
-            "flipped, on a wire or in memory, or a rank alone has written weights or loaded a state: start again "
-            "from a checkpoint, and look at the hosts of these ranks and of those that send to them"
+            f"watch: before step {step} the ranks held different weights for the first time: {who}."
+            " Bits were flipped, on a wire or in memory, or a rank alone has written weights or"
+            " loaded a state: start again from a checkpoint, and look at the hosts of these ranks"
+            " and of those that send to them"
         )

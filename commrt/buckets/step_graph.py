@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry a bucket's whole step by one launch of a device graph; where that cannot be, say why.
 
-NCCL wants all ranks of a transfer to capture it together, and to replay it together. So whether a step is replayed
-must not depend on what one rank has alone: neither on where its gradients lie nor on which it has. In peers' memory a
-rank may do by calls what others do by graphs.
+NCCL wants all ranks of a transfer to capture it together, and to replay it together. So whether a
+step is replayed must not depend on what one rank has alone: neither on where its gradients lie nor
+on which it has. In peers' memory a rank may do by calls what others do by graphs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from commrt.runtime.executor import BoundProgram, RunnableProgram
 from commrt.transport.protocol import Exchange, Tag, Transport
 
 BY_CALLS = 2
-"""Steps before a schedule is captured: peers connect in them, and a schedule that never comes back costs nothing."""
+"""Steps before a schedule is captured: peers connect in them, and a schedule that never comes back
+costs nothing.
+"""
 FIRST = f"the first {BY_CALLS} steps with a schedule are carried call by call"
-NO_KERNEL = "plain torch packs the gradients, on a CPU or of a dtype without a Triton kernel: no graph can do that"
-NOT_WHOLE = "this rank lacks gradients of this step: what others have is unpacked from their memory before they go on"
+NO_KERNEL = (
+    "plain torch packs the gradients, on a CPU or of a dtype without a Triton kernel: no graph can"
+    " do that"
+)
+NOT_WHOLE = (
+    "this rank lacks gradients of this step: what others have is unpacked from their memory before"
+    " they go on"
+)
 NOTHING_QUEUED = "the transport waits for its transfers, so there is nothing to repeat"
 
 Agree = Callable[[bool], Sequence[int]]
@@ -42,14 +50,19 @@ class StepGraphs:
     """The device graphs of a model's `buckets`."""
 
     def __init__(self, buckets: Sequence[GradientBucket], transport: Transport) -> None:
-        self._buckets, self._transport = buckets, transport
+        self._buckets = buckets
+        self._transport = transport
         self._latest: BoundStep | None = None
         self._refusal = None if all(bucket.repeatable for bucket in buckets) else NO_KERNEL
         self.reasons: dict[int, str] = {}
-        """By bucket, why the latest step was carried call by call; nothing for buckets that were replayed."""
+        """By bucket, why the latest step was carried call by call; nothing for buckets that were
+        replayed.
+        """
 
     def carry(self, bucket: GradientBucket, bound: BoundStep, scale: float, tag: Tag) -> bool:
-        """Pack, exchange and unpack by one launch, and return True; False if the caller must do it."""
+        """Pack, exchange and unpack by one launch, and return True;
+        False if the caller must do it.
+        """
         self._latest = bound
         if self._refusal or not bound.replays:
             bound.steps += bound.latest != tag.step
@@ -70,14 +83,22 @@ class StepGraphs:
     def is_due(self) -> bool:
         """True if the schedule of the latest step is to be captured; the same on all members."""
         latest = self._latest
-        return latest is not None and not (self._refusal or latest.replays) and latest.steps >= BY_CALLS
+        return (
+            latest is not None
+            and not (self._refusal or latest.replays)
+            and latest.steps >= BY_CALLS
+        )
 
     def capture(self, agree: Agree) -> None:
-        """Capture the schedule of the latest step; collective, with nothing else going on in this process."""
+        """Capture the schedule of the latest step; collective, with nothing else going on in this
+        process.
+        """
         bound = cast("BoundStep", self._latest)
         replays = self._captured(cast("Sequence[BoundProgram]", bound.programs))
         if refused := agree(self._refusal is not None):
-            self._refusal = self._refusal or f"the device of rank {refused[0]} refused: ask that rank why"
+            self._refusal = (
+                self._refusal or f"the device of rank {refused[0]} refused: ask that rank why"
+            )
         else:
             bound.replays = replays
 
@@ -86,7 +107,9 @@ class StepGraphs:
         replays: list[Exchange] = []
         try:
             for bucket, program in zip(self._buckets, programs, strict=True):
-                if (replay := self._transport.capture(_work(bucket, program), program.group)) is None:
+                if (
+                    replay := self._transport.capture(_work(bucket, program), program.group)
+                ) is None:
                     self._refusal = NOTHING_QUEUED
                     break
                 replays.append(replay)
@@ -100,7 +123,9 @@ def _launches(bucket: GradientBucket) -> Repeatable:
 
 
 def _work(bucket: GradientBucket, program: BoundProgram) -> Callable[[], None]:
-    launches, tag, parts = _launches(bucket), Tag(-1, bucket.index), program.elsewhere
+    launches = _launches(bucket)
+    tag = Tag(-1, bucket.index)
+    parts = program.elsewhere
     launches.load(parts)
 
     def work() -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets whose gradients live on the wire: ``param.grad`` is a view of it, so that nothing is unpacked."""
+"""Buckets whose gradients live on the wire: ``param.grad`` is a view of it, so that nothing is
+unpacked.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
 from commrt.kernels.torch_packing import TorchPacking, views_of
 
 GRAPH = (
-    "the gradient of {name} has a graph of its own, by create_graph=True, which would end where its values are moved: "
-    'attach without gradients="views"'
+    "the gradient of {name} has a graph of its own, by create_graph=True, which would end where its"
+    ' values are moved: attach without gradients="views"'
 )
 
 requires_grad_of = attrgetter("requires_grad")
@@ -26,9 +28,10 @@ requires_grad_of = attrgetter("requires_grad")
 class ViewBucket(GradientBucket):
     """A bucket whose gradients stay on the wire between steps, each at its own place.
 
-    A gradient that autograd made elsewhere is scaled into its place, and one that is there already is scaled in place.
-    Plain torch, as on a CPU, does that with large ones in `move_in` as soon as each is there, while it is in the
-    processor's cache. Small ones move together when the bucket leaves. Where Triton packs, one launch does it for all.
+    A gradient that autograd made elsewhere is scaled into its place, and one that is there already
+    is scaled in place. Plain torch, as on a CPU, does that with large ones in `move_in` as soon as
+    each is there, while it is in the processor's cache. Small ones move together when the bucket
+    leaves. Where Triton packs, one launch does it for all.
     """
 
     unpacks_wire = False
@@ -40,7 +43,8 @@ class ViewBucket(GradientBucket):
         self._addresses = [original.data_ptr() for original in self._originals]
         self._places = {name: place for place, name in enumerate(self.names)}
         self._moved_scale = 1.0  # of what has moved in
-        self._moved: dict[int, int] = {}  # by place, how often the original was written to by the end of `move_in`
+        # by place, how often the original was written to by the end of `move_in`
+        self._moved: dict[int, int] = {}
         self._torch = self._packing if isinstance(self._packing, TorchPacking) else None
         self.moves_in = self._torch is not None and not self._torch.packs_at_once
         """True if `move_in` does something."""
@@ -50,20 +54,27 @@ class ViewBucket(GradientBucket):
         return views_of(self.wire, self.layout, self._like)
 
     def _home(self, place: int) -> Tensor:
-        """Return the original at `place`, made anew where ``grad.data = ...`` or `Module.to` let it point elsewhere."""
+        """Return the original at `place`, made anew where ``grad.data = ...`` or `Module.to` let it
+        point elsewhere.
+        """
         original = self._originals[place]
         is_there = original.data_ptr() == self._addresses[place]
-        if not is_there or (original.dtype, original.shape, original.stride()) != self._kinds[place]:
+        if (
+            not is_there
+            or (original.dtype, original.shape, original.stride()) != self._kinds[place]
+        ):
             original = self._originals[place] = self._views()[place].data
         return original
 
     def move_in(self, name: str, scale: float) -> None:
-        """Write the gradient of `name`, which is complete, times `scale` to the wire, and leave it there.
+        """Write the gradient of `name`, which is complete, times `scale` to the wire, and leave it
+        there.
 
         Does nothing where all move together.
         """
         place = self._places[name]
-        grad, original = self.params[place][1].grad, self._home(place)
+        grad = self.params[place][1].grad
+        original = self._home(place)
         if self._torch is None or not self.moves_in or grad is None:
             return
         self._require_movable(place, grad)
@@ -91,7 +102,9 @@ class ViewBucket(GradientBucket):
                 self._require_fit(place, grad)
 
     def _are_all_apart(self, grads: Sequence[Tensor]) -> bool:
-        """Return True if autograd made all of `grads` elsewhere, and what they are to be copied to is in its place."""
+        """Return True if autograd made all of `grads` elsewhere, and what they are to be copied to
+        is in its place.
+        """
         originals = self._originals
         return (
             [*map(Tensor.data_ptr, originals)] == self._addresses
@@ -129,7 +142,8 @@ class ViewBucket(GradientBucket):
         if self.riders is not None and (self.riders.is_loaded or self.riders.is_watched):
             self.riders.write()
 
-    def unpack(self, parts: Parts = NO_PARTS) -> None:  # gradients live on the wire, so nothing is elsewhere
+    # gradients live on the wire, so nothing is elsewhere
+    def unpack(self, parts: Parts = NO_PARTS) -> None:
         """Compare the headers; gradients are where they belong."""
         self._packing.compare(self._word)
         self._settle()
@@ -156,7 +170,9 @@ class ViewBucket(GradientBucket):
         return self._originals[place]
 
     def release(self) -> None:
-        """See `GradientBucket.release`; graphs that saved earlier gradients now refuse to be differentiated."""
+        """See `GradientBucket.release`; graphs that saved earlier gradients now refuse to be
+        differentiated.
+        """
         super().release()
         increment_version(self._originals)
         self._moved = {}

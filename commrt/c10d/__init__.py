@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A backend of torch.distributed: ``import commrt``, then ``init_process_group("commrt")``.
 
-DDP, FSDP2, DTensor, DeviceMesh and everything else that uses torch.distributed then runs on commrt's schedules.
+DDP, FSDP2, DTensor, DeviceMesh and everything else that uses torch.distributed then runs on
+commrt's schedules.
 """
 
 from typing import Any
@@ -19,14 +20,17 @@ BACKENDS_SINCE = Version("2.14")
 
 
 def create(options: Any, _: Any = None) -> Any:
-    """Return what torch asks for in `options`, a ``_DistributedBackendOptions``: a backend or a process group.
+    """Return what torch asks for in `options`, a ``_DistributedBackendOptions``: a backend or a
+    process group.
 
     Errors of commrt are also ``torch.distributed.DistBackendError``.
     """
     from commrt.c10d.group_work import as_dist_error  # noqa: PLC0415  # imports the runtime
 
     if getattr(options, "enable_reconfigure", False):
-        from commrt.c10d.reconfigurable import ReconfigurableGroup as Kind  # noqa: PLC0415  # each needs its own version
+        from commrt.c10d.reconfigurable import (  # noqa: PLC0415
+            ReconfigurableGroup as Kind,
+        )  # each needs its own version
     elif Version(torch.__version__) >= BACKENDS_SINCE:
         from commrt.c10d.backend import CommrtBackend as Kind  # type: ignore[assignment]  # noqa: PLC0415
     else:

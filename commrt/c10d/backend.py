@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that torch.distributed calls on a process group, by c10d's names, and the backend of torch 2.14 and on.
+"""The methods that torch.distributed calls on a process group, by c10d's names, and the backend of
+torch 2.14 and on.
 
-torch's profiler and dispatch modes see them on the thread that calls. The ranges of the communication thread come from
-`commrt.threads.recording`. Without a profiler nothing is recorded.
+torch's profiler and dispatch modes see them on the thread that calls. The ranges of the
+communication thread come from `commrt.threads.recording`. Without a profiler nothing is recorded.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # noqa: SLF001  
 def collective(name: str, torch_name: str = "") -> Callable[[Method], Method]:
     """Make a method one that torch calls. `torch_name` is c10d's, if the method has another.
 
-    The method gets its arguments in the long form (`long_form`). All errors of commrt become torch's, too. While there
-    is a profiler or a dispatch mode, the call goes to ``self.observed(torch_name, args, begin)``, of which ``begin()``
-    is the call.
+    The method gets its arguments in the long form (`long_form`). All errors of commrt become
+    torch's, too. While there is a profiler or a dispatch mode, the call goes to
+    ``self.observed(torch_name, args, begin)``, of which ``begin()`` is the call.
     """
 
     def decorated(method: Method) -> Method:
@@ -48,7 +49,8 @@ def collective(name: str, torch_name: str = "") -> Callable[[Method], Method]:
         def begin(*args: Any, **options: Any) -> Any:
             try:
                 if has_forms and (options or args[-1].__class__ not in OPTIONS):
-                    args, options = (args[0], *long_form(method.__name__, args[1:], options)), {}
+                    args = (args[0], *long_form(method.__name__, args[1:], options))
+                    options = {}
                 if not (profiler._is_profiler_enabled or _modes()):  # noqa: SLF001  # a flag of the process
                     return method(*args, **options)
                 group, *given = [*args, *options.values()]
@@ -68,8 +70,12 @@ def collective(name: str, torch_name: str = "") -> Callable[[Method], Method]:
 
 
 def _read(given: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors that a call reads: by c10d's order the second argument, or the first if that has none."""
-    found = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in given[1::-1])
+    """Return the tensors that a call reads: by c10d's order the second argument, or the first if
+    that has none.
+    """
+    found = (
+        [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in given[1::-1]
+    )
     return next(filter(None, found), [])
 
 
@@ -77,14 +83,16 @@ def _read(given: Sequence[Any]) -> list[Tensor]:
 class Methods:
     """c10d's collectives on a `ProcessGroupWorld`, in all forms that torch's own groups take.
 
-    Raises `UsageError` for what cannot work, before anything is sent. Works raise the other errors. All errors are also
-    ``torch.distributed.DistBackendError``.
+    Raises `UsageError` for what cannot work, before anything is sent. Works raise the other errors.
+    All errors are also ``torch.distributed.DistBackendError``.
     """
 
     group: ProcessGroupWorld
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
-        """Return ``begin()``, the call of torch's method `name` with the arguments `given`: torch 2.14 has seen it."""
+        """Return ``begin()``, the call of torch's method `name` with the arguments `given`: torch
+        2.14 has seen it.
+        """
         return begin()
 
     @collective("all_reduce")
@@ -98,7 +106,9 @@ class Methods:
     @collective("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Do `allreduce` of several tensors."""
-        return self._begin(opts, *[self.group.requests.whole("all_reduce", tensor, opts) for tensor in tensors])
+        return self._begin(
+            opts, *[self.group.requests.whole("all_reduce", tensor, opts) for tensor in tensors]
+        )
 
     @collective("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -116,7 +126,9 @@ class Methods:
         return self._begin_pieces("all_gather", [_one(inputs)], [_listed(outputs)], opts)
 
     @collective("all_gather")
-    def allgather_coalesced(self, outputs: Any, inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def allgather_coalesced(
+        self, outputs: Any, inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         """Do `allgather` of several tensors; ``outputs[rank][i]`` is for input i of that rank."""
         return self._begin_pieces("all_gather", inputs, [*zip(*outputs, strict=True)], opts)
 
@@ -151,21 +163,32 @@ class Methods:
         return self._begin_pieces("reduce_scatter", [output], [tensor], opts)
 
     @collective("reduce_scatter", "reduce_scatter_tensor_coalesced")
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
         """Do `reduce_scatter_single` of several tensors."""
         return self._begin_pieces("reduce_scatter", outputs, inputs, opts)
 
     @collective("all_to_all")
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
         """Copy the input of each rank's number to that rank."""
         return self._begin(opts, self.group.requests.all_to_all(outputs, inputs))
 
     @collective("all_to_all", "alltoall_base")
     def all_to_all_single(
-        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
     ) -> dist.Work:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
-        return self._begin(opts, self.group.requests.all_to_all_single(output, tensor, output_sizes, input_sizes))
+        return self._begin(
+            opts, self.group.requests.all_to_all_single(output, tensor, output_sizes, input_sizes)
+        )
 
     @collective("barrier")
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -174,14 +197,20 @@ class Methods:
 
     @collective("barrier")
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names those that this rank waits for, whatever `wait_all_ranks` says."""
-        opts, given = dist.BarrierOptions(), timeout if isinstance(timeout, timedelta | None) else timeout.timeout
+        """Wait for all ranks; the error names those that this rank waits for, whatever
+        `wait_all_ranks` says.
+        """
+        opts = dist.BarrierOptions()
+        given = timeout if isinstance(timeout, timedelta | None) else timeout.timeout
         if given is not None and given >= timedelta(0):
-            opts.timeout = max(given, timedelta(milliseconds=1))  # 0 would stand for the group's own
+            # 0 would stand for the group's own
+            opts.timeout = max(given, timedelta(milliseconds=1))
         try:
             self._begin(opts, self.group.requests.barrier()).wait()
         except DeadlineExceeded as late:
-            late.what = f"Rank {self.group.requests.rank} timed out in monitoredBarrier: {late.what}"
+            late.what = (
+                f"Rank {self.group.requests.rank} timed out in monitoredBarrier: {late.what}"
+            )
             raise
 
     @collective("send")
@@ -215,7 +244,9 @@ class Methods:
         return self.group.engine.begun
 
     def shutdown(self) -> None:
-        """Finish what was started, then close all connections; ``destroy_process_group`` calls it."""
+        """Finish what was started, then close all connections;
+        ``destroy_process_group`` calls it.
+        """
         self.group.close()
 
     def abort(self) -> None:
@@ -226,12 +257,16 @@ class Methods:
     def _post(self, tensors: Any, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
         plain = memory_of(_one(tensors))
         if not plain.is_contiguous():
-            raise UsageError(f"a tensor of shape {tuple(plain.shape)} has gaps: pass its contiguous() copy")
+            raise UsageError(
+                f"a tensor of shape {tuple(plain.shape)} has gaps: pass its contiguous() copy"
+            )
         if plain.device.type == "cpu":
             return self.group.host_messages.post(plain, peer, tag, is_send=is_send)
         return self.group.device_messages.post(plain, peer, is_send=is_send)
 
-    def _begin_pieces(self, name: str, own: Sequence[Tensor], pieces: Sequence[Any], opts: Any) -> dist.Work:
+    def _begin_pieces(
+        self, name: str, own: Sequence[Tensor], pieces: Sequence[Any], opts: Any
+    ) -> dist.Work:
         pairs = zip(own, pieces, strict=True)
         return self._begin(opts, *[self.group.requests.pieces(name, *pair, opts) for pair in pairs])
 
@@ -254,17 +289,21 @@ class Methods:
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
 
 
 class CommrtBackend(Methods, Backend):
-    """What torch 2.14 and later get from ``init_process_group("commrt")``: one per process group and device.
+    """What torch 2.14 and later get from ``init_process_group("commrt")``: one per process group
+    and device.
 
-    Each property that torch's C++ reads must stand in this class. It would ask the one that is inherited, which asks
-    C++ again, until the stack is full: Python 3.13 ends in SIGSEGV then. torch 2.15 reads `options` in each new group.
+    Each property that torch's C++ reads must stand in this class. It would ask the one that is
+    inherited, which asks C++ again, until the stack is full: Python 3.13 ends in SIGSEGV then.
+    torch 2.15 reads `options` in each new group.
     """
 
-    supports_coalescing = False  # torch then begins sends and receives one by one, which never wait for each other
+    # torch then begins sends and receives one by one, which never wait for each other
+    supports_coalescing = False
 
     def __init__(self, options: Any) -> None:
         Backend.__init__(self, options.group_rank, options.group_size)
@@ -274,7 +313,9 @@ class CommrtBackend(Methods, Backend):
 
     def _use_options(self, options: Any) -> None:
         self._options = cast("Any", Backend).Options(NAME, options.timeout)
-        self._options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(options.group_size))
+        self._options.global_ranks_in_group = list(options.global_ranks_in_group) or list(
+            range(options.group_size)
+        )
 
     @property
     def options(self) -> Any:
@@ -289,12 +330,17 @@ class CommrtBackend(Methods, Backend):
 
     @collective("recv")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """Raise `UsageError`: torch asks the work for its source, which it loses for a backend in Python (2.14)."""
-        raise UsageError("a receive from any rank is not possible with this version of torch: name src")
+        """Raise `UsageError`: torch asks the work for its source, which it loses for a backend in
+        Python (2.14).
+        """
+        raise UsageError(
+            "a receive from any rank is not possible with this version of torch: name src"
+        )
 
 
 for _name, _value in vars(Backend).items():
-    if isinstance(_value, property) and "supports_" in _name:  # whatever a version of torch asks for
+    # whatever a version of torch asks for
+    if isinstance(_value, property) and "supports_" in _name:
         setattr(CommrtBackend, _name, False)
 
 
@@ -302,7 +348,9 @@ def _one(tensors: Any) -> Tensor:
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
-        raise UsageError(f"{len(tensors)} tensors in one call: give one, as a process has one device")
+        raise UsageError(
+            f"{len(tensors)} tensors in one call: give one, as a process has one device"
+        )
     return cast("Tensor", tensors[0])
 
 
@@ -310,10 +358,14 @@ def _listed(tensors: Any) -> list[Tensor]:
     return list(tensors) if not tensors or isinstance(tensors[0], Tensor) else list(tensors[0])
 
 
-def _sparse_all_reduce(tensor: Tensor, opts: Any, ranks: int, all_gather: Callable[..., dist.Work]) -> dist.Work:
-    """Replace the sparse `tensor` by the sum over all ranks; the work is complete when this returns.
+def _sparse_all_reduce(
+    tensor: Tensor, opts: Any, ranks: int, all_gather: Callable[..., dist.Work]
+) -> dist.Work:
+    """Replace the sparse `tensor` by the sum over all ranks; the work is complete when this
+    returns.
 
-    Cost: three all-gathers, of the counts, then of as many indices and values as the fullest rank has.
+    Cost: three all-gathers, of the counts, then of as many indices and values as the fullest rank
+    has.
     """
     if (op := option(opts, "reduceOp", dist.ReduceOp.SUM)) != dist.ReduceOp.SUM:
         raise UsageError(f"{op} of sparse tensors: only their SUM can be formed; pass dense copies")
@@ -327,7 +379,8 @@ def _sparse_all_reduce(tensor: Tensor, opts: Any, ranks: int, all_gather: Callab
 
     own = tensor.coalesce()
     counts = [*map(int, gathered(torch.tensor([len(own.values())], device=own.device), 1))]
-    indices, values = gathered(own.indices().t(), max(counts)), gathered(own.values(), max(counts))
+    indices = gathered(own.indices().t(), max(counts))
+    values = gathered(own.values(), max(counts))
     parts = [
         torch.sparse_coo_tensor(index[:count].t(), value[:count], own.shape)
         for index, value, count in zip(indices, values, counts, strict=True)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective of a group is: all that must be equal on all ranks, and the tensors of one rank."""
+"""What a collective of a group is: all that must be equal on all ranks, and the tensors of one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ class Kind(NamedTuple):
     """What ADD stands for; None if nothing is combined."""
     root: int
     sizes: tuple[int, ...]
-    """[slots] elements of each piece, in elements of the wire's dtype. In an `all_to_all` they differ, and are 0 for a
-    slot that this rank does not use."""
+    """[slots] elements of each piece, in elements of the wire's dtype. In an `all_to_all` they
+    differ, and are 0 for a slot that this rank does not use.
+    """
     put: tuple[Piece, ...]
     """What this rank contributes."""
     take: tuple[Piece, ...]
@@ -46,12 +49,15 @@ class Kind(NamedTuple):
     """True if each rank's contribution is multiplied by a factor of its own."""
 
     def __str__(self) -> str:
-        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``; equal on all ranks."""
+        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``; equal on all
+        ranks.
+        """
         if self.collective == "barrier":
             return self.collective
         how = f" ({self.operation})" if self.operation else ""
         from_root = f", root {self.root}" if self.collective in ROOTED else ""
-        slots, numel = len(self.sizes), self.piece_nbytes // self.dtype.itemsize
+        slots = len(self.sizes)
+        numel = self.piece_nbytes // self.dtype.itemsize
         size = f"[{numel if slots == 1 else (slots, numel)}]" if self.is_even else ""
         return f"{self.collective}{how} of {str(self.dtype)[6:]}{size}{from_root}"
 
@@ -73,7 +79,10 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One collective as a rank asks for it, checked. Rows share memory with tensors, or are copies of what has gaps."""
+    """One collective as a rank asks for it, checked.
+
+    Rows share memory with tensors, or are copies of what has gaps.
+    """
 
     kind: Kind
     put: Sequence[Tensor]
@@ -82,4 +91,6 @@ class Call:
     factor: Tensor | float | None = None
     """What this rank's contribution is multiplied by."""
     copies: Sequence[tuple[Tensor, Tensor]] = ()
-    """(target, row) pairs to copy at the end: tensors with gaps, and the rows that are taken for them."""
+    """(target, row) pairs to copy at the end: tensors with gaps, and the rows that are taken for
+    them.
+    """

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the collectives of one process group, in order, on the communication thread; and the works that they return.
+"""Runs the collectives of one process group, in order, on the communication thread; and the works
+that they return.
 
-A *wire* is a row of *slots*. A slot holds a piece that moves as a whole: a rank's share in an all-gather, say, or the
-whole buffer in a broadcast. A call of any size travels through one wire of fixed size, in slices, one after the other;
-a slot may be empty in the last ones. So schedules are bound to memory once per size, whatever tensors come, and on a
-CPU the wire fits the cache. All ranks have the same slots at the same places, of the same sizes, whatever the layout of
-their tensors: multiples of 16 elements, or bytes of what only moves. But only the two ends of a transfer know its size
-in an all-to-all. There a slot has exactly that size, so two ends that differ notice it, and is empty at other ranks.
+A *wire* is a row of *slots*. A slot holds a piece that moves as a whole: a rank's share in an
+all-gather, say, or the whole buffer in a broadcast. A call of any size travels through one wire of
+fixed size, in slices, one after the other; a slot may be empty in the last ones. So schedules are
+bound to memory once per size, whatever tensors come, and on a CPU the wire fits the cache. All
+ranks have the same slots at the same places, of the same sizes, whatever the layout of their
+tensors: multiples of 16 elements, or bytes of what only moves. But only the two ends of a transfer
+know its size in an all-to-all. There a slot has exactly that size, so two ends that differ notice
+it, and is empty at other ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ from commrt.transport.protocol import Tag, point
 LANDING_NUMEL = 1 << 15
 """Elements of a slice from which receiving into the caller's memory takes less than a copy."""
 SPREAD = 0x9E3779B1
-"""Makes sequence numbers differ in many bits, so that a call of one number is taken for no call of another."""
+"""Makes sequence numbers differ in many bits, so that a call of one number is taken for no call of
+another.
+"""
 KEPT = 256
 """Plans that are kept, and programs: those used last."""
 
@@ -57,7 +62,9 @@ class _Part(NamedTuple):
     put: Sequence[_Copy]
     take: Sequence[_Copy]
     land: Sequence[tuple[Tensor, _Copy]]
-    """Receives that go into the caller's rows, where that saves a copy, and the part of the wire they go to else."""
+    """Receives that go into the caller's rows, where that saves a copy, and the part of the wire
+    they go to else.
+    """
 
 
 class _Plan(NamedTuple):
@@ -72,7 +79,9 @@ class CallEngine:
     """The collectives of one group. All methods but `begin` run on the communication thread."""
 
     def __init__(self, world: World, selection: Selection, name: str) -> None:
-        self._world, self._selection, self._name = world, selection, name
+        self._world = world
+        self._selection = selection
+        self._name = name
         self.timeout_s = world.timeout_s
         """Of calls that have none of their own."""
         self.begun = 0
@@ -81,9 +90,14 @@ class CallEngine:
         self._plan = lru_cache(KEPT)(self._new_plan)
         self._bound = lru_cache(KEPT)(self._bind)  # its schedules were proven when they were chosen
 
-    def begin(self, call: Call, timeout_s: float | None = None, *, waits: bool = False) -> Future[None] | None:
-        """Run `call` after all earlier ones; return at once, or if the caller `waits` anyway None, when it is done."""
-        device, comm_thread = call.kind.device, self._world.comm_thread
+    def begin(
+        self, call: Call, timeout_s: float | None = None, *, waits: bool = False
+    ) -> Future[None] | None:
+        """Run `call` after all earlier ones; return at once, or if the caller `waits` anyway None,
+        when it is done.
+        """
+        device = call.kind.device
+        comm_thread = self._world.comm_thread
         if device.type == "cuda":
             self._world.connect(device)
             waits = False
@@ -91,16 +105,22 @@ class CallEngine:
         return comm_thread.call(task) if waits else comm_thread.submit(task)
 
     def _run(self, call: Call, timeout_s: float | None) -> None:
-        number, transport, comm_thread = self.begun, self._world.transport, self._world.comm_thread
+        number = self.begun
+        transport = self._world.transport
+        comm_thread = self._world.comm_thread
         self.begun += 1
         if timeout_s is not None:
             transport.timeout_s = timeout_s
         try:
-            # The caller's tensors may be made under it. torch.inference_mode() takes four times as long.
+            # The caller's tensors may be made under it. torch.inference_mode() takes four times as
+            # long.
             with torch._C._InferenceMode(True):  # noqa: SLF001
-                plan, collective = self._plan(call.kind), call.kind.collective
+                plan = self._plan(call.kind)
+                collective = call.kind.collective
                 tag = Tag(number, collective, plan.number ^ (number * SPREAD & 0xFFFFFFFF))
-                with comm_thread.within_range(collective, step=number, numel=plan.numel, schedule=plan.schedule):
+                with comm_thread.within_range(
+                    collective, step=number, numel=plan.numel, schedule=plan.schedule
+                ):
                     for part in plan.parts:
                         _carry(part, call, tag, comm_thread.listener)
                     for target, row in call.copies:
@@ -109,10 +129,18 @@ class CallEngine:
                 for row in (*call.put, *call.take):  # they may be freed on another stream
                     row.record_stream(torch.cuda.current_stream(row.device))
         except TransportError as error:
-            limit = f", with a timeout of {transport.timeout_s:g} s" if isinstance(error, DeadlineExceeded) else ""
-            ended = comm_thread.failure if isinstance(error, TransportClosed) else None  # why it was closed
+            limit = (
+                f", with a timeout of {transport.timeout_s:g} s"
+                if isinstance(error, DeadlineExceeded)
+                else ""
+            )
+            # why it was closed
+            ended = comm_thread.failure if isinstance(error, TransportClosed) else None
             why = f", as {ended.what}" if isinstance(ended, TransportClosed) else ""
-            error.what = f"{call.kind}, sequence number {number} of group {self._name}{limit}: {error.what}{why}"
+            error.what = (
+                f"{call.kind}, sequence number {number} of group {self._name}{limit}:"
+                f" {error.what}{why}"
+            )
             raise
         finally:
             if timeout_s is not None:
@@ -120,7 +148,9 @@ class CallEngine:
 
     def _new_plan(self, kind: Kind) -> _Plan:
         slot_nbytes = slice_nbytes(kind.collective, self._world.size, kind.device.type)
-        schedule = self._selection.choose(kind.collective, kind.root, min(kind.piece_nbytes, slot_nbytes))
+        schedule = self._selection.choose(
+            kind.collective, kind.root, min(kind.piece_nbytes, slot_nbytes)
+        )
         number = zlib.crc32(f"{kind} {schedule.name} {kind.divisor} {kind.is_scaled}".encode())
         slot_numel = slot_nbytes // kind.wire_dtype.itemsize
         begins = range(0, max(kind.sizes, default=0), slot_numel)
@@ -128,18 +158,31 @@ class CallEngine:
         return _Plan(schedule.name, number, sum(kind.sizes), parts)
 
     def _part(self, schedule: Schedule, kind: Kind, lo: int, slot_numel: int) -> _Part:
-        """Return what the slice needs that has at most `slot_numel` elements of each piece, from `lo` on."""
+        """Return what the slice needs that has at most `slot_numel` elements of each piece, from
+        `lo` on.
+        """
         sizes = tuple([min(max(size - lo, 0), slot_numel) for size in kind.sizes])
         shape = tuple(map(padded, sizes)) if kind.is_even else sizes
         places = [*accumulate(shape, initial=0)]
         program, wire = self._bound(schedule, shape, kind.operation, kind.wire_dtype, kind.device)
-        lands = kind.divisor == 1 and shape == sizes and places[-1] >= LANDING_NUMEL and kind.device.type == "cpu"
+        lands = (
+            kind.divisor == 1
+            and shape == sizes
+            and places[-1] >= LANDING_NUMEL
+            and kind.device.type == "cpu"
+        )
         lands = lands and self._world.transport.can_move_receives
         landings = sorted(program.landings, key=lambda each: each.begin) if lands else []
-        put = [_copy(wire, row, places[at], places[at] + sizes[at], first + lo) for at, row, first in kind.put]
-        take, land = [], []
+        put = [
+            _copy(wire, row, places[at], places[at] + sizes[at], first + lo)
+            for at, row, first in kind.put
+        ]
+        take = []
+        land = []
         for slot, row, first in kind.take:
-            begin, stop, ahead = places[slot], places[slot] + sizes[slot], first + lo - places[slot]
+            begin = places[slot]
+            stop = places[slot] + sizes[slot]
+            ahead = first + lo - places[slot]
             for target, low, high in landings:
                 if begin <= low < high <= stop:
                     take.append(_copy(wire, row, begin, low, begin + ahead))
@@ -149,24 +192,51 @@ class CallEngine:
         return _Part(program, put, [each for each in take if each.wire.numel()], land)
 
     def _bind(
-        self, schedule: Schedule, shape: Sequence[int], operation: str | None, dtype: torch.dtype, device: torch.device
+        self,
+        schedule: Schedule,
+        shape: Sequence[int],
+        operation: str | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> tuple[BoundProgram, Tensor]:
-        """Return a program for slots of the sizes `shape`, and the wire [sum of shape] that it runs on."""
-        world, ranks = self._world, self._world.size
-        mine = member_program(schedule, range(ranks), world.rank, ranks)  # which remembers schedules
-        bounds, chunks_per_slot = [0], schedule.chunks // len(shape)
+        """Return a program for slots of the sizes `shape`, and the wire [sum of shape] that it runs
+        on.
+        """
+        world = self._world
+        ranks = self._world.size
+        # which remembers schedules
+        mine = member_program(schedule, range(ranks), world.rank, ranks)
+        bounds = [0]
+        chunks_per_slot = schedule.chunks // len(shape)
         for size in shape:
-            bounds += [bounds[-1] + bound for bound in chunk_bounds(size, chunks_per_slot, GRANULE)[1:]]
-        wire, scratch = self._memory.row(bounds[-1], dtype, device, "wire"), self._memory
+            bounds += [
+                bounds[-1] + bound for bound in chunk_bounds(size, chunks_per_slot, GRANULE)[1:]
+            ]
+        wire = self._memory.row(bounds[-1], dtype, device, "wire")
+        scratch = self._memory
         add = None if operation is None else combining(operation)
-        return bind(mine, wire, world.transport, scratch, world.comm_thread.streams, bounds=bounds, add=add), wire
+        return (
+            bind(
+                mine,
+                wire,
+                world.transport,
+                scratch,
+                world.comm_thread.streams,
+                bounds=bounds,
+                add=add,
+            ),
+            wire,
+        )
 
     def _allocate(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return so much that it seldom has to grow, since programs bound to what was too small keep that.
+        """Return so much that it seldom has to grow, since programs bound to what was too small
+        keep that.
 
         A group of small calls alone opens no file for its memory.
         """
-        enough = SMALL_NBYTES if nbytes <= SMALL_NBYTES else 2 * max(nbytes, WIRE_NBYTES[device.type])
+        enough = (
+            SMALL_NBYTES if nbytes <= SMALL_NBYTES else 2 * max(nbytes, WIRE_NBYTES[device.type])
+        )
         return self._world.transport.allocate(enough, dtype, device)
 
 
@@ -193,5 +263,7 @@ def _carry(part: _Part, call: Call, tag: Tag, recorder: Recorder | None) -> None
 
 
 def _copy(wire: Tensor, row: int, begin: int, end: int, first: int) -> _Copy:
-    """Return the copy of elements [begin, end) of the wire, from or to element `first` of a row on."""
+    """Return the copy of elements [begin, end) of the wire,
+    from or to element `first` of a row on.
+    """
     return _Copy(wire[begin:end], row, slice(first, first + end - begin))

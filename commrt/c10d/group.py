@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process group of torch.distributed: a world of its own, its collectives, and its sends and receives.
+"""One process group of torch.distributed: a world of its own, its collectives, and its sends and
+receives.
 
-Two ranks send and receive in any order, with tags, beside the collectives. CPU tensors travel on sockets of Gloo, which
-connects two ranks when they first exchange. Tensors on a GPU travel through NCCL, in batches: all sends and receives
-since the last wait are one group, as NCCL has no tags. A batch leaves when one of its works is waited for, or a
-collective begins. The first use of a GPU by a group connects all its ranks, so all must take part in it.
+Two ranks send and receive in any order, with tags, beside the collectives. CPU tensors travel on
+sockets of Gloo, which connects two ranks when they first exchange. Tensors on a GPU travel through
+NCCL, in batches: all sends and receives since the last wait are one group, as NCCL has no tags. A
+batch leaves when one of its works is waited for, or a collective begins. The first use of a GPU by
+a group connects all its ranks, so all must take part in it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from torch.distributed import PrefixStore, Store
 from commrt.c10d.call_engine import CallEngine
 from commrt.c10d.checked_calls import CheckedCalls
 from commrt.c10d.group_work import NO_TIMEOUT, GroupWork, as_dist_error, seconds_of
-from commrt.errors import CommrtError, DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
+from commrt.errors import (
+    CommrtError,
+    DeadlineExceeded,
+    PeerLost,
+    Place,
+    TransportClosed,
+    TransportError,
+    UsageError,
+)
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Selection, parse_forced
 from commrt.runtime.connection import compare_starts, connect_hosts, listening_address, local_rank
@@ -51,31 +61,48 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport
 
 CHOICES = "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS"
 CONNECT_TRIES = 5
-"""Of Gloo to connect two ranks (torch 2.13), each with its own timeout. A late or dead peer takes all of them."""
+"""Of Gloo to connect two ranks (torch 2.13), each with its own timeout.
+
+A late or dead peer takes all of them.
+"""
 SHORTEST_S = 0.001
 """The shortest timeout of a wait that torch does not take for the group's own."""
 
 
 def group_devices() -> list[torch.device]:
     """Return the kinds of devices whose tensors a group takes."""
-    return [torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])]
+    return [
+        torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+    ]
 
 
 class ProcessGroupWorld:
-    """The world of the group that torch asks for in `options`, a ``_DistributedBackendOptions``. Collective to make."""
+    """The world of the group that torch asks for in `options`, a ``_DistributedBackendOptions``.
+
+    Collective to make.
+    """
 
     def __init__(self, options: Any) -> None:
         check_torch_version()
-        rank, size, timeout_s = options.group_rank, options.group_size, options.timeout.total_seconds()
+        rank = options.group_rank
+        size = options.group_size
+        timeout_s = options.timeout.total_seconds()
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
         require_deadlines(timeout=timeout_s)
         self.store = _unused(options.store, rank, size)
         transport, host, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, self.store, local_rank(), "torch.distributed")
-        self.requests, self.engine = CheckedCalls(rank, size), CallEngine(self.world, selection, options.group_id)
-        # A receive from any rank reads all ranks' addresses from the store, so all must be there from the start.
+        self.requests = CheckedCalls(rank, size)
+        self.engine = CallEngine(self.world, selection, options.group_id)
+        # A receive from any rank reads all ranks' addresses from the store, so all must be there
+        # from the start.
         self.gloo = GlooTransport(
-            PrefixStore("messages", self.store), rank, range(size), timeout_s / CONNECT_TRIES, host, lazy=True
+            PrefixStore("messages", self.store),
+            rank,
+            range(size),
+            timeout_s / CONNECT_TRIES,
+            host,
+            lazy=True,
         )
         self.host_messages = HostMessages(self.gloo, self.world)
         self.device_messages = DeviceMessages(self.world)
@@ -84,20 +111,26 @@ class ProcessGroupWorld:
         _OPEN.add(self)
 
     def close_with(self, owner: object) -> None:
-        """Close this group, as `close` does, when `owner` is gone: the object that torch holds, or whoever has one."""
+        """Close this group, as `close` does, when `owner` is gone: the object that torch holds, or
+        whoever has one.
+        """
         _start_closing_dropped()
-        self._finalizer = finalize(owner, _dropped.put, self)  # a queue takes it amid garbage collection, too
+        # a queue takes it amid garbage collection, too
+        self._finalizer = finalize(owner, _dropped.put, self)
         self._finalizer.atexit = False
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give later collectives, sends and receives another deadline."""
         require_deadlines(timeout=timeout_s)
-        self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = timeout_s
+        self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = (
+            timeout_s
+        )
         if (gloo := self.gloo.process_group) is not None:  # else this group was closed
             gloo._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # torch's name
 
     def close(self, limit_s: float | None = None) -> None:
-        """Finish what was started, sends within `limit_s` if one is given, then close all connections.
+        """Finish what was started, sends within `limit_s` if one is given, then close all
+        connections.
 
         Safe to call twice.
         """
@@ -134,19 +167,26 @@ class ProcessGroupWorld:
 class HostMessages:
     """Sends and receives of CPU tensors. Used by any thread.
 
-    Gloo takes a message back if nobody references its work. So works that the caller drops before they end are kept
-    until they do, or until their timeout.
+    Gloo takes a message back if nobody references its work. So works that the caller drops before
+    they end are kept until they do, or until their timeout.
     """
 
     def __init__(self, gloo: GlooTransport, world: World) -> None:
-        self._gloo, self._world = gloo, world
+        self._gloo = gloo
+        self._world = world
         self._sends: WeakSet[HostWork] = WeakSet()
-        self._dropped_sends, self._dropped_receives = DroppedWorks(), DroppedWorks()
+        self._dropped_sends = DroppedWorks()
+        self._dropped_receives = DroppedWorks()
         self.timeout_s = world.timeout_s
-        """Of what is waited for from now on. Gloo connects two ranks within the timeout that the group began with."""
+        """Of what is waited for from now on.
+
+        Gloo connects two ranks within the timeout that the group began with.
+        """
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
-        """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is None."""
+        """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is
+        None.
+        """
         what = f"{'send' if is_send else 'receive'} with tag {tag}"
         place = Place(self._world.rank, peer, bucket=what, nbytes=data.nbytes)
         self._dropped_sends.start_waiting()
@@ -155,13 +195,17 @@ class HostMessages:
             begun = self._gloo.post(data, peer, tag, is_send=is_send)
         except RuntimeError as error:
             raise self.explained(error, place) from error
-        work = HostWork(self, begun, data, place, self._dropped_sends if is_send else self._dropped_receives)
+        work = HostWork(
+            self, begun, data, place, self._dropped_sends if is_send else self._dropped_receives
+        )
         if is_send:
             self._sends.add(work)
         return work
 
     def finish_sends(self, limit_s: float | None = None) -> None:
-        """Wait until all sends have ended, in an error too; at most `limit_s`, or else each for its timeout."""
+        """Wait until all sends have ended, in an error too; at most `limit_s`, or else each for its
+        timeout.
+        """
         deadline = Deadline(inf if limit_s is None else limit_s)
         for work in [work for work in self._sends if not work.was_waited_for]:
             with suppress(RuntimeError):
@@ -171,16 +215,28 @@ class HostMessages:
             waiting.result(limit_s and max(deadline.left_s, 0.0))
 
     def explained(self, error: RuntimeError, place: Place) -> TransportError:
-        """Return what Gloo's `error` means. It may say only that connecting took too long, to a rank that is gone."""
+        """Return what Gloo's `error` means.
+
+        It may say only that connecting took too long, to a rank that is gone.
+        """
         ended = self._world.comm_thread.failure
         if isinstance(ended, TransportClosed):  # aborted or reconfigured here
             return TransportClosed(ended.what, place)
-        is_gone = isinstance(ended, PeerLost) and place.peer is not None and ended.place.peer == place.peer
+        is_gone = (
+            isinstance(ended, PeerLost)
+            and place.peer is not None
+            and ended.place.peer == place.peer
+        )
         is_late = "imed out" in str(error) or "imeout" in str(error)
-        if is_late and not is_gone and "refused" not in str(error):  # "Connection refused": nobody listens
+        # "Connection refused": nobody listens
+        if is_late and not is_gone and "refused" not in str(error):
             what = "the peer did not do its part in time: slow, stopped, or running another program"
             return DeadlineExceeded(what, place)
-        return PeerLost("the connection to the peer broke: its process ended or gave up; look at its own output", place)
+        return PeerLost(
+            "the connection to the peer broke: its process ended or gave up; look at its own"
+            " output",
+            place,
+        )
 
     def close(self) -> None:
         """Close all connections."""
@@ -196,11 +252,16 @@ class DroppedWorks:
         self._waiting.set_result(None)
 
     def keep(self, work: dist.Work, data: Tensor, timeout_s: float) -> None:
-        """Keep a work that was dropped. Starts nothing, since garbage may be collected at any place."""
+        """Keep a work that was dropped.
+
+        Starts nothing, since garbage may be collected at any place.
+        """
         self._kept.append((work, data, timeout_s))
 
     def start_waiting(self) -> Future[None]:
-        """Wait for all works that are kept, on a thread of its own; return the future of their end."""
+        """Wait for all works that are kept, on a thread of its own;
+        return the future of their end.
+        """
         if self._kept and self._waiting.done():
             self._waiting = start_call(self._wait)
         return self._waiting
@@ -214,12 +275,26 @@ class DroppedWorks:
 
 
 class HostWork(dist.Work):
-    """A send or a receive of Gloo, with errors that name the peer. If it is dropped before its end, it is `kept`."""
+    """A send or a receive of Gloo, with errors that name the peer.
 
-    def __init__(self, messages: HostMessages, work: dist.Work, data: Tensor, place: Place, kept: DroppedWorks) -> None:
+    If it is dropped before its end, it is `kept`.
+    """
+
+    def __init__(
+        self,
+        messages: HostMessages,
+        work: dist.Work,
+        data: Tensor,
+        place: Place,
+        kept: DroppedWorks,
+    ) -> None:
         super().__init__()
-        self._messages, self._work, self._data, self._place = messages, work, data, place
-        self._timeout_s, self._kept = messages.timeout_s, kept
+        self._messages = messages
+        self._work = work
+        self._data = data
+        self._place = place
+        self._timeout_s = messages.timeout_s
+        self._kept = kept
         self.was_waited_for = False
         """Gloo would wait a second time for another message of its kind."""
 
@@ -260,7 +335,10 @@ class HostWork(dist.Work):
 
 
 class DeviceMessages:
-    """Sends and receives of tensors on a GPU, batched until somebody waits. Used by the thread that calls."""
+    """Sends and receives of tensors on a GPU, batched until somebody waits.
+
+    Used by the thread that calls.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -271,7 +349,9 @@ class DeviceMessages:
     def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
         """Add a send to `peer`, or a receive from there, to the batch."""
         if peer is None:
-            raise UsageError("a receive from any rank needs CPU tensors, as NCCL has none: name the source")
+            raise UsageError(
+                "a receive from any rank needs CPU tensors, as NCCL has none: name the source"
+            )
         self._world.connect(data.device)
         (self._sends if is_send else self._recvs).append(P2PMessage(peer, data.view(-1)))
         self.waiting.append(BatchWork(self, data))
@@ -280,14 +360,19 @@ class DeviceMessages:
     def flush(self) -> None:
         """Let the batch leave, if there is one."""
         if self.waiting:
-            group, works = P2PGroup(self._sends, self._recvs), self.waiting
+            group = P2PGroup(self._sends, self._recvs)
+            works = self.waiting
             tag = Tag(0, "send and receive")
             try:
-                future = self._world.comm_thread.submit(lambda: self._world.transport.bind(group)(tag))
+                future = self._world.comm_thread.submit(
+                    lambda: self._world.transport.bind(group)(tag)
+                )
             except TransportClosed as error:
                 future = Future()
                 future.set_exception(error)  # which each wait raises
-            self._sends, self._recvs, self.waiting = [], [], []
+            self._sends = []
+            self._recvs = []
+            self.waiting = []
             for work in works:
                 work.future = future
 
@@ -300,7 +385,8 @@ class BatchWork(GroupWork):
 
     def __init__(self, messages: DeviceMessages, data: Tensor) -> None:
         super().__init__(None, [data], "the message")
-        self._messages, self._is_observed = messages, False
+        self._messages = messages
+        self._is_observed = False
 
     def _task(self) -> Future[Any]:
         if self.future is None:
@@ -311,7 +397,8 @@ class BatchWork(GroupWork):
 def _unused(store: Store, rank: int, size: int) -> Store:
     """Return a part of `store` in which nothing stands yet, the same on all ranks of the group.
 
-    The store of a launcher outlives the groups of a process, and torch gives later ones the same names.
+    The store of a launcher outlives the groups of a process, and torch gives later ones the same
+    names.
     """
     counter = f"starts of {size}"
     earlier = (call_store(lambda: store.add(counter, 1), rank=rank) - 1) // size
@@ -331,21 +418,30 @@ def _connect(
     transport = connect_hosts(store, rank, start, timeout_s)
     address = LOOPBACK if transport.one_host else listening_address(start)
     hosts = [*start.hosts.values()]
-    if not transport.one_host:  # no rank goes on, and perhaps ends, while others still connect to it
+    # no rank goes on, and perhaps ends, while others still connect to it
+    if not transport.one_host:
         gather(PrefixStore("connected", store), rank, range(size), None, timeout_s, json.loads)
     if given:
         return transport, address, _selection(cluster, global_ranks, forced)
     per_host = max(map(hosts.count, hosts))
-    return transport, address, _selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced)
+    return (
+        transport,
+        address,
+        _selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced),
+    )
 
 
 def _selection(cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str]) -> Selection:
-    """Return the same object for a group of the same places, as after a reconfiguration: it knows its choices."""
+    """Return the same object for a group of the same places, as after a reconfiguration: it knows
+    its choices.
+    """
     return _selection_of(cluster.text(), cluster.name, tuple(ranks), tuple(forced.items()))
 
 
 @lru_cache(64)
-def _selection_of(text: str, name: str, ranks: tuple[int, ...], forced: tuple[tuple[str, str], ...]) -> Selection:
+def _selection_of(
+    text: str, name: str, ranks: tuple[int, ...], forced: tuple[tuple[str, str], ...]
+) -> Selection:
     return Selection(Cluster.parsed(text, name), ranks, dict(forced))
 
 
@@ -378,7 +474,8 @@ def _close_dropped() -> None:
 
 
 def _at_exit() -> None:
-    """End all groups that the program has left open, without waiting for the deadline of a running collective.
+    """End all groups that the program has left open, without waiting for the deadline of a running
+    collective.
 
     What was sent still arrives, if its receiver comes soon.
     """

@@ -37,10 +37,13 @@ def _with_base(kind: Any) -> Any:
 
 
 def _reduced(error: CommrtError) -> tuple[Any, ...]:
-    """Return how to pickle `error`, as one of commrt: pickle cannot find a class that is made here by its name."""
+    """Return how to pickle `error`, as one of commrt: pickle cannot find a class that is made here
+    by its name.
+    """
     kind: Any = type(error).__base__
     plain = kind.__new__(kind)
-    plain.args, plain.__dict__ = error.args, {**error.__dict__}
+    plain.args = error.args
+    plain.__dict__ = {**error.__dict__}
     return as_dist_error, (plain,)
 
 
@@ -53,7 +56,9 @@ def seconds_of(timeout: timedelta | None) -> float | None:
 class GroupWork(Work, dist.Work):
     """A `Work` that is one of ``torch.distributed`` too."""
 
-    def __init__(self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective") -> None:
+    def __init__(
+        self, future: Future[Any] | None, result: Sequence[Tensor], call: object = "the collective"
+    ) -> None:
         dist.Work.__init__(self)
         Work.__init__(self, result, 0, future, call)
 
@@ -82,7 +87,10 @@ class GroupWork(Work, dist.Work):
         return list(self._result)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Do as `Work.get_future`. In a backward pass ``backward()`` raises the error too, which DDP would replace."""
+        """Do as `Work.get_future`.
+
+        In a backward pass ``backward()`` raises the error too, which DDP would replace.
+        """
         self._is_observed = True
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # -1: no backward pass runs
             callback: Any = self.wait

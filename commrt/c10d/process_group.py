@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process group that torch 2.13 and earlier get from ``init_process_group("commrt")``.
 
-torch calls its methods in Python. C++ and ``torch.ops.c10d`` want a backend in C++ behind a group, which cannot be
-written in Python: they find the Gloo that carries the group's messages between CPU tensors.
+torch calls its methods in Python. C++ and ``torch.ops.c10d`` want a backend in C++ behind a group,
+which cannot be written in Python: they find the Gloo that carries the group's messages between CPU
+tensors.
 
-Dispatch modes and the profiler of torch see ops, and a call of a Python method is none. So an observed call passes the
-op ``torch.ops.c10d`` of its collective, under a dispatch key of which no build of torch has tensors: the kernel there
-does what the method does. Calls that nobody observes, and those of other groups, never come here.
+Dispatch modes and the profiler of torch see ops, and a call of a Python method is none. So an
+observed call passes the op ``torch.ops.c10d`` of its collective, under a dispatch key of which no
+build of torch has tensors: the kernel there does what the method does. Calls that nobody observes,
+and those of other groups, never come here.
 """
 
 from __future__ import annotations
@@ -33,16 +35,21 @@ from commrt.errors import UsageError
 from commrt.importing import NAME
 
 KEY = "FPGA"
-"""Comes after the keys of modes, and before those of devices. All ops but those below fall through it."""
+"""Comes after the keys of modes, and before those of devices.
+
+All ops but those below fall through it.
+"""
 TORCH_S_KEY = DispatchKey.CompositeExplicitAutograd
 """Of torch's own kernel, in an op that has one for all devices."""
 _library: Any = Library  # which has no types
 
 
 class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of torch's overloads, we take one
-    """A process group whose collectives run proven schedules. Its methods are those of `Methods` and of torch.
+    """A process group whose collectives run proven schedules. Its methods are those of `Methods`
+    and of torch.
 
-    It is also what torch gets where it asks for the backend of a device. What is not defined here is Gloo's answer.
+    It is also what torch gets where it asks for the backend of a device. What is not defined here
+    is Gloo's answer.
     """
 
     supports_splitting = False  # Gloo does
@@ -58,9 +65,16 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
-        """Do ``begin()`` where a profiler or a mode of torch sees it; of a sparse tensor, they see its parts."""
+        """Do ``begin()`` where a profiler or a mode of torch sees it; of a sparse tensor, they see
+        its parts.
+        """
         tensors = given[0] if given else None
-        if isinstance(tensors, list) and tensors and isinstance(tensors[0], Tensor) and tensors[0].is_sparse:
+        if (
+            isinstance(tensors, list)
+            and tensors
+            and isinstance(tensors[0], Tensor)
+            and tensors[0].is_sparse
+        ):
             return begin()
         return _through_op(self._plain, name, given, begin)
 
@@ -83,7 +97,9 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
 
     def split_group(self, *_: Any, **__: Any) -> ProcessGroup:
         """Raise `UsageError`: torch would make a group of Gloo."""
-        raise as_dist_error(UsageError("a group of commrt cannot be split: call torch.distributed.new_group"))
+        raise as_dist_error(
+            UsageError("a group of commrt cannot be split: call torch.distributed.new_group")
+        )
 
     merge_remote_group = split_group
 
@@ -95,18 +111,25 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
     _set_default_timeout = Methods.set_timeout
 
 
-for _name in {*dir(ProcessGroupGloo)} - {*dir(CommrtProcessGroup)}:  # torch's compiler takes no __getattr__
+# torch's compiler takes no __getattr__
+for _name in {*dir(ProcessGroupGloo)} - {*dir(CommrtProcessGroup)}:
     setattr(CommrtProcessGroup, _name, property(attrgetter(f"_gloo.{_name}")))
 
 
-_observed: ContextVar[tuple[ProcessGroup, Callable[[], Any]] | None] = ContextVar("observed", default=None)
+_observed: ContextVar[tuple[ProcessGroup, Callable[[], Any]] | None] = ContextVar(
+    "observed", default=None
+)
 """The plain group whose op is called, and what its kernel does."""
 
 
-def _through_op(group: ProcessGroup, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
-    """Return what `begin` returns, called by the op that the method `name` of a plain `group` calls.
+def _through_op(
+    group: ProcessGroup, name: str, given: Sequence[Any], begin: Callable[[], Any]
+) -> Any:
+    """Return what `begin` returns, called by the op that the method `name` of a plain `group`
+    calls.
 
-    A mode that keeps the op from its kernel, as that of fake tensors does, decides what is returned instead.
+    A mode that keeps the op from its kernel, as that of fake tensors does, decides what is returned
+    instead.
     """
     _register()
     outcome: list[Any] = []
@@ -137,7 +160,8 @@ def _key(*, included: bool) -> Iterator[None]:
 @cache
 def _register() -> list[Any]:
     """Register the kernels, and return what keeps them registered."""
-    rest, ops = _library("_", "IMPL"), _library("c10d", "IMPL")
+    rest = _library("_", "IMPL")
+    ops = _library("c10d", "IMPL")
     rest.fallback(fallthrough_kernel, KEY)
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]  # noqa: SLF001
     for name in names:
@@ -161,14 +185,18 @@ def _kernel(op: Any, place: int, *given: Any) -> Any:
 
 
 def _gather_with(kind: type[ProcessGroup]) -> Any:
-    """Let ``all_gather_into_tensor_out``, of which torch asks a backend in C++, ask groups of a `kind` in Python."""
+    """Let ``all_gather_into_tensor_out``, of which torch asks a backend in C++, ask groups of a
+    `kind` in Python.
+    """
     op = torch.ops._c10d_functional.all_gather_into_tensor_out.default  # noqa: SLF001
 
     def gathered(source: Tensor, size: int, given: Any, *, out: Tensor) -> Any:
-        group = _resolve_process_group(cast("Any", given)) if isinstance(given, str) else given  # both occur in 2.13
+        # both occur in 2.13
+        group = _resolve_process_group(cast("Any", given)) if isinstance(given, str) else given
         if not isinstance(group, kind):
             return op._op_dk(TORCH_S_KEY, source, size, given, out=out)  # noqa: SLF001
-        work = ProcessGroup.allgather_into_tensor_coalesced(group, [out], [source])  # it lives as long as C++ needs it
+        # it lives as long as C++ needs it
+        work = ProcessGroup.allgather_into_tensor_coalesced(group, [out], [source])
         _register_work(out, work)
         return out
 

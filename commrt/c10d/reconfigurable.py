@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group of ``init_process_group("commrt", enable_reconfigure=True)``, whose ranks may change (torch 2.14 and on).
+"""The group of ``init_process_group("commrt", enable_reconfigure=True)``, whose ranks may change
+(torch 2.14 and on).
 
-torch's protocol: each process has a handle, and ``torch.distributed._reconfigure(uuid, handles)`` makes the processes
-with these handles the ranks of the group, in their order. Who calls it with which handles is the caller's to agree on.
-A group is a world, and a world's ranks are fixed, so each reconfiguration ends one world and connects the next, under
-keys of its own on the group's store.
+torch's protocol: each process has a handle, and ``torch.distributed._reconfigure(uuid, handles)``
+makes the processes with these handles the ranks of the group, in their order. Who calls it with
+which handles is the caller's to agree on. A group is a world, and a world's ranks are fixed, so
+each reconfiguration ends one world and connects the next, under keys of its own on the group's
+store.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from commrt.importing import NAME
 from commrt.threads.future import Future, start_call
 
 FIRST = (
-    "this group has no ranks yet, as after enable_reconfigure=True or while it is reconfigured: call "
-    "torch.distributed._reconfigure(uuid, handles).wait() first"
+    "this group has no ranks yet, as after enable_reconfigure=True or while it is reconfigured:"
+    " call torch.distributed._reconfigure(uuid, handles).wait() first"
 )
 
 
@@ -40,7 +42,9 @@ class ReconfigurableBackend(CommrtBackend):
     def __init__(self, options: Any) -> None:
         Backend.__init__(self, options.group_rank, options.group_size)
         self._place: tuple[int, int] = options.group_rank, options.group_size
-        self._store, self._timeout, self._name = options.store, options.timeout, options.group_id
+        self._store = options.store
+        self._timeout = options.timeout
+        self._name = options.group_id
         self._use_options(options)
         self._handle = f"{NAME}:{uuid4().hex}"
         self._world: ProcessGroupWorld | None = None
@@ -48,7 +52,8 @@ class ReconfigurableBackend(CommrtBackend):
         self._handles: list[str] = []  # of the present world's ranks
         self._running: Future[None] | None = None
         self._uuid = -1
-        self._derived = Counter[tuple[int, ...]]()  # groups made of these ranks since the latest reconfiguration
+        # groups made of these ranks since the latest reconfiguration
+        self._derived = Counter[tuple[int, ...]]()
 
     @property
     def group(self) -> ProcessGroupWorld:  # type: ignore[override]  # which is fixed there
@@ -71,31 +76,39 @@ class ReconfigurableBackend(CommrtBackend):
 
     @collective("reconfigure")
     def reconfigure(self, opts: Any) -> dist.Work:
-        """Connect the processes with ``opts.handles``, whose ranks follow from their order, or are sorted if in a set.
+        """Connect the processes with ``opts.handles``, whose ranks follow from their order, or are
+        sorted if in a set.
 
-        All of them call this with the same handles and ``opts.uuid``, a number that none has used before. What is in
-        flight ends with an error. After an error, call it again with another number. Raises `UsageError` for a number
-        that was used, and where this process is not among the handles; the work raises `TransportError` if one of them
-        does not come in time or dies.
+        All of them call this with the same handles and ``opts.uuid``, a number that none has used
+        before. What is in flight ends with an error. After an error, call it again with another
+        number. Raises `UsageError` for a number that was used, and where this process is not among
+        the handles; the work raises `TransportError` if one of them does not come in time or dies.
         """
         handles = opts.handles if isinstance(opts.handles, list) else sorted(opts.handles)
         if self._running is not None and not self._running.done():
             raise UsageError("a reconfiguration is running: wait for its work first")
         if opts.uuid in self._used:
-            raise UsageError(f"the uuid {opts.uuid} was already used: give one that no reconfiguration had before")
+            raise UsageError(
+                f"the uuid {opts.uuid} was already used: give one that no reconfiguration had"
+                " before"
+            )
         if handles.count(self._handle) != 1 or len({*handles}) != len(handles):
             raise UsageError(
-                f"the handles {handles} are not each process once, this one ({self._handle}) among them: collect them "
-                "by torch.distributed._get_reconfigure_handle()"
+                f"the handles {handles} are not each process once, this one ({self._handle}) among"
+                " them: collect them by torch.distributed._get_reconfigure_handle()"
             )
         self._used.add(opts.uuid)
         gone = [rank for rank, handle in enumerate(self._handles) if handle not in handles]
         self._end(
-            f"the process group is reconfigured, without the ranks {gone}" if gone else "the group is reconfigured"
+            f"the process group is reconfigured, without the ranks {gone}"
+            if gone
+            else "the group is reconfigured"
         )
         self._handles = handles
         place = handles.index(self._handle), len(handles)
-        self._running = start_call(partial(self._connect, opts.uuid, place, opts.timeout or self._timeout))
+        self._running = start_call(
+            partial(self._connect, opts.uuid, place, opts.timeout or self._timeout)
+        )
         return GroupWork(self._running, [], "the reconfiguration")
 
     def _connect(self, uuid: int, place: tuple[int, int], timeout: Any) -> None:
@@ -111,13 +124,17 @@ class ReconfigurableBackend(CommrtBackend):
         world = ProcessGroupWorld(options)
         world.close_with(self)
         world.set_timeout(self._timeout.total_seconds())
-        self._place, self._world, self._uuid = place, world, uuid
+        self._place = place
+        self._world = world
+        self._uuid = uuid
         self._derived.clear()
 
     def derived(self, ranks: list[int], timeout: Any, name: str) -> CommrtBackend:
-        """Return the backend of a group of some `ranks` of this one; those of a group of these ranks call it alike.
+        """Return the backend of a group of some `ranks` of this one; those of a group of these
+        ranks call it alike.
 
-        torch numbers the groups that a process has made, which differs between processes that came at other times.
+        torch numbers the groups that a process has made, which differs between processes that came
+        at other times.
         """
         self._derived[*ranks] += 1
         place = f"groups of {self._uuid}/{'_'.join(map(str, ranks))} {self._derived[*ranks]}"
@@ -144,11 +161,14 @@ class ReconfigurableBackend(CommrtBackend):
             super().shutdown()
 
     def abort(self) -> None:
-        """End what is in flight with an error, and close all connections; `reconfigure` makes new ones."""
+        """End what is in flight with an error, and close all connections; `reconfigure` makes new
+        ones.
+        """
         self._end("the process group was aborted")
 
     def _end(self, reason: str) -> None:
-        world, self._world = self._world, None
+        world = self._world
+        self._world = None
         if world is not None:
             world.abort(reason)
             world.close()
@@ -161,9 +181,11 @@ class ReconfigurableBackend(CommrtBackend):
 
 
 class ReconfigurableGroup(ProcessGroup):
-    """What torch gets with ``enable_reconfigure=True``: a group whose rank and size are those of its backend.
+    """What torch gets with ``enable_reconfigure=True``: a group whose rank and size are those of
+    its backend.
 
-    torch's C++ keeps the numbers of a backend in Python for good, and asks a group in Python for its own.
+    torch's C++ keeps the numbers of a backend in Python for good, and asks a group in Python for
+    its own.
     """
 
     def __init__(self, options: Any) -> None:
@@ -172,15 +194,25 @@ class ReconfigurableGroup(ProcessGroup):
         _use_backend(self, self._own)
 
     def new_group(
-        self, ranks: list[int], *, timeout: Any, backend: Any, group_name: Any, group_desc: str | None, **_: Any
+        self,
+        ranks: list[int],
+        *,
+        timeout: Any,
+        backend: Any,
+        group_name: Any,
+        group_desc: str | None,
+        **_: Any,
     ) -> ProcessGroup | None:
-        """Return a group of some `ranks`, or None on other ranks; ``torch.distributed.new_group`` calls it.
+        """Return a group of some `ranks`, or None on other ranks; ``torch.distributed.new_group``
+        calls it.
 
-        It goes on as long as its processes live, whatever becomes of this one. Raises `UsageError` for a `backend`
-        other than commrt.
+        It goes on as long as its processes live, whatever becomes of this one. Raises `UsageError`
+        for a `backend` other than commrt.
         """
         if backend != NAME:
-            raise as_dist_error(UsageError(f"a group over {backend} of one that is reconfigured: leave backend out"))
+            raise as_dist_error(
+                UsageError(f"a group over {backend} of one that is reconfigured: leave backend out")
+            )
         if self.rank() not in ranks:
             return None
         try:
@@ -202,7 +234,9 @@ class ReconfigurableGroup(ProcessGroup):
         """Return the number of ranks."""
         return self._own.size()
 
-    getRank, getSize = rank, size  # noqa: N815  # C++'s names
+    # C++'s names
+    getRank = rank  # noqa: N815
+    getSize = size  # noqa: N815
 
 
 def _use_backend(group: ProcessGroup, backend: CommrtBackend) -> None:

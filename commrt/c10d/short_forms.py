@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short forms of a process group's methods, such as ``pg.allreduce(tensor, op)``, as long ones with options."""
+"""The short forms of a process group's methods, such as ``pg.allreduce(tensor, op)``, as long ones
+with options.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ AllgatherOptions: Any = _distributed_c10d.AllgatherOptions
 
 
 class Form(NamedTuple):
-    """The arguments of a method: those with tensors or sizes, then options, or what is said in their place."""
+    """The arguments of a method: those with tensors or sizes, then options, or what is said in
+    their place.
+    """
 
     data: int
     options: Any
@@ -47,20 +51,24 @@ FORMS = {
 }
 """Of the methods that have options, by name."""
 OPTIONS = frozenset(form.options for form in FORMS.values())
-LISTED = frozenset({"allreduce", "broadcast", "reduce", "allgather", "gather", "scatter", "reduce_scatter"})
+LISTED = frozenset(
+    {"allreduce", "broadcast", "reduce", "allgather", "gather", "scatter", "reduce_scatter"}
+)
 """Methods whose long form has a list of all devices' tensors where the short one has a tensor."""
 _MISSING: Any = object()
 
 
 def long_form(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of the method `name` as its long form has them: data, then an options object.
+    """Return the arguments of the method `name` as its long form has them: data, then an options
+    object.
 
-    `given` and `named` are arguments of any form that torch knows, with the names that any version of torch gave them.
-    Raises `UsageError` for others.
+    `given` and `named` are arguments of any form that torch knows, with the names that any version
+    of torch gave them. Raises `UsageError` for others.
     """
     form = FORMS[name]
     data = [*given[: form.data], *[_MISSING] * (form.data - len(given))]
-    rest, said = [*given[form.data :]], dict[str, Any]()
+    rest = [*given[form.data :]]
+    said = dict[str, Any]()
     for key, value in named.items():
         if key in FIELDS or key == "opts":
             said[key] = value
@@ -75,7 +83,8 @@ def long_form(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list
     said |= zip(form.short, rest, strict=False)
     if len(rest) > len(form.short) or said.keys() - {"opts", *form.short}:
         raise UsageError(
-            f"{name} takes an options object, or {form.short or 'nothing'} in its place: give one of these"
+            f"{name} takes an options object, or {form.short or 'nothing'} in its place: give one"
+            " of these"
         )
     if name in LISTED and any(isinstance(each, Tensor) for each in data):
         data = [[each] for each in data]
@@ -98,5 +107,7 @@ def _options(name: str, form: Form, said: Mapping[str, Any]) -> Any:
             try:
                 setattr(opts, FIELDS[key], value)
             except TypeError as error:
-                raise UsageError(f"{name} got {value!r} as its {key}, which torch does not take for one") from error
+                raise UsageError(
+                    f"{name} got {value!r} as its {key}, which torch does not take for one"
+                ) from error
     return opts

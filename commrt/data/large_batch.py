@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with large batches: batches that grow from epoch to epoch, and a learning rate that follows.
+"""Train with large batches: batches that grow from epoch to epoch, and a learning rate that
+follows.
 
-Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018. The noise of a step is about
-rate over batch, so a growing batch can replace a decay of the learning rate.
+Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018. The noise
+of a step is about rate over batch, so a growing batch can replace a decay of the learning rate.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Part(NamedTuple):
 class BatchSizeControl(Sampler[list[int]]):
     """Batches of one rank, with a size for each epoch: a ``batch_sampler`` for a `DataLoader`.
 
-    `sizes` maps an epoch to the batch size from then on. `sampler` gives this rank's samples, as torch's
-    DistributedSampler does. A batch of more than `most` samples comes in equal parts; use each inside of `part`.
-    Samples that do not fill a batch are left out, so that all ranks make as many steps. `state_dict` has the position,
-    so a resumed run goes on in the middle of an epoch.
+    `sizes` maps an epoch to the batch size from then on. `sampler` gives this rank's samples, as
+    torch's DistributedSampler does. A batch of more than `most` samples comes in equal parts; use
+    each inside of `part`. Samples that do not fill a batch are left out, so that all ranks make as
+    many steps. `state_dict` has the position, so a resumed run goes on in the middle of an epoch.
 
     >>> control = BatchSizeControl(range(100), {0: 10, 2: 40}, most=20)
     >>> len(control), control.steps
@@ -53,10 +54,14 @@ class BatchSizeControl(Sampler[list[int]]):
     """
 
     def __init__(
-        self, sampler: DistributedSampler[Any] | Sequence[int], sizes: Mapping[int, int], most: int | None = None
+        self,
+        sampler: DistributedSampler[Any] | Sequence[int],
+        sizes: Mapping[int, int],
+        most: int | None = None,
     ) -> None:
         _require_sizes(sizes, most)
-        self._sampler, self._most = sampler, inf if most is None else most
+        self._sampler = sampler
+        self._most = inf if most is None else most
         self._sizes = dict(sorted(sizes.items()))
         self._done = 0  # steps of this epoch
         self._given = 0  # parts of this step
@@ -82,11 +87,14 @@ class BatchSizeControl(Sampler[list[int]]):
 
     def epochs_after(self, updates: int) -> float:
         """Return the number of epochs that `updates` are: the inverse of `updates_after`."""
-        epoch, last = 0, max(self._sizes)
+        epoch = 0
+        last = max(self._sizes)
         while (steps := self.steps_in(epoch)) <= updates and steps and epoch < last:
-            epoch, updates = epoch + 1, updates - steps
+            epoch = epoch + 1
+            updates = updates - steps
         if steps:  # from the last size on, all epochs have as many
-            epoch, updates = epoch + updates // steps, updates % steps
+            epoch = epoch + updates // steps
+            updates = updates % steps
         return epoch + (updates / steps if steps else 0.0)
 
     def updates_after(self, epochs: float) -> int:
@@ -96,26 +104,35 @@ class BatchSizeControl(Sampler[list[int]]):
         >>> [control.updates_after(epochs) for epochs in (0.5, 2.0, 2.5, 5.0)]
         [5, 20, 21, 26]
         """
-        whole, last = int(epochs), max(self._sizes)
+        whole = int(epochs)
+        last = max(self._sizes)
         later = max(whole - last, 0) * self.steps_in(last)
-        return sum(map(self.steps_in, range(min(whole, last)))) + later + round((epochs - whole) * self.steps_in(whole))
+        return (
+            sum(map(self.steps_in, range(min(whole, last))))
+            + later
+            + round((epochs - whole) * self.steps_in(whole))
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, unless a resumed run is in the middle of it."""
         if epoch != self.epoch or self._done == self.steps:
-            self.epoch, self._done = epoch, 0
+            self.epoch = epoch
+            self._done = 0
         self._given = 0
         if not self.steps:
             raise UsageError(
-                f"a batch of {self.batch_in(epoch)} samples in epoch {epoch}, and this rank has {len(self._sampler)}: "
-                "no step could be made; use smaller batches, or fewer ranks"
+                f"a batch of {self.batch_in(epoch)} samples in epoch {epoch}, and this rank has"
+                f" {len(self._sampler)}: no step could be made; use smaller batches, or fewer ranks"
             )
         if callable(begin := getattr(self._sampler, "set_epoch", None)):
             begin(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._done == self.steps:
-            raise UsageError(f"epoch {self.epoch} is done: call set_epoch() before the loader is asked for batches")
+            raise UsageError(
+                f"epoch {self.epoch} is done: call set_epoch() before the loader is asked for"
+                " batches"
+            )
         size = self.batch_in(self.epoch)
         samples = islice(self._sampler, self._done * size, self.steps * size)
         while part := list(islice(samples, size // self.parts)):
@@ -126,7 +143,9 @@ class BatchSizeControl(Sampler[list[int]]):
 
     @contextmanager
     def part(self, replica: Replica | DistributedDataParallel | None = None) -> Iterator[Part]:
-        """Wrap the forward and backward pass of one part; `replica` accumulates until the last part of a batch."""
+        """Wrap the forward and backward pass of one part; `replica` accumulates until the last part
+        of a batch.
+        """
         is_last = self._given + 1 == self.parts
         with nullcontext() if is_last or replica is None else replica.no_sync():
             yield Part(1 / self.parts, is_last)
@@ -138,30 +157,43 @@ class BatchSizeControl(Sampler[list[int]]):
         return {"epochs": self.epoch + self._done / max(self.steps, 1)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go to the position in `state`, before the epoch's loader is asked; nearly there with other rank counts."""
+        """Go to the position in `state`, before the epoch's loader is asked; nearly there with
+        other rank counts.
+        """
         epochs = _epochs_in(state, "a BatchSizeControl")
-        self.epoch, self._given = int(epochs), 0
+        self.epoch = int(epochs)
+        self._given = 0
         self._done = round((epochs - self.epoch) * self.steps)
         if self._done and self._done == self.steps:
-            self.epoch, self._done = self.epoch + 1, 0
+            self.epoch = self.epoch + 1
+            self._done = 0
 
 
 def _epochs_in(state: object, whose: str) -> float:
     """Return how many epochs of training `state` is after."""
     epochs = state.get("epochs") if isinstance(state, Mapping) else None
     if not _is_number(epochs):
-        raise UsageError(f"{state!r:.200} is no state of {whose}: pass what its state_dict() returned")
+        raise UsageError(
+            f"{state!r:.200} is no state of {whose}: pass what its state_dict() returned"
+        )
     return epochs
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_COUNT
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST_COUNT
+    )
 
 
 def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
-    if 0 not in sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()) or min(sizes) < 0:
+    if (
+        0 not in sizes
+        or any(not isinstance(size, int) or size < 1 for size in sizes.values())
+        or min(sizes) < 0
+    ):
         raise UsageError(
-            f"sizes {dict(sizes)}: give a batch of one sample or more from epoch 0 on, as {{0: 16, 30: 32}}"
+            f"sizes {dict(sizes)}: give a batch of one sample or more from epoch 0 on, as {{0: 16,"
+            " 30: 32}"
         )
     if most is None:
         return
@@ -170,18 +202,20 @@ def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
     for size in sizes.values():
         if size % (parts := ceil(size / most)):
             raise UsageError(
-                f"a batch of {size} cannot come in {parts} equal parts of at most {most}: choose sizes that are a "
-                "multiple of it"
+                f"a batch of {size} cannot come in {parts} equal parts of at most {most}: choose"
+                " sizes that are a multiple of it"
             )
 
 
 class Rate:
-    """A learning rate for `optimizer` that rises for some epochs, then falls to 0: call `step` after each update.
+    """A learning rate for `optimizer` that rises for some epochs, then falls to 0: call `step`
+    after each update.
 
-    It depends on the fraction of the training that is done, and sets the rate itself: use none of torch's schedulers
-    beside it. `rule` says what growing batches do to it: with ``keep`` their growth replaces a decay, with ``linear``
-    and ``sqrt`` the rate grows too. A step of more ranks is a larger batch: tell `step` of how many. With backup
-    workers name it in ``attach(also=[...])``, so that a late rank has the rate of the others.
+    It depends on the fraction of the training that is done, and sets the rate itself: use none of
+    torch's schedulers beside it. `rule` says what growing batches do to it: with ``keep`` their
+    growth replaces a decay, with ``linear`` and ``sqrt`` the rate grows too. A step of more ranks
+    is a larger batch: tell `step` of how many. With backup workers name it in
+    ``attach(also=[...])``, so that a late rank has the rate of the others.
     """
 
     def __init__(
@@ -198,17 +232,25 @@ class Rate:
             raise UsageError(f"rule={rule!r}: choose one of {', '.join(RULES)}")
         if not 0 <= warmup_epochs < epochs < inf:
             raise UsageError(
-                f"{warmup_epochs:g} of {epochs:g} epochs to warm up: give 0 or more, and fewer than there are"
+                f"{warmup_epochs:g} of {epochs:g} epochs to warm up: give 0 or more, and fewer than"
+                " there are"
             )
-        self._optimizer, self._control = optimizer, control
-        self._epochs, self._warmup, self._power, self._rule = epochs, warmup_epochs, power, RULES[rule]
+        self._optimizer = optimizer
+        self._control = control
+        self._epochs = epochs
+        self._warmup = warmup_epochs
+        self._power = power
+        self._rule = RULES[rule]
         self._highest: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._updates = 0
-        self._ranks: tuple[int, int] | None = None  # of the first update for which that was said, and of the latest
+        # of the first update for which that was said, and of the latest
+        self._ranks: tuple[int, int] | None = None
         self._set()
 
     def step(self, ranks: int | None = None) -> None:
-        """Count an update, of the gradients of `ranks`: ``len(replica.last.members)``, by default as many as before."""
+        """Count an update, of the gradients of `ranks`: ``len(replica.last.members)``, by default
+        as many as before.
+        """
         self._updates += 1
         if ranks:  # a late rank of backup workers knows none
             self._ranks = (ranks if self._ranks is None else self._ranks[0], ranks)
@@ -230,17 +272,23 @@ class Rate:
         return {"highest": self._highest, "epochs": epochs, "ranks": self._ranks and [*self._ranks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; with another number of ranks, as far in the training after other updates."""
-        epochs, highest = _epochs_in(state, "a Rate"), state.get("highest")
+        """Continue from `state`; with another number of ranks, as far in the training after other
+        updates.
+        """
+        epochs = _epochs_in(state, "a Rate")
+        highest = state.get("highest")
         rates = highest if isinstance(highest, list | tuple) else []
         try:
             told = state.get("ranks")
-            first, latest = (1, 1) if told is None else (parse_int(count, least=1) for count in told)
+            first, latest = (
+                (1, 1) if told is None else (parse_int(count, least=1) for count in told)
+            )
         except MALFORMED:
             rates = []
         if len(rates) != len(self._highest) or not all(map(_is_number, rates)):
             raise UsageError(
-                f"a state of other rates: {state!r:.200}; pass what state_dict() of this optimizer's returned"
+                f"a state of other rates: {state!r:.200}; pass what state_dict() of this"
+                " optimizer's returned"
             )
         self._highest, self._updates = [*rates], self._control.updates_after(epochs)
         self._ranks = told and (first, latest)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass samples round a ring of ranks, so that each rank trains on all of them and none reads the whole data set.
+"""Pass samples round a ring of ranks, so that each rank trains on all of them and none reads the
+whole data set.
 
-Daily et al., "GossipGraD", 2018: while a rank computes on one batch, the batch that it used before travels to the next
-rank. There it takes the place of the batch that the next rank sends on.
+Daily et al., "GossipGraD", 2018: while a rank computes on one batch, the batch that it used before
+travels to the next rank. There it takes the place of the batch that the next rank sends on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from commrt.training.model_state import FlatBuffer
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 UNDO_BATCHES = 8
-"""How many exchanged batches can be taken back; a rank may be ahead by so many of one that lost its neighbour."""
+"""How many exchanged batches can be taken back; a rank may be ahead by so many of one that lost its
+neighbour.
+"""
 TAG = Tag(0, "samples")
 
 
@@ -40,33 +43,41 @@ class _Indexed(Protocol):
 
 
 class RingShuffle:
-    """Iterate over this rank's shard in batches; after each pass every sample has moved to the next rank.
+    """Iterate over this rank's shard in batches; after each pass every sample has moved to the next
+    rank.
 
-    `samples` is a map-style dataset or a list, whose items are tensors, numbers, or tuples of these. Or it is a tuple
-    of tensors [n, ...]. All samples stay in memory. Apply random augmentation to the batches that you get. All ranks
-    need the same number of samples, of the same dtypes and shapes, and must take the same number of batches. After as
-    many passes as there are ranks, each rank has seen every sample.
+    `samples` is a map-style dataset or a list, whose items are tensors, numbers, or tuples of
+    these. Or it is a tuple of tensors [n, ...]. All samples stay in memory. Apply random
+    augmentation to the batches that you get. All ranks need the same number of samples, of the same
+    dtypes and shapes, and must take the same number of batches. After as many passes as there are
+    ranks, each rank has seen every sample.
 
-    ``for batch in ring`` is one pass. It yields tuples of tensors [batch_size, ...]; the last batch may be smaller.
-    The order follows from `seed`, the rank and the pass. A batch is sent on the communication thread while you use the
-    next one. So use the iterator on the training thread, and make the same collective calls on all ranks between two
-    batches.
+    ``for batch in ring`` is one pass. It yields tuples of tensors [batch_size, ...]; the last batch
+    may be smaller. The order follows from `seed`, the rank and the pass. A batch is sent on the
+    communication thread while you use the next one. So use the iterator on the training thread, and
+    make the same collective calls on all ranks between two batches.
 
-    With a model that gossips, the ring closes around a lost rank. The samples on that rank are lost; all others are
-    kept if no rank was more than 8 batches ahead of another.
+    With a model that gossips, the ring closes around a lost rank. The samples on that rank are
+    lost; all others are kept if no rank was more than 8 batches ahead of another.
 
-    Costs one batch sent per rank and step, and memory for two more batches. Raises `UsageError` for samples that
-    cannot be sent, `DisagreementError` if ranks have different ones.
+    Costs one batch sent per rank and step, and memory for two more batches. Raises `UsageError` for
+    samples that cannot be sent, `DisagreementError` if ranks have different ones.
     """
 
-    def __init__(self, samples: _Indexed, batch_size: int, *, world: World | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, samples: _Indexed, batch_size: int, *, world: World | None = None, seed: int = 0
+    ) -> None:
         self._world = current() if world is None else world
-        self._fields, self._batch_size = _stacked(samples), batch_size
+        self._fields = _stacked(samples)
+        self._batch_size = batch_size
         if self._world.size > self._world.founders:
-            raise UsageError("RingShuffle with init(up_to=): a rank that comes has no samples; use commrt.Shares")
+            raise UsageError(
+                "RingShuffle with init(up_to=): a rank that comes has no samples; use commrt.Shares"
+            )
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size}: say how many samples a batch has")
-        self._seed, self.passes = seed, 0
+        self._seed = seed
+        self.passes = 0
         """The number of whole passes so far."""
         self._taken = 0  # batches of the running pass
         self._order = lru_cache(2)(self._order_of)
@@ -75,7 +86,8 @@ class RingShuffle:
         self._memory_epoch = -1  # of the memory below, see `Membership.memory_epoch`
         self._in_flight: tuple[Tensor, Future[int | None]] | None = None
         self._completed = 0  # batches exchanged since the start
-        self._replaced: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=UNDO_BATCHES)  # which can be taken back
+        # which can be taken back
+        self._replaced: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=UNDO_BATCHES)
         kinds = ", ".join(f"{field.dtype}{list(field.shape)}" for field in self._fields)
         self._world.agree("RingShuffle", samples=kinds, batch_size=str(self._batch_size))
 
@@ -92,16 +104,20 @@ class RingShuffle:
                 self._send(self._places(batch - 1))
             if self._taken == 0:
                 self.drain()  # the last batch of the pass before may bring samples of this one
-            places, self._taken = self._places(batch), self._taken + 1
+            places = self._places(batch)
+            self._taken = self._taken + 1
             yield tuple(field[places] for field in self._fields)
-        self.passes, self._taken = self.passes + 1, 0
+        self.passes = self.passes + 1
+        self._taken = 0
 
     def _places(self, batch: int) -> Tensor:
         passes, number = divmod(batch, len(self))
         return self._order(passes)[number * self._batch_size :][: self._batch_size]
 
     def _order_of(self, passes: int) -> Tensor:
-        seed = np.random.SeedSequence([self._seed, self._world.rank, passes]).generate_state(1, np.uint64)
+        seed = np.random.SeedSequence([self._seed, self._world.rank, passes]).generate_state(
+            1, np.uint64
+        )
         generator = torch.Generator().manual_seed(int(seed[0] >> 1))
         return torch.randperm(len(self._fields[0]), generator=generator, device="cpu")
 
@@ -126,22 +142,38 @@ class RingShuffle:
             field[places] = part
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a checkpoint needs, the samples included: they have moved since the start."""
+        """Return all that a checkpoint needs, the samples included: they have moved since the
+        start.
+        """
         self.drain()
-        return {"passes": self.passes, "taken": self._taken, "samples": [field.clone() for field in self._fields]}
+        return {
+            "passes": self.passes,
+            "taken": self._taken,
+            "samples": [field.clone() for field in self._fields],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved, on the same rank; all ranks must load states that were saved together."""
+        """Go on where `state` was saved, on the same rank; all ranks must load states that were
+        saved together.
+        """
         try:
-            passes, taken, samples = parse_int(state["passes"]), parse_int(state["taken"]), [*state["samples"]]
+            passes = parse_int(state["passes"])
+            taken = parse_int(state["taken"])
+            samples = [*state["samples"]]
             require(taken <= len(self))
             kinds = [(field.dtype, field.shape) for field in samples]
         except MALFORMED as error:
-            raise UsageError("a state that no RingShuffle has saved: pass what state_dict() returned") from error
+            raise UsageError(
+                "a state that no RingShuffle has saved: pass what state_dict() returned"
+            ) from error
         if kinds != [(field.dtype, field.shape) for field in self._fields]:
-            raise UsageError("a state of other samples: make the RingShuffle with the shard that it was saved with")
+            raise UsageError(
+                "a state of other samples: make the RingShuffle with the shard that it was saved"
+                " with"
+            )
         self.drain()
-        self.passes, self._taken = passes, taken
+        self.passes = passes
+        self._taken = taken
         for own, saved in zip(self._fields, samples, strict=True):
             own.copy_(saved)
         self._replaced.clear()  # the shard was replaced
@@ -149,23 +181,32 @@ class RingShuffle:
     def _send(self, places: Tensor) -> None:
         # A smaller batch repeats its last sample, so that one exchange is bound for all.
         places = torch.cat([places, places[-1:].expand(len(self._like[0]) - len(places))])
-        if self._memory_epoch != self._world.membership.memory_epoch:  # a rank of an earlier generation may still read
+        # a rank of an earlier generation may still read
+        if self._memory_epoch != self._world.membership.memory_epoch:
             self._memory_epoch = self._world.membership.memory_epoch
-            self._sent, self._received = (FlatBuffer(self._like, self._world.transport.allocate) for _ in range(2))
+            self._sent, self._received = (
+                FlatBuffer(self._like, self._world.transport.allocate) for _ in range(2)
+            )
             self._bound: Exchange | None = None
         self._sent.fill([field[places] for field in self._fields])
         if self._world.membership.needed:
             raise UsageError(
-                "RingShuffle passes a batch on in each step, and with BackupWorkers ranks make different numbers of "
-                "steps: let each rank draw from all samples, as torch's DistributedSampler does"
+                "RingShuffle passes a batch on in each step, and with BackupWorkers ranks make"
+                " different numbers of steps: let each rank draw from all samples, as torch's"
+                " DistributedSampler does"
             )
-        self._in_flight = places, self._world.comm_thread.submit(partial(self._exchange, self._completed))
+        self._in_flight = (
+            places,
+            self._world.comm_thread.submit(partial(self._exchange, self._completed)),
+        )
 
     def _exchange(self, completed: int) -> int | None:
-        """Return how many batches all ranks have exchanged now, or None if that is unknown. On its own thread.
+        """Return how many batches all ranks have exchanged now, or None if that is unknown. On its
+        own thread.
 
-        After a loss, the first exchange of the new generation is none: the ranks compare how many batches each has
-        exchanged instead, and all go back to the lowest number. So no sample is lost but those of the lost rank.
+        After a loss, the first exchange of the new generation is none: the ranks compare how many
+        batches each has exchanged instead, and all go back to the lowest number. So no sample is
+        lost but those of the lost rank.
         """
         membership = self._world.membership
         step = membership.next_step  # a batch is sent before the weights of its step
@@ -176,9 +217,13 @@ class RingShuffle:
             if membership.number != self._generation:
                 return self._lowest(completed)
             if self._bound is None:
-                place, members = self._world.members.index(self._world.rank), self._world.members
-                after, before = members[(place + 1) % len(members)], members[place - 1]
-                group = P2PGroup([P2PMessage(after, self._sent.flat)], [P2PMessage(before, self._received.flat)])
+                place = self._world.members.index(self._world.rank)
+                members = self._world.members
+                after = members[(place + 1) % len(members)]
+                before = members[place - 1]
+                group = P2PGroup(
+                    [P2PMessage(after, self._sent.flat)], [P2PMessage(before, self._received.flat)]
+                )
                 self._bound = self._world.transport.bind(group)
             self._bound(TAG)
             if membership.is_elastic:
@@ -199,7 +244,11 @@ class RingShuffle:
 
 def _stacked(samples: _Indexed) -> list[Tensor]:
     """Return the fields [n, ...] of all samples."""
-    if isinstance(samples, list | tuple) and samples and all(isinstance(part, Tensor) for part in samples):
+    if (
+        isinstance(samples, list | tuple)
+        and samples
+        and all(isinstance(part, Tensor) for part in samples)
+    ):
         fields = [part.clone() for part in samples]
     elif isinstance(samples, _Indexed) and len(samples):
         collated = default_collate([samples[i] for i in range(len(samples))])
@@ -208,8 +257,12 @@ def _stacked(samples: _Indexed) -> list[Tensor]:
         raise UsageError(f"a {type(samples).__name__} has no samples: pass a dataset, or tensors")
     if not all(isinstance(field, Tensor) for field in fields):
         kinds = ", ".join(type(field).__name__ for field in fields)
-        raise UsageError(f"samples of {kinds} cannot be sent: make them tensors, numbers, or tuples of these")
+        raise UsageError(
+            f"samples of {kinds} cannot be sent: make them tensors, numbers, or tuples of these"
+        )
     lengths = {len(field) for field in fields}
     if len(lengths) != 1 or not min(lengths):
-        raise UsageError(f"fields of {sorted(lengths)} samples: all need the same number, and at least one")
+        raise UsageError(
+            f"fields of {sorted(lengths)} samples: all need the same number, and at least one"
+        )
     return fields

@@ -57,8 +57,8 @@ class Shares:
 
     The order follows from `seed` and the epoch. A step takes its next `batch_size` samples for each
     rank, and the last step of an epoch evenly fewer. `place` returns this rank's place and the
-    number of ranks, in each step anew; by default those of the world, as with backup workers. All ranks need equal
-    arguments and the same state: name it in ``attach(also=[shares])``.
+    number of ranks, in each step anew; by default those of the world, as with backup workers. All
+    ranks need equal arguments and the same state: name it in ``attach(also=[shares])``.
 
     Samples of a step that failed, of gradients that backup workers dropped and of a dead rank come
     again before the epoch ends. If fewer samples than ranks are left, all ranks take the same ones,
@@ -140,20 +140,31 @@ class Shares:
         """
         if not getattr(loader, "in_order", True):
             raise UsageError("a loader with in_order=False: leave it out, as Shares count batches")
-        if is_open() and current().size > current().founders and not (replica and replica.drops_gradients):
-            raise UsageError("Shares with init(up_to=) need BackupWorkers, and their replica: others draw at random")
-        self._replica, self._hand = replica, None
+        if (
+            is_open()
+            and current().size > current().founders
+            and not (replica and replica.drops_gradients)
+        ):
+            raise UsageError(
+                "Shares with init(up_to=) need BackupWorkers, and their replica: others draw at"
+                " random"
+            )
+        self._replica = replica
+        self._hand = None
         if replica is not None and (replica.last is None or not replica.last.counted):
             replica.drain()  # this process may have come in a lost one's place
-        epoch, found = self.epoch, True
+        epoch = self.epoch
+        found = True
         while self.epoch == epoch:
             if not found:
                 raise UsageError(f"the loader gave no batch of these Shares: {MAKE_LOADER}")
-            found, self._drawn = False, deque()
+            found = False
+            self._drawn = deque()
             for batch in loader:
                 if not self._drawn:
                     break
-                found, draw = True, self._draw(self._point)
+                found = True
+                draw = self._draw(self._point)
                 if not self._drawn.popleft().is_like(draw):
                     break
                 self._hand = draw
@@ -170,7 +181,8 @@ class Shares:
 
         Raises `UsageError` without a batch, or if the other ranks have left the loop.
         """
-        hand, self._hand = self._hand, None
+        hand = self._hand
+        self._hand = None
         report = None if self._replica is None else self._replica.last
         if counted is None and self._replica is not None and report and not report.counted:
             self._replica.drain()
@@ -193,7 +205,8 @@ class Shares:
     def _go_to(self, point: _Point) -> None:
         """Use `point` from now on; a batch of another one is no longer the next."""
         if point != self._point:
-            self._point, self._hand = point, None
+            self._point = point
+            self._hand = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, equal on all ranks: seed, epoch, and what is left of its order."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How all members begin a collective together, and how they agree on whether it succeeded.
 
-A rank that does not come within the timeout is evicted, and the others begin without it. At the end all members vote:
-no rank uses a result that another member can never get.
+A rank that does not come within the timeout is evicted, and the others begin without it. At the end
+all members vote: no rank uses a result that another member can never get.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import DisagreementError
 from commrt.threads.deadline import Deadline
 
-WHOLE, LOST, REFUSED = "whole", "lost", "refused "
+WHOLE = "whole"
+LOST = "lost"
+REFUSED = "refused "
 """The outcomes of a vote; a refusal is followed by its reason."""
 
 
 class Barrier:
-    """The collectives of one member. Used on the training thread, where a method does not say otherwise."""
+    """The collectives of one member.
+
+    Used on the training thread, where a method does not say otherwise.
+    """
 
     def __init__(self, membership: StoreMembership) -> None:
-        self._membership, self._store, self._rank = membership, membership.store, membership.rank
+        self._membership = membership
+        self._store = membership.store
+        self._rank = membership.rank
         self._votes = Counter[int]()  # by generation
         self._used: list[str] = []  # keys of the latest collective
 
@@ -47,33 +54,39 @@ class Barrier:
         require_open: Callable[[], None] = lambda: None,
         made: int | None = None,
     ) -> Generation:
-        """Wait until all members have come to the collective `what`, and return the generation in which it begins.
+        """Wait until all members have come to the collective `what`, and return the generation in
+        which it begins.
 
-        Members that do not come in time are evicted. `step` is the first one in which this rank has not exchanged, and
-        `made` how many steps its loop has made. `change` moves this rank to the current generation. `require_open` is
-        called regularly, and may raise. Raises `DisagreementError` on all ranks if one came to another collective, or
-        after another number of steps, `DeadlineExceeded` if too few come, `Evicted`.
+        Members that do not come in time are evicted. `step` is the first one in which this rank has
+        not exchanged, and `made` how many steps its loop has made. `change` moves this rank to the
+        current generation. `require_open` is called regularly, and may raise. Raises
+        `DisagreementError` on all ranks if one came to another collective, or after another number
+        of steps, `DeadlineExceeded` if too few come, `Evicted`.
         """
         self._membership.collective += 1
         while (generation := self._all_come(Arrival(step, what, made=made), require_open)) is None:
             change()
-        if refusal := self._store.read(refusal_key(self._membership.collective)):  # of ranks that have ended since
+        # of ranks that have ended since
+        if refusal := self._store.read(refusal_key(self._membership.collective)):
             raise DisagreementError(refusal.decode(errors="replace"))
         return generation
 
     def _all_come(self, own: Arrival, require_open: Callable[[], None]) -> Generation | None:
         """Return None if a new generation was formed before all had come."""
-        members, number = self._membership, self._membership.collective
+        members = self._membership
+        number = self._membership.collective
         generation = (head := self._begin_gathering()).generation
         if not head.has_begun(number) and generation.number != members.generation.number:
             return None
         members.arrive(key := arrival_key(generation, number), *own)
-        limit, why = Deadline(members.timeout_s()), f"it did not come to {own.what} within {members.timeout_s():g} s"
+        limit = Deadline(members.timeout_s())
+        why = f"it did not come to {own.what} within {members.timeout_s():g} s"
         for pause_s in members.pauses(limit):
             require_open()
             head = members.head()
             arrivals = members.arrivals(key)
-            self._require_same(own, arrivals)  # first, as a rank that came to something else has gone on
+            # first, as a rank that came to something else has gone on
+            self._require_same(own, arrivals)
             if head.has_begun(number):
                 break
             if head.generation.number != generation.number:
@@ -81,9 +94,9 @@ class Barrier:
             if arrivals.keys() >= generation.members.keys() and not generation.silent:
                 members.change(head, phase=RUNNING)
             # A roll call that has begun decides who lives, and takes a timeout itself.
-            elif self._store.check([arrival_key(generation, ROLL_CALL)]) or not members.evict_absent(
-                head, arrivals, why, limit
-            ):
+            elif self._store.check(
+                [arrival_key(generation, ROLL_CALL)]
+            ) or not members.evict_absent(head, arrivals, why, limit):
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
         return generation
@@ -96,14 +109,19 @@ class Barrier:
 
     def _require_same(self, own: Arrival, arrivals: Mapping[int, Arrival]) -> None:
         found = {rank: text for rank, other in arrivals.items() if (text := own.difference(other))}
-        for rank, (ours, theirs, advice) in sorted(found.items(), key=lambda each: each[1][2] != UNEQUAL_STEPS):
+        for rank, (ours, theirs, advice) in sorted(
+            found.items(), key=lambda each: each[1][2] != UNEQUAL_STEPS
+        ):
             why = f"rank {self._rank} comes to {ours} where rank {rank} comes to {theirs}: {advice}"
             self._store.set(refusal_key(self._membership.collective), why)
             raise DisagreementError(why)
 
     def _delete_keys_of_last(self, generation: Generation, key: str) -> None:
-        """Delete what the last collective left on the store: all have come to this one, so no rank reads it."""
-        used, self._used = self._used, [key]
+        """Delete what the last collective left on the store: all have come to this one, so no rank
+        reads it.
+        """
+        used = self._used
+        self._used = [key]
         if generation.ranks[0] == self._rank:
             for each in used:
                 self._store.delete_key(each)
@@ -115,10 +133,11 @@ class Barrier:
             members.change(head, phase=OPEN)
 
     def vote(self, ok: bool, generation: Generation) -> bool:
-        """Return True if all members of `generation` vote `ok`; the answer is the same for all of them.
+        """Return True if all members of `generation` vote `ok`; the answer is the same for all of
+        them.
 
-        A rank that votes no, is gone, or does not vote within the timeout decides for all. Raises `DisagreementError`
-        if a member refused instead.
+        A rank that votes no, is gone, or does not vote within the timeout decides for all. Raises
+        `DisagreementError` if a member refused instead.
         """
         key = self._next_vote(generation)
         if ok:
@@ -141,8 +160,12 @@ class Barrier:
         self._store.delete_key(key)
         self._store.delete_key(f"{key}/outcome")
 
-    def outcome(self, key: str, generation: Generation, look: Callable[[], None] = lambda: None) -> bool:
-        """Wait for the outcome of the vote under `key`, see `vote`; `look` is called regularly, and may raise."""
+    def outcome(
+        self, key: str, generation: Generation, look: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Wait for the outcome of the vote under `key`, see `vote`; `look` is called regularly, and
+        may raise.
+        """
         members = self._membership
         limit = Deadline(members.timeout_s())
         for pause_s in members.pauses(limit):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world that goes on without lost ranks: it moves from generation to generation, with new connections in each.
+"""A world that goes on without lost ranks: it moves from generation to generation, with new
+connections in each.
 
-NCCL can cancel one transfer only by cancelling all of them, and a rank that waits for a lost one keeps others waiting.
-So a rank that notices a loss starts a roll call on the store. Each member breaks its connections and answers.
+NCCL can cancel one transfer only by cancelling all of them, and a rank that waits for a lost one
+keeps others waiting. So a rank that notices a loss starts a roll call on the store. Each member
+breaks its connections and answers.
 """
 
 from __future__ import annotations
@@ -41,9 +43,12 @@ from commrt.threads.future import Future, start_call
 from commrt.transport.protocol import CPU
 
 T = TypeVar("T")
-ATTEMPTS, MISSED = 5, 3
-"""Failures among the same members, with no exchange done in between, after which the next one is final; and as how many
-a missed deadline counts. So a second one is final: the roll call after the first has found no rank at fault."""
+ATTEMPTS = 5
+MISSED = 3
+"""Failures among the same members, with no exchange done in between, after which the next one is
+final; and as how many a missed deadline counts. So a second one is final: the roll call after the
+first has found no rank at fault.
+"""
 LOOK_AT_OTHERS_S = 0.5
 """Between two looks whether a rank that should send waits in a collective."""
 LOOK_S = 0.05
@@ -59,31 +64,43 @@ def make_elastic(world: World) -> ElasticMembership:
 
 
 class ElasticMembership(Membership):
-    """The generations of one world, how a rank moves from one to the next, and collectives that survive lost ranks.
+    """The generations of one world, how a rank moves from one to the next, and collectives that
+    survive lost ranks.
 
-    Methods up to `close` run on the communication thread, unless they say otherwise, the others on the training thread.
+    Methods up to `close` run on the communication thread, unless they say otherwise, the others on
+    the training thread.
     """
 
     def __init__(self, world: World) -> None:
         super().__init__(world.transport.members, world.comm_thread)
-        self._world, self._transport = world, world.transport
+        self._world = world
+        self._transport = world.transport
         self.is_elastic = False
         founders = Generation(0, dict.fromkeys(world.transport.members, 0))
-        self.on_store = StoreMembership(HashStore(), world.transport.rank, founders, lambda: world.timeout_s)
-        """The latest membership; the first one, before the world is elastic, has no other ranks on its store."""
+        self.on_store = StoreMembership(
+            HashStore(), world.transport.rank, founders, lambda: world.timeout_s
+        )
+        """The latest membership; the first one, before the world is elastic, has no other ranks on
+        its store.
+        """
         self.barrier = Barrier(self.on_store)
         self._dependants: WeakSet[object] = WeakSet()
         self._lock = Lock()  # around a change of the generation
         self.wanted = 0
-        """The generation to come to before the next exchange: others form it, or this rank broke its connections."""
+        """The generation to come to before the next exchange: others form it, or this rank broke
+        its connections.
+        """
         self.failures = 0
         """Since an exchange was completed; whoever completes one sets it to 0, on any thread."""
-        self._part: Generation | None = None  # of the collective part that is next or runs; None once refused
+        # of the collective part that is next or runs; None once refused
+        self._part: Generation | None = None
         self.submitted_steps = 0
         """Gossip steps so far."""
         self._made: Callable[[], int | None] = lambda: None
         self.while_waiting: Callable[[], None] = lambda: None
-        """Called now and then while this rank waits for others to come to a collective, on the training thread."""
+        """Called now and then while this rank waits for others to come to a collective, on the
+        training thread.
+        """
         self._number = 0  # of the model that the latest membership is for
 
     @property
@@ -97,14 +114,20 @@ class ElasticMembership(Membership):
         return self.generation.ranks
 
     def _on_call(self, number: int) -> None:
-        """Cancel what runs here and join generation `number`, which other ranks form. On the watcher's thread."""
+        """Cancel what runs here and join generation `number`, which other ranks form.
+
+        On the watcher's thread.
+        """
         self._want(number)
         if self.is_called:
             with suppress(TransportClosed):
                 self._comm_thread.submit(self.ensure_generation)
 
     def _want(self, number: int) -> None:
-        """Cancel what runs here, and come to generation `number` before the next exchange. On any thread."""
+        """Cancel what runs here, and come to generation `number` before the next exchange.
+
+        On any thread.
+        """
         with self._lock:
             if number > self.number:
                 self.wanted = max(self.wanted, number)
@@ -112,15 +135,22 @@ class ElasticMembership(Membership):
 
     @property
     def is_called(self) -> bool:
-        """True if this rank must come to a new generation, for which others may wait. On any thread."""
+        """True if this rank must come to a new generation, for which others may wait.
+
+        On any thread.
+        """
         return self.wanted > self.number
 
     def takes_part(self, step: int) -> bool:
-        """True if this rank exchanges in training step `step`; False before the step in which its generation starts."""
+        """True if this rank exchanges in training step `step`; False before the step in which its
+        generation starts.
+        """
         return step >= self.generation.start
 
     def break_connections(self, failure: TransportError) -> None:
-        """Break all connections until `ensure_generation`; raise `failure` if this world ends with a lost rank."""
+        """Break all connections until `ensure_generation`; raise `failure` if this world ends with
+        a lost rank.
+        """
         was_closed = isinstance(failure, TransportClosed) and not self.is_called
         if was_closed or not self.is_elastic:
             raise failure
@@ -128,7 +158,9 @@ class ElasticMembership(Membership):
         self._want(self.number + 1)
 
     def recover(self, failure: TransportError) -> None:
-        """Go on in the next generation after `failure`; raise it if this world ends with a lost rank."""
+        """Go on in the next generation after `failure`; raise it if this world ends with a lost
+        rank.
+        """
         self.break_connections(failure)
         self.ensure_generation()
 
@@ -143,8 +175,11 @@ class ElasticMembership(Membership):
     def ensure_generation(self, number: int = 0) -> Generation:
         """Move to generation `number` or a later one, with working connections, and return it."""
         while self.number < max(number, self.wanted):
-            before, generation = self.generation, self._next_generation()
-            level = logging.WARNING if self._transport.rank == generation.connected[0] else logging.INFO
+            before = self.generation
+            generation = self._next_generation()
+            level = (
+                logging.WARNING if self._transport.rank == generation.connected[0] else logging.INFO
+            )
             for change in generation.changes_since(before):
                 _log.log(level, "commrt: %s; %d ranks go on", change, len(generation.connected))
             self.on_store.require_enough(generation, self.next_step)
@@ -163,14 +198,16 @@ class ElasticMembership(Membership):
 
     def _next_generation(self) -> Generation:
         """Join the next generation, without connections yet."""
-        membership, before = self.on_store, self.generation
+        membership = self.on_store
+        before = self.generation
         self._transport.abort()  # or a rank that waits for this one would not answer
         generation = membership.current()
         if generation.number == before.number:
             generation = membership.roll_call(self.next_step, self.require_open)
         with self._lock:
             membership.adopt(generation)
-            self.number, self.lost = generation.number, generation.lost
+            self.number = generation.number
+            self.lost = generation.lost
         if self._transport.rank in generation.silent:
             self._want(generation.number + 1)  # this rank makes a roll call
         if generation.ranks != before.ranks:
@@ -178,19 +215,27 @@ class ElasticMembership(Membership):
         return generation
 
     def _connect(self, generation: Generation) -> None:
-        """Connect the members, for host memory and each GPU; programs bound before stay broken. Collective."""
-        transport, members, options = self._transport, generation.connected, self._world.reconnect_options
+        """Connect the members, for host memory and each GPU; programs bound before stay broken.
+
+        Collective.
+        """
+        transport = self._transport
+        members = generation.connected
+        options = self._world.reconnect_options
         if options is not None and len(members) > 1 and transport.rank in members:
             following = self.on_store.next_member(members)
             connect_host = partial(options.connect, generation.number, members, transport.timeout_s)
             transport.add(CPU, self.wait_for(start_call(connect_host), following))
             for device in transport.gpus:
-                connect_gpu = partial(self._world.connect_gpu, f"generation {generation.number}", device, members)
+                connect_gpu = partial(
+                    self._world.connect_gpu, f"generation {generation.number}", device, members
+                )
                 transport.add(device, self.wait_for(start_call(connect_gpu), following))
         self.require_open()
 
     def wait_for(self, future: Future[T], *ranks: int) -> T:
-        """Return the result of `future`; raise `PeerLost` if one of `ranks` is lost, or others form a new generation.
+        """Return the result of `future`; raise `PeerLost` if one of `ranks` is lost, or others form
+        a new generation.
 
         Also raises what `require_open` does.
         """
@@ -203,7 +248,9 @@ class ElasticMembership(Membership):
         return future.result()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Run `task` on the communication thread, which goes on if it loses a rank; ``result()`` raises that."""
+        """Run `task` on the communication thread, which goes on if it loses a rank; ``result()``
+        raises that.
+        """
         return self._comm_thread.submit(partial(self._recovering, task, self._part))
 
     def _recovering(self, task: Callable[[], T], part: Generation | None) -> T:
@@ -216,10 +263,14 @@ class ElasticMembership(Membership):
                 self._transport.wait()
         except LOST as failure:
             self.recover(failure)
-            raise RecoveredError(lost if isinstance(failure, TransportClosed) else failure) from failure
+            raise RecoveredError(
+                lost if isinstance(failure, TransportClosed) else failure
+            ) from failure
         return value
 
-    def _leave_generation(self, generation: Generation, failure: TransportError | None) -> Generation:
+    def _leave_generation(
+        self, generation: Generation, failure: TransportError | None
+    ) -> Generation:
         if self.generation.number == generation.number:
             lost = PeerLost("another rank lost a peer in a collective", Place(self._transport.rank))
             self.recover(failure or lost)
@@ -234,7 +285,9 @@ class ElasticMembership(Membership):
         self.while_waiting()
 
     def require_open(self) -> None:
-        """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun since."""
+        """Raise `TransportClosed`, or `Evicted`, if this world was given up; cancel what was begun
+        since.
+        """
         if (failure := self._comm_thread.failure) is not None:
             self._transport.abort()
             raise refusal_after(failure) from failure
@@ -248,7 +301,10 @@ class ElasticMembership(Membership):
         self.on_store.store.connection = HashStore()
 
     def others(self) -> int:
-        """Return how many attached models depend on this world, without dropped ones. On the training thread."""
+        """Return how many attached models depend on this world, without dropped ones.
+
+        On the training thread.
+        """
         return count_kept(self._dependants.__len__)
 
     def begin(
@@ -261,13 +317,14 @@ class ElasticMembership(Membership):
         founds: bool = True,
         made: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was attached.
+        """Survive lost ranks from now on, for the model `dependant`, the `number`-th that was
+        attached.
 
-        See `StoreMembership` for `needed`.
-        ``made()`` is how many steps its loop has made: ranks that meet in a collective compare that first.
+        See `StoreMembership` for `needed`. ``made()`` is how many steps its loop has made: ranks
+        that meet in a collective compare that first.
 
-        Only if it is `alone` on all ranks: two models have no common step. Collective. A process that takes a lost
-        rank's place passes ``founds=False`` and calls `join_as_replacement` next.
+        Only if it is `alone` on all ranks: two models have no common step. Collective. A process
+        that takes a lost rank's place passes ``founds=False`` and calls `join_as_replacement` next.
         """
         if self.is_elastic:
             self.end_membership("another model gossips now")
@@ -275,15 +332,23 @@ class ElasticMembership(Membership):
         self._made = made
         if not alone or (options := self._world.reconnect_options) is None:
             return
-        now, transport, self.needed = self.generation, self._transport, needed(0) if needed else 0
-        if founds and transport.rank == now.ranks[0]:  # others may still read the latest membership, and no earlier one
-            call_store(partial(delete_earlier_models, self._world.store, self._number), rank=transport.rank)
+        now = self.generation
+        transport = self._transport
+        self.needed = needed(0) if needed else 0
+        # others may still read the latest membership, and no earlier one
+        if founds and transport.rank == now.ranks[0]:
+            call_store(
+                partial(delete_earlier_models, self._world.store, self._number), rank=transport.rank
+            )
         self._number = number
         store = PrefixStore("elastic", store_of_model(self._world.store, number))
         founders = Generation(now.number, dict.fromkeys(now.members, 0), lost=now.lost)
-        join = partial(StoreMembership, store, transport.rank, founders, lambda: transport.timeout_s)
+        join = partial(
+            StoreMembership, store, transport.rank, founders, lambda: transport.timeout_s
+        )
         self.on_store = join(host=options.towards, needed=needed, on_roll_call=self._on_call)
-        self.is_elastic, self.barrier = True, Barrier(self.on_store)
+        self.is_elastic = True
+        self.barrier = Barrier(self.on_store)
         if founds:
             self.on_store.join_first_generation()
 
@@ -317,27 +382,36 @@ class ElasticMembership(Membership):
 
     @contextmanager
     def collective(self, what: str, made: int | None = None) -> Iterator[None]:
-        """Run the body as the collective `what` of all members, after the step `made`; see `Barrier.arrive`."""
+        """Run the body as the collective `what` of all members, after the step `made`; see
+        `Barrier.arrive`.
+        """
         if not self.is_elastic:
             yield
             return
-        step, outer = max(self.next_step, self.submitted_steps), self._part
+        step = max(self.next_step, self.submitted_steps)
+        outer = self._part
         made = self._made() if made is None else made
         try:
-            self._part = self.barrier.arrive(what, step, partial(self._run, self._follow), self._look, made)
+            self._part = self.barrier.arrive(
+                what, step, partial(self._run, self._follow), self._look, made
+            )
             yield
         except REFUSALS as error:
-            while not (isinstance(error, DisagreementError) or self._part is None or self._refuse(error)):
+            while not (
+                isinstance(error, DisagreementError) or self._part is None or self._refuse(error)
+            ):
                 pass  # the members repeat the work
             self.barrier.leave()
             raise
         finally:
-            self._part = None if outer is None else self._part  # the outer one goes on in the generation of this one
+            # the outer one goes on in the generation of this one
+            self._part = None if outer is None else self._part
         with suppress(CommrtError, RuntimeError):  # the store's errors come up in the next call
             self.barrier.leave()
 
     def outwait(self, future: Future[T], made: int) -> T:
-        """Return the result of `future`, to which ranks contribute that have made `made` steps. On the training thread.
+        """Return the result of `future`, to which ranks contribute that have made `made` steps. On
+        the training thread.
 
         Raises `DisagreementError` on all ranks if one has made fewer, and waits in a collective.
         """
@@ -350,24 +424,33 @@ class ElasticMembership(Membership):
             self.require_none_behind(made)
 
     def require_none_behind(self, made: int) -> None:
-        """Raise `DisagreementError` on all ranks if one waits in a collective before it has made `made` steps."""
+        """Raise `DisagreementError` on all ranks if one waits in a collective before it has made
+        `made` steps.
+        """
         if self.is_elastic:
             waiting = self.on_store.ranks_in_collective(self.generation).values()
             if any(arrival.made is not None and arrival.made < made for arrival in waiting):
                 with self.collective("an exchange"):  # raises, on that rank too
                     pass
 
-    def begin_call(self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool) -> Future[Any] | None:
-        """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and begins anew."""
+    def begin_call(
+        self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool
+    ) -> Future[Any] | None:
+        """Overwrite `tensor` once all members have the result: each attempt is made on a copy, and
+        begins anew.
+        """
         if not self.is_elastic:
             return super().begin_call(begin, tensor, residual, at_once=at_once)
         before = None if residual is None else residual.clone()
 
         def attempt() -> Tensor | CommrtError:
-            """Return the result, or an error that all ranks have alike: they vote on it as on a result."""
+            """Return the result, or an error that all ranks have alike: they vote on it as on a
+            result.
+            """
             if residual is not None and before is not None:
                 residual.copy_(before)
-            run_now, copy = begin(), tensor.detach().clone()
+            run_now = begin()
+            copy = tensor.detach().clone()
             try:
                 self.submit(lambda: run_now(copy)).result()
             except (DisagreementError, UsageError) as error:
@@ -384,16 +467,18 @@ class ElasticMembership(Membership):
         return None
 
     def together(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which all members do; the survivors repeat it if a rank is lost meanwhile.
+        """Return the result of `work`, which all members do; the survivors repeat it if a rank is
+        lost meanwhile.
 
-        The members vote on it. An error of one rank, raised before it sends anything, ends the work for all. In a
-        `collective` only.
+        The members vote on it. An error of one rank, raised before it sends anything, ends the work
+        for all. In a `collective` only.
         """
         if not self.is_elastic:
             return work()
         while True:
             generation = self._run(self.ensure_generation)
-            due, self._part = self._part or generation, generation
+            due = self._part or generation
+            self._part = generation
             if due.number != generation.number:
                 self.barrier.vote(ok=False, generation=due)  # raises if a member refused there
                 continue
@@ -412,7 +497,9 @@ class ElasticMembership(Membership):
             self._part = self._run(self._leave_generation, generation, failure)
 
     def _refuse(self, error: CommrtError) -> bool:
-        """Tell the others why this rank refuses, so that they do not wait for it; False if they repeat the work."""
+        """Tell the others why this rank refuses, so that they do not wait for it; False if they
+        repeat the work.
+        """
         generation = self._part or self.generation
         is_refused = self.barrier.refuse(str(error), generation)
         refused = PeerLost("a rank refused a collective", Place(self._transport.rank))
@@ -421,13 +508,16 @@ class ElasticMembership(Membership):
         return is_refused
 
     def finish(self) -> bool:
-        """Say that this rank has finished, and stay while others train; return True if none of them is left."""
+        """Say that this rank has finished, and stay while others train; return True if none of them
+        is left.
+        """
         self.depart("it closed its world", finished=True)
         self.on_store.stay_while(partial(self.on_store.ranks_alive, in_training=True))
         return not self.on_store.ranks_alive()
 
     def wait_for_all_closed(self) -> None:
         """Stay until all others have ended the membership too."""
-        if self.on_store.has_begun and self._world.reconnect_options is not None:  # else this was done before
+        # else this was done before
+        if self.on_store.has_begun and self._world.reconnect_options is not None:
             with suppress(CommrtError, RuntimeError):
                 self.on_store.stay_while(self.on_store.ranks_alive)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations: numbered lists of live ranks on the store, changed by compare-and-set only; and who lives.
+"""Generations: numbered lists of live ranks on the store, changed by compare-and-set only; and who
+lives.
 
-The key ``head`` holds the current generation, so a generation is either the current one or not, for everybody at once.
-The head also says how far the latest collective has come, so that two things follow from one compare-and-set: all
-members begin a collective or none does, also if a generation ends at that instant; and no process takes the place of a
-lost rank in the middle of a collective.
+The key ``head`` holds the current generation, so a generation is either the current one or not, for
+everybody at once. The head also says how far the latest collective has come, so that two things
+follow from one compare-and-set: all members begin a collective or none does, also if a generation
+ends at that instant; and no process takes the place of a lost rank in the middle of a collective.
 
-Each process listens on a port that its kernel closes when it ends, however it ends. A broken connection says nothing,
-and a store does not know who has died. A process that is only stopped still counts as alive: its kernel answers.
+Each process listens on a port that its kernel closes when it ends, however it ends. A broken
+connection says nothing, and a store does not know who has died. A process that is only stopped
+still counts as alive: its kernel answers.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from commrt.threads.starting import start_thread
 HEAD = "head"
 ROLL_CALL = 0
 """In place of the number of a collective."""
-OPEN, GATHERING, RUNNING = "open", "gathering", "running"
+OPEN = "open"
+GATHERING = "gathering"
+RUNNING = "running"
 """Of the latest collective: no rank is in it, ranks wait for the others, all members have come."""
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
@@ -41,8 +45,8 @@ NOBODY: Mapping[int, int] = MappingProxyType({})
 UNKNOWN, REPLACED = NO_ADDRESSES = "", "another process has its place"
 """In place of the address of a process."""
 UNEQUAL_STEPS = (
-    "put the loop into `with replica.join():` if ranks have different numbers of batches, and run the same passes "
-    "outside of no_sync() on all ranks"
+    "put the loop into `with replica.join():` if ranks have different numbers of batches, and run"
+    " the same passes outside of no_sync() on all ranks"
 )
 OTHER_CALL = "make the same collective calls in the same order on all ranks"
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
@@ -59,7 +63,10 @@ class Generation(NamedTuple):
     lost: tuple[Loss, ...] = ()
     """All ranks that are missing, in the order in which they were lost."""
     silent: tuple[int, ...] = ()
-    """Members that live, but did not answer the roll call. They have no connections until they make one themselves."""
+    """Members that live, but did not answer the roll call.
+
+    They have no connections until they make one themselves.
+    """
     haste: int = 0
     """How many generations in a row, up to this one, left out a rank that the one before had."""
 
@@ -74,9 +81,16 @@ class Generation(NamedTuple):
         return tuple(rank for rank in self.members if rank not in self.silent)
 
     def successor(
-        self, losses: Sequence[Loss], start: int, *, silent: Sequence[int] = (), joined: Mapping[int, int] = NOBODY
+        self,
+        losses: Sequence[Loss],
+        start: int,
+        *,
+        silent: Sequence[int] = (),
+        joined: Mapping[int, int] = NOBODY,
     ) -> Generation:
-        """The next generation: without the lost ranks, and with the new processes that have `joined`."""
+        """The next generation: without the lost ranks, and with the new processes that have
+        `joined`.
+        """
         gone = {loss.rank for loss in losses}
         stay = {rank: incarnation for rank, incarnation in self.members.items() if rank not in gone}
         lost = tuple(loss for loss in (*self.lost, *losses) if loss.rank not in joined)
@@ -85,13 +99,21 @@ class Generation(NamedTuple):
         return Generation(self.number + 1, members, start, lost, tuple(silent), haste)
 
     def changes_since(self, before: Generation) -> list[str]:
-        """Return a sentence for each rank that was lost, replaced or silent since the generation `before`."""
+        """Return a sentence for each rank that was lost, replaced or silent since the generation
+        `before`.
+        """
         lost = [str(loss) for loss in self.lost if loss not in before.lost]
-        replaced = [rank for rank, process in self.members.items() if before.members.get(rank) != process]
+        replaced = [
+            rank for rank, process in self.members.items() if before.members.get(rank) != process
+        ]
         places = {*before.members, *(loss.rank for loss in before.lost)}
         silent = [rank for rank in self.silent if rank not in before.silent]
         lost += [
-            f"a new process has the place of rank {rank}" if rank in places else f"rank {rank} has come"
+            (
+                f"a new process has the place of rank {rank}"
+                if rank in places
+                else f"rank {rank} has come"
+            )
             for rank in replaced
         ]
         return lost + [f"rank {rank} does not answer, and is not waited for" for rank in silent]
@@ -108,7 +130,9 @@ class Head(NamedTuple):
 
     def has_begun(self, collective: int) -> bool:
         """True once all members have come to `collective`."""
-        return self.collective > collective or (self.collective == collective and self.phase != GATHERING)
+        return self.collective > collective or (
+            self.collective == collective and self.phase != GATHERING
+        )
 
     def to_json(self) -> str:
         """All fields, for the store."""
@@ -118,24 +142,33 @@ class Head(NamedTuple):
     @classmethod
     def from_json(cls, text: bytes) -> Head:
         """Raise `ValueError` or the like for anything but the result of `to_json`."""
-        collective, phase, *fields = typed(json.loads(text), int, str, int, list, int, list, list, int)
+        collective, phase, *fields = typed(
+            json.loads(text), int, str, int, list, int, list, list, int
+        )
         require(phase in (OPEN, GATHERING, RUNNING))
         number, pairs, start, lost, silent, haste = fields
         members = dict(typed(pair, int, int) for pair in pairs)
         losses = tuple(Loss(*typed(loss, int, int, str, bool, int | None)) for loss in lost)
-        return cls(Generation(number, members, start, losses, tuple(map(parse_int, silent)), haste), collective, phase)
+        return cls(
+            Generation(number, members, start, losses, tuple(map(parse_int, silent)), haste),
+            collective,
+            phase,
+        )
 
 
 class Arrival(NamedTuple):
-    """A rank that has come to a roll call or to the collective `what`, and the first step that it has not exchanged."""
+    """A rank that has come to a roll call or to the collective `what`, and the first step that it
+    has not exchanged.
+    """
 
     step: int
     what: str = ""
     unreached: Sequence[int] = ()
     """In a roll call: the members that do not reach this rank. Its latest line counts."""
     made: int | None = None
-    """How many steps its loop has made: all ranks that meet must have made as many. None where they may differ, with
-    backup workers and in ``join()``."""
+    """How many steps its loop has made: all ranks that meet must have made as many. None where they
+    may differ, with backup workers and in ``join()``.
+    """
 
     def difference(self, other: Arrival) -> tuple[str, str, str] | None:
         """Return what each of the two comes to and what to do, or None if they may meet."""
@@ -146,7 +179,8 @@ class Arrival(NamedTuple):
 
 
 def arrival_key(generation: Generation, collective: int) -> str:
-    """Return the key under which members of `generation` say that they have come to a collective, or `ROLL_CALL`.
+    """Return the key under which members of `generation` say that they have come to a collective,
+    or `ROLL_CALL`.
 
     Each writes a line: its rank, and the fields of its `Arrival`.
     """
@@ -154,12 +188,15 @@ def arrival_key(generation: Generation, collective: int) -> str:
 
 
 def refusal_key(collective: int) -> str:
-    """Return the key under which a rank says why members cannot meet in a collective; the same in all generations."""
+    """Return the key under which a rank says why members cannot meet in a collective; the same in
+    all generations.
+    """
     return f"refused/{collective}"
 
 
 def joining_key(generation: Generation) -> str:
-    """Return the key under which new processes say that they want to be in the generation after `generation`.
+    """Return the key under which new processes say that they want to be in the generation after
+    `generation`.
 
     Each writes a line: rank, incarnation, and the number of collectives that its state has made.
     """
@@ -178,14 +215,18 @@ class Listener:
     """
 
     def __init__(
-        self, towards: str, serve: Callable[[socket.socket], None] = socket.socket.close, name: str = "commrt-liveness"
+        self,
+        towards: str,
+        serve: Callable[[socket.socket], None] = socket.socket.close,
+        name: str = "commrt-liveness",
     ) -> None:
         host = own_address(towards)
         try:
             self._socket = listen(host)
         except OSError as error:
             raise TransportError(
-                f"this process cannot listen at {host} ({error}): is there a limit on open files (`ulimit -n`)"
+                f"this process cannot listen at {host} ({error}): is there a limit on open files"
+                " (`ulimit -n`)"
             ) from error
         self.address = f"{host} {self._socket.getsockname()[1]}"
         release_in_forked_child(self)
@@ -215,14 +256,20 @@ def _accept(listener: socket.socket, serve: Callable[[socket.socket], None]) -> 
 
 
 class Processes:
-    """The processes of all ranks: which one has a rank's place now, and whether it lives. On any thread.
+    """The processes of all ranks: which one has a rank's place now, and whether it lives. On any
+    thread.
 
-    Each process writes its incarnation (how many processes had the rank's place before it) and its address on the
-    store. Without a `host` that all can reach (ranks are threads of one process) no process ever counts as gone.
+    Each process writes its incarnation (how many processes had the rank's place before it) and its
+    address on the store. Without a `host` that all can reach (ranks are threads of one process) no
+    process ever counts as gone.
     """
 
-    def __init__(self, store: TimedStore, rank: int, host: str | None, timeout_s: Callable[[], float]) -> None:
-        self._store, self._rank, self._timeout_s = store, rank, timeout_s
+    def __init__(
+        self, store: TimedStore, rank: int, host: str | None, timeout_s: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._listener = None if host is None else Listener(host, send_message)
         self._addresses: dict[tuple[int, int], str] = {}  # by rank and incarnation
         self._silent = frozenset[str]()  # addresses whose hosts gave no answer the last time
@@ -235,13 +282,17 @@ class Processes:
             self._publish("", self._listener)
 
     def replace(self, *, is_new: bool = False) -> None:
-        """Publish this process in place of the last one of its rank; raise `UsageError` if two do so at once.
+        """Publish this process in place of the last one of its rank; raise `UsageError` if two do
+        so at once.
 
         One that `is_new` comes to a place that perhaps no process has had.
         """
         latest = self._latest(self._rank)
         if self._listener is None or (latest is None and not is_new):
-            raise UsageError(f"rank {self._rank} has left no address on the store, so no process can take its place")
+            raise UsageError(
+                f"rank {self._rank} has left no address on the store, so no process can take its"
+                " place"
+            )
         self.incarnation = 0 if latest is None else latest[0] + 1
         self._publish("" if latest is None else json.dumps(latest), self._listener)
 
@@ -273,8 +324,14 @@ class Processes:
         addresses = {rank: self._address(rank, each) for rank, each in processes.items()}
         known = {*addresses.values()}.difference(NO_ADDRESSES)
         found = probe(known - self._silent, self._probe_s) | probe(known & self._silent, LOOK_S)
-        self._silent = (self._silent - known) | {address for address, answer in found.items() if answer is None}
-        return [rank for rank, address in addresses.items() if address == REPLACED or found.get(address) is False]
+        self._silent = (self._silent - known) | {
+            address for address, answer in found.items() if answer is None
+        }
+        return [
+            rank
+            for rank, address in addresses.items()
+            if address == REPLACED or found.get(address) is False
+        ]
 
     def _address(self, rank: int, incarnation: int) -> str:
         """Return the address of that process of `rank`, or `REPLACED` or `UNKNOWN`."""
@@ -286,9 +343,15 @@ class Processes:
 
     def check_links(self, members: Mapping[int, int]) -> LinkCheck:
         """Begin to check who of `members`, given with their incarnations, reaches this process."""
-        others = {rank: each for rank, each in members.items() if rank != self._rank} if self._listener else {}
+        others = (
+            {rank: each for rank, each in members.items() if rank != self._rank}
+            if self._listener
+            else {}
+        )
         addresses = {rank: self._address(rank, each) for rank, each in others.items()}
-        known = {rank: address for rank, address in addresses.items() if address not in NO_ADDRESSES}
+        known = {
+            rank: address for rank, address in addresses.items() if address not in NO_ADDRESSES
+        }
         return LinkCheck(known, self._probe_s)
 
     @property

@@ -19,7 +19,9 @@ from contextlib import suppress
 from time import monotonic
 
 MESSAGE = bytes(1 << 15)
-"""What a `Listener` sends to each caller: larger than usual packets, to notice if those are dropped."""
+"""What a `Listener` sends to each caller: larger than usual packets, to notice if those are
+dropped.
+"""
 LOOK_S = 0.1
 """Healthy ranks answer much sooner."""
 RECEIVED_NBYTES = 1 << 16
@@ -27,7 +29,9 @@ RECEIVED_NBYTES = 1 << 16
 
 
 def begin_connection(address: str) -> tuple[socket.socket, int]:
-    """Return a socket that connects to a `Listener.address`, and the error number if that failed."""
+    """Return a socket that connects to a `Listener.address`,
+    and the error number if that failed.
+    """
     host, port = address.split()
     family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     connection = socket.socket(family, kind)
@@ -73,11 +77,13 @@ def send_message(client: socket.socket) -> None:
 
 
 def cut_off(unreached: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
-    """Return the ranks that must leave so that all others reach each other, and whom they do not reach.
+    """Return the ranks that must leave so that all others reach each other, and whom they do not
+    reach.
 
-    `unreached` has, for each rank, those that do not reach it, in the order in which the ranks have answered. As long
-    as a link is broken, the rank with most broken links leaves; of several, the one that answered last, as it may have
-    been stopped, and have been tried too late. One end is enough to say so.
+    `unreached` has, for each rank, those that do not reach it, in the order in which the ranks have
+    answered. As long as a link is broken, the rank with most broken links leaves; of several, the
+    one that answered last, as it may have been stopped, and have been tried too late. One end is
+    enough to say so.
 
     >>> cut_off({0: [], 1: [3], 2: [], 3: [1]}), cut_off({0: [], 3: [1], 2: [], 1: []})
     ({3: [1]}, {1: [3]})
@@ -102,14 +108,15 @@ def cut_off(unreached: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
 class LinkCheck:
     """Asks ranks, by their `addresses`, for `MESSAGE`. One thread uses it.
 
-    It asks again after `again_s`, and after twice as long each time, over one connection more: where packets are lost
-    or late, a message may need longer.
+    It asks again after `again_s`, and after twice as long each time, over one connection more:
+    where packets are lost or late, a message may need longer.
     """
 
     def __init__(self, addresses: Mapping[int, str], again_s: float) -> None:
         self.unreached = set(addresses)
         """The ranks that have not sent a whole message so far."""
-        self._addresses, self._again_s = addresses, again_s
+        self._addresses = addresses
+        self._again_s = again_s
         self._selector = selectors.DefaultSelector()
         self._ask()
 
@@ -117,7 +124,8 @@ class LinkCheck:
         self._asked_s = monotonic()
         for rank in self.unreached:
             with suppress(OSError):  # no sockets left: ask again
-                connection, _ = begin_connection(self._addresses[rank])  # an error comes up when it is read
+                # an error comes up when it is read
+                connection, _ = begin_connection(self._addresses[rank])
                 self._selector.register(connection, selectors.EVENT_READ, [rank, len(MESSAGE)])
 
     def look(self, wait_s: float = 0.0) -> set[int]:
@@ -134,7 +142,8 @@ class LinkCheck:
         return set(self.unreached)
 
     def _receive(self, key: selectors.SelectorKey) -> None:
-        connection, missing = key.fileobj, key.data
+        connection = key.fileobj
+        missing = key.data
         with suppress(OSError):  # it refused, or broke
             if nbytes := len(connection.recv(RECEIVED_NBYTES)):  # type: ignore[union-attr]  # a socket
                 missing[1] -= nbytes

@@ -17,7 +17,8 @@ from commrt.store.client import parse, require
 from commrt.threads.starting import start_thread
 
 PASSWORD_NBYTES = 16
-REQUEST, NBYTES = struct.Struct(f"<{PASSWORD_NBYTES}sQ"), struct.Struct("<Q")
+REQUEST = struct.Struct(f"<{PASSWORD_NBYTES}sQ")
+NBYTES = struct.Struct("<Q")
 YES = b"\1"
 PIECE_NBYTES = 1 << 20
 LIMIT_S = 60.0
@@ -31,10 +32,13 @@ MAX_SILENT = 16
 
 
 class StateServer(Listener):
-    """Answers requests of processes that can reach the host `towards`; a thread per client calls `give`."""
+    """Answers requests of processes that can reach the host `towards`; a thread per client calls
+    `give`.
+    """
 
     def __init__(self, towards: str, give: Callable[[int], Generator[bytes]]) -> None:
-        self._give, self._password = give, secrets.token_bytes(PASSWORD_NBYTES)
+        self._give = give
+        self._password = secrets.token_bytes(PASSWORD_NBYTES)
         self._free_slots = threading.Semaphore(MAX_CLIENTS)
         self._silent: deque[socket.socket] = deque()
         """Clients that have sent no password yet, in the order in which they came."""
@@ -94,7 +98,8 @@ class StateServer(Listener):
 def request_state(address: bytes | str, number: int, ready_s: float, copy_s: float) -> bytes | None:
     """Return the answer of the `StateServer` at `address`.
 
-    Returns None if it says no, or nothing for `ready_s` seconds, and for `copy_s` seconds after it has said yes.
+    Returns None if it says no, or nothing for `ready_s` seconds, and for `copy_s` seconds after it
+    has said yes.
     """
     host, port, password = parse("the address of a state server", address, _parts)
     try:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a model under local SGD: its anchor, what leaves when a period ends, and how an average is merged.
+"""A part of a model under local SGD: its anchor, what leaves when a period ends, and how an average
+is merged.
 
-Fragments are averaged in the background, and no rank uses an average that another one can never get. Where the world
-goes on without lost ranks, each rank votes in the background when it has an average, and a merge reads the outcome. If
-a rank was lost meanwhile, the others average what they have sent again, together, in the order in which they merge.
-Until they have done so once, what leaves is held back: ranks learn of a loss at different times.
+Fragments are averaged in the background, and no rank uses an average that another one can never
+get. Where the world goes on without lost ranks, each rank votes in the background when it has an
+average, and a merge reads the outcome. If a rank was lost meanwhile, the others average what they
+have sent again, together, in the order in which they merge. Until they have done so once, what
+leaves is held back: ranks learn of a loss at different times.
 """
 
 from __future__ import annotations
@@ -32,13 +34,17 @@ from commrt.transport.protocol import Allocate
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """An exchange of a fragment, from the step in which its weights leave to that in which the average is merged."""
+    """An exchange of a fragment, from the step in which its weights leave to that in which the
+    average is merged.
+    """
 
     step: int
     """After which the weights left."""
     settings: int
     rates: Sequence[float | None]
-    """The learning rate of each tensor in the step after which the weights left; None if no optimizer steps it."""
+    """The learning rate of each tensor in the step after which the weights left; None if no
+    optimizer steps it.
+    """
     generation: Generation | None = None
     """The ranks that average; None before it was sent."""
     vote: str = ""
@@ -58,7 +64,10 @@ MERGING = "merging what left after step"
 
 
 class _Tensor:
-    """What lies in a slot. The anchor is in fp32 for narrower weights, so that small outer steps do not vanish."""
+    """What lies in a slot.
+
+    The anchor is in fp32 for narrower weights, so that small outer steps do not vanish.
+    """
 
     def __init__(self, slot: TensorSlot, algorithm: LocalSGD) -> None:
         tensor = slot.tensor()
@@ -67,8 +76,10 @@ class _Tensor:
         self.slot = slot
         self.anchor = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
         is_stepped = algorithm.outer is not None and not slot.is_buffer
-        self.velocity = torch.zeros_like(self.anchor) if is_stepped else None  # the outer optimizer's momentum
-        nothing = torch.zeros((), dtype=dtype, device=tensor.device).expand(self.anchor.shape)  # takes no memory
+        # the outer optimizer's momentum
+        self.velocity = torch.zeros_like(self.anchor) if is_stepped else None
+        # takes no memory
+        nothing = torch.zeros((), dtype=dtype, device=tensor.device).expand(self.anchor.shape)
         self.outgoing = nn.Parameter(nothing, requires_grad=False)
         """Its ``grad`` is what this rank sends, and then the average."""
 
@@ -77,23 +88,25 @@ class Fragment(WeightPart):
     """Tensors that leave together. All calls belong to the thread that trains."""
 
     IN_FLIGHT = (
-        "{name} was written while an average of the old weights was in flight, and not by a step of an optimizer given "
-        "to attach(): call replica.drain() on all ranks before you write weights, or replica.load_state_dict() after a "
-        "checkpoint was loaded"
+        "{name} was written while an average of the old weights was in flight, and not by a step of"
+        " an optimizer given to attach(): call replica.drain() on all ranks before you write"
+        " weights, or replica.load_state_dict() after a checkpoint was loaded"
     )
     WRITTEN = (
-        "{name} was written, not by a step of an optimizer given to attach(), and outer= would take that for learning: "
-        "leave outer out if your loop writes weights. After a checkpoint was loaded call replica.load_state_dict(), or "
-        "replica.overwrite_with_first() to begin anew"
+        "{name} was written, not by a step of an optimizer given to attach(), and outer= would take"
+        " that for learning: leave outer out if your loop writes weights. After a checkpoint was"
+        " loaded call replica.load_state_dict(), or replica.overwrite_with_first() to begin anew"
     )
     in_flight: InFlight | None
 
     def __init__(self, index: int, held: Sequence[TensorSlot], algorithm: LocalSGD) -> None:
         super().__init__(index, held)
-        self.exchanges = self.left = 0  # how many have begun; the step after which the weights left last
+        # how many have begun; the step after which the weights left last
+        self.exchanges = self.left = 0
         self.seen = (0, 0, 0.0)
         """`Riding.seen` when the weights left last."""
-        self._algorithm, self._is_gossip = algorithm, algorithm.is_gossip
+        self._algorithm = algorithm
+        self._is_gossip = algorithm.is_gossip
         self.is_relied_on = algorithm.outer is not None
         self.ids = [id(slot.place[slot.key]) for slot in held]
         self._tensors = [_Tensor(slot, algorithm) for slot in held]
@@ -111,7 +124,9 @@ class Fragment(WeightPart):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the weights as they are for the anchor, without momentum and with nothing in flight."""
+        """Take the weights as they are for the anchor,
+        without momentum and with nothing in flight.
+        """
         self.drop_in_flight()
         self.settle()
         for each in self._tensors:
@@ -120,13 +135,16 @@ class Fragment(WeightPart):
 
     @torch.no_grad()
     def leave(self, in_flight: InFlight) -> None:
-        """Note what this rank sends: the anchor minus its weights; where ranks gossip, minus the weights."""
+        """Note what this rank sends: the anchor minus its weights; where ranks gossip, minus the
+        weights.
+        """
         self.require_attached()
         for each in self._tensors:
             weights = each.slot.tensor().to(each.anchor.dtype)
             sent = -weights if self._is_gossip else each.anchor.to(weights.device) - weights
             each.outgoing.grad = sent.contiguous()
-        self.in_flight, self.left = in_flight, in_flight.step
+        self.in_flight = in_flight
+        self.left = in_flight.step
         self.exchanges += 1
         self.note()
 
@@ -135,21 +153,26 @@ class Fragment(WeightPart):
         """Return what the weights have changed by since they left."""
         found = []
         for each in self._tensors:
-            weights, sent = each.slot.tensor().to(each.anchor.dtype), cast("Tensor", each.outgoing.grad)
+            weights = each.slot.tensor().to(each.anchor.dtype)
+            sent = cast("Tensor", each.outgoing.grad)
             origin = 0.0 if self._is_gossip else each.anchor.to(sent.device)
             found.append(weights - origin + sent)
         return found
 
     @torch.no_grad()
-    def merge(self, in_flight: InFlight, learned: Sequence[Tensor] | None, outer: Outer | None) -> None:
+    def merge(
+        self, in_flight: InFlight, learned: Sequence[Tensor] | None, outer: Outer | None
+    ) -> None:
         """Move the anchor by the averages that have arrived, and merge it with the weights.
 
         `learned` is None where the anchor replaces them.
         """
         merge = self._algorithm.merge
         for i, each in enumerate(self._tensors):
-            anchor, weights = each.anchor, each.slot.tensor()
-            average, rate = cast("Tensor", each.outgoing.grad).to(anchor.device), in_flight.rates[i]
+            anchor = each.anchor
+            weights = each.slot.tensor()
+            average = cast("Tensor", each.outgoing.grad).to(anchor.device)
+            rate = in_flight.rates[i]
             difference = anchor + average if self._is_gossip else average
             if outer is None or each.velocity is None or rate is None:
                 anchor -= difference
@@ -158,9 +181,13 @@ class Fragment(WeightPart):
             if each.slot.is_buffer:  # what was learned since could make a variance negative
                 weights.copy_(anchor)
             elif isinstance(merge, Mix) and in_flight.step > self._algorithm.warmup:
-                weights.copy_(torch.lerp(anchor.to(weights.device), weights.to(anchor.dtype), merge.local))
+                weights.copy_(
+                    torch.lerp(anchor.to(weights.device), weights.to(anchor.dtype), merge.local)
+                )
             else:
-                weights.copy_(anchor.to(weights.device) + learned[i] if learned is not None else anchor)
+                weights.copy_(
+                    anchor.to(weights.device) + learned[i] if learned is not None else anchor
+                )
         self.drop_in_flight()
 
     def drop_in_flight(self) -> None:
@@ -180,26 +207,42 @@ class Fragment(WeightPart):
         """Return all that training goes on with; of what is in flight, what this rank has sent."""
         state: dict[str, Any] = {"exchanges": self.exchanges, "left": self.left, "in_flight": None}
         if self.in_flight is not None:
-            sent = {each.slot.name: cast("Tensor", each.outgoing.grad).clone() for each in self._tensors}
-            is_weighed, own = self.in_flight.leaving.weighed == 1, self.in_flight
+            sent = {
+                each.slot.name: cast("Tensor", each.outgoing.grad).clone() for each in self._tensors
+            }
+            is_weighed = self.in_flight.leaving.weighed == 1
+            own = self.in_flight
             state["in_flight"] = {"sent": sent, "rates": [*own.rates], "settings": own.settings}
             state["in_flight"]["weight"] = own.weight if is_weighed else None
-        return state | {key: {name: each.clone() for name, each in kept.items()} for key, kept in self._kept().items()}
+        return state | {
+            key: {name: each.clone() for name, each in kept.items()}
+            for key, kept in self._kept().items()
+        }
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
         """Return what a checkpoint keeps, by name."""
-        velocities = {each.slot.name: each.velocity for each in self._tensors if each.velocity is not None}
-        return {"anchors": {each.slot.name: each.anchor for each in self._tensors}, "velocities": velocities}
+        velocities = {
+            each.slot.name: each.velocity for each in self._tensors if each.velocity is not None
+        }
+        return {
+            "anchors": {each.slot.name: each.anchor for each in self._tensors},
+            "velocities": velocities,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint, after `check_state`; what was in flight is to be sent again."""
+        """Take the state of a checkpoint, after `check_state`; what was in flight is to be sent
+        again.
+        """
         self.drop_in_flight()
-        self.exchanges, self.left = state["exchanges"], state["left"]
+        self.exchanges = state["exchanges"]
+        self.left = state["left"]
         if (in_flight := state["in_flight"]) is not None:
             self.in_flight = InFlight(self.left, in_flight["settings"], in_flight["rates"])
             for each in self._tensors:
-                each.outgoing.grad = in_flight["sent"][each.slot.name].to(each.outgoing.device, copy=True)
+                each.outgoing.grad = in_flight["sent"][each.slot.name].to(
+                    each.outgoing.device, copy=True
+                )
         for key, kept in self._kept().items():
             for name, tensor in kept.items():
                 tensor.copy_(state[key][name])
@@ -220,8 +263,9 @@ def _require_fit(what: str, given: object, wanted: Mapping[str, Tensor]) -> None
         if not isinstance(tensor, Tensor) or tensor.shape != like.shape:
             holds = f"one of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else "none"
             raise UsageError(
-                f"the state holds {holds} as the {what} of {name}, which has shape {list(like.shape)}: load a state "
-                "that was saved with the same model and algorithm"
+                f"the state holds {holds} as the {what} of {name}, which has shape"
+                f" {list(like.shape)}: load a state that was saved with the same model and"
+                " algorithm"
             )
 
 

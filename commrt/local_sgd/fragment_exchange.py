@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of fragments: their differences travel in buckets, and are merged when they have come."""
+"""The exchange of fragments: their differences travel in buckets, and are merged when they have
+come.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ class FragmentExchange:
     """Carries fragments over the communication thread, in the order in which they leave."""
 
     def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:
-        self.world, self.fragments, self._request = request.world, fragments, request
+        self.world = request.world
+        self.fragments = fragments
+        self._request = request
         self.algorithm = cast("LocalSGD", request.algorithm)
-        self._number, self.votes = request.world.attached, Counter[int]()
+        self._number = request.world.attached
+        self.votes = Counter[int]()
         self._membership = make_elastic(self.world)
-        self._agreed = self._membership.number  # the generation of the latest average that all ranks have
+        # the generation of the latest average that all ranks have
+        self._agreed = self._membership.number
         self._buckets = self._new_buckets()
         self._memory_epoch = self._membership.memory_epoch
         buckets = [*chain.from_iterable(self._buckets)]
@@ -42,36 +48,47 @@ class FragmentExchange:
         self.engine.members = tuple(range(self.world.founders))
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
-        """Return the buckets of each fragment; fragments that are never in flight at the same time share memory."""
+        """Return the buckets of each fragment; fragments that are never in flight at the same time
+        share memory.
+        """
         found: list[list[GradientBucket]] = []
         pieces: list[list[Tensor]] = [[] for _ in range(self.algorithm.at_once)]
         for fragment in self.fragments:
-            own = _reusing(pieces[fragment.index % len(pieces)], self.world.transport.allocate_shared)
+            own = _reusing(
+                pieces[fragment.index % len(pieces)], self.world.transport.allocate_shared
+            )
             kind = self._request.wire, self._request.cap_nbytes, self._number
             riding = None if self.algorithm.is_gossip else (self.world.rank, self.world.size)
             first = sum(map(len, found))
             buckets = build_buckets(fragment.outgoing, *kind, own, first=first, riding=riding)
             if riding is not None and buckets[0].riders is not None:
-                buckets[0].riders.may_weigh_nothing = True  # all may have skipped the steps of a period
+                # all may have skipped the steps of a period
+                buckets[0].riders.may_weigh_nothing = True
             found.append(buckets)
         return found
 
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
-        """Let leave what `fragment` holds as its differences, unless a rank was lost since all ranks had an average."""
-        membership, generation = self._membership, self._membership.generation
+        """Let leave what `fragment` holds as its differences, unless a rank was lost since all
+        ranks had an average.
+        """
+        membership = self._membership
+        generation = self._membership.generation
         self.votes[fragment.index] += 1
         if generation.number != self._agreed:
             return
-        topic, number = f"merge/{self._number}.{generation.number}.{fragment.index}", self.votes[fragment.index]
+        topic = f"merge/{self._number}.{generation.number}.{fragment.index}"
+        number = self.votes[fragment.index]
         in_flight.vote = f"{topic}.{number}" if membership.is_elastic else ""
         if in_flight.vote and number > 2 and generation.ranks[0] == self.world.rank:
-            # All ranks have merged since the vote before the last, or they would not have sent again.
+            # All ranks have merged since the vote before the last, or they would not have sent
+            # again.
             membership.barrier.forget(f"{topic}.{number - 2}")
         with self.world.comm_thread.within_range("submit", number=fragment.index):
             self._submit(fragment, in_flight, generation)
 
     def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation) -> None:
-        buckets, number = self._buckets[fragment.index], fragment.exchanges - 1
+        buckets = self._buckets[fragment.index]
+        number = fragment.exchanges - 1
         for bucket in buckets:
             header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
             if bucket.riders is not None:
@@ -80,20 +97,26 @@ class FragmentExchange:
             bucket.take(header, bucket.names)
             bucket.own_weight = in_flight.weight
         in_flight.buckets = buckets
-        if self.engine.quantizer is not None:  # remember the residuals, for an exchange that is done again
+        # remember the residuals, for an exchange that is done again
+        if self.engine.quantizer is not None:
             own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}
             if in_flight.residuals is None:
                 in_flight.residuals = {name: part.clone() for name, part in own.items()}
             for name, part in own.items():
                 part.copy_(in_flight.residuals[name])
         watched = fragment.digest if self._request.watch else None
-        in_flight.answer = self._membership.submit(partial(self._average, in_flight, generation, number, watched))
+        in_flight.answer = self._membership.submit(
+            partial(self._average, in_flight, generation, number, watched)
+        )
         in_flight.generation = generation
 
     def _average(
         self, in_flight: InFlight, generation: Generation, number: int, watched: Digest | None
     ) -> tuple[Span, ...]:
-        """Average a fragment in its exchange `number`, and vote if there is a vote. On the communication thread."""
+        """Average a fragment in its exchange `number`, and vote if there is a vote.
+
+        On the communication thread.
+        """
         if self._membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
         self._membership.next_step = in_flight.step
@@ -106,40 +129,54 @@ class FragmentExchange:
         return spans
 
     def residuals(self) -> dict[str, Tensor]:
-        """Return this rank's residuals to the averages of what is still to leave, and of what is in flight."""
+        """Return this rank's residuals to the averages of what is still to leave, and of what is in
+        flight.
+        """
         residuals = self.engine.residuals()
         for fragment in self.fragments:
-            residuals |= (fragment.in_flight.residuals or {}) if fragment.in_flight is not None else {}
+            residuals |= (
+                (fragment.in_flight.residuals or {}) if fragment.in_flight is not None else {}
+            )
         return residuals
 
     def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
-        """Wait until all ranks have the average of `fragment`, on the wires of its buckets; return what it cost."""
+        """Wait until all ranks have the average of `fragment`, on the wires of its buckets; return
+        what it cost.
+        """
         if not self._all_have(in_flight):
             with self._membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
                 self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
         return in_flight.answer.result()
 
     def _all_have(self, in_flight: InFlight) -> bool:
-        """Return True if the average that was made in the background is there on all ranks; they get one answer."""
+        """Return True if the average that was made in the background is there on all ranks; they
+        get one answer.
+        """
         if in_flight.generation is None:
             return False
-        membership, look = self._membership, partial(self._membership.require_none_behind, in_flight.step)
+        membership = self._membership
+        look = partial(self._membership.require_none_behind, in_flight.step)
         try:
             membership.outwait(in_flight.answer, in_flight.step)
         except LOST:
             if not membership.is_elastic:
                 raise
             membership.barrier.decline(in_flight.vote)
-        return not membership.is_elastic or membership.barrier.outcome(in_flight.vote, in_flight.generation, look)
+        return not membership.is_elastic or membership.barrier.outcome(
+            in_flight.vote, in_flight.generation, look
+        )
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
-        """Average again over the ranks that are left; return the number of the generation in which all did so."""
+        """Average again over the ranks that are left; return the number of the generation in which
+        all did so.
+        """
         generation = self._membership.generation
         self.engine.members = members = generation.ranks
         self.engine.use_algorithm(self.algorithm.among(len(members)))
         if self._memory_epoch != self._membership.memory_epoch:
             self._memory_epoch = self._membership.memory_epoch
-            residuals, self._buckets = self.engine.residuals(), self._new_buckets()
+            residuals = self.engine.residuals()
+            self._buckets = self._new_buckets()
             self.engine.replace_buckets([*chain.from_iterable(self._buckets)])
             self.engine.restore_residuals(residuals)
         in_flight.vote = ""  # the ranks vote on the whole attempt

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by local SGD: ranks train alone for a period, and average what they have learned while they go on."""
+"""Train by local SGD: ranks train alone for a period, and average what they have learned while they
+go on.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,22 @@ _log = logging.getLogger("commrt")
 
 
 def attach(request: Request) -> Replica:
-    """Return a replica that trains alone, and averages what it has learned once in a period. Collective."""
+    """Return a replica that trains alone, and averages what it has learned once in a period.
+
+    Collective.
+    """
     request.require_nobody_lost()
     algorithm = cast("LocalSGD", request.algorithm)
     for sentence in algorithm.unwise():
         _log.warning("commrt: %s", sentence)
-    skips_buffers = is_quantized(request.wire)  # rounding would make a variance of BatchNorm negative
-    held = [slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)]
+    # rounding would make a variance of BatchNorm negative
+    skips_buffers = is_quantized(request.wire)
+    held = [
+        slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)
+    ]
     exchange = FragmentExchange(request, cut_fragments(held, algorithm))
-    engine, grows = exchange.engine, request.world.size > request.world.founders
+    engine = exchange.engine
+    grows = request.world.size > request.world.founders
     claim = request.claim(engine.schedule(0), engine.buckets)
     if grows:
         _require_that_grows(request)
@@ -49,7 +58,8 @@ def attach(request: Request) -> Replica:
         request.world.config.require_same(request.world.rank, request.world.attached, claim)
         return LocalReplica(request, exchange).come()
     request.agree(claim)
-    engine.submit_preparation(0).result()  # before the replica: from then on the world goes on without lost ranks
+    # before the replica: from then on the world goes on without lost ranks
+    engine.submit_preparation(0).result()
     replica = request.begin(LocalReplica(request, exchange))
     if grows:
         request.publish(claim)
@@ -66,7 +76,9 @@ def _require_that_grows(request: Request) -> None:
         "an all-reduce as inner=": algorithm.is_gossip,
     }
     if needs := [what for what, is_wrong in wrong.items() if is_wrong]:
-        raise UsageError(f"init(up_to=) with {algorithm}: ranks that come later need {' and '.join(needs)}")
+        raise UsageError(
+            f"init(up_to=) with {algorithm}: ranks that come later need {' and '.join(needs)}"
+        )
 
 
 def _answer_while_waiting(weakly: WeakMethod[Callable[[], None]]) -> None:
@@ -75,19 +87,29 @@ def _answer_while_waiting(weakly: WeakMethod[Callable[[], None]]) -> None:
 
 
 class LocalReplica(AfterStepReplica):
-    """Trains alone, and merges averages at steps that all ranks know; in between it waits for nobody."""
+    """Trains alone, and merges averages at steps that all ranks know; in between it waits for
+    nobody.
+    """
 
     def __init__(self, request: Request, exchange: FragmentExchange) -> None:
         super().__init__(request, exchange.fragments)
-        self._local, self._fragments, self._exchange = exchange.algorithm, exchange.fragments, exchange
+        self._local = exchange.algorithm
+        self._fragments = exchange.fragments
+        self._exchange = exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
-        """By step: what settings and learning rates were in its backward pass, before a scheduler could change them."""
+        """By step: what settings and learning rates were in its backward pass, before a scheduler
+        could change them.
+        """
         self._rides = not self._local.is_gossip
         if request.watch and self._rides:
-            self._watched = Digest([anchor for fragment in self._fragments for anchor in fragment.anchors])
+            self._watched = Digest(
+                [anchor for fragment in self._fragments for anchor in fragment.anchors]
+            )
         if exchange.engine.buckets[0].residual is not None:
             self._refuses_weights = FEEDBACK
-        self._refuses = "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
+        self._refuses = (
+            "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
+        )
         self._live(self._hooks(), self._before_step, self._after_step)
         if self._giver is not None:
             make_elastic(self._world).while_waiting = partial(
@@ -101,10 +123,18 @@ class LocalReplica(AfterStepReplica):
         while not self._fetch(membership):
             membership.require_open()
             waiting = membership.on_store.ranks_in_collective(membership.generation).values()
-            if other := next((each.what for each in waiting if not each.what.startswith(MERGING)), None):
-                raise UsageError(f"the other ranks came to {other} before this one had their state: start it again")
+            if other := next(
+                (each.what for each in waiting if not each.what.startswith(MERGING)), None
+            ):
+                raise UsageError(
+                    f"the other ranks came to {other} before this one had their state: start it"
+                    " again"
+                )
             if limit.left_s <= 0:
-                what = f"the other ranks are in a collective, or did not answer, for {self._world.timeout_s:g} s"
+                what = (
+                    "the other ranks are in a collective, or did not answer, for"
+                    f" {self._world.timeout_s:g} s"
+                )
                 raise DeadlineExceeded(what, Place(self._world.rank))
         membership.next_step = self._fragments[0].left
 
@@ -112,14 +142,17 @@ class LocalReplica(AfterStepReplica):
         return self._fragments[0].in_flight is None
 
     def _answer_in_a_merge(self) -> None:
-        """Give what this rank had before the step after which its weights left, while it waits for others to merge."""
+        """Give what this rank had before the step after which its weights left, while it waits for
+        others to merge.
+        """
         giver = cast("StateGiver", self._giver)
         if giver.is_asked and not self._may_give():
             giver.answer(self._packed)
 
     def _record(self) -> dict[str, Any]:
         (fragment,), votes = self._fragments, self._exchange.votes[0]
-        state, has_left = fragment.state_dict(), not self._may_give()
+        state = fragment.state_dict()
+        has_left = not self._may_give()
         state |= {"in_flight": None, "exchanges": fragment.exchanges - has_left}
         return super()._record() | {
             "step": self._step - has_left,
@@ -129,7 +162,9 @@ class LocalReplica(AfterStepReplica):
         }
 
     def _follow(self, record: Mapping[str, Any]) -> None:
-        """Begin from the anchor, so that what another rank has learned since does not count twice."""
+        """Begin from the anchor, so that what another rank has learned
+        since does not count twice.
+        """
         (fragment,) = self._fragments
         fragment.check_state(record["fragment"])
         fragment.load_state_dict(record["fragment"])
@@ -145,7 +180,9 @@ class LocalReplica(AfterStepReplica):
             self._noted[step] = self._settings(step)
 
     def _settings(self, step: int) -> tuple[int, dict[int, float]]:
-        """Return a digest of the optimizers' settings, 0 in ``join()``, and the learning rate of each parameter."""
+        """Return a digest of the optimizers' settings, 0 in ``join()``, and the learning rate of
+        each parameter.
+        """
         rates = {
             id(param): float(group.get("lr") or 0.0)
             for optimizer in self._optimizers
@@ -156,7 +193,9 @@ class LocalReplica(AfterStepReplica):
         return 0 if is_joined else settings_digest(self._optimizers, step), rates
 
     def _advance(self) -> None:
-        """Count a step, merge what is due after it, and let leave what is due: in this order, see `LocalSGD`."""
+        """Count a step, merge what is due after it, and let leave what is due: in this order, see
+        `LocalSGD`.
+        """
         self._step += 1
         for fragment, in_flight in self._in_flight():
             if self._step - in_flight.step >= self._local.delay_at(in_flight.step):
@@ -179,7 +218,9 @@ class LocalReplica(AfterStepReplica):
         in_flight = InFlight(self._step, settings, [*map(rates.get, fragment.ids)])
         if self._rides:
             is_first = fragment.index == 0
-            in_flight.weight, in_flight.leaving = self._riding.leave_since(fragment.seen, with_numbers=is_first)
+            in_flight.weight, in_flight.leaving = self._riding.leave_since(
+                fragment.seen, with_numbers=is_first
+            )
             fragment.seen = self._riding.seen
         fragment.leave(in_flight)
         self._exchange.send(fragment, in_flight)
@@ -197,7 +238,11 @@ class LocalReplica(AfterStepReplica):
             if self._rides and fragment.index == 0:
                 self._riding.unread = in_flight.buckets[0].riders
                 self._riding.read()  # before another fragment leaves in this memory
-            fragment.merge(in_flight, learned, self._local.outer if in_flight.step > self._local.warmup else None)
+            fragment.merge(
+                in_flight,
+                learned,
+                self._local.outer if in_flight.step > self._local.warmup else None,
+            )
 
     def drain(self) -> None:
         """Merge all averages that are in flight, before they are due; collective."""
@@ -213,10 +258,12 @@ class LocalReplica(AfterStepReplica):
         self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
 
     def consolidate(self) -> None:
-        """End the period, and set the weights to the anchor, bitwise equal on all ranks; collective.
+        """End the period, and set the weights to the anchor, bitwise equal on all ranks;
+        collective.
 
-        What ranks have learned since their weights last left is averaged first. Where ranks gossip, weights and anchor
-        become the mean of all ranks' weights. Buffers that are not averaged become those of rank 0.
+        What ranks have learned since their weights last left is averaged first. Where ranks gossip,
+        weights and anchor become the mean of all ranks' weights. Buffers that are not averaged
+        become those of rank 0.
         """
         self._world.require_all_ranks("consolidate()")  # before anything changes
         self._end_steps(self._passes)  # others may wait for what leaves after these
@@ -238,7 +285,9 @@ class LocalReplica(AfterStepReplica):
                 self._compare_replicas()
 
     def _has_learned(self, fragment: Fragment) -> bool:
-        """Return True if a rank has made a step since its weights left: one of passes in `no_sync` has no number."""
+        """Return True if a rank has made a step since its weights left: one of passes in `no_sync`
+        has no number.
+        """
         own = int(self._riding.seen != fragment.seen)
         learned = self._world.membership.together(lambda: gather_integers(self._world, own))
         return self._rides and any(learned.values())  # with gossip all weights are averaged anyway
@@ -248,24 +297,28 @@ class LocalReplica(AfterStepReplica):
         """Let ranks run out of data at different times; see `AfterStepReplica.join`."""
         if isinstance(self._local.outer, SlowMomentum):
             raise UsageError(
-                "join() with SlowMomentum: it divides by the learning rate, which ranks without data do not follow; "
-                "use Nesterov or HeavyBall"
+                "join() with SlowMomentum: it divides by the learning rate, which ranks without"
+                " data do not follow; use Nesterov or HeavyBall"
             )
         self._noted = {}
         with super().join(*also):
             yield
 
     def overwrite_with_first(self) -> None:
-        """Send parameters and buffers of rank 0 to all, and begin anew from them; collective, not inside `join`."""
+        """Send parameters and buffers of rank 0 to all, and begin anew from them; collective, not
+        inside `join`.
+        """
         super().overwrite_with_first()
         for fragment in self._fragments:
             fragment.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides model and optimizer. Not collective; each rank saves its own.
+        """Return what a checkpoint needs besides model and optimizer. Not collective; each rank
+        saves its own.
 
-        What is in flight is part of it, and is sent again after it was loaded, so nothing waits and nothing is lost. A
-        step whose optimizers were all left out, as by a `GradScaler`, ends first.
+        What is in flight is part of it, and is sent again after it was loaded, so nothing waits and
+        nothing is lost. A step whose optimizers were all left out, as by a `GradScaler`, ends
+        first.
         """
         if not self._have_stepped:
             self._end_steps(self._passes)
@@ -273,7 +326,9 @@ class LocalReplica(AfterStepReplica):
             "period": self._local.period,
             "delay": self._local.delay,
             "due": self._passes - self._step,
-            "stepped": [max(self._stepped.get(id(each), 0) - self._step, 0) for each in self._optimizers],
+            "stepped": [
+                max(self._stepped.get(id(each), 0) - self._step, 0) for each in self._optimizers
+            ],
             "fragments": [fragment.state_dict() for fragment in self._fragments],
             "seen": [tuple(self._riding.seen.since(fragment.seen)) for fragment in self._fragments],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
@@ -283,14 +338,15 @@ class LocalReplica(AfterStepReplica):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of `state`; load the model first. Collective.
 
-        A state that another algorithm saved has no anchor. Training then begins anew from the model's weights, which
-        must be equal on all ranks. Raises `UsageError` if `state` does not fit, `DisagreementError` if ranks load
-        different steps or anchors.
+        A state that another algorithm saved has no anchor. Training then begins anew from the
+        model's weights, which must be equal on all ranks. Raises `UsageError` if `state` does not
+        fit, `DisagreementError` if ranks load different steps or anchors.
         """
         if self._keeps_taken_state():
             return
         self._world.require_all_ranks("load_state_dict()")  # before anything changes
-        step, due = self._step_in(state), state.get("due", 0)
+        step = self._step_in(state)
+        due = state.get("due", 0)
         residuals = own_residuals(state, self._world.rank, self._exchange.engine.residuals())
         saved = state.get("fragments")
         if saved is None:
@@ -303,7 +359,8 @@ class LocalReplica(AfterStepReplica):
             self._restore_weights(saved, state.get("seen"))
         self._agree_on_state(step + due)
         self._restart_at_step(step)
-        self._passes, self._noted = step + due, {}
+        self._passes = step + due
+        self._noted = {}
         stepped = zip(self._optimizers, state.get("stepped", ()), strict=False)
         self._stepped = {id(optimizer): step + passes for optimizer, passes in stepped if passes}
         self._exchange.engine.restore_residuals(residuals)
@@ -313,37 +370,49 @@ class LocalReplica(AfterStepReplica):
     def _restore_weights(
         self, saved: Sequence[Mapping[str, Any]], seen: Sequence[tuple[int, int, float]] | None
     ) -> None:
-        """Go on with what the steps of each period weighed so far, and with what is to be sent again."""
+        """Go on with what the steps of each period weighed so far, and with what is to be sent
+        again.
+        """
         for i, fragment in enumerate(self._fragments):
             fragment.seen = self._riding.seen.since(seen[i] if seen else NOTHING_SEEN)
-            if fragment.in_flight is not None and (weight := saved[i]["in_flight"].get("weight")) is not None:
+            if (
+                fragment.in_flight is not None
+                and (weight := saved[i]["in_flight"].get("weight")) is not None
+            ):
                 fragment.in_flight.weight = weight
                 fragment.in_flight.leaving = self._riding.leave_with(weight, 1, 1.0)
 
     def _check(self, saved: Sequence[Mapping[str, Any]], period: int, delay: int) -> None:
         if len(saved) != len(self._fragments):
             raise UsageError(
-                f"the state has {len(saved)} fragments and the model was attached with {len(self._fragments)}: attach "
-                "it with the algorithm of the run that saved it"
+                f"the state has {len(saved)} fragments and the model was attached with"
+                f" {len(self._fragments)}: attach it with the algorithm of the run that saved it"
             )
         own = self._local.period, self._local.delay
         if (period, delay) != own and any(part.get("in_flight") for part in saved):
             raise UsageError(
-                f"the state has averages in flight of period={period}, delay={delay}, and the model was attached with "
-                f"period={own[0]}, delay={own[1]}: attach it as it was, or save after replica.consolidate()"
+                f"the state has averages in flight of period={period}, delay={delay}, and the model"
+                f" was attached with period={own[0]}, delay={own[1]}: attach it as it was, or save"
+                " after replica.consolidate()"
             )
         for fragment, part in zip(self._fragments, saved, strict=True):
             fragment.check_state(part)
 
     def _agree_on_state(self, passes: int) -> None:
-        """Raise `DisagreementError` if ranks have loaded what does not belong together, of so many `passes`."""
-        in_flight = ", ".join(f"{part.index} after step {part.left}" for part, _ in self._in_flight())
+        """Raise `DisagreementError` if ranks have loaded what does not belong together, of so many
+        `passes`.
+        """
+        in_flight = ", ".join(
+            f"{part.index} after step {part.left}" for part, _ in self._in_flight()
+        )
         anchors = [("", anchor) for fragment in self._fragments for anchor in fragment.anchors]
         digests = "its own" if self._local.is_gossip else digest(anchors)
         self._world.agree("load_state_dict", step=str(passes), in_flight=in_flight, anchors=digests)
 
     def detach(self) -> None:
-        """Remove all hooks, and drop the averages that are in flight once they are there; not collective."""
+        """Remove all hooks, and drop the averages that are in flight once they are there; not
+        collective.
+        """
         for _, in_flight in self._in_flight():
             if in_flight.generation is not None:
                 in_flight.answer.exception()  # waits

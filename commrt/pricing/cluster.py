@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster as a cost model sees it: latencies and bandwidths of its links, and which ranks share a port.
+"""A cluster as a cost model sees it: latencies and bandwidths of its links, and which ranks share a
+port.
 
-A cluster is described in a TOML file. The built-in ones lie in ``clusters`` beside this module. Ranks fill one node
-after the other. Bandwidths are those of one direction, in GB (10^9 bytes) per second.
+A cluster is described in a TOML file. The built-in ones lie in ``clusters`` beside this module.
+Ranks fill one node after the other. Bandwidths are those of one direction, in GB (10^9 bytes) per
+second.
 """
 
 from __future__ import annotations
@@ -22,24 +24,33 @@ from commrt.files import read_text
 
 T = TypeVar("T")
 FOLDER = resources.files("commrt.pricing").joinpath("clusters")
-LARGEST, SMALLEST_SPEED = 1e9, 1e-9
+LARGEST = 1e9
+SMALLEST_SPEED = 1e-9
 """Limits of all numbers of a cluster: products of a few of them are still finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Links inside a node: each rank has one port for what it sends and one for what it receives."""
+    """Links inside a node: each rank has one port for what it sends and
+    one for what it receives.
+    """
 
     latency_us: float
-    """From the call until the first byte arrives, of a transfer between two ranks that are both ready."""
+    """From the call until the first byte arrives, of a transfer between two ranks that are both
+    ready.
+    """
     gbytes_per_s: float
     bus_gbytes_per_s: float | None = None
-    """What all ranks of a node send each other together, as through shared memory; None for no limit."""
+    """What all ranks of a node send each other together, as through shared memory; None for no
+    limit.
+    """
 
     def __post_init__(self) -> None:
         _require_numbers("within", latency_us=self.latency_us)
         rates = _given(bus_gbytes_per_s=self.bus_gbytes_per_s)
-        _require_numbers("within", SMALLEST_SPEED, whole=False, gbytes_per_s=self.gbytes_per_s, **rates)
+        _require_numbers(
+            "within", SMALLEST_SPEED, whole=False, gbytes_per_s=self.gbytes_per_s, **rates
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,10 @@ class Between:
         _require_numbers("between", SMALLEST_SPEED, gbytes_per_s=self.gbytes_per_s)
         _require_numbers("between", 1, whole=True, nics=self.nics, nics_per_rank=self.nics_per_rank)
         if self.nics_per_rank > self.nics:
-            raise UsageError(f"between: a rank cannot use {self.nics_per_rank} cards of a node that has {self.nics}")
+            raise UsageError(
+                f"between: a rank cannot use {self.nics_per_rank} cards of a node that has"
+                f" {self.nics}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,43 +109,70 @@ class Cluster:
     """Number of nodes; None for any number."""
     racks: Racks | None = None
     reduce_gbytes_per_s: float | None = None
-    """Speed at which a rank adds what it receives, in bytes received; None if that takes no time."""
+    """Speed at which a rank adds what it receives, in bytes received; None if that takes no time.
+    """
     pack_gbytes_per_s: float | None = None
-    """Speed at which a rank packs or unpacks a bucket, in bytes on the wire; None if that takes no time."""
+    """Speed at which a rank packs or unpacks a bucket, in bytes on the wire; None if that takes no
+    time.
+    """
     compute: Mapping[str, float] = field(default_factory=dict)
     """Samples (images, say) per second and GPU at full speed, by model."""
     message_us: float = 0.0
-    """What a step takes a rank for each further message, if it sends and receives more than one each."""
+    """What a step takes a rank for each further message, if it sends and receives more than one
+    each.
+    """
     group_us: float = 0.0
-    """What a step takes for each further NCCL group, if it is sent in several (`commrt.program.nccl_groups`)."""
+    """What a step takes for each further NCCL group, if it is sent in several
+    (`commrt.program.nccl_groups`).
+    """
     code_gbytes_per_s: float | None = None
-    """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes no time."""
+    """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes
+    no time.
+    """
     kernel_efficiency: Mapping[int, float] = field(default_factory=dict)
-    """Share of full speed that kernels reach, by samples per rank in a step; empty if that is always 1."""
+    """Share of full speed that kernels reach, by samples per rank in a step; empty if that is
+    always 1.
+    """
 
     def __post_init__(self) -> None:
-        kinds: dict[str, Any] = {"name": str, "about": str, "within": Link, "between": Between, "compute": Mapping}
+        kinds: dict[str, Any] = {
+            "name": str,
+            "about": str,
+            "within": Link,
+            "between": Between,
+            "compute": Mapping,
+        }
         kinds |= {"kernel_efficiency": Mapping} | ({} if self.racks is None else {"racks": Racks})
         for what, kind in kinds.items():
             if not isinstance(value := getattr(self, what), kind):
-                raise UsageError(f"{_short(self.name)}: {what} is {_short(value)}: it must be a {kind.__name__}")
-        _require_numbers(self.name, 1, whole=True, gpus_per_node=self.gpus_per_node, **_given(nodes=self.nodes))
+                raise UsageError(
+                    f"{_short(self.name)}: {what} is {_short(value)}: it must be a {kind.__name__}"
+                )
+        _require_numbers(
+            self.name, 1, whole=True, gpus_per_node=self.gpus_per_node, **_given(nodes=self.nodes)
+        )
         speeds = {f"compute of {model}": speed for model, speed in self.compute.items()}
         names = ("reduce_gbytes_per_s", "pack_gbytes_per_s", "code_gbytes_per_s")
         rates = _given(**{name: getattr(self, name) for name in names})
         _require_numbers(self.name, SMALLEST_SPEED, whole=False, **speeds, **rates)
         _require_numbers(self.name, message_us=self.message_us, group_us=self.group_us)
-        object.__setattr__(self, "kernel_efficiency", _shares_by_samples(self.name, self.kernel_efficiency))
+        object.__setattr__(
+            self, "kernel_efficiency", _shares_by_samples(self.name, self.kernel_efficiency)
+        )
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the built-in cluster `name`, or the cluster of the TOML file `name`; raises `UsageError`."""
+        """Return the built-in cluster `name`, or the cluster of the TOML file `name`; raises
+        `UsageError`.
+        """
         if name in builtin_clusters():
             return cls.parsed(FOLDER.joinpath(f"{name}.toml").read_text(encoding="utf-8"), name)
         path = Path(name)
         if path.suffix != ".toml":
             known = ", ".join(builtin_clusters())
-            raise UsageError(f"no cluster is called {_short(name)}: there are {known}, or give a .toml file")
+            raise UsageError(
+                f"no cluster is called {_short(name)}: there are {known}, or give a .toml file"
+            )
         return cls.parsed(read_text(path), path.stem)
 
     @classmethod
@@ -142,7 +183,10 @@ class Cluster:
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{name} is no TOML document: {error}") from error
         kinds: dict[str, Any] = {"within": Link, "between": Between, "racks": Racks}
-        parts = {key: _build(kinds[key], given[key], f"{name}: {key}") for key in kinds.keys() & given.keys()}
+        parts = {
+            key: _build(kinds[key], given[key], f"{name}: {key}")
+            for key in kinds.keys() & given.keys()
+        }
         return _build(cls, {"name": name, "about": "", **given, **parts}, name)
 
     def text(self) -> str:
@@ -152,7 +196,11 @@ class Cluster:
         >>> Cluster.parsed(desk.text(), "desk") == desk
         True
         """
-        flat = {key: value for key, value in asdict(self).items() if value not in (None, {}) and key != "name"}
+        flat = {
+            key: value
+            for key, value in asdict(self).items()
+            if value not in (None, {}) and key != "name"
+        }
         tables = {key: flat.pop(key) for key in [*flat] if isinstance(flat[key], dict)}
         lines = [_toml_line(*pair) for pair in flat.items()]
         for name, table in tables.items():
@@ -168,8 +216,9 @@ class Cluster:
         """Raise `UsageError` if the cluster has fewer than `ranks` GPUs."""
         if ranks > self.ranks():
             raise UsageError(
-                f"{self.name} has {self.ranks():g} GPUs, {self.gpus_per_node} on each of {self.nodes} nodes, and not "
-                f"{ranks}: simulate fewer ranks, or copy its file and change `nodes`"
+                f"{self.name} has {self.ranks():g} GPUs, {self.gpus_per_node} on each of"
+                f" {self.nodes} nodes, and not {ranks}: simulate fewer ranks, or copy its file and"
+                " change `nodes`"
             )
 
     def add_s(self, nbytes: float) -> float:
@@ -194,12 +243,18 @@ class Cluster:
     @property
     def rack_bytes_per_s(self) -> float:
         """Bandwidth from a rack to the others."""
-        return inf if self.racks is None else self.racks.nodes * self.node_bytes_per_s / self.racks.oversubscription
+        return (
+            inf
+            if self.racks is None
+            else self.racks.nodes * self.node_bytes_per_s / self.racks.oversubscription
+        )
 
 
 def builtin_clusters() -> list[str]:
     """Return the names of the clusters that need no file."""
-    return sorted(each.name.removesuffix(".toml") for each in FOLDER.iterdir() if each.name.endswith(".toml"))
+    return sorted(
+        each.name.removesuffix(".toml") for each in FOLDER.iterdir() if each.name.endswith(".toml")
+    )
 
 
 def seconds(nbytes: float, gbytes_per_s: float | None) -> float:
@@ -211,10 +266,16 @@ def _given(**values: float | None) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **values: float) -> None:
+def _require_numbers(
+    what: str, least: float = 0.0, *, whole: bool = False, **values: float
+) -> None:
     """Raise `UsageError` for a value out of range."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not least <= value <= LARGEST
+        ):
             must = f"it must be a number of at least {least:g}, and finite: up to {LARGEST:g}"
             raise UsageError(f"{what}: {name} is {_short(value)}: {must}")
         if whole and not isinstance(value, int):
@@ -222,18 +283,28 @@ def _require_numbers(what: str, least: float = 0.0, *, whole: bool = False, **va
 
 
 def _shares_by_samples(what: str, given: Mapping[Any, Any]) -> dict[int, float]:
-    """Return `kernel_efficiency` in order of the samples, which TOML gives as text; raise `UsageError`."""
+    """Return `kernel_efficiency` in order of the samples, which TOML gives as text; raise
+    `UsageError`.
+    """
     found = dict[int, float]()
     for samples, share in given.items():
         text = samples if isinstance(samples, str) else _short(samples)
         if not re.fullmatch("[1-9][0-9]{0,8}", text):
             must = "give whole numbers of samples per rank, from 1 on"
             raise UsageError(f"{what}: kernel_efficiency has the key {_short(samples)}: {must}")
-        if isinstance(share, bool) or not isinstance(share, int | float) or not SMALLEST_SPEED <= share <= 1:
+        if (
+            isinstance(share, bool)
+            or not isinstance(share, int | float)
+            or not SMALLEST_SPEED <= share <= 1
+        ):
             must = "it must be a number above 0 and up to 1"
-            raise UsageError(f"{what}: kernel_efficiency of {text} samples is {_short(share)}: {must}")
+            raise UsageError(
+                f"{what}: kernel_efficiency of {text} samples is {_short(share)}: {must}"
+            )
         if int(text) in found:
-            raise UsageError(f"{what}: kernel_efficiency of {text} samples is given twice: leave one out")
+            raise UsageError(
+                f"{what}: kernel_efficiency of {text} samples is given twice: leave one out"
+            )
         found[int(text)] = share
     return dict(sorted(found.items()))
 
@@ -247,7 +318,9 @@ def _short(value: object) -> str:
 
 def _toml_line(key: str, value: object) -> str:
     """Return a line of TOML, which differs from JSON only in control characters."""
-    word, text = (json.dumps(each, ensure_ascii=False).replace("\x7f", r"\u007f") for each in (key, value))
+    word, text = (
+        json.dumps(each, ensure_ascii=False).replace("\x7f", r"\u007f") for each in (key, value)
+    )
     return f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else word} = {text}"
 
 

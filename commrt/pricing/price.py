@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a schedule on a cluster: when each rank is done, given which links its messages share.
+"""The price of a schedule on a cluster: when each rank is done, given which links its messages
+share.
 
-A transfer begins when both of its ranks have finished the step before. It takes the latency of its path and the time of
-the busiest rank's further messages, and of further NCCL groups. Then it takes as long as the busiest link of the path
-needs for all bytes of the same step.
-A rank has finished a step when all that it sends and receives in it has arrived, and all that is to be added has been
+A transfer begins when both of its ranks have finished the step before. It takes the latency of its
+path and the time of the busiest rank's further messages, and of further NCCL groups. Then it takes
+as long as the busiest link of the path needs for all bytes of the same step. A rank has finished a
+step when all that it sends and receives in it has arrived, and all that is to be added has been
 added.
 """
 
@@ -43,23 +44,30 @@ class Price(NamedTuple):
 class Pricing:
     """The prices of one schedule on one cluster, for any number of bytes on the wire.
 
-    A rank adds up at the cluster's speed, or takes `add_s_per_byte` for what it receives. Cost: O(transfers) once for
-    each different step; then O(ranks) for each step and price.
+    A rank adds up at the cluster's speed, or takes `add_s_per_byte` for what it receives. Cost:
+    O(transfers) once for each different step; then O(ranks) for each step and price.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, add_s_per_byte: float | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, cluster: Cluster, add_s_per_byte: float | None = None
+    ) -> None:
         cluster.require_capacity(schedule.ranks)
-        self.schedule, self.cluster = schedule, cluster
+        self.schedule = schedule
+        self.cluster = cluster
         add_s = cluster.add_s(1.0) if add_s_per_byte is None else add_s_per_byte
         runs = (list(group) for _, group in groupby(_patterns(schedule, cluster, add_s), key=id))
         self.runs = [(run[0], len(run)) for run in runs]
         """Patterns, and how many steps have each before the next one begins."""
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
-        """Return the price for a buffer of `nbytes` per rank, if ranks begin at `start_s` ([ranks] or one number)."""
+        """Return the price for a buffer of `nbytes` per rank, if ranks begin at `start_s` ([ranks]
+        or one number).
+        """
         if not 0 <= nbytes < inf:
             raise UsageError(f"{nbytes:g} bytes cannot be exchanged: give the size of the buffer")
-        clock_s = np.array(np.broadcast_to(np.asarray(start_s, dtype=np.float64), self.schedule.ranks))
+        clock_s = np.array(
+            np.broadcast_to(np.asarray(start_s, dtype=np.float64), self.schedule.ranks)
+        )
         for pattern, times in self.runs:
             clock_s = pattern.play(clock_s, nbytes / self.schedule.chunks, times)
         return Price(clock_s, self.steps)
@@ -72,7 +80,9 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """The amounts that ranks send each other in a step; many steps of a schedule have the same pattern."""
+    """The amounts that ranks send each other in a step; many steps of a schedule have the same
+    pattern.
+    """
 
     src: IntArray
     dst: IntArray
@@ -89,9 +99,11 @@ class Pattern:
     """Time of further NCCL groups, by the most bytes of a message."""
 
     def play(self, clock_s: Seconds, chunk_nbytes: float, times: int) -> Seconds:
-        """Return when each rank has finished `times` steps that follow each other, if it was ready at `clock_s`.
+        """Return when each rank has finished `times` steps that follow each other, if it was ready
+        at `clock_s`.
 
-        Once a step takes all ranks equally long, every later one does: a common delay of all begins delays all ends.
+        Once a step takes all ranks equally long, every later one does: a common delay of all begins
+        delays all ends.
         """
         for played in range(1, times + 1):
             after_s = self._step(clock_s, chunk_nbytes)
@@ -102,11 +114,15 @@ class Pattern:
         return clock_s
 
     def _groups_s(self, chunk_nbytes: float) -> float:
-        return next(s for most, s in self.groups_s.items() if self.most_chunks * chunk_nbytes <= most)
+        return next(
+            s for most, s in self.groups_s.items() if self.most_chunks * chunk_nbytes <= most
+        )
 
     def _step(self, clock_s: Seconds, chunk_nbytes: float) -> Seconds:
         begin_s = np.maximum(clock_s[self.src], clock_s[self.dst])
-        sent_s = begin_s + (self.latency_s + self.s_per_byte * chunk_nbytes + self._groups_s(chunk_nbytes))
+        sent_s = begin_s + (
+            self.latency_s + self.s_per_byte * chunk_nbytes + self._groups_s(chunk_nbytes)
+        )
         after_s = clock_s.copy()
         np.maximum.at(after_s, self.src, sent_s)
         np.maximum.at(after_s, self.dst, sent_s)
@@ -120,21 +136,31 @@ def _patterns(schedule: Schedule, cluster: Cluster, add_s_per_byte: float) -> It
     pattern = None
     for step in schedule.checked_steps():
         traits = step.src, step.dst, step.hi - step.lo, step.combine
-        if pattern is None or not all(map(np.array_equal, traits, latest)):  # seldom: most steps equal the last one
+        # seldom: most steps equal the last one
+        if pattern is None or not all(map(np.array_equal, traits, latest)):
             key = tuple(column.tobytes() for column in traits)
             if key not in known:
-                known[key] = _pattern(require_valid(step, schedule), cluster, schedule.ranks, add_s_per_byte)
-            latest, pattern = traits, known[key]
+                known[key] = _pattern(
+                    require_valid(step, schedule), cluster, schedule.ranks, add_s_per_byte
+                )
+            latest = traits
+            pattern = known[key]
         yield pattern
 
 
 def _pattern(step: Step, cluster: Cluster, ranks: int, add_s_per_byte: float) -> Pattern:
-    src, dst, chunks = step.src, step.dst, (step.hi - step.lo).astype(np.float64)
+    src = step.src
+    dst = step.dst
+    chunks = (step.hi - step.lo).astype(np.float64)
     near = src // cluster.gpus_per_node == dst // cluster.gpus_per_node
     latency_us = np.where(near, cluster.within.latency_us, cluster.between.latency_us)
-    added = np.bincount(dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0.0), ranks).astype(np.float64)
+    added = np.bincount(
+        dst, np.where(np.isin(step.combine, (ADD, MIX)), chunks, 0.0), ranks
+    ).astype(np.float64)
     moves = src != dst
-    latency_s = np.where(moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0)
+    latency_s = np.where(
+        moves, (latency_us + _messages_us(src[moves], dst[moves], cluster, ranks)) * 1e-6, 0.0
+    )
     s_per_byte = np.where(moves, _busiest_link(src, dst, near, chunks, cluster), 0.0)
     return Pattern(
         src=src,
@@ -157,12 +183,18 @@ def _groups_s(step: Step, ranks: int, cluster: Cluster) -> dict[float, float]:
 
 def _messages_us(src: IntArray, dst: IntArray, cluster: Cluster, ranks: int) -> float:
     """Return what the messages of the busiest rank take, besides one sent and one received."""
-    most = int((np.bincount(src, minlength=ranks) + np.bincount(dst, minlength=ranks)).max(initial=0))
+    most = int(
+        (np.bincount(src, minlength=ranks) + np.bincount(dst, minlength=ranks)).max(initial=0)
+    )
     return cluster.message_us * max(most - 2, 0)
 
 
-def _busiest_link(src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks: Seconds, cluster: Cluster) -> Seconds:
-    """Return [transfers] the seconds per byte of a chunk, for all that passes the busiest link of each path."""
+def _busiest_link(
+    src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks: Seconds, cluster: Cluster
+) -> Seconds:
+    """Return [transfers] the seconds per byte of a chunk, for all that passes the busiest link of
+    each path.
+    """
     node = cluster.gpus_per_node
     rack = node if cluster.racks is None else node * cluster.racks.nodes
     links = [
@@ -177,11 +209,21 @@ def _busiest_link(src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks:
 
 
 def _shared(
-    src: IntArray, dst: IntArray, chunks: Seconds, passes: NDArray[np.bool_], group: int, bytes_per_s: float
+    src: IntArray,
+    dst: IntArray,
+    chunks: Seconds,
+    passes: NDArray[np.bool_],
+    group: int,
+    bytes_per_s: float,
 ) -> Seconds:
-    """Return [transfers] the time of the busier port, of the sender's group and the receiver's, for what `passes`."""
+    """Return [transfers] the time of the busier port, of the sender's group and the receiver's, for
+    what `passes`.
+    """
     if bytes_per_s == inf or not passes.any():
         return np.zeros(len(chunks))
-    sender, receiver, load = src // group, dst // group, np.where(passes, chunks, 0.0)
-    leaving, coming = np.bincount(sender, load), np.bincount(receiver, load)
+    sender = src // group
+    receiver = dst // group
+    load = np.where(passes, chunks, 0.0)
+    leaving = np.bincount(sender, load)
+    coming = np.bincount(receiver, load)
     return np.where(passes, np.maximum(leaving[sender], coming[receiver]) / bytes_per_s, 0.0)

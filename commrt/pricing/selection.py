@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which schedule of a collective ends soonest on a cluster, for the size of a message. Needs no torch."""
+"""Which schedule of a collective ends soonest on a cluster, for the size of a message.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,17 @@ from commrt.proof.spec import collective_of
 from commrt.schedule import Schedule
 
 WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
-"""What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each way."""
+"""What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each
+way.
+"""
 ALIGNMENT_NBYTES = 256
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
 KEPT = 4
 """For so many collectives and roots what is priced is remembered: much more than its price."""
 PROVEN_RANKS = 256
-"""A proof takes time and memory as ranks to the third, or to the fourth for all_to_all: a second here."""
+"""A proof takes time and memory as ranks to the third, or to the fourth for all_to_all: a second
+here.
+"""
 
 
 class Choice(NamedTuple):
@@ -45,12 +52,15 @@ class Candidate(NamedTuple):
 def choices(
     cluster: Cluster, collective: str, ranks: Sequence[int], piece_nbytes: float, root: int = 0
 ) -> list[Choice]:
-    """Return the schedules of `collective` among `ranks` of a cluster, the one that ends soonest first.
+    """Return the schedules of `collective` among `ranks` of a cluster, the one that ends soonest
+    first.
 
-    `piece_nbytes` is the size of what one rank has for, or gets from, one other; of the whole buffer for broadcast,
-    reduce and all_reduce. Ties go to the schedule with fewer steps.
+    `piece_nbytes` is the size of what one rank has for, or gets from, one other; of the whole
+    buffer for broadcast, reduce and all_reduce. Ties go to the schedule with fewer steps.
     """
-    return _soonest_first(_offered(cluster, collective, ranks, root), piece_nbytes * slots_of(collective, len(ranks)))
+    return _soonest_first(
+        _offered(cluster, collective, ranks, root), piece_nbytes * slots_of(collective, len(ranks))
+    )
 
 
 def _offered(cluster: Cluster, collective: str, ranks: Sequence[int], root: int) -> list[Candidate]:
@@ -78,7 +88,8 @@ def slots_of(collective: str, ranks: int) -> int:
 
 
 def slice_nbytes(collective: str, ranks: int, device: str) -> int:
-    """Return how much of each piece travels at once: the same on all ranks, and a multiple of all dtypes.
+    """Return how much of each piece travels at once: the same on all ranks, and a multiple of all
+    dtypes.
 
     >>> slice_nbytes("all_reduce", 4, "cpu"), slice_nbytes("all_gather", 4, "cpu")
     (4194304, 1048576)
@@ -97,18 +108,23 @@ def size_class(piece_nbytes: int) -> int:
 
 
 class Selection:
-    """Chooses the schedules of one group of ranks: once for each collective, root and size class, then from memory.
+    """Chooses the schedules of one group of ranks: once for each collective, root and size class,
+    then from memory.
 
-    What is chosen is proven first, up to `PROVEN_RANKS` ranks; for classes see `size_class`. `ranks` [group] are the
-    places of the group's ranks in the cluster; `forced` names schedules to take whatever they cost, by collective.
-    Raises `UsageError` for a cluster that is too small, and for schedules that take other numbers of ranks.
+    What is chosen is proven first, up to `PROVEN_RANKS` ranks; for classes see `size_class`.
+    `ranks` [group] are the places of the group's ranks in the cluster; `forced` names schedules to
+    take whatever they cost, by collective. Raises `UsageError` for a cluster that is too small, and
+    for schedules that take other numbers of ranks.
     """
 
-    def __init__(self, cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str] | None = None
+    ) -> None:
         cluster.require_capacity(max(ranks) + 1)
         for collective, name in (forced or {}).items():
             require_candidate(collective, name, len(ranks))
-        self._ranks, self._forced = ranks, forced or {}
+        self._ranks = ranks
+        self._forced = forced or {}
         self._known = cache(self._choose)
         self._offered = lru_cache(KEPT)(partial(_offered, cluster, ranks=ranks))
 
@@ -120,7 +136,9 @@ class Selection:
         ranks = len(self._ranks)
         if (forced := self._forced.get(collective)) is None:
             offered = self._offered(collective=collective, root=root)
-            schedule = _soonest_first(offered, piece_nbytes * slots_of(collective, ranks))[0].schedule
+            schedule = _soonest_first(offered, piece_nbytes * slots_of(collective, ranks))[
+                0
+            ].schedule
         else:
             schedule = require_candidate(collective, forced, ranks, root)
         if ranks <= PROVEN_RANKS:
@@ -129,19 +147,26 @@ class Selection:
 
 
 def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> Schedule:
-    """Return the schedule called `name`; raises `UsageError` if `collective` has none of that name for `ranks`."""
+    """Return the schedule called `name`; raises `UsageError` if `collective` has none of that name
+    for `ranks`.
+    """
     offered = candidates(collective, ranks, root)
     if name not in offered:
-        known = f"does not take {ranks} ranks" if name in COLLECTIVES[collective] else "is not known"
-        raise UsageError(f"the schedule {name!r} of {collective} {known}: choose one of {', '.join(offered)}")
+        known = (
+            f"does not take {ranks} ranks" if name in COLLECTIVES[collective] else "is not known"
+        )
+        raise UsageError(
+            f"the schedule {name!r} of {collective} {known}: choose one of {', '.join(offered)}"
+        )
     return offered[name]
 
 
 def parse_forced(text: str, *, same_bits: bool = False) -> dict[str, str]:
-    """Return the schedules that a text such as "all_reduce=ring,broadcast=tree" names; raises `UsageError`.
+    """Return the schedules that a text such as "all_reduce=ring,broadcast=tree" names; raises
+    `UsageError`.
 
-    With `same_bits` every sum is direct: of all that add all elements in one order, only this one is offered for every
-    collective and adds alike in each, in order of ranks.
+    With `same_bits` every sum is direct: of all that add all elements in one order, only this one
+    is offered for every collective and adds alike in each, in order of ranks.
 
     >>> parse_forced("all_reduce=ring, broadcast=tree")
     {'all_reduce': 'ring', 'broadcast': 'tree'}
@@ -154,12 +179,13 @@ def parse_forced(text: str, *, same_bits: bool = False) -> dict[str, str]:
         if name not in COLLECTIVES.get(collective, {}):
             offered = COLLECTIVES.get(collective) or COLLECTIVES
             raise UsageError(
-                f"{collective}={name} in {text!r:.200} is not known: write collective=schedule, with one of "
-                f"{', '.join(offered)}"
+                f"{collective}={name} in {text!r:.200} is not known: write collective=schedule,"
+                f" with one of {', '.join(offered)}"
             )
     for collective in SUMS if same_bits else ():
         if forced.setdefault(collective, "direct") != "direct":
             raise UsageError(
-                f"COMMRT_SAME_BITS with {collective}={forced[collective]}: sums are direct then; unset one of them"
+                f"COMMRT_SAME_BITS with {collective}={forced[collective]}: sums are direct then;"
+                " unset one of them"
             )
     return forced

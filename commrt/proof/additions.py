@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order a schedule adds up the contributions of an element.
 
-Floats do not add up to the same bits in every order. If all elements are added in one order, an element's sum does not
-depend on the size of its tensor, on its place there, or on where buckets are cut.
+Floats do not add up to the same bits in every order. If all elements are added in one order, an
+element's sum does not depend on the size of its tensor, on its place there, or on where buckets are
+cut.
 
-Two summands may change places: ``a + b`` and ``b + a`` have the same bits. So an order is a tree. Its leaves are the
-ranks' contributions, and a node is one call of a kernel, which adds a rank's own value and what others sent it for one
-range of chunks, in order of ranks, and rounds once, at its end.
+Two summands may change places: ``a + b`` and ``b + a`` have the same bits. So an order is a tree.
+Its leaves are the ranks' contributions, and a node is one call of a kernel, which adds a rank's own
+value and what others sent it for one range of chunks, in order of ranks, and rounds once, at its
+end.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Additions:
     """The orders in which a schedule adds, as far as its result has them."""
 
     orders: tuple[str, ...]
-    """The different ones, at most two: such as ``((0 + 1) + 2)``, by the ranks whose contributions are added."""
+    """The different ones, at most two: such as ``((0 + 1) + 2)``, by the ranks whose contributions
+    are added.
+    """
     chunks: tuple[int, ...]
     """The first chunk that is added in each."""
 
@@ -46,14 +50,18 @@ class Additions:
         if self.is_one:
             return f"one order for all elements: {self.orders[0]}"
         pairs = zip(self.chunks, self.orders, strict=True)
-        return "several orders: " + ", and ".join(f"chunk {chunk} as {order}" for chunk, order in pairs)
+        return "several orders: " + ", and ".join(
+            f"chunk {chunk} as {order}" for chunk, order in pairs
+        )
 
 
 def order_of_additions(schedule: Schedule) -> Additions:
-    """Return the order in which `schedule` adds up each element; raises `UsageError` for one that mixes.
+    """Return the order in which `schedule` adds up each element; raises `UsageError` for one that
+    mixes.
 
-    It looks at the cells (rank, chunk) that end with the most contributions, of which a correct all-reduce has all, and
-    a reduction to one root those of the root. Cost: O(chunks carried), 2 s for a ring of 1,024 ranks.
+    It looks at the cells (rank, chunk) that end with the most contributions, of which a correct
+    all-reduce has all, and a reduction to one root those of the root. Cost: O(chunks carried), 2 s
+    for a ring of 1,024 ranks.
 
     >>> from commrt.algorithms import halving_doubling, ring
     >>> print(order_of_additions(halving_doubling.all_reduce(4)))
@@ -63,7 +71,8 @@ def order_of_additions(schedule: Schedule) -> Additions:
     """
     trees = _Trees(schedule.ranks)
     ends, places = np.unique(_replayed(schedule, trees).T, return_index=True)
-    first = dict(zip(ends.tolist(), (places // schedule.ranks).tolist(), strict=True))  # chunk that ends with each tree
+    # chunk that ends with each tree
+    first = dict(zip(ends.tolist(), (places // schedule.ranks).tolist(), strict=True))
     most = max(trees.counts[tree] for tree in first)
     kept = [tree for tree in first if trees.counts[tree] == most > 1][:2]
     return Additions(tuple(map(trees.text, kept)), tuple(first[tree] for tree in kept))
@@ -74,24 +83,34 @@ def require_one_order(schedule: Schedule) -> None:
     found = order_of_additions(schedule)
     if not found.is_one:
         raise UsageError(
-            f"same_bits with {schedule.name}, which adds in {found}: use commrt.Direct(), or HalvingDoubling() on 2, "
-            "4, 8, ... ranks"
+            f"same_bits with {schedule.name}, which adds in {found}: use commrt.Direct(), or"
+            " HalvingDoubling() on 2, 4, 8, ... ranks"
         )
 
 
 def _replayed(schedule: Schedule, trees: _Trees) -> IntArray:
     """Return the tree that each cell ends with, [ranks, chunks]."""
-    ranks, chunks = schedule.ranks, schedule.chunks
+    ranks = schedule.ranks
+    chunks = schedule.chunks
     held = np.repeat(np.arange(ranks), chunks)
-    for step in map(Step.canonical, schedule.checked_steps()):  # whose ranges the ranks' programs have
+    # whose ranges the ranks' programs have
+    for step in map(Step.canonical, schedule.checked_steps()):
         if (step.combine == int(MIX)).any():
-            raise UsageError(f"{schedule.name} mixes, so what ranks end with is no sum: give a schedule that adds")
+            raise UsageError(
+                f"{schedule.name} mixes, so what ranks end with is no sum: give a schedule that"
+                " adds"
+            )
         cells = select(step, 0, chunks)
-        incoming, copies = held[cells.src], cells.combine == int(COPY)
-        summands = np.stack([cells.dst, step.lo[cells.row], step.hi[cells.row], cells.src // chunks, incoming])
+        incoming = held[cells.src]
+        copies = cells.combine == int(COPY)
+        summands = np.stack(
+            [cells.dst, step.lo[cells.row], step.hi[cells.row], cells.src // chunks, incoming]
+        )
         summands = summands[:, ~copies]
         held[cells.dst[copies]] = incoming[copies]
-        for (cell, *_), call in groupby(summands[:, np.lexsort(summands[3::-1])].T.tolist(), key=lambda one: one[:3]):
+        for (cell, *_), call in groupby(
+            summands[:, np.lexsort(summands[3::-1])].T.tolist(), key=lambda one: one[:3]
+        ):
             parts = [(sender, tree) for *_, sender, tree in call]
             insort(parts, (cell // chunks, int(held[cell])))
             held[cell] = trees.sum_of([tree for _, tree in parts])

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proof of a schedule, or a counter-example.
 
-`verify` replays a schedule symbolically. Each cell (rank, chunk) holds the set of ranks whose contribution is in it.
-If the schedule mixes, the cell holds exact weights of these ranks instead. Each step is checked:
+`verify` replays a schedule symbolically. Each cell (rank, chunk) holds the set of ranks whose
+contribution is in it. If the schedule mixes, the cell holds exact weights of these ranks instead.
+Each step is checked:
 
 1. transfers name existing ranks and chunks, and no rank sends to itself;
 2. no rank sends a chunk before it holds a value;
-3. no rank overwrites a chunk that it sends in the same step, and several transfers into one chunk all add: the calls of
-   an NCCL group have no order among themselves, so anything else would depend on timing;
+3. no rank overwrites a chunk that it sends in the same step, and several transfers into one chunk
+   all add: the calls of an NCCL group have no order among themselves, so anything else would depend
+   on timing;
 4. no contribution is added twice.
 
-After the last step every cell must hold what the `Collective` says. Both ends of a transfer come from one canonical
-step (`commrt.program`), so sends meet their receives in order and size.
+After the last step every cell must hold what the `Collective` says. Both ends of a transfer come
+from one canonical step (`commrt.program`), so sends meet their receives in order and size.
 """
 
 from __future__ import annotations
@@ -81,25 +83,31 @@ class Proof:
 
 
 def verify(schedule: Schedule, collective: Collective) -> Proof:
-    """Replay `schedule` and check it against `collective`; the proof of a wrong schedule says where it is wrong.
+    """Replay `schedule` and check it against `collective`; the proof of a wrong schedule says where
+    it is wrong.
 
-    Raises `ScheduleError` if `steps()` fails or does not end, and for too many ranks or chunks for the memory.
-    Cost: O(chunks carried x ranks / 64); a 32 x 32 torus takes about half a second.
+    Raises `ScheduleError` if `steps()` fails or does not end, and for too many ranks or chunks for
+    the memory. Cost: O(chunks carried x ranks / 64); a 32 x 32 torus takes about half a second.
 
     >>> from commrt.proof.spec import all_reduce
     >>> from commrt.schedule import Step
-    >>> swap = Schedule("swap", ranks=2, chunks=1, steps=lambda: iter([Step.of([0, 1], [1, 0], 0, 1, COPY)]))
+    >>> both = Step.of([0, 1], [1, 0], 0, 1, COPY)
+    >>> swap = Schedule("swap", ranks=2, chunks=1, steps=lambda: iter([both]))
     >>> print(verify(swap, all_reduce(2, 1)).counterexample)
     step 0, rank 1, chunk 0: overwrites what it sends in the same step; the result depends on timing
     """
-    size, mixes, found = NO_TRAFFIC, False, _misfit(schedule, collective)
+    size = NO_TRAFFIC
+    mixes = False
+    found = _misfit(schedule, collective)
     if found is None:
         size, mixes, found = _surveyed(schedule)
     if found is None:
         weighted = mixes or collective.total is not None
         for lo, hi in _blocks(schedule, weighted=weighted):
             defined = collective.defined[:, lo:hi]
-            found = found or _replay(schedule, collective, Weights(defined) if weighted else Masks(defined), lo)
+            found = found or _replay(
+                schedule, collective, Weights(defined) if weighted else Masks(defined), lo
+            )
     return Proof(schedule.name, collective.name, schedule.ranks, schedule.chunks, size, found)
 
 
@@ -107,15 +115,18 @@ def prove(schedule: Schedule, collective: Collective) -> Proof:
     """Return the proof of `verify`, or raise `ScheduleError` with the counter-example."""
     proof = verify(schedule, collective)
     if proof.counterexample is not None:
-        raise ScheduleError(f"{schedule.name} is not a correct {collective.name}: {proof.counterexample}")
+        raise ScheduleError(
+            f"{schedule.name} is not a correct {collective.name}: {proof.counterexample}"
+        )
     return proof
 
 
 def ends_alike(schedule: Schedule) -> bool:
-    """Return True if each rank ends with the same sum in all chunks, as after an all-reduce or a broadcast.
+    """Return True if each rank ends with the same sum in all chunks, as after an all-reduce or a
+    broadcast.
 
-    Then it does not matter where a buffer is cut. False for a schedule that mixes, and for sums that count a
-    contribution twice. Cost: that of `verify`.
+    Then it does not matter where a buffer is cut. False for a schedule that mixes, and for sums
+    that count a contribution twice. Cost: that of `verify`.
 
     >>> from commrt.algorithms.ring import all_gather, all_reduce
     >>> ends_alike(all_reduce(4)), ends_alike(all_gather(4))
@@ -148,13 +159,15 @@ def _blocks(schedule: Schedule, *, weighted: bool) -> Iterator[tuple[int, int]]:
 
 def _misfit(schedule: Schedule, collective: Collective) -> CounterExample | None:
     """Return what is wrong with the schedule's shape; raise for what would not fit into memory."""
-    ranks, chunks = schedule.ranks, schedule.chunks
+    ranks = schedule.ranks
+    chunks = schedule.chunks
     if collective.goal.shape != (ranks, chunks):
         return CounterExample(f"has {ranks} ranks x {chunks} chunks, not {collective.goal.shape}")
     if ranks > MAX_RANKS or ranks * chunks > MAX_CELLS:
         raise ScheduleError(
-            f"{schedule.name} of {ranks:,} ranks and {chunks:,} chunks is too large for a proof, which takes ranks x "
-            f"chunks x ranks / 8 bytes: prove it for at most {MAX_RANKS:,} ranks and {MAX_CELLS:,} ranks x chunks"
+            f"{schedule.name} of {ranks:,} ranks and {chunks:,} chunks is too large for a proof,"
+            f" which takes ranks x chunks x ranks / 8 bytes: prove it for at most {MAX_RANKS:,}"
+            f" ranks and {MAX_CELLS:,} ranks x chunks"
         )
     return None
 
@@ -165,23 +178,43 @@ def traffic(schedule: Schedule) -> Traffic:
 
 
 def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]:
-    """Return in one pass the traffic of `schedule`, whether it mixes, and what is wrong with its first bad transfer."""
-    ranks, sent, peers, mixes = schedule.ranks, np.zeros(schedule.ranks, dtype=np.int64), 0, False
+    """Return in one pass the traffic of `schedule`, whether it mixes, and what is wrong with its
+    first bad transfer.
+    """
+    ranks = schedule.ranks
+    sent = np.zeros(schedule.ranks, dtype=np.int64)
+    peers = 0
+    mixes = False
     count = transfers = 0
     for number, step in enumerate(schedule.checked_steps()):
         for transfer, what in malformed(step, ranks, schedule.chunks):
-            return NO_TRAFFIC, mixes, CounterExample(f"the transfer {transfer.text()} {what}", number)
+            return (
+                NO_TRAFFIC,
+                mixes,
+                CounterExample(f"the transfer {transfer.text()} {what}", number),
+            )
         mixes = mixes or bool((step.combine == int(MIX)).any())
         moved = step.canonical()
-        count, transfers = count + 1, transfers + len(moved)
+        count = count + 1
+        transfers = transfers + len(moved)
         np.add.at(sent, moved.src, moved.hi - moved.lo)
-        pairs = different(np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src)))
+        pairs = different(
+            np.concatenate((moved.src * ranks + moved.dst, moved.dst * ranks + moved.src))
+        )
         peers = max(peers, int(np.bincount(pairs // ranks).max(initial=0)))
-    return Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers), mixes, None
+    return (
+        Traffic(count, transfers, Fraction(int(sent.max(initial=0)), schedule.chunks), peers),
+        mixes,
+        None,
+    )
 
 
-def _replay(schedule: Schedule, collective: Collective, state: Masks | Weights, lo: int) -> CounterExample | None:
-    """Replay the chunks of `state`, from chunk `lo` on, alone: chunks never influence each other."""
+def _replay(
+    schedule: Schedule, collective: Collective, state: Masks | Weights, lo: int
+) -> CounterExample | None:
+    """Replay the chunks of `state`, from chunk `lo` on, alone:
+    chunks never influence each other.
+    """
     goal = np.ascontiguousarray(collective.goal[:, lo : lo + state.chunks]).reshape(-1)
     races = _Races(len(goal))
     at: int | None = None
@@ -220,5 +253,8 @@ class _Races:
         if crowded.any():
             shared = np.isin(cells.dst, cells.dst[crowded]) & (cells.combine != int(ADD))
             if shared.any():
-                what = "receives this chunk twice in one step and not all of it adds; the result depends on timing"
+                what = (
+                    "receives this chunk twice in one step and not all of it adds; the result"
+                    " depends on timing"
+                )
                 raise Refuted(what, int(cells.dst[shared][0]))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symbolic values of a replay: whose contributions a cell holds, as bit masks (sums) or exact weights (mixes).
+"""Symbolic values of a replay: whose contributions a cell holds, as bit masks (sums) or exact
+weights (mixes).
 
-A cell is a (rank, chunk) pair, numbered ``rank * chunks + chunk``. Both kinds of state are built from the cells that
-hold a value at first; `apply` plays a step or raises `Refuted`, `check` compares with a collective's goal.
+A cell is a (rank, chunk) pair, numbered ``rank * chunks + chunk``. Both kinds of state are built
+from the cells that hold a value at first; `apply` plays a step or raises `Refuted`, `check`
+compares with a collective's goal.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Refuted(Exception):
     """Raised for a step, or a final state, that no correct schedule has."""
 
     def __init__(self, what: str, cell: int) -> None:
-        self.what, self.cell = what, cell
+        self.what = what
+        self.cell = cell
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +56,10 @@ def select(step: Step, lo: int, hi: int) -> Cells:
 
 
 def different(numbers: IntArray) -> IntArray:
-    """Return the different `numbers` in order. `np.unique` hashes: 7 s for two million in steps of 7, not 0.3 s."""
+    """Return the different `numbers` in order.
+
+    `np.unique` hashes: 7 s for two million in steps of 7, not 0.3 s.
+    """
     ordered = np.sort(numbers)
     return ordered[_is_new(ordered)]
 
@@ -68,7 +74,8 @@ def _is_new(ordered: IntArray) -> NDArray[np.bool_]:
 def _waves(dst: IntArray) -> list[IntArray]:
     """Return groups of indices, earlier ones first, such that no group names a cell twice."""
     order = np.argsort(dst, kind="stable")
-    position, is_first = np.arange(len(dst)), _is_new(dst[order])
+    position = np.arange(len(dst))
+    is_first = _is_new(dst[order])
     if is_first.all():
         return [position] if len(dst) else []
     nth = position - np.maximum.accumulate(np.where(is_first, position, 0))
@@ -76,14 +83,18 @@ def _waves(dst: IntArray) -> list[IntArray]:
 
 
 class Masks:
-    """Sets of contributions as bit masks of 64-bit words [cells, words]; an undefined cell has the empty set."""
+    """Sets of contributions as bit masks of 64-bit words [cells, words]; an undefined cell has the
+    empty set.
+    """
 
     def __init__(self, defined: NDArray[np.bool_]) -> None:
         ranks, chunks = defined.shape
         self.chunks = chunks
         self._held = np.zeros((ranks * chunks, -(-ranks // 64)), dtype=np.uint64)
         rank = np.repeat(np.arange(ranks), chunks)[defined.reshape(-1)]
-        self._held[np.flatnonzero(defined), rank // 64] = np.uint64(1) << (rank % 64).astype(np.uint64)
+        self._held[np.flatnonzero(defined), rank // 64] = np.uint64(1) << (rank % 64).astype(
+            np.uint64
+        )
 
     @property
     def by_rank(self) -> NDArray[np.uint64]:
@@ -107,7 +118,9 @@ class Masks:
             raise Refuted("adds to this chunk before it holds a value", int(dst[blank][0]))
         if (twice := (own & incoming).any(axis=1)).any():
             ranks = _members((own & incoming)[twice][0])
-            raise Refuted(f"receives the contribution of ranks {ranks} a second time", int(dst[twice][0]))
+            raise Refuted(
+                f"receives the contribution of ranks {ranks} a second time", int(dst[twice][0])
+            )
         self._held[dst] = own | incoming
 
     def check(self, goal: IntArray, collective: Collective) -> None:
@@ -118,7 +131,12 @@ class Masks:
                 wanted[row, rank // 64] |= np.uint64(1) << np.uint64(rank % 64)
         wrong = np.flatnonzero((self._held != wanted[goal]).any(axis=1) & (goal != ANYTHING))
         if len(wrong):
-            raise _wrong_end(int(wrong[0]), f"the sum over ranks {_members(self._held[wrong[0]])}", goal, collective)
+            raise _wrong_end(
+                int(wrong[0]),
+                f"the sum over ranks {_members(self._held[wrong[0]])}",
+                goal,
+                collective,
+            )
 
 
 def _members(words: NDArray[np.uint64]) -> str:
@@ -144,11 +162,16 @@ class Weights:
         if (blank := ~self._defined[cells.src]).any():
             raise Refuted(UNDEFINED, int(cells.src[blank][0]))
         if (blank := ~self._defined[cells.dst] & (cells.combine != int(COPY))).any():
-            raise Refuted("combines into this chunk before it holds a value", int(cells.dst[blank][0]))
+            raise Refuted(
+                "combines into this chunk before it holds a value", int(cells.dst[blank][0])
+            )
         incoming = [self._rows[cell] for cell in cells.src.tolist()]
         columns = (cells.dst.tolist(), incoming, cells.combine.tolist(), cells.weight.tolist())
-        for dst, row, combine, weight in zip(*columns, strict=True):  # new rows, as others may read the old ones
-            self._rows[dst] = row if combine == COPY else _combined(self._rows[dst], row, combine, weight)
+        # new rows, as others may read the old ones
+        for dst, row, combine, weight in zip(*columns, strict=True):
+            self._rows[dst] = (
+                row if combine == COPY else _combined(self._rows[dst], row, combine, weight)
+            )
         self._defined[cells.dst] = True
 
     def check(self, goal: IntArray, collective: Collective) -> None:
@@ -180,7 +203,9 @@ class Weights:
 
 
 def _combined(own: Row, incoming: Row, combine: int, weight: float) -> Row:
-    keep, take = (Fraction(1), Fraction(1)) if combine == ADD else (1 - Fraction(weight), Fraction(weight))
+    keep, take = (
+        (Fraction(1), Fraction(1)) if combine == ADD else (1 - Fraction(weight), Fraction(weight))
+    )
     row = {origin: keep * share for origin, share in own.items()}
     for origin, share in incoming.items():
         row[origin] = row.get(origin, Fraction(0)) + take * share

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wires of few bits: quantizers, rules that choose the bits, and how a program quantizes what it sends."""
+"""Wires of few bits: quantizers, rules that choose the bits, and how a program quantizes what it
+sends.
+"""
 
 from commrt.importing import names_of
 

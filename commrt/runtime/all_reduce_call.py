@@ -48,8 +48,12 @@ class AllReduce(NamedTuple):
     device: torch.device
 
     def __str__(self) -> str:
-        """Name all that must be equal on all ranks; the strides of dimensions of size 1 may differ."""
-        strides = [stride if size > 1 else 0 for size, stride in zip(self.shape, self.strides, strict=True)]
+        """Name all that must be equal on all ranks;
+        the strides of dimensions of size 1 may differ.
+        """
+        strides = [
+            stride if size > 1 else 0 for size, stride in zip(self.shape, self.strides, strict=True)
+        ]
         kinds = dict.fromkeys((self.dtype, self.wire))
         dtypes = " as ".join(repr(one) if is_quantized(one) else str(one)[6:] for one in kinds)
         return f"the {self.op} of {dtypes}{list(self.shape)} with strides {strides}"
@@ -57,7 +61,10 @@ class AllReduce(NamedTuple):
     @property
     def is_short(self) -> bool:
         """True if it travels as so few bytes, unquantized."""
-        return isinstance(self.wire, torch.dtype) and self.shape.numel() * self.wire.itemsize <= SHORT_NBYTES
+        return (
+            isinstance(self.wire, torch.dtype)
+            and self.shape.numel() * self.wire.itemsize <= SHORT_NBYTES
+        )
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Return an uninitialized tensor of this layout."""
@@ -65,7 +72,12 @@ class AllReduce(NamedTuple):
 
 
 def check_all_reduce_call(
-    tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None, tag: Tag, residual: Tensor | None
+    tensor: Tensor,
+    op: str,
+    algorithm: Algorithm | None,
+    wire: AnyWire | None,
+    tag: Tag,
+    residual: Tensor | None,
 ) -> AllReduce:
     """Return the checked call; raises `UsageError` for what cannot be summed."""
     _check_tensor(tensor)
@@ -78,14 +90,18 @@ def check_all_reduce_call(
     if is_quantized(travels):
         carrier_of(travels).check_residual(travels, residual, tensor)
     elif residual is not None:
-        raise UsageError(f"{travels} with residual=a tensor: only a wire with feedback keeps one; leave it out")
+        raise UsageError(
+            f"{travels} with residual=a tensor: only a wire with feedback keeps one; leave it out"
+        )
     # a meta tensor has the strides of a dense one, and makes others dense
     like = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
     return AllReduce(op, like.shape, like.stride(), like.dtype, travels, tensor.device)
 
 
 def check_all_reduce(algorithm: Algorithm, wire: AnyWire | None = None) -> None:
-    """Raise `UsageError` for an algorithm that is no all-reduce, and for a wire that only `attach` takes."""
+    """Raise `UsageError` for an algorithm that is no all-reduce, and for a wire that only `attach`
+    takes.
+    """
     require_maker("algorithm", algorithm)
     require_compatible(algorithm, wire, ["all-reduce"])
 
@@ -98,18 +114,31 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def _check_tensor(tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise UsageError(f"all_reduce() takes a tensor, not a {type(tensor).__name__}: make one with torch.tensor()")
+        raise UsageError(
+            f"all_reduce() takes a tensor, not a {type(tensor).__name__}: make one with"
+            " torch.tensor()"
+        )
     for is_so, complaint in (
-        (type(tensor) not in (Tensor, nn.Parameter), f"is a {type(tensor).__name__}: use a plain tensor"),
-        (tensor.layout != torch.strided or tensor.is_nested, f"is {tensor.layout}, or nested: use a dense copy"),
+        (
+            type(tensor) not in (Tensor, nn.Parameter),
+            f"is a {type(tensor).__name__}: use a plain tensor",
+        ),
+        (
+            tensor.layout != torch.strided or tensor.is_nested,
+            f"is {tensor.layout}, or nested: use a dense copy",
+        ),
         (tensor.is_meta, "is on the meta device and has no values"),
-        (tensor.is_inference(), "was made under torch.inference_mode(): clone() it outside of that"),
+        (
+            tensor.is_inference(),
+            "was made under torch.inference_mode(): clone() it outside of that",
+        ),
     ):
         if is_so:
             raise UsageError(f"all_reduce() writes to its tensor, which {complaint}")
     if is_expanded(tensor):
         raise UsageError(
-            "all_reduce() writes to its tensor, of which several elements share one place: use its clone()"
+            "all_reduce() writes to its tensor, of which several elements share one place: use its"
+            " clone()"
         )
 
 
@@ -120,4 +149,7 @@ def _check_arithmetic(dtype: torch.dtype, op: str) -> None:
         offered = ", ".join(str(one) for one in (*FLOATS, *INTEGERS))
         raise UsageError(f"all_reduce() of {dtype}: convert it to one of {offered} first")
     if dtype in INTEGERS and op == "mean":
-        raise UsageError(f'the mean of {dtype} has no place in its own dtype: use op="sum", or convert it to float')
+        raise UsageError(
+            f'the mean of {dtype} has no place in its own dtype: use op="sum", or convert it to'
+            " float"
+        )

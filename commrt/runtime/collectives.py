@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`World.all_reduce`: sums of tensors of any shape, along an algorithm's schedule; gradients go by `buckets/engine`.
+"""`World.all_reduce`: sums of tensors of any shape, along an algorithm's schedule; gradients go by
+`buckets/engine`.
 
 Sums travel one at a time, so all share one wire buffer, as large as the largest tensor so far.
 """
@@ -30,7 +31,15 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.runtime.all_reduce_call import DEFAULT, AllReduce
 from commrt.runtime.executor import RunnableProgram, Scratch, bind
-from commrt.runtime.prepared import Claim, Compare, HasMembership, Members, Prepared, schedule_of, traits_of
+from commrt.runtime.prepared import (
+    Claim,
+    Compare,
+    HasMembership,
+    Members,
+    Prepared,
+    schedule_of,
+    traits_of,
+)
 from commrt.runtime.wire import (
     AnyWire,
     ValuesOnWire,
@@ -69,9 +78,12 @@ class _Sum:
     """Of all that must be equal on all ranks, but for the tag."""
     residual: Tensor | None  # memory for the caller's, which may have moved since the call before
 
-    def run(self, tensor: Tensor, residual: Tensor | None, tag: Tag, recorder: Recorder | None = None) -> None:
+    def run(
+        self, tensor: Tensor, residual: Tensor | None, tag: Tag, recorder: Recorder | None = None
+    ) -> None:
         """Overwrite `tensor` with the result, and `residual` with what rounding lost."""
-        is_dense = tensor.stride() == self.call.strides and not tensor.is_neg()  # a view that is negated when read
+        # a view that is negated when read
+        is_dense = tensor.stride() == self.call.strides and not tensor.is_neg()
         dense = tensor if is_dense else self.call.empty(tensor.device).copy_(tensor)
         header = _header(self.checksum, tag)
         if self.residual is not None and residual is not None:
@@ -89,12 +101,14 @@ class _Sum:
         self.require_no_mismatch(tag)
 
     def require_no_mismatch(self, tag: Tag) -> None:
-        """Raise `DisagreementError` if the ranks' calls were different ones; on a GPU that may show later."""
+        """Raise `DisagreementError` if the ranks' calls were different ones; on a GPU that may show
+        later.
+        """
         if self.packing.mismatched:
             raise DisagreementError(
-                f"all_reduce() of {self.call}, at step {tag.step}, as {tag.bucket}: another rank came with another op, "
-                "shape, layout in memory, dtype, wire, algorithm or tag; make the same calls in the same order on "
-                "every rank"
+                f"all_reduce() of {self.call}, at step {tag.step}, as {tag.bucket}: another rank"
+                " came with another op, shape, layout in memory, dtype, wire, algorithm or tag;"
+                " make the same calls in the same order on every rank"
             )
 
 
@@ -108,7 +122,8 @@ class _Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _SlicedSum(_Sum):
-    """A large sum on a CPU, a part of each chunk at a time, so that what travels stays in the processor's cache.
+    """A large sum on a CPU, a part of each chunk at a time, so that what travels stays in the
+    processor's cache.
 
     Each element is added in the same order as if all were added at once.
     """
@@ -141,19 +156,30 @@ class Sums:
     """The all-reduces of one world."""
 
     def __init__(
-        self, transport: TransportByDevice, comm_thread: CommThread, world: HasMembership, compare: Compare
+        self,
+        transport: TransportByDevice,
+        comm_thread: CommThread,
+        world: HasMembership,
+        compare: Compare,
     ) -> None:
-        self._transport, self._comm_thread, self._world = transport, comm_thread, world
-        self._prepared = Prepared(world, self._bind, prove=_prove, claim=self._claim, compare=compare)
+        self._transport = transport
+        self._comm_thread = comm_thread
+        self._world = world
+        self._prepared = Prepared(
+            world, self._bind, prove=_prove, claim=self._claim, compare=compare
+        )
         self._calls = count(1)  # so that random numbers of untagged calls differ
         self._memory = Scratch(self._allocate)
-        self._memory_of = world.membership.number  # after connections broke, a peer may still read what it was sent
+        # after connections broke, a peer may still read what it was sent
+        self._memory_of = world.membership.number
         self._unconfirmed: deque[tuple[_Sum, Tag]] = deque(maxlen=UNCONFIRMED)
 
     def schedule(self, algorithm: Algorithm | None, call: AllReduce) -> Schedule:
-        """Return the proven schedule for the members; raises `UsageError` or `ScheduleError` if there is none.
+        """Return the proven schedule for the members; raises `UsageError` or `ScheduleError` if
+        there is none.
 
-        Without an `algorithm` few bytes among few ranks take one step: a message costs more than its bytes.
+        Without an `algorithm` few bytes among few ranks take one step: a message costs more than
+        its bytes.
         """
         members = self._world.membership.ranks
         schedule = _chosen(algorithm, call, len(members))
@@ -163,23 +189,38 @@ class Sums:
                 require_short_sums(schedule, call.wire)
         return schedule
 
-    def known(self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None) -> _Known | None:
+    def known(
+        self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None
+    ) -> _Known | None:
         """Return what such a call may `repeat` unchecked, as `remember` noted one; else None."""
         try:
-            found: _Known | None = self._prepared.shortcuts.get(_kind_of(tensor, op, algorithm, wire))
-        except (AttributeError, RuntimeError, TypeError):  # it is no tensor, has no strides, or an argument no hash
+            found: _Known | None = self._prepared.shortcuts.get(
+                _kind_of(tensor, op, algorithm, wire)
+            )
+        except (
+            AttributeError,
+            RuntimeError,
+            TypeError,
+        ):  # it is no tensor, has no strides, or an argument no hash
             return None
         if found is None or tensor.is_inference() or tensor.is_neg():
             return None
         return found if found.generation == self._world.membership.number else None
 
     def remember(
-        self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None, call: AllReduce
+        self,
+        tensor: Tensor,
+        op: str,
+        algorithm: Algorithm | None,
+        wire: AnyWire | None,
+        call: AllReduce,
     ) -> None:
         """Note a call that was made, of a tensor without gaps on the host."""
-        shortcuts, members = self._prepared.shortcuts, self._world.membership.ranks
+        shortcuts = self._prepared.shortcuts
+        members = self._world.membership.ranks
         schedule = _chosen(algorithm, call, len(members))
-        own = self._prepared.known(schedule, members, call)  # after `shortcuts`, which another thread may replace
+        # after `shortcuts`, which another thread may replace
+        own = self._prepared.known(schedule, members, call)
         if own is None or tensor.stride() != call.strides:
             return
         if len(shortcuts) == KNOWN_KEPT:
@@ -194,21 +235,31 @@ class Sums:
         if listener is None:
             known.own.run(tensor, None, tag)
         else:
-            with within_range(listener, "sum", step=tag.step, bucket=tag.bucket, algorithm=known.algorithm):
+            with within_range(
+                listener, "sum", step=tag.step, bucket=tag.bucket, algorithm=known.algorithm
+            ):
                 known.own.run(tensor, None, tag, listener)
 
-    def run(self, schedule: Schedule, call: AllReduce, tensor: Tensor, residual: Tensor | None, tag: Tag) -> None:
-        """Overwrite `tensor` with the sum or the mean over the members. On the communication thread."""
+    def run(
+        self, schedule: Schedule, call: AllReduce, tensor: Tensor, residual: Tensor | None, tag: Tag
+    ) -> None:
+        """Overwrite `tensor` with the sum or the mean over the members.
+
+        On the communication thread.
+        """
         members = self._world.membership.ranks
         if len(members) == 1:
             return
         own = self._prepared.get(schedule, members, call)
         self.require_no_mismatch()
-        with self._comm_thread.within_range("sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name):
+        with self._comm_thread.within_range(
+            "sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name
+        ):
             own.run(tensor, residual, tag, self._comm_thread.listener)
         if tensor.is_cuda:
             self._unconfirmed.append((own, tag))
-            for used in (tensor,) if residual is None else (tensor, residual):  # may be freed on another stream
+            # may be freed on another stream
+            for used in (tensor,) if residual is None else (tensor, residual):
                 used.record_stream(torch.cuda.current_stream(tensor.device))
 
     def forget(self) -> None:
@@ -218,34 +269,48 @@ class Sums:
         self._unconfirmed.clear()
 
     def require_no_mismatch(self) -> None:
-        """Raise `DisagreementError` if a GPU found that an earlier call was summed with a different one."""
+        """Raise `DisagreementError` if a GPU found that an earlier call was summed with a different
+        one.
+        """
         for own, tag in self._unconfirmed:
             own.require_no_mismatch(tag)
 
     def _claim(self, schedule: Schedule, members: Members, call: AllReduce) -> Claim:
-        numel = layout_of([call.shape.numel()]).numel  # other sizes on other ranks would end the world
-        return Claim(cast("tuple[int, ...]", members), f"{traits_of(schedule).digest} {numel} {wire_text(call.wire)}")
+        # other sizes on other ranks would end the world
+        numel = layout_of([call.shape.numel()]).numel
+        return Claim(
+            cast("tuple[int, ...]", members),
+            f"{traits_of(schedule).digest} {numel} {wire_text(call.wire)}",
+        )
 
     def _bind(self, schedule: Schedule, members: Members, call: AllReduce) -> _Sum:
         if self._memory_of != self._world.membership.number:
             self._memory_of = self._world.membership.number
             self._memory.clear()
             self._unconfirmed.clear()
-        packed, ranks = layout_of([call.shape.numel()]), cast("tuple[int, ...]", members)
+        packed = layout_of([call.shape.numel()])
+        ranks = cast("tuple[int, ...]", members)
         mine = member_program(schedule, ranks, self._transport.rank, self._transport.places)
         checksum = zlib.crc32(f"{call} {traits_of(schedule).digest}".encode())
         scale = 1 / len(ranks) if call.op == "mean" else 1
         is_plain = call.device.type == "cpu" and not is_quantized(call.wire)
-        is_long = call.shape.numel() > SLICE_NUMEL and SLICE_NUMEL // mine.chunks >= packed.head_numel
+        is_long = (
+            call.shape.numel() > SLICE_NUMEL and SLICE_NUMEL // mine.chunks >= packed.head_numel
+        )
         if is_plain and is_long:
             return self._bind_slices(mine, call, packed, scale, checksum)
         wire = self._memory.row(packed.numel, buffer_dtype(call.wire), call.device, "wire")
         plain = wire[: packed.head_numel] if is_quantized(call.wire) else wire
         program: RunnableProgram
         program = head = bind(mine, plain, self._transport, self._memory, self._comm_thread.streams)
-        residual, numel = None, call.shape.numel()
+        residual = None
+        numel = call.shape.numel()
         if is_quantized(call.wire):  # its values are added in fp32
-            residual = self._memory.row(numel, torch.float32, call.device, "residual") if call.wire.feedback else None
+            residual = (
+                self._memory.row(numel, torch.float32, call.device, "residual")
+                if call.wire.feedback
+                else None
+            )
             (program,) = carrier_of(call.wire).bind_values(
                 mine,
                 call.wire,
@@ -254,24 +319,37 @@ class Sums:
                 lambda use, nbytes: self._memory.row(nbytes, torch.uint8, call.device, use),
                 self._calls,
             )
-        return _Sum(call, program, packing(wire, packed, [call.empty("meta")]), scale, checksum, residual)
+        return _Sum(
+            call, program, packing(wire, packed, [call.empty("meta")]), scale, checksum, residual
+        )
 
-    def _bind_slices(self, mine: Program, call: AllReduce, packed: Layout, scale: float, checksum: int) -> _SlicedSum:
-        bounds, ahead = chunk_bounds(packed.numel, mine.chunks, GRANULE), packed.head_numel
+    def _bind_slices(
+        self, mine: Program, call: AllReduce, packed: Layout, scale: float, checksum: int
+    ) -> _SlicedSum:
+        bounds = chunk_bounds(packed.numel, mine.chunks, GRANULE)
+        ahead = packed.head_numel
         step = SLICE_NUMEL // mine.chunks // GRANULE * GRANULE
         dtype = buffer_dtype(call.wire)
         whole = self._memory.row(step * mine.chunks, dtype, call.device, "wire")
-        slices, programs = list[_Slice](), dict[tuple[int, ...], RunnableProgram]()
+        slices = list[_Slice]()
+        programs = dict[tuple[int, ...], RunnableProgram]()
         for lo in range(0, max(end - begin for begin, end in pairwise(bounds)), step):
-            cut = [(min(begin + lo, end), min(begin + lo + step, end)) for begin, end in pairwise(bounds)]
+            cut = [
+                (min(begin + lo, end), min(begin + lo + step, end))
+                for begin, end in pairwise(bounds)
+            ]
             ends = tuple(accumulate((end - begin for begin, end in cut), initial=0))
             wire = whole[: ends[-1]]
             if ends not in programs:
                 streams = self._comm_thread.streams
-                programs[ends] = bind(mine, wire, self._transport, self._memory, streams, bounds=ends)
-            places, spans = list[Tensor](), list[slice]()
+                programs[ends] = bind(
+                    mine, wire, self._transport, self._memory, streams, bounds=ends
+                )
+            places = list[Tensor]()
+            spans = list[slice]()
             for place, (begin, end) in zip(ends, cut, strict=False):
-                first, last = max(begin, ahead), min(end, ahead + call.shape.numel())
+                first = max(begin, ahead)
+                last = min(end, ahead + call.shape.numel())
                 if first < last:
                     places.append(wire[place + first - begin : place + last - begin])
                     spans.append(slice(first - ahead, last - ahead))
@@ -285,9 +363,20 @@ class Sums:
         return self._transport.allocate(numel, dtype, device)
 
 
-def _kind_of(tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None) -> Hashable:
+def _kind_of(
+    tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None
+) -> Hashable:
     """Return all on which it depends whether a call is right, but for values and tag."""
-    return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, op, algorithm, wire
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.device,
+        op,
+        algorithm,
+        wire,
+    )
 
 
 def _chosen(algorithm: Algorithm | None, call: AllReduce, ranks: int) -> Schedule:

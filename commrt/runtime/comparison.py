@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks compare what they are about to do, so that those who differ learn it before anything moves."""
+"""Ranks compare what they are about to do,
+so that those who differ learn it before anything moves.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +32,34 @@ SUMMARY = re.compile(r"[0-9a-f]{64} ([0-9]{1,9}) bytes")
 """Sent in place of a longer claim: its SHA-256 digest and its size."""
 
 ODD = 1
-"""One byte more in each message. Messages of sums have an even number, so neither is taken for the other."""
+"""One byte more in each message.
+
+Messages of sums have an even number, so neither is taken for the other.
+"""
 
 COMPARISON = Tag(0, "comparison")
 
 
 class ConsistencyCheck:
-    """Compares what ranks do, before they do it. Methods called ``..._now`` are for the communication thread."""
+    """Compares what ranks do, before they do it.
+
+    Methods called ``..._now`` are for the communication thread.
+    """
 
     def __init__(self, transport: TransportByDevice) -> None:
         self._transport = transport
 
     def require_same_call_now(self, claim: tuple[Sequence[int], str], *_: object) -> None:
-        """Fail with a `DisagreementError` on all ranks of a `claim` if one claims another call; the world goes on."""
+        """Fail with a `DisagreementError` on all ranks of a `claim` if one claims another call; the
+        world goes on.
+        """
         ranks, call = claim
-        if difference := _difference(self._gather(call, ranks)):  # any error of `_gather` is of this rank alone
+        # any error of `_gather` is of this rank alone
+        if difference := _difference(self._gather(call, ranks)):
             raise RecoveredError(
                 DisagreementError(
-                    f"run: {difference}. The buffer was not sent; make the same calls in the same order on every rank, "
-                    "with as many elements of one dtype"
+                    f"run: {difference}. The buffer was not sent; make the same calls in the same"
+                    " order on every rank, with as many elements of one dtype"
                 )
             )
 
@@ -56,30 +67,43 @@ class ConsistencyCheck:
         """Raise `DisagreementError` on all `ranks` if their schedules differ."""
         if difference := _difference(self._gather(digest, ranks, Tag(step, "comparison"))):
             raise DisagreementError(
-                f"step {step}: {difference}. An algorithm must make its schedule from the step, the number of ranks, "
-                "and fields that are equal on every rank"
+                f"step {step}: {difference}. An algorithm must make its schedule from the step, the"
+                " number of ranks, and fields that are equal on every rank"
             )
 
     def agree(self, membership: Membership, topic: str, claim: Mapping[str, str]) -> None:
-        """Return once all members made the same `claim`; raise `DisagreementError` on all. On the training thread."""
-        text, tag = json.dumps({TOPIC: topic, **claim}, sort_keys=True), Tag(0, topic)
+        """Return once all members made the same `claim`; raise `DisagreementError` on all.
+
+        On the training thread.
+        """
+        text = json.dumps({TOPIC: topic, **claim}, sort_keys=True)
+        tag = Tag(0, topic)
         claims = membership.together(
-            lambda: membership.submit(lambda: self._claims_now(membership.ranks, tag, text)).result()
+            lambda: membership.submit(
+                lambda: self._claims_now(membership.ranks, tag, text)
+            ).result()
         )
-        if error := find_disagreement(topic, {rank: _parse_claim(text) for rank, text in claims.items()}):
+        if error := find_disagreement(
+            topic, {rank: _parse_claim(text) for rank, text in claims.items()}
+        ):
             raise error
 
     def _claims_now(self, members: Sequence[int], tag: Tag, claim: str) -> dict[int, str]:
-        """Return what the first member claims, and the first one that differs; of another call, what that sends."""
+        """Return what the first member claims, and the first one that differs; of another call,
+        what that sends.
+        """
         data = claim.encode()
         texts = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
-        first, other = members[0], next((rank for rank in members if texts[rank] != texts[members[0]]), members[0])
+        first = members[0]
+        other = next((rank for rank in members if texts[rank] != texts[members[0]]), members[0])
         summaries = {rank: SUMMARY.fullmatch(text) for rank, text in texts.items()}
         if first != other and None not in summaries.values():
             longest = max(int(each[1]) for each in summaries.values() if each)
             texts = self._gather(claim, members, tag, (first, other), longest)
         elif first != other:
-            texts = {rank: text if summaries[rank] is None else claim for rank, text in texts.items()}
+            texts = {
+                rank: text if summaries[rank] is None else claim for rank, text in texts.items()
+            }
         return {first: texts[first], other: texts[other]}
 
     def _gather(
@@ -96,9 +120,14 @@ class ConsistencyCheck:
         if self._transport.rank in rows:
             data = torch.tensor(list(claim.encode()), dtype=torch.uint8, device="cpu")
             rows[self._transport.rank][: len(data)] = data
-        mine = member_program(_undivided_all_reduce(len(ranks)), ranks, self._transport.rank, self._transport.places)
+        mine = member_program(
+            _undivided_all_reduce(len(ranks)), ranks, self._transport.rank, self._transport.places
+        )
         bind(mine, message, self._transport).run(tag)
-        return {rank: bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for rank, row in rows.items()}
+        return {
+            rank: bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+            for rank, row in rows.items()
+        }
 
 
 @lru_cache
@@ -111,8 +140,12 @@ def _difference(claims: Mapping[int, str]) -> str | None:
     (first, expected), *others = claims.items()
     for rank, claim in others:
         if claim != expected:
-            pairs = zip(("schedule", "numel", "dtype"), claim.split(), expected.split(), strict=False)
-            what, ours, theirs = next((pair for pair in pairs if pair[1] != pair[2]), ("the call", claim, expected))
+            pairs = zip(
+                ("schedule", "numel", "dtype"), claim.split(), expected.split(), strict=False
+            )
+            what, ours, theirs = next(
+                (pair for pair in pairs if pair[1] != pair[2]), ("the call", claim, expected)
+            )
             return f"rank {rank} disagrees with rank {first} about {what}: {ours} against {theirs}"
     return None
 

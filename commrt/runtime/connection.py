@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose and connect the transport between ranks, the same on all of them; connect again in a new generation."""
+"""Choose and connect the transport between ranks, the same on all of them; connect again in a new
+generation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from commrt.store.client import (
     require,
     typed,
 )
-from commrt.store.launcher import GPU_TRANSPORTS, LOOPBACK, TRANSPORTS, chosen_transport, launched, variable
+from commrt.store.launcher import (
+    GPU_TRANSPORTS,
+    LOOPBACK,
+    TRANSPORTS,
+    chosen_transport,
+    launched,
+    variable,
+)
 from commrt.transport.descriptors import raise_limit
 from commrt.transport.protocol import Transport
 
@@ -47,7 +56,9 @@ class HostTransport(Protocol):
         neighbours: Sequence[int],
         /,
     ) -> Transport:
-        """Connect `rank` with `members`, of which `neighbours` are on its host, which has `address`."""
+        """Connect `rank` with `members`, of which `neighbours` are on its host, which has
+        `address`.
+        """
 
 
 class Start(NamedTuple):
@@ -68,7 +79,9 @@ def connect_hosts(store: Store, rank: int, start: Start, timeout_s: float) -> Tr
     connects = transport_called(chosen_transport()) or suited([*hosts.values()])
     neighbours = [peer for peer, host in hosts.items() if host == hosts[rank]]
     address = listening_address(start)
-    return connects(PrefixStore(connects.kind, store), rank, [*hosts], timeout_s, address, neighbours)
+    return connects(
+        PrefixStore(connects.kind, store), rank, [*hosts], timeout_s, address, neighbours
+    )
 
 
 def listening_address(start: Start) -> str | None:
@@ -88,30 +101,43 @@ def listening_address(start: Start) -> str | None:
 
 
 def transport_called(name: str | None) -> HostTransport | None:
-    """Return the transport for host memory that COMMRT_TRANSPORT names; None if that chooses none."""
+    """Return the transport for host memory that COMMRT_TRANSPORT names;
+    None if that chooses none.
+    """
     return cast("HostTransport", resolve_name(TRANSPORTS[name])) if name in TRANSPORTS else None
 
 
 def suited(hosts: Sequence[str | None]) -> HostTransport:
-    """Return the transport for ranks on these `hosts`; None is one whose processes cannot share memory.
+    """Return the transport for ranks on these `hosts`; None is one whose processes cannot share
+    memory.
 
-    It is shared memory on one host, Gloo where each rank has a host of its own, and both at once otherwise.
+    It is shared memory on one host, Gloo where each rank has a host of its own, and both at once
+    otherwise.
     """
-    between = "commrt.transport.gloo:HierarchicalTransport" if len(set(hosts)) < len(hosts) else TRANSPORTS["gloo"]
+    between = (
+        "commrt.transport.gloo:HierarchicalTransport"
+        if len(set(hosts)) < len(hosts)
+        else TRANSPORTS["gloo"]
+    )
     is_one_host = len(set(hosts)) == 1 and hosts[0] is not None
     return cast("HostTransport", resolve_name(TRANSPORTS["shared"] if is_one_host else between))
 
 
 def compare_starts(
-    store: Store, rank: int, members: Sequence[int], timeout_s: float, choice: tuple[str, str] = ("", "")
+    store: Store,
+    rank: int,
+    members: Sequence[int],
+    timeout_s: float,
+    choice: tuple[str, str] = ("", ""),
 ) -> Start:
     """Return where `members` are, once all else that they start with is the same. Collective.
 
-    `choice` is what else must be equal, with its name. Raises `DisagreementError`, and `UsageError` if
-    COMMRT_TRANSPORT cannot be.
+    `choice` is what else must be equal, with its name. Raises `DisagreementError`, and `UsageError`
+    if COMMRT_TRANSPORT cannot be.
     """
     raise_limit()
-    asked, starts = chosen_transport(), dict[int, _Start]()
+    asked = chosen_transport()
+    starts = dict[int, _Start]()
     claim = {
         "world size": str(len(members)),
         "COMMRT_TRANSPORT": asked or "not set",
@@ -121,8 +147,12 @@ def compare_starts(
     host = identity or f"none that rank {rank} can share"
     own = _Start(host, claim, network_address(store) or "")
     try:
-        for some in (members[:1], members):  # a rank that differs from the first one need not wait for all
-            found = call_store(partial(gather, store, rank, some, own, timeout_s, _parse_start, stays=True), timeout_s)
+        # a rank that differs from the first one need not wait for all
+        for some in (members[:1], members):
+            found = call_store(
+                partial(gather, store, rank, some, own, timeout_s, _parse_start, stays=True),
+                timeout_s,
+            )
             starts = {**found, rank: own}
             claims = {peer: each.claim for peer, each in starts.items()}
             if error := find_disagreement("init", claims):
@@ -131,8 +161,8 @@ def compare_starts(
         connects = transport_called(asked)
         if connects is not None and connects.one_host and len(set(hosts.values())) > 1:
             raise UsageError(  # after all ranks have read why
-                f"COMMRT_TRANSPORT={asked}, but not all ranks are on one Linux host and in one network "
-                "namespace: unset it, or start them all on one"
+                f"COMMRT_TRANSPORT={asked}, but not all ranks are on one Linux host and in one"
+                " network namespace: unset it, or start them all on one"
             )
     except CommrtError:
         with suppress(RuntimeError, TransportError):  # the error is known
@@ -181,31 +211,40 @@ def connect_gpu(
     device: torch.device,
     on_failure: Callable[[TransportError], None],
 ) -> Transport:
-    """Connect `members` by NCCL, and by peers' memory where possible and COMMRT_TRANSPORT allows it. Collective.
+    """Connect `members` by NCCL, and by peers' memory where possible and COMMRT_TRANSPORT allows
+    it. Collective.
 
     `on_failure` is called with an error that ends an exchange for which nobody waits.
     """
     asked = chosen_transport()
-    connects = resolve_name(GPU_TRANSPORTS[asked] if asked in GPU_TRANSPORTS else next(iter(GPU_TRANSPORTS.values())))
-    return cast("Transport", connects(store, rank, members, timeout_s, device, on_failure=on_failure))
+    connects = resolve_name(
+        GPU_TRANSPORTS[asked] if asked in GPU_TRANSPORTS else next(iter(GPU_TRANSPORTS.values()))
+    )
+    return cast(
+        "Transport", connects(store, rank, members, timeout_s, device, on_failure=on_failure)
+    )
 
 
 def require_gpu(device: torch.device | str) -> torch.device:
     """Return `device` with its index; raises `UsageError` unless it is a GPU that NCCL can use."""
     chosen = torch.device(device)
     if chosen.type != "cuda" or not torch.cuda.is_available():
-        raise UsageError(f"{device} is no NVIDIA GPU of this machine: CPU tensors need no connect()")
+        raise UsageError(
+            f"{device} is no NVIDIA GPU of this machine: CPU tensors need no connect()"
+        )
     resolve_name(NCCL_BINDING)()  # raises here, before anybody waits for this rank
     return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
 
 
 def default_device(local_rank: int) -> torch.device:
-    """Return the GPU of a rank, which may see all or its own, or the CPU; raises `UsageError` for too many ranks."""
+    """Return the GPU of a rank, which may see all or its own, or the CPU; raises `UsageError` for
+    too many ranks.
+    """
     gpus = torch.cuda.device_count()
     if gpus > 1 and local_rank >= gpus:
         raise UsageError(
-            f"local rank {local_rank} has no GPU of its own, as this process sees {gpus}: start no more ranks on a "
-            "host than it has GPUs"
+            f"local rank {local_rank} has no GPU of its own, as this process sees {gpus}: start no"
+            " more ranks on a host than it has GPUs"
         )
     return torch.device("cuda", local_rank if gpus > 1 else 0) if gpus else torch.device("cpu")
 
@@ -219,7 +258,9 @@ def local_rank() -> int:
 
 
 Connect = Callable[[int, Sequence[int], float], Transport]
-"""(generation, members, timeout_s) -> a transport for host memory among them; collective, once per generation."""
+"""(generation, members, timeout_s) -> a transport for host memory among them; collective, once per
+generation.
+"""
 
 
 class ReconnectOptions(NamedTuple):
@@ -227,6 +268,8 @@ class ReconnectOptions(NamedTuple):
 
     connect: Connect
     towards: str | None = None
-    """An address in the network through which the ranks see each other; None if they need no liveness checks."""
+    """An address in the network through which the ranks see each other; None if they need no
+    liveness checks.
+    """
     places: int = 0
     """For how many ranks there is a place, if more than began may come."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's program on a buffer: bound once to addresses, then run with as little Python as possible.
+"""A rank's program on a buffer: bound once to addresses, then run with as little Python as
+possible.
 
-What a rank copies is received in its final place. What it combines with its own data is received in scratch memory and
-combined after the exchange, so a rank may send a chunk and add to it in the same hop. If it does not, a transport of
-one host may let it read the senders' memory instead of copying it to scratch.
+What a rank copies is received in its final place. What it combines with its own data is received in
+scratch memory and combined after the exchange, so a rank may send a chunk and add to it in the same
+hop. If it does not, a transport of one host may let it read the senders' memory instead of copying
+it to scratch.
 """
 
 from __future__ import annotations
@@ -21,15 +23,33 @@ from torch import Tensor
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
-from commrt.program import Dependencies, Hop, Program, Transfer, chunk_bounds, dependencies, final_receives
+from commrt.program import (
+    Dependencies,
+    Hop,
+    Program,
+    Transfer,
+    chunk_bounds,
+    dependencies,
+    final_receives,
+)
 from commrt.schedule import ADD, COPY, Combine
 from commrt.threads.recording import Recorder, within_range
 from commrt.threads.streams import StreamEvent, Streams
-from commrt.transport.protocol import Allocate, Exchange, P2PGroup, P2PMessage, Tag, Transport, zeros
+from commrt.transport.protocol import (
+    Allocate,
+    Exchange,
+    P2PGroup,
+    P2PMessage,
+    Tag,
+    Transport,
+    zeros,
+)
 
 Combination = Callable[[], object]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
-"""(own, summands) -> a function that combines all from left to right into `own`, one of them, at each call."""
+"""(own, summands) -> a function that combines all from left to right into `own`, one of them, at
+each call.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +61,8 @@ class BoundHop:
     number: int
     """The step of the schedule."""
     after: int | None
-    """The latest hop whose combinations must be done before this exchange; None if there is none."""
+    """The latest hop whose combinations must be done before this exchange; None if there is none.
+    """
     facts: dict[str, int | str]
 
 
@@ -51,18 +72,25 @@ class RunnableProgram(ABC):
     nbytes_sent: int
     """Bytes that this rank sends in one run."""
     elsewhere: Parts = NO_PARTS
-    """Parts of the buffer that are in peers' memory after `run`, where they may be read until `finish`."""
+    """Parts of the buffer that are in peers' memory after `run`, where they may be read until
+    `finish`.
+    """
 
     @abstractmethod
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
-        """Run all hops in order on the calling thread. Raises `TransportError` and leaves the buffer half done."""
+        """Run all hops in order on the calling thread.
+
+        Raises `TransportError` and leaves the buffer half done.
+        """
 
     def finish(self, tag: Tag) -> None:  # noqa: B027  # most leave nothing elsewhere
         """Tell peers that this rank has read what is `elsewhere`; does nothing if nothing is."""
 
 
 class Landing(NamedTuple):
-    """A receive into elements [begin, end) that no later hop uses: on a CPU `target` may be set to other memory."""
+    """A receive into elements [begin, end) that no later hop uses: on a CPU `target` may be set to
+    other memory.
+    """
 
     target: Tensor
     begin: int
@@ -121,7 +149,8 @@ class BoundProgram(RunnableProgram):
 
 
 class Scratch(dict[tuple[str, torch.device], Tensor]):
-    """Memory for programs that never run at once: by use and device, bytes from `allocate`, as many as were needed.
+    """Memory for programs that never run at once: by use and device, bytes from `allocate`, as many
+    as were needed.
 
     What is bound to memory that became too small for others keeps it.
     """
@@ -131,7 +160,9 @@ class Scratch(dict[tuple[str, torch.device], Tensor]):
         self._allocate = allocate
 
     def row(self, numel: int, dtype: torch.dtype, device: torch.device, use: str = "") -> Tensor:
-        """Return [numel] of the memory for this `use`; its old contents stay, and nobody reads them."""
+        """Return [numel] of the memory for this `use`; its old contents stay, and nobody reads
+        them.
+        """
         nbytes = numel * dtype.itemsize
         if (use, device) not in self or len(self[use, device]) < nbytes:
             self[use, device] = self._allocate(nbytes, torch.uint8, device)
@@ -148,37 +179,57 @@ def bind(
     bounds: Sequence[int] | None = None,
     add: Adding | None = None,
 ) -> BoundProgram:
-    """Bind `program` to `buffer`, a contiguous row [numel], cut into the program's chunks at `bounds` [chunks + 1].
+    """Bind `program` to `buffer`, a contiguous row [numel], cut into the program's chunks at
+    `bounds` [chunks + 1].
 
-    Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD stands for (default:
-    sums). Programs that never run at the same time may share `scratch`; None allocates it. On `streams` that queue
-    work, a hop's combinations run beside the next exchange if the two touch different chunks.
+    Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD
+    stands for (default: sums). Programs that never run at the same time may share `scratch`; None
+    allocates it. On `streams` that queue work, a hop's combinations run beside the next exchange if
+    the two touch different chunks.
     """
     binder = Binder(program, buffer, transport, bounds)
     waits = dependencies(program.hops, program.chunks)
     half, other_half = _halves(program, binder.bounds, waits)
-    memory = (Scratch() if scratch is None else scratch).row(half + other_half, buffer.dtype, buffer.device)
-    hops, landings, final = list[BoundHop](), list[Landing](), final_receives(program.hops, program.chunks)
+    memory = (Scratch() if scratch is None else scratch).row(
+        half + other_half, buffer.dtype, buffer.device
+    )
+    hops = list[BoundHop]()
+    landings = list[Landing]()
+    final = final_receives(program.hops, program.chunks)
     for number, hop in binder.hops():
         piece = memory[half * waits.parity[number] * waits.overlap :]
-        places = binder.places(hop, piece, lambda each: binder.own(each) if each.combine == COPY else None)
+        places = binder.places(
+            hop, piece, lambda each: binder.own(each) if each.combine == COPY else None
+        )
         group = binder.group(number, hop, places, reads=only_reads(hop))
         combinations = tuple(combinations_of(hop, program.rank, places, binder.own, add or adding))
-        hops.append(BoundHop(transport.bind(group), combinations, number, waits.after[number], facts_of(group)))
+        hops.append(
+            BoundHop(
+                transport.bind(group), combinations, number, waits.after[number], facts_of(group)
+            )
+        )
         ends = zip(hop.recvs, places, final[number], strict=True)
-        landings += [Landing(place, binder.bounds[t.lo], binder.bounds[t.hi]) for t, place, ok in ends if ok]
+        landings += [
+            Landing(place, binder.bounds[t.lo], binder.bounds[t.hi]) for t, place, ok in ends if ok
+        ]
     beside = streams if streams is not None and streams.queues and waits.overlap else None
-    return BoundProgram(tuple(hops), binder.nbytes_sent, P2PGroup(binder.sends, binder.recvs), beside, landings)
+    return BoundProgram(
+        tuple(hops), binder.nbytes_sent, P2PGroup(binder.sends, binder.recvs), beside, landings
+    )
 
 
 def scratch_numel(program: Program, numel: int, bounds: Sequence[int] | None = None) -> int:
-    """Return the elements of scratch that `program` needs on a buffer of `numel` elements, cut as for `bind`."""
+    """Return the elements of scratch that `program` needs on a buffer of `numel` elements, cut as
+    for `bind`.
+    """
     cut = chunk_bounds(numel, program.chunks, GRANULE) if bounds is None else bounds
     return sum(_halves(program, cut, dependencies(program.hops, program.chunks)))
 
 
 def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tuple[int, int]:
-    """Return the elements of scratch for even and odd hops; (all, 0) if every hop waits for the one before it."""
+    """Return the elements of scratch for even and odd hops; (all, 0) if every hop waits for the one
+    before it.
+    """
     sizes = [[0], [0]]
     for hop, parity in zip(program.hops, waits.parity, strict=True):
         sizes[parity * waits.overlap].append(
@@ -188,13 +239,22 @@ def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tup
 
 
 class Binder:
-    """A program on `buffer`, cut at `bounds`, while its hops are bound; notes all that they exchange."""
+    """A program on `buffer`, cut at `bounds`, while its hops are bound; notes all that they
+    exchange.
+    """
 
-    def __init__(self, program: Program, buffer: Tensor, transport: Transport, bounds: Sequence[int] | None) -> None:
-        self.program, self.buffer, self.transport = program, buffer, transport
+    def __init__(
+        self, program: Program, buffer: Tensor, transport: Transport, bounds: Sequence[int] | None
+    ) -> None:
+        self.program = program
+        self.buffer = buffer
+        self.transport = transport
         # cut so that 16-byte accesses stay aligned in every dtype
-        self.bounds = chunk_bounds(buffer.numel(), program.chunks, GRANULE) if bounds is None else bounds
-        self.sends, self.recvs = list[P2PMessage](), list[P2PMessage]()
+        self.bounds = (
+            chunk_bounds(buffer.numel(), program.chunks, GRANULE) if bounds is None else bounds
+        )
+        self.sends = list[P2PMessage]()
+        self.recvs = list[P2PMessage]()
 
     def hops(self) -> Iterator[tuple[int, Hop]]:
         """Yield the hops in which this rank exchanges something, with their numbers."""
@@ -204,21 +264,32 @@ class Binder:
         """Return the chunks of `transfer` in the buffer."""
         return self.buffer[self.bounds[transfer.lo] : self.bounds[transfer.hi]]
 
-    def group(self, number: int, hop: Hop, places: Sequence[Tensor], *, reads: bool = False) -> P2PGroup:
+    def group(
+        self, number: int, hop: Hop, places: Sequence[Tensor], *, reads: bool = False
+    ) -> P2PGroup:
         """Return the messages of a hop, whose receives go to `places`."""
         sends = [P2PMessage(each.peer, self.own(each), each.group) for each in hop.sends]
-        recvs = [P2PMessage(each.peer, place, each.group) for each, place in zip(hop.recvs, places, strict=True)]
+        recvs = [
+            P2PMessage(each.peer, place, each.group)
+            for each, place in zip(hop.recvs, places, strict=True)
+        ]
         self.sends += sends
         self.recvs += recvs
         return P2PGroup(sends, recvs, number, reads)
 
-    def places(self, hop: Hop, scratch: Tensor, place_of: Callable[[Transfer], Tensor | None]) -> list[Tensor]:
-        """Return the memory of each receive: ``place_of(receive)``, or the next piece of `scratch` if that is None."""
-        places, used = [], 0
+    def places(
+        self, hop: Hop, scratch: Tensor, place_of: Callable[[Transfer], Tensor | None]
+    ) -> list[Tensor]:
+        """Return the memory of each receive: ``place_of(receive)``, or the next piece of `scratch`
+        if that is None.
+        """
+        places = []
+        used = 0
         for each in hop.recvs:
             if (place := place_of(each)) is None:
                 numel = self.own(each).numel()
-                place, used = scratch[used : used + numel], used + padded(numel)
+                place = scratch[used : used + numel]
+                used = used + padded(numel)
             places.append(place)
         return places
 
@@ -229,13 +300,20 @@ class Binder:
 
 
 def combinations_of(
-    hop: Hop, rank: int, places: Sequence[Tensor], own_of: Callable[[Transfer], Tensor], add: Adding = adding
+    hop: Hop,
+    rank: int,
+    places: Sequence[Tensor],
+    own_of: Callable[[Transfer], Tensor],
+    add: Adding = adding,
 ) -> Iterator[Combination]:
-    """Yield what combines the receives of `hop`, which lie at `places`, with ``own_of(receive)``, range by range.
+    """Yield what combines the receives of `hop`, which lie at `places`, with ``own_of(receive)``,
+    range by range.
 
-    One kernel adds all that comes for one range, in order of ranks: `rank`'s own value is added in its place.
+    One kernel adds all that comes for one range, in order of ranks: `rank`'s own value is added in
+    its place.
     """
-    ranges = defaultdict[tuple[int, int, Combine], list[tuple[Transfer, Tensor]]](list)  # each by sender
+    # each by sender
+    ranges = defaultdict[tuple[int, int, Combine], list[tuple[Transfer, Tensor]]](list)
     for each, place in zip(hop.recvs, places, strict=True):
         if each.combine != COPY:
             ranges[each.lo, each.hi, each.combine].append((each, place))
@@ -248,16 +326,29 @@ def combinations_of(
             before = sum(leg.peer < rank for leg in legs)
             yield add(own, (*received[:before], own, *received[before:]))
         else:
-            yield from (mixing(own, place, leg.weight) for leg, place in zip(legs, received, strict=True))
+            yield from (
+                mixing(own, place, leg.weight) for leg, place in zip(legs, received, strict=True)
+            )
 
 
 def only_reads(hop: Hop) -> bool:
-    """Return True if no peer reads what combining changes: then senders may lend their memory until the hop ends."""
-    apart = all(sent.hi <= own.lo or own.hi <= sent.lo for sent in hop.sends for own in hop.combined)
+    """Return True if no peer reads what combining changes: then senders may lend their memory until
+    the hop ends.
+    """
+    apart = all(
+        sent.hi <= own.lo or own.hi <= sent.lo for sent in hop.sends for own in hop.combined
+    )
     return apart and len(hop.combined) == len(hop.recvs)
 
 
 def facts_of(group: P2PGroup) -> dict[str, int | str]:
     """Return what a trace says of a hop."""
-    to, source = (", ".join(map(str, sorted({p.peer for p in side}))) for side in (group.sends, group.recvs))
-    return {"number": group.hop, "to": to, "from": source, "nbytes": sum(p.data.nbytes for p in group.sends)}
+    to, source = (
+        ", ".join(map(str, sorted({p.peer for p in side}))) for side in (group.sends, group.recvs)
+    )
+    return {
+        "number": group.hop,
+        "to": to,
+        "from": source,
+        "nbytes": sum(p.data.nbytes for p in group.sends),
+    }

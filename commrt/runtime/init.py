@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`init`: how a process joins its world, through a running group, a launcher's variables, or alone."""
+"""`init`: how a process joins its world, through a running group, a launcher's variables,
+or alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import DeadlineExceeded, Place, TransportClosed, UsageError
-from commrt.runtime.connection import Connect, ReconnectOptions, Start, compare_starts, connect_hosts, local_rank
+from commrt.runtime.connection import (
+    Connect,
+    ReconnectOptions,
+    Start,
+    compare_starts,
+    connect_hosts,
+    local_rank,
+)
 from commrt.runtime.membership import Hooks
 from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import UNFINISHED, World
@@ -37,7 +46,10 @@ _joined: set[tuple[str, int]] = set()
 TOWARDS = "towards"
 """The key of `Start.towards`, for processes that come later."""
 _inherited: list[object] = []
-"""Addresses and groups of the parent of this forked process. The parent is a rank there, so the child cannot be one."""
+"""Addresses and groups of the parent of this forked process.
+
+The parent is a rank there, so the child cannot be one.
+"""
 
 
 def current() -> World:
@@ -52,31 +64,40 @@ def is_open() -> bool:
     return _current is not None and not _current.closed
 
 
-def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None, up_to: int | None = None) -> World:
+def init(
+    timeout_s: float | None = None,
+    *,
+    start_timeout_s: float | None = None,
+    up_to: int | None = None,
+) -> World:
     """Join the world that this process was launched into, and make it the current one.
 
-    The world is that of a running ``torch.distributed`` group; else that of the variables of torchrun, Open MPI, MPICH
-    or Slurm; else a world of one. The ranks of one Linux host exchange through shared memory, others through Gloo
-    (``world.transport.kind``); COMMRT_TRANSPORT=shared or gloo, the same on every rank, insists on one of them.
+    The world is that of a running ``torch.distributed`` group; else that of the variables of
+    torchrun, Open MPI, MPICH or Slurm; else a world of one. The ranks of one Linux host exchange
+    through shared memory, others through Gloo (``world.transport.kind``); COMMRT_TRANSPORT=shared
+    or gloo, the same on every rank, insists on one of them.
 
-    `timeout_s` limits every later wait (default: COMMRT_TIMEOUT_S, or 300). `start_timeout_s`, which may not be less,
-    limits the time until all ranks have connected (default: twice `timeout_s`, but at least 300: jobs start unevenly).
-    Rank 0 logs all limits that follow from them, at level INFO.
+    `timeout_s` limits every later wait (default: COMMRT_TIMEOUT_S, or 300). `start_timeout_s`,
+    which may not be less, limits the time until all ranks have connected (default: twice
+    `timeout_s`, but at least 300: jobs start unevenly). Rank 0 logs all limits that follow from
+    them, at level INFO.
 
-    A second call returns the world that is open; a `timeout_s` given there replaces the first. ``with init():`` closes
-    the world at its end, unless it is inside another such statement: if you open a world without ``with``, use
-    `current` in functions.
+    A second call returns the world that is open; a `timeout_s` given there replaces the first.
+    ``with init():`` closes the world at its end, unless it is inside another such statement: if you
+    open a world without ``with``, use `current` in functions.
 
-    With backup workers, a process may come with the number of a rank that is gone while the others train. It waits for
-    nobody, and takes that rank's place when it attaches its model. Until then it can do nothing together with them.
-    With `up_to`, the same on all ranks, so may further ranks: the launcher starts WORLD_SIZE ranks, and later processes
-    have the same variables but a RANK from WORLD_SIZE to `up_to` - 1. One that comes too early waits for the others.
+    With backup workers, a process may come with the number of a rank that is gone while the others
+    train. It waits for nobody, and takes that rank's place when it attaches its model. Until then
+    it can do nothing together with them. With `up_to`, the same on all ranks, so may further ranks:
+    the launcher starts WORLD_SIZE ranks, and later processes have the same variables but a RANK
+    from WORLD_SIZE to `up_to` - 1. One that comes too early waits for the others.
 
-    A forked child is no rank of its parent's job. There ``init`` raises `UsageError`, unless the launcher's variables
-    have been changed or unset.
+    A forked child is no rank of its parent's job. There ``init`` raises `UsageError`, unless the
+    launcher's variables have been changed or unset.
 
-    Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not come, and
-    `DisagreementError` if they differ about the size of the world, `up_to` or the transport.
+    Raises `UsageError` for contradictory variables, `TransportError` if the other ranks do not
+    come, and `DisagreementError` if they differ about the size of the world, `up_to` or the
+    transport.
     """
     global _current, _opened
     check_torch_version()
@@ -95,11 +116,15 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
     launch = None if in_group else launched(up_to=up_to)  # raises for contradictory variables
     if up_to is not None and (launch is None or up_to < launch.size):
         what = (
-            "a group of torch.distributed" if in_group else "no launcher" if launch is None else f"{launch.size} ranks"
+            "a group of torch.distributed"
+            if in_group
+            else "no launcher"
+            if launch is None
+            else f"{launch.size} ranks"
         )
         raise UsageError(
-            f"up_to={up_to} with {what}: give the most ranks that there will be, where a launcher sets RANK, "
-            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            f"up_to={up_to} with {what}: give the most ranks that there will be, where a launcher"
+            " sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     _opened += 1
     if in_group:
@@ -115,7 +140,9 @@ def init(timeout_s: float | None = None, *, start_timeout_s: float | None = None
 
 
 def _join_group(timeout_s: float) -> World:
-    rank, size, local = dist.get_rank(), dist.get_world_size(), local_rank()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    local = local_rank()
     if size == 1:
         return World(Fabric(1).transport(0), HashStore(), local, "torch.distributed")
     _require_not_inherited(dist.group.WORLD)
@@ -123,13 +150,21 @@ def _join_group(timeout_s: float) -> World:
     store = PrefixStore(f"commrt/{_opened}", default)
     transport, start = _connected(store, rank, 0, range(size), timeout_s)
     options = ReconnectOptions(_connector(store, rank), start.towards)
-    return World(transport, store, local, "torch.distributed", holds_store=rank == 0, reconnect_options=options)
+    return World(
+        transport,
+        store,
+        local,
+        "torch.distributed",
+        holds_store=rank == 0,
+        reconnect_options=options,
+    )
 
 
 def _require_places(places: int, opened: World) -> None:
     if places != opened.size:
         raise UsageError(
-            f"up_to={places}, and the world that is open has places for {opened.size} ranks: close it first"
+            f"up_to={places}, and the world that is open has places for {opened.size} ranks: close"
+            " it first"
         )
 
 
@@ -145,7 +180,9 @@ def _join_launch(launch: Launch, timeout_s: float, up_to: int | None) -> World:
         towards = start.towards or ""
         call_store(lambda: store.set(TOWARDS, towards), rank=launch.rank)
     else:
-        config.require_place(launch.rank, launch.size, up_to or launch.size, host_identity(), chosen_transport())
+        config.require_place(
+            launch.rank, launch.size, up_to or launch.size, host_identity(), chosen_transport()
+        )
         transport = NullTransport(launch.rank, range(launch.size), timeout_s)
         towards = call_store(lambda: store.get(TOWARDS), rank=launch.rank).decode()
     return World(
@@ -154,7 +191,9 @@ def _join_launch(launch: Launch, timeout_s: float, up_to: int | None) -> World:
         launch.local_rank,
         launch.launcher,
         holds_store=launch.rank == 0 and not launch.store_exists,
-        reconnect_options=ReconnectOptions(_connector(store, launch.rank, up_to), towards or None, up_to or 0),
+        reconnect_options=ReconnectOptions(
+            _connector(store, launch.rank, up_to), towards or None, up_to or 0
+        ),
         config=config,
     )
 
@@ -174,39 +213,51 @@ def _wait_for_config(store: Store, launch: Launch, timeout_s: float) -> WorldCon
 
 
 def _connected(
-    store: Store, rank: int, generation: int, members: Sequence[int], timeout_s: float, up_to: int | None = None
+    store: Store,
+    rank: int,
+    generation: int,
+    members: Sequence[int],
+    timeout_s: float,
+    up_to: int | None = None,
 ) -> tuple[Transport, Start]:
-    ours = clone_connection(store) if generation else store  # an earlier attempt may still wait on the first
+    # an earlier attempt may still wait on the first
+    ours = clone_connection(store) if generation else store
     part = PrefixStore(f"generation {generation}", ours)
     start = compare_starts(part, rank, members, timeout_s, ("init(up_to=)", str(up_to)))
     return connect_hosts(part, rank, start, timeout_s), start
 
 
 def _connector(store: Store, rank: int, up_to: int | None = None) -> Connect:
-    return lambda number, members, timeout_s: _connected(store, rank, number, members, timeout_s, up_to)[0]
+    return lambda number, members, timeout_s: _connected(
+        store, rank, number, members, timeout_s, up_to
+    )[0]
 
 
 def _require_not_inherited(place: object) -> None:
     if place in _inherited:
         raise UsageError(
-            "this process was forked from a rank of the same job, and a rank is one process: call init() in one of the "
-            "two only, start ranks with a launcher or multiprocessing's spawn, or unset the launcher's variables "
-            "(RANK, WORLD_SIZE, ...) in the child for a world of its own"
+            "this process was forked from a rank of the same job, and a rank is one process: call"
+            " init() in one of the two only, start ranks with a launcher or multiprocessing's"
+            " spawn, or unset the launcher's variables (RANK, WORLD_SIZE, ...) in the child for a"
+            " world of its own"
         )
 
 
 def _at_exit() -> None:
     """Close the world, without waiting for the deadline of a transfer that may be running.
 
-    With backup workers the other ranks may still need this rank's state, but not that of a program that failed. What
-    ends a process does not show here, so it may be ``sys.exit()`` in the middle of training: its data has not ended.
+    With backup workers the other ranks may still need this rank's state, but not that of a program
+    that failed. What ends a process does not show here, so it may be ``sys.exit()`` in the middle
+    of training: its data has not ended.
     """
     if _current is not None:
         if _current.hooks != Hooks() and not hasattr(sys, "last_value"):
             _current.membership.depart(UNFINISHED)
             _current.close()
         if failure := _current.unraised_failure:
-            warnings.warn(f"the process ends after a failure that no call has raised: {failure}", stacklevel=1)
+            warnings.warn(
+                f"the process ends after a failure that no call has raised: {failure}", stacklevel=1
+            )
         _current.abort(TransportClosed("the process ended without closing its world"))
         with suppress(TimeoutError):
             _current.comm_thread.close(EXIT_S)
@@ -215,7 +266,8 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     global _current, _opened
-    _current, _opened = None, 0
+    _current = None
+    _opened = 0
     _inherited.extend(_joined)
     _joined.clear()
     if dist.is_available() and dist.is_initialized():

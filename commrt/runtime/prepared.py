@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared exchanges: proven, compared between ranks and bound to memory when they are new, and then only run."""
+"""Prepared exchanges: proven, compared between ranks and bound to memory when they are new, and
+then only run.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,21 @@ class Claim(NamedTuple):
 
 
 Compare = Callable[[Claim, Schedule, int], None]
-"""(claim, schedule, step): raises unless all ranks of the claim come with it. On the communication thread."""
+"""(claim, schedule, step): raises unless all ranks of the claim come with it.
+
+On the communication thread.
+"""
 
 
 class Prepared(Generic[T]):
-    """The exchanges of one kind, each made once from a schedule, the members that play it, and the memory it uses.
+    """The exchanges of one kind, each made once from a schedule, the members that play it, and the
+    memory it uses.
 
-    `prove` sees each schedule once, and `compare` each claim once, before `bind` makes the exchange. Whoever finds one
-    here only runs it. The ranks of a claim compare, remember and forget the same claims in the same order, whatever
-    each of them has bound: when claims are forgotten, so is all that is bound, so what is bound was compared. A new
-    generation has other connections, and perhaps a rank that was not there before: it begins with nothing.
+    `prove` sees each schedule once, and `compare` each claim once, before `bind` makes the
+    exchange. Whoever finds one here only runs it. The ranks of a claim compare, remember and forget
+    the same claims in the same order, whatever each of them has bound: when claims are forgotten,
+    so is all that is bound, so what is bound was compared. A new generation has other connections,
+    and perhaps a rank that was not there before: it begins with nothing.
     """
 
     def __init__(
@@ -64,11 +71,17 @@ class Prepared(Generic[T]):
         compare: Compare = lambda *_: None,
         kept: int = KEPT,
     ) -> None:
-        self._world, self._bind, self._claim, self._compare, self._kept = world, bind, claim, compare, kept
+        self._world = world
+        self._bind = bind
+        self._claim = claim
+        self._compare = compare
+        self._kept = kept
         self.prove = lru_cache(KEPT)(prove)
         """Raises unless a schedule does what it must. On any thread."""
         self.shortcuts: dict[Hashable, Any] = {}
-        """What callers note of these exchanges, to run them unasked: empty again when one of them is let go of."""
+        """What callers note of these exchanges, to run them unasked: empty again when one of them
+        is let go of.
+        """
         self.forget()
 
     def forget(self) -> None:
@@ -94,7 +107,10 @@ class Prepared(Generic[T]):
         return self._bound.get((schedule, members, memory)) if is_current else None
 
     def get(self, schedule: Schedule, members: Members, memory: Hashable, step: int = 0) -> T:
-        """Return the exchange, prepared now if it is new; `step` is for `compare`. On the communication thread."""
+        """Return the exchange, prepared now if it is new; `step` is for `compare`.
+
+        On the communication thread.
+        """
         if self._generation == self._world.membership.number:  # as `known` asks, at one call less
             found = self._bound.get((schedule, members, memory))
             if found is not None:
@@ -136,7 +152,10 @@ class Traits(NamedTuple):
 
 @lru_cache(SCHEDULES_KEPT)
 def traits_of(schedule: Schedule) -> Traits:
-    """Return the traits of `schedule`. They are remembered by object, which is kept alive meanwhile."""
+    """Return the traits of `schedule`.
+
+    They are remembered by object, which is kept alive meanwhile.
+    """
     ranks: set[int] = set()
     combines: set[int] = set()
     for step in schedule.checked_steps():
@@ -148,14 +167,20 @@ def traits_of(schedule: Schedule) -> Traits:
 
 def cut(schedule: Schedule, row: Tensor) -> list[int]:
     """Return the bounds of the chunks of `row`, which are equal if it divides."""
-    return chunk_bounds(row.numel(), schedule.chunks, granule=GRANULE if row.numel() % schedule.chunks else 1)
+    return chunk_bounds(
+        row.numel(), schedule.chunks, granule=GRANULE if row.numel() % schedule.chunks else 1
+    )
 
 
 def schedule_of(algorithm: Algorithm, step: int, ranks: int) -> Schedule:
-    """Return the schedule of training step `step`; raises `UsageError` if it is none of so many `ranks`."""
+    """Return the schedule of training step `step`; raises `UsageError` if it is none of so many
+    `ranks`.
+    """
     schedule = algorithm.schedule(step, ranks)
     if not isinstance(schedule, Schedule) or schedule.ranks != ranks:
-        raise UsageError(f"{algorithm} made {schedule!r:.80} for {ranks} ranks, which is no schedule of them")
+        raise UsageError(
+            f"{algorithm} made {schedule!r:.80} for {ranks} ranks, which is no schedule of them"
+        )
     return schedule
 
 

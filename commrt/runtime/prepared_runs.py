@@ -48,21 +48,30 @@ class _Run(NamedTuple):
 
 
 class PreparedRuns:
-    """The programs of `World.run`. The latest are kept, as long as their buffers live; all share scratch memory.
+    """The programs of `World.run`. The latest are kept, as long as their buffers live; all share
+    scratch memory.
 
-    Memory that a buffer has left, by ``buffer.data = ...``, is freed when the buffer runs again, or dies. An error that
-    all ranks raise alike, before anything is sent, leaves the world usable.
+    Memory that a buffer has left, by ``buffer.data = ...``, is freed when the buffer runs again, or
+    dies. An error that all ranks raise alike, before anything is sent, leaves the world usable.
     """
 
     def __init__(self, transport: Transport, world: HasMembership, compare: Compare) -> None:
-        self._transport, self._world = transport, world
+        self._transport = transport
+        self._world = world
         self._scratch = Scratch()
-        self._prepared = Prepared(world, self._bind, claim=self._claim, compare=compare, kept=RUNS_KEPT)
+        self._prepared = Prepared(
+            world, self._bind, claim=self._claim, compare=compare, kept=RUNS_KEPT
+        )
 
     def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
         """Return what `run` would only run, else None. On any thread."""
         found = self._prepared.known(schedule, None, ref(buffer))
-        if found is None or found.place != (buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype):
+        if found is None or found.place != (
+            buffer.data_ptr(),
+            buffer.shape,
+            buffer.stride(),
+            buffer.dtype,
+        ):
             return None
         return found.program
 
@@ -70,14 +79,18 @@ class PreparedRuns:
         """Raise `UsageError` if `schedule` cannot run on `buffer`. On any thread."""
         _require_row(buffer)
         if self.known(schedule, buffer) is None:
-            self._transport.allocate(0, buffer.dtype, buffer.device)  # raises for a device or dtype that it cannot move
+            # raises for a device or dtype that it cannot move
+            self._transport.allocate(0, buffer.dtype, buffer.device)
             _require_arithmetic(buffer.dtype, traits_of(schedule).combines)
 
-    def run(self, schedule: Schedule, buffer: Tensor, tag: Tag, recorder: Recorder | None = None) -> None:
+    def run(
+        self, schedule: Schedule, buffer: Tensor, tag: Tag, recorder: Recorder | None = None
+    ) -> None:
         """Run `schedule`, of all ranks, on `buffer` [numel]. On the communication thread."""
         program = self.known(schedule, buffer)
         if program is None:
-            self._prepared.forget_one(schedule, None, ref(buffer))  # it may be bound to memory that the buffer has left
+            # it may be bound to memory that the buffer has left
+            self._prepared.forget_one(schedule, None, ref(buffer))
             program = self._prepared.get(schedule, None, ref(buffer)).program
         program.run(tag, recorder)
 
@@ -87,43 +100,66 @@ class PreparedRuns:
         self._scratch.clear()
 
     def _claim(self, schedule: Schedule, _: Members, memory: ref[Tensor]) -> Claim | None:
-        """Return what the ranks that send or receive compare; None on others, which need not come."""
+        """Return what the ranks that send or receive compare; None on others,
+        which need not come.
+        """
         digest, ranks, _combines = traits_of(schedule)
         if lost := sorted({*ranks} - {*self._world.membership.ranks}):
             what = f"{schedule.name} names ranks {lost}, which are lost"
-            do = "build a schedule for the ranks that are left, with schedule.over(world.members, world=world.size)"
+            do = (
+                "build a schedule for the ranks that are left, with schedule.over(world.members,"
+                " world=world.size)"
+            )
             raise RecoveredError(UsageError(f"{what}: {do}"))
         buffer = cast("Tensor", memory())
-        return Claim(ranks, f"{digest} {buffer.numel()} {buffer.dtype}") if self._transport.rank in ranks else None
+        return (
+            Claim(ranks, f"{digest} {buffer.numel()} {buffer.dtype}")
+            if self._transport.rank in ranks
+            else None
+        )
 
     def _bind(self, schedule: Schedule, _: Members, memory: ref[Tensor]) -> _Run:
-        buffer, ranks = cast("Tensor", memory()), schedule.ranks
+        buffer = cast("Tensor", memory())
+        ranks = schedule.ranks
         if self._transport.rank in traits_of(schedule).ranks:
             _require_equal_chunks(schedule, buffer.numel())
         row = buffer.detach()
-        mine = member_program(schedule, range(ranks), self._transport.rank, ranks)  # which remembers schedules
+        # which remembers schedules
+        mine = member_program(schedule, range(ranks), self._transport.rank, ranks)
         program = bind(mine, row, self._transport, self._scratch, bounds=cut(schedule, buffer))
         place = buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
-        return _Run(program, place, ref(buffer, lambda _: self._prepared.forget_one(schedule, None, memory)))
+        return _Run(
+            program, place, ref(buffer, lambda _: self._prepared.forget_one(schedule, None, memory))
+        )
 
 
 def check_run(schedule: Schedule, buffer: Tensor, tag: Tag, ranks: int) -> None:
-    """Raise `UsageError` unless `schedule` is one of so many `ranks`, and the others are what they must be."""
+    """Raise `UsageError` unless `schedule` is one of so many `ranks`, and the others are what they
+    must be.
+    """
     check_tag(tag)
     if not isinstance(buffer, Tensor):
-        raise UsageError(f"a buffer must be a tensor, not a {type(buffer).__name__}: make one with torch.tensor()")
+        raise UsageError(
+            f"a buffer must be a tensor, not a {type(buffer).__name__}: make one with"
+            " torch.tensor()"
+        )
     if not isinstance(schedule, Schedule):
-        raise UsageError(f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)")
+        raise UsageError(
+            f"{schedule!r} is no schedule: an algorithm makes one with its schedule(step, ranks)"
+        )
     if schedule.ranks != ranks:
         raise UsageError(
-            f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {ranks}: say which of "
-            f"them play it with schedule.over(ranks, world={ranks})"
+            f"{schedule.name} is a schedule of {schedule.ranks} ranks and the world has {ranks}:"
+            f" say which of them play it with schedule.over(ranks, world={ranks})"
         )
 
 
 def _require_equal_chunks(schedule: Schedule, numel: int) -> None:
     if numel % schedule.chunks and not _ends_alike(schedule):
-        what = f"{numel} elements do not divide into {schedule.chunks} equal chunks, which {schedule.name} needs"
+        what = (
+            f"{numel} elements do not divide into {schedule.chunks} equal chunks, which"
+            f" {schedule.name} needs"
+        )
         whole = -(-numel // schedule.chunks) * schedule.chunks
         raise RecoveredError(UsageError(f"run: {what}: pad the buffer to {whole} elements"))
 
@@ -131,12 +167,13 @@ def _require_equal_chunks(schedule: Schedule, numel: int) -> None:
 def _require_row(buffer: Tensor) -> None:
     if buffer.layout != torch.strided or buffer.dim() != 1 or not buffer.is_contiguous():
         raise UsageError(
-            f"a buffer must be one contiguous row, not {buffer.layout} of shape {tuple(buffer.shape)}, perhaps with "
-            "gaps: flatten it first"
+            f"a buffer must be one contiguous row, not {buffer.layout} of shape"
+            f" {tuple(buffer.shape)}, perhaps with gaps: flatten it first"
         )
     if buffer.is_inference():
         raise UsageError(
-            "the buffer was made under torch.inference_mode() and cannot be written: clone() it outside of that"
+            "the buffer was made under torch.inference_mode() and cannot be written: clone() it"
+            " outside of that"
         )
 
 
@@ -150,4 +187,6 @@ def _require_arithmetic(dtype: torch.dtype, combines: frozenset[int]) -> None:
         if MIX in combines:
             mix_into(own, received, 0.5)
     except RuntimeError as error:
-        raise UsageError(f"this schedule cannot run on {dtype} ({error}): convert the buffer first") from error
+        raise UsageError(
+            f"this schedule cannot run on {dtype} ({error}): convert the buffer first"
+        ) from error

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's program on a window: it reads what peers of its host send where it lies, and meets them before and after.
+"""A rank's program on a window: it reads what peers of its host send where it lies, and meets them
+before and after.
 
-For `PeersTransport`, on GPUs. No transfer needs a receive buffer, and a sum of peers is one pass over their memory.
-What ranks of other hosts send is received as in `commrt.runtime.executor`, within the same hop. Sums have equal bits.
+For `PeersTransport`, on GPUs. No transfer needs a receive buffer, and a sum of peers is one pass
+over their memory. What ranks of other hosts send is received as in `commrt.runtime.executor`,
+within the same hop. Sums have equal bits.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from commrt.kernels.dispatch import copying
 from commrt.kernels.layout import padded
 from commrt.kernels.packing import Parts
 from commrt.program import Hop, Meeting, Program, Transfer, meetings
-from commrt.runtime.executor import Binder, BoundHop, BoundProgram, Combination, Scratch, combinations_of, facts_of
+from commrt.runtime.executor import (
+    Binder,
+    BoundHop,
+    BoundProgram,
+    Combination,
+    Scratch,
+    combinations_of,
+    facts_of,
+)
 from commrt.schedule import COPY
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, Window
 
@@ -34,33 +44,42 @@ def bind_reading(
 ) -> BoundProgram:
     """Bind `program` to `buffer` [numel], which `window` shows to the peers of this host.
 
-    The peers' programs must be bound in the same way. `bounds` are those of `bind`. As there, the buffer may change as
-    soon as the program has run. What comes from other hosts, and hops that overwrite what they send, need scratch
-    memory, which programs that never run at once may share; None allocates it.
+    The peers' programs must be bound in the same way. `bounds` are those of `bind`. As there, the
+    buffer may change as soon as the program has run. What comes from other hosts, and hops that
+    overwrite what they send, need scratch memory, which programs that never run at once may share;
+    None allocates it.
 
-    With `copied` the last hop leaves what it would copy in the peers' memory, but for the first `copied` elements: see
-    `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
+    With `copied` the last hop leaves what it would copy in the peers' memory, but for the first
+    `copied` elements: see `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
     """
     shared = Scratch() if scratch is None else scratch
     reader = _Reader(window, copied, shared, program, buffer, transport, bounds)
     hops = [bound for number, hop in reader.hops() for bound in reader.bind(number, hop)]
-    group, end = reader.all_messages(), reader.end()
+    group = reader.all_messages()
+    end = reader.end()
     if not reader.elsewhere:
         return BoundProgram((*hops, end), reader.nbytes_sent, group, None)
-    return BoundProgram(tuple(hops), reader.nbytes_sent, group, None, (), Parts(tuple(reader.elsewhere)), end)
+    return BoundProgram(
+        tuple(hops), reader.nbytes_sent, group, None, (), Parts(tuple(reader.elsewhere)), end
+    )
 
 
 def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exchange:
-    """Bind `group`, each of whose messages sends all of the buffer of `window`, or receives that of a peer.
+    """Bind `group`, each of whose messages sends all of the buffer of `window`, or receives that of
+    a peer.
 
     Receives are copied from peers of this host, and the transport moves the other messages.
     """
     near, far = group.parted(window.peers)
     if not (ranks := sorted(near.peers)):
         return transport.bind(group)
-    ready = window.bind(Meeting(1, {message.peer: 1 for message in near.recvs}), group.hop, ranks, first=True)
+    ready = window.bind(
+        Meeting(1, {message.peer: 1 for message in near.recvs}), group.hop, ranks, first=True
+    )
     copies = [copying(message.data, window.peers[message.peer]) for message in near.recvs]
-    done = window.bind(Meeting(3, {message.peer: 2 for message in near.sends}), group.hop, ranks, last=True)
+    done = window.bind(
+        Meeting(3, {message.peer: 2 for message in near.sends}), group.hop, ranks, last=True
+    )
     rest = transport.bind(far)
 
     def run(tag: Tag) -> None:
@@ -74,22 +93,27 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
 
 
 class _Reader(Binder):
-    def __init__(self, window: Window, copied: int | None, scratch: Scratch, *of_binder: Any) -> None:
+    def __init__(
+        self, window: Window, copied: int | None, scratch: Scratch, *of_binder: Any
+    ) -> None:
         super().__init__(*of_binder)
-        program, buffer = self.program, self.buffer
+        program = self.program
+        buffer = self.buffer
         self._window = window
         self._copied = buffer.numel() if copied is None else copied
         self._latest = max((number for number, _ in self.hops()), default=-1)
         self._near = sorted(program.peers & set(window.peers))
         self._has_far = len(self._near) < len(program.peers)
         self._meetings = meetings(program.hops, program.chunks, self._near)
-        self._is_first, self._last = True, len(program.hops)
+        self._is_first = True
+        self._last = len(program.hops)
         self._scratch = scratch.row(self._scratch_numel(), buffer.dtype, buffer.device)
         self.elsewhere: list[tuple[Tensor, int, int]] = []
 
     def bind(self, number: int, hop: Hop) -> list[BoundHop]:
         """Return the hop as one, or as two if it must not write before all peers have read."""
-        before, within = self._meetings.before[number], self._meetings.within[number]
+        before = self._meetings.before[number]
+        within = self._meetings.within[number]
         places = self.places(hop, self._scratch, partial(self._place, number))
         group = self.group(number, hop, places)
         come = self._exchange(cast("Meeting", before), number, group.parted(self._near)[1])
@@ -101,10 +125,15 @@ class _Reader(Binder):
             for each, place in zip(hop.recvs, places, strict=True)
             if each.peer in self._near
         )
-        return [BoundHop(come, stages, number, None, facts_of(group)), self._meet(within, number, moves)]
+        return [
+            BoundHop(come, stages, number, None, facts_of(group)),
+            self._meet(within, number, moves),
+        ]
 
     def all_messages(self) -> P2PGroup:
-        """Return what a transport exchanges: messages with ranks of other hosts; or all, if all are read."""
+        """Return what a transport exchanges: messages with ranks of other hosts; or all, if all are
+        read.
+        """
         _, far = P2PGroup(self.sends, self.recvs).parted(self._near)
         return far if self._has_far else P2PGroup(self.sends, self.recvs, reads=True)
 
@@ -115,12 +144,17 @@ class _Reader(Binder):
     def _meet(self, meeting: Meeting, number: int, moves: tuple[Combination, ...]) -> BoundHop:
         """Return a hop without messages: `meeting`, then `moves`."""
         nothing = P2PGroup([], [], number)
-        return BoundHop(self._exchange(meeting, number, nothing), moves, number, None, facts_of(nothing))
+        return BoundHop(
+            self._exchange(meeting, number, nothing), moves, number, None, facts_of(nothing)
+        )
 
     def _exchange(self, meeting: Meeting, number: int, far: P2PGroup) -> Exchange:
-        first, self._is_first = self._is_first, False
+        first = self._is_first
+        self._is_first = False
         last = number == self._last
-        meet = self._window.bind(meeting, number, self._near, first=first, last=last, looks=self._has_far)
+        meet = self._window.bind(
+            meeting, number, self._near, first=first, last=last, looks=self._has_far
+        )
         if not far.peers:
             return meet
         exchange = self.transport.bind(far)
@@ -132,31 +166,44 @@ class _Reader(Binder):
         return both
 
     def _theirs(self, transfer: Transfer) -> Tensor:
-        return self._window.peers[transfer.peer][self.bounds[transfer.lo] : self.bounds[transfer.hi]]
+        return self._window.peers[transfer.peer][
+            self.bounds[transfer.lo] : self.bounds[transfer.hi]
+        ]
 
     def _scratch_numel(self) -> int:
         needs = (
-            sum(padded(self.own(each).numel()) for each in hop.recvs if self._is_staged(each, number))
+            sum(
+                padded(self.own(each).numel())
+                for each in hop.recvs
+                if self._is_staged(each, number)
+            )
             for number, hop in self.hops()
         )
         return max(needs, default=0)
 
     def _is_staged(self, transfer: Transfer, number: int) -> bool:
-        """Return True for a receive that goes to scratch memory: it neither stays where it lies nor lands in place."""
+        """Return True for a receive that goes to scratch memory: it neither stays where it lies nor
+        lands in place.
+        """
         is_far_sum = transfer.peer not in self._near and transfer.combine != COPY
         return is_far_sum or self._meetings.within[number] is not None
 
     def _place(self, number: int, each: Transfer) -> Tensor | None:
-        """Return where the receive is read: the peer's memory, its final place, or None for scratch memory."""
+        """Return where the receive is read: the peer's memory, its final place, or None for scratch
+        memory.
+        """
         if self._is_staged(each, number):
             return None
         return self._theirs(each) if each.peer in self._near else self.own(each)
 
     def _moves(self, hop: Hop, places: Sequence[Tensor], *, lands: bool) -> tuple[Combination, ...]:
-        """Return what copies and combines the receives, which lie at `places`; `lands` where nothing reads copies."""
+        """Return what copies and combines the receives, which lie at `places`; `lands` where
+        nothing reads copies.
+        """
         copies = []
         for each, place in zip(hop.recvs, places, strict=True):
-            own, begin = self.own(each), self.bounds[each.lo]
+            own = self.own(each)
+            begin = self.bounds[each.lo]
             if each.combine != COPY or not own.numel() or own.data_ptr() == place.data_ptr():
                 continue
             here = min(max(self._copied - begin, 0), own.numel()) if lands else own.numel()

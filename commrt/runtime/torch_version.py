@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of torch that commrt was tested with (``dev/versions.py`` does it), and what is said of others."""
+"""The versions of torch that commrt was tested with (``dev/versions.py`` does it), and what is said
+of others.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,24 @@ from packaging.version import Version
 
 from commrt.errors import UsageError
 
-OLDEST, NEWEST = Version("2.9"), Version("2.14")
-"""All from the first to the second are known to work, with their patches. ``pyproject.toml`` names the first."""
+OLDEST = Version("2.9")
+NEWEST = Version("2.14")
+"""All from the first to the second are known to work, with their patches.
+
+``pyproject.toml`` names the first.
+"""
 
 _log = logging.getLogger("commrt")
 
 
 def check_torch_version(version: str = torch.__version__) -> None:
-    """Raise `UsageError` for a torch that is too old; log one line for one that is newer than all that were tested."""
+    """Raise `UsageError` for a torch that is too old; log one line for one that is newer than all
+    that were tested.
+    """
     if (minor := Version(".".join(map(str, Version(version).release[:2])))) < OLDEST:
-        raise UsageError(f"torch {version} is too old for commrt: install torch {OLDEST} or later, on every host")
+        raise UsageError(
+            f"torch {version} is too old for commrt: install torch {OLDEST} or later, on every host"
+        )
     if minor > NEWEST:
         _log_once(version)
 
@@ -28,8 +38,8 @@ def check_torch_version(version: str = torch.__version__) -> None:
 @cache
 def _log_once(version: str) -> None:
     _log.warning(
-        "commrt: torch %s is newer than the versions that commrt was tested with, %s to %s. If something fails that "
-        "works with these, install one of them, and report it",
+        "commrt: torch %s is newer than the versions that commrt was tested with, %s to %s. If"
+        " something fails that works with these, install one of them, and report it",
         version,
         OLDEST,
         NEWEST,

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels in place of a tensor's values: a dtype, or a quantized wire, which names the module that carries it."""
+"""What travels in place of a tensor's values: a dtype, or a quantized wire, which names the module
+that carries it.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ WIRES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedWire(Protocol):
-    """A wire of few bits, as `attach` takes it: hashable, with a ``repr`` that is equal on all ranks that agree."""
+    """A wire of few bits, as `attach` takes it: hashable, with a ``repr`` that is equal on all
+    ranks that agree.
+    """
 
     carried_by: ClassVar[str]
     """The module that offers what `Carrier` says."""
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """What `commrt.options` calls it: at least "quantized wire", by which gossip and graphs refuse it."""
+        """What `commrt.options` calls it: at least "quantized wire", by which gossip and graphs
+        refuse it.
+        """
 
     @property
     def feedback(self) -> bool:
@@ -74,7 +80,9 @@ class Carrier(Protocol):
         """Return what chooses the quantizer of each step."""
 
     def check_residual(self, wire: QuantizedWire, residual: Tensor | None, tensor: Tensor) -> None:
-        """Raise `UsageError` unless there is a residual for `tensor` exactly where there is feedback."""
+        """Raise `UsageError` unless there is a residual for `tensor` exactly where there is
+        feedback.
+        """
 
     def bind_values(
         self,
@@ -87,8 +95,8 @@ class Carrier(Protocol):
     ) -> Sequence[RunnableProgram]:
         """Return, for each buffer, a program that runs its head and carries its values quantized.
 
-        `allocate` makes [nbytes] for a use; the buffers share it, as they travel one at a time. `calls` numbers the
-        runs where tags come again.
+        `allocate` makes [nbytes] for a use; the buffers share it, as they travel one at a time.
+        `calls` numbers the runs where tags come again.
         """
 
 
@@ -108,8 +116,8 @@ def check_wire(wire: AnyWire | None) -> None:
         return
     offered = ", ".join(map(str, WIRES))
     raise UsageError(
-        f"wire={wire!s:.80} cannot travel: use {offered}, a quantizer such as commrt.quantization.Int8(), or None for "
-        "each dtype as it is"
+        f"wire={wire!s:.80} cannot travel: use {offered}, a quantizer such as"
+        " commrt.quantization.Int8(), or None for each dtype as it is"
     )
 
 
@@ -122,7 +130,9 @@ def travels_as(own: torch.dtype, wire: AnyWire | None) -> AnyWire:
 
 
 def buffer_dtype(travels: AnyWire) -> torch.dtype:
-    """Return the dtype of the wire buffer of what travels: fp32 for values that will be quantized."""
+    """Return the dtype of the wire buffer of what travels:
+    fp32 for values that will be quantized.
+    """
     return torch.float32 if is_quantized(travels) else cast("torch.dtype", travels)
 
 

@@ -20,18 +20,26 @@ _log = logging.getLogger("commrt")
 
 
 class Work:
-    """The handle of a transfer begun with ``async_op=True``; has the methods of torch.distributed's ``Work``.
+    """The handle of a transfer begun with ``async_op=True``; has the methods of torch.distributed's
+    ``Work``.
 
-    Only the thread that began the transfer may use it. Nothing else may touch the tensor until the transfer is
-    completed. The transfer ends by the world's deadline, whether anybody waits for it or not. An error is raised by
-    `wait` and by the future; if nobody asks for it, it is logged.
+    Only the thread that began the transfer may use it. Nothing else may touch the tensor until the
+    transfer is completed. The transfer ends by the world's deadline, whether anybody waits for it
+    or not. An error is raised by `wait` and by the future; if nobody asks for it, it is logged.
     """
 
     def __init__(
-        self, result: Sequence[Tensor], rank: int, future: Future[Any] | None = None, what: object = "the transfer"
+        self,
+        result: Sequence[Tensor],
+        rank: int,
+        future: Future[Any] | None = None,
+        what: object = "the transfer",
     ) -> None:
         """Handle the transfer of `future`; None stands for one that is completed."""
-        self._result, self._rank, self._future, self._what = result, rank, future, what
+        self._result = result
+        self._rank = rank
+        self._future = future
+        self._what = what
         self._is_observed = future is None
 
     def _task(self) -> Future[Any]:
@@ -42,14 +50,18 @@ class Work:
 
     def __del__(self) -> None:
         if not self._is_observed:
-            rank, what = self._rank, self._what
-            self._task().add_done_callback(lambda future: _log_error(rank, what, future.exception()))
+            rank = self._rank
+            what = self._what
+            self._task().add_done_callback(
+                lambda future: _log_error(rank, what, future.exception())
+            )
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Return when the tensor holds the result, or raise the error that ended the transfer.
 
-        On a GPU the current stream waits for the result, and the calling thread does not. Raises `DeadlineExceeded`
-        after `timeout` (seconds or a timedelta); the transfer then goes on, and you can wait for it again.
+        On a GPU the current stream waits for the result, and the calling thread does not. Raises
+        `DeadlineExceeded` after `timeout` (seconds or a timedelta); the transfer then goes on, and
+        you can wait for it again.
         """
         self._wait(None if timeout is None else _seconds(timeout))
 
@@ -60,21 +72,29 @@ class Work:
         except TimeoutError as late:
             if task.done():  # the transfer's own deadline
                 raise
-            what = f"{self._what} is still in flight after {timeout_s:g} s: wait() again, or with a longer timeout"
+            what = (
+                f"{self._what} is still in flight after {timeout_s:g} s: wait() again, or with a"
+                " longer timeout"
+            )
             raise DeadlineExceeded(what, Place(self._rank)) from late
         finally:
             self._is_observed |= task.done()
 
     def is_completed(self) -> bool:
-        """Return True if `wait` would return or raise at once; on a GPU, if the transfer is done. Never waits."""
+        """Return True if `wait` would return or raise at once; on a GPU, if the transfer is done.
+
+        Never waits.
+        """
         return self._task().is_completed()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of ``[tensor]``, like torch.distributed; its ``wait()`` and ``value()`` raise an error.
+        """Return a future of ``[tensor]``, like torch.distributed; its ``wait()`` and ``value()``
+        raise an error.
 
-        It is complete when this transfer is, and all that were begun before the call. Callbacks (``then``) run on the
-        communication thread, or at once if it is complete. The transfers that they begin run at once, before the next
-        one. The world ends in `DeadlineExceeded` if a callback waits for anything else longer than the timeout.
+        It is complete when this transfer is, and all that were begun before the call. Callbacks
+        (``then``) run on the communication thread, or at once if it is complete. The transfers that
+        they begin run at once, before the next one. The world ends in `DeadlineExceeded` if a
+        callback waits for anything else longer than the timeout.
         """
         future: torch.futures.Future[list[Tensor]] = new_future(self._result)
         self._task().after_all().add_done_callback(lambda _: self._complete(future))
@@ -91,13 +111,21 @@ class Work:
 
 def new_future(result: Sequence[Tensor]) -> torch.futures.Future[Any]:
     """Return a future of torch for what comes with `result`."""
-    return torch.futures.Future(devices=[result[0].device] if result and result[0].is_cuda else None)
+    return torch.futures.Future(
+        devices=[result[0].device] if result and result[0].is_cuda else None
+    )
 
 
 def _seconds(timeout: float | timedelta) -> float:
     given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(given, bool) or not isinstance(given, int | float) or (isinstance(given, float) and isnan(given)):
-        raise UsageError(f"wait({type(timeout).__name__} {timeout!s:.80}): give seconds, a timedelta, or nothing")
+    if (
+        isinstance(given, bool)
+        or not isinstance(given, int | float)
+        or (isinstance(given, float) and isnan(given))
+    ):
+        raise UsageError(
+            f"wait({type(timeout).__name__} {timeout!s:.80}): give seconds, a timedelta, or nothing"
+        )
     return min(given, TIMEOUT_MAX)
 
 

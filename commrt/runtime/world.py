@@ -38,17 +38,20 @@ from commrt.transport.protocol import NullTransport, Tag, Transport, TransportBy
 
 UNNAMED = Tag(0, "run")
 UNFINISHED = "its process ended, and no world.close() before that had said that its data has ended"
-_process_ends: list[bool] = []  # not empty once Python has begun to end the process, before handlers of atexit
+# not empty once Python has begun to end the process, before handlers of atexit
+_process_ends: list[bool] = []
 threading._register_atexit(partial(_process_ends.append, True))  # type: ignore[attr-defined]  # noqa: SLF001  # nothing else is called before those
 
 
 @untraced
 class World:
-    """A set of ranks that can run schedules on tensors; it may lose ranks and go on (`commrt.elastic`).
+    """A set of ranks that can run schedules on tensors; it may lose ranks and go on
+    (`commrt.elastic`).
 
-    One thread of its own runs all communication, in the order of the calls: every rank must make the same calls in the
-    same order. Use it as a context manager: after an error in the ``with`` statement, the other ranks learn of it at
-    once. Of nested ``with`` statements only the outermost closes the world, so a function may have its own.
+    One thread of its own runs all communication, in the order of the calls: every rank must make
+    the same calls in the same order. Use it as a context manager: after an error in the ``with``
+    statement, the other ranks learn of it at once. Of nested ``with`` statements only the outermost
+    closes the world, so a function may have its own.
     """
 
     def __init__(
@@ -63,15 +66,22 @@ class World:
         config: WorldConfig | None = None,
     ) -> None:
         self.config = config
-        """The configuration that this process must fit until it has taken a lost rank's place; None for others."""
+        """The configuration that this process must fit until it has taken a lost rank's place; None
+        for others.
+        """
         self.is_replacement = config is not None
-        """True if this process came while the others train, to the place of a lost rank or to a new one."""
+        """True if this process came while the others train, to the place of a lost rank or to a new
+        one.
+        """
         self.rank = transport.rank
         """This rank, 0..size-1."""
         self.founders = len(transport.members)
         """The number of ranks at the start."""
         self.size = max(self.founders, reconnect_options.places if reconnect_options else 0)
-        """The number of places for ranks: as many as at the start, or ``init(up_to=)``. See `members`."""
+        """The number of places for ranks: as many as at the start, or ``init(up_to=)``.
+
+        See `members`.
+        """
         self.transport = TransportByDevice(transport, self.size)
         """Moves bytes between the ranks, in the memory of any device."""
         self.store = store
@@ -80,34 +90,47 @@ class World:
         """This rank's number on its host, from the launcher."""
         self.launcher = launcher
         """The launcher's name."""
-        self.comm_thread = CommThread(self._on_failure, f"commrt-rank{self.rank}", lambda: self.timeout_s)
+        self.comm_thread = CommThread(
+            self._on_failure, f"commrt-rank{self.rank}", lambda: self.timeout_s
+        )
         self.holds_store = holds_store
         """True if the store ends with this process."""
         self.attached = 0
         """How many models were attached so far."""
         self.joined: object = None
-        """The replica that is in ``join()``: ranks that have left it only say that they have no data."""
+        """The replica that is in ``join()``: ranks that have left it only say that they have no
+        data.
+        """
         self.hooks = NO_HOOKS
         self.recorder = Nvtx() if is_on("COMMRT_NVTX") else None
         self.unraised_failure: TransportError | None = None
         """The error that ended a transfer on a GPU, while no call has raised it; or None."""
-        self._in_collective, self._closed, self._is_inherited, self._entered = False, False, False, 0
+        self._in_collective = False
+        self._closed = False
+        self._is_inherited = False
+        self._entered = 0
         self.reconnect_options = reconnect_options
         """How ranks connect again after one was lost; None in a world that cannot."""
         self.membership = Membership(transport.members, self.comm_thread)
         self.consistency = ConsistencyCheck(self.transport)
         self._runs = PreparedRuns(self.transport, self, self.consistency.require_same_call_now)
-        self._sums = Sums(self.transport, self.comm_thread, self, self.consistency.require_same_call_now)
+        self._sums = Sums(
+            self.transport, self.comm_thread, self, self.consistency.require_same_call_now
+        )
         release_in_forked_child(self)
 
     @property
     def device(self) -> torch.device:
-        """The GPU for this rank's model, or the CPU where there is none; raises `UsageError` for too many ranks."""
+        """The GPU for this rank's model, or the CPU where there is none; raises `UsageError` for
+        too many ranks.
+        """
         return default_device(self.local_rank)
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks that take part: all that started, until one is lost and the others go on, or one comes."""
+        """The ranks that take part: all that started, until one is lost and the others go on, or
+        one comes.
+        """
         return self.membership.ranks
 
     @property
@@ -134,23 +157,30 @@ class World:
         """True after `close`, `abort`, or a failure."""
         return self._closed or bool(self.comm_thread.failure or self.unraised_failure)
 
-    def run(self, schedule: Schedule, buffer: Tensor, tag: Tag = UNNAMED, *, async_op: bool = False) -> Work:
-        """Run `schedule` on `buffer` [numel] in place. Collective among the ranks that the schedule names.
+    def run(
+        self, schedule: Schedule, buffer: Tensor, tag: Tag = UNNAMED, *, async_op: bool = False
+    ) -> Work:
+        """Run `schedule` on `buffer` [numel] in place. Collective among the ranks that the schedule
+        names.
 
-        The buffer is cut into ``schedule.chunks`` equal chunks. Other sizes are refused, unless each rank ends with the
-        same sum in all chunks, as after an all-reduce or a broadcast. The call waits for the result, unless `async_op`:
-        then wait for the `Work`. commrt does not verify the schedule here: `commrt.prove` it first. The first time that
-        it runs on so many elements of a dtype, its ranks compare the three, at the cost of an all-reduce of 128 bytes
-        per rank. It stays bound to the buffer. A call that waits may run on the calling thread: an exception from a
-        signal handler, such as Ctrl-C, then ends the world; in `Work.wait` it ends the wait only.
+        The buffer is cut into ``schedule.chunks`` equal chunks. Other sizes are refused, unless
+        each rank ends with the same sum in all chunks, as after an all-reduce or a broadcast. The
+        call waits for the result, unless `async_op`: then wait for the `Work`. commrt does not
+        verify the schedule here: `commrt.prove` it first. The first time that it runs on so many
+        elements of a dtype, its ranks compare the three, at the cost of an all-reduce of 128 bytes
+        per rank. It stays bound to the buffer. A call that waits may run on the calling thread: an
+        exception from a signal handler, such as Ctrl-C, then ends the world; in `Work.wait` it ends
+        the wait only.
 
-        Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if
-        they differ; the world stays usable.
+        Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError`
+        on all ranks if they differ; the world stays usable.
         """
         check_run(schedule, buffer, tag, self.size)
         is_ready = not async_op and self._runs.known(schedule, buffer) is not None
         if is_ready and self._is_plain:
-            self.comm_thread.call(partial(self._runs.run, schedule, buffer, tag, self.comm_thread.listener))
+            self.comm_thread.call(
+                partial(self._runs.run, schedule, buffer, tag, self.comm_thread.listener)
+            )
             return Work([buffer], self.rank)
 
         def begin() -> RunNow:
@@ -177,21 +207,24 @@ class World:
         async_op: bool = False,
         tag: Tag = UNNAMED,
     ) -> Work:
-        """Overwrite `tensor`, of any shape, with the mean or the sum of all ranks' tensors. Collective.
+        """Overwrite `tensor`, of any shape, with the mean or the sum of all ranks' tensors.
+        Collective.
 
-        By default it takes one step for up to 16 KB among up to 16 ranks, in which each sends all to all others, and
-        ``Torus2D()`` for more.
+        By default it takes one step for up to 16 KB among up to 16 ranks, in which each sends all
+        to all others, and ``Torus2D()`` for more.
 
-        It waits for the result, unless `async_op`: then wait for the `Work`. As in `run`, Ctrl-C in a call that waits
-        may end the world. `wire` is what travels, as for `attach`; one with feedback keeps what rounding lost in
-        `residual`, fp32 [elements], zeros at first. int32 and int64 have a sum and no mean. `tag` names the transfer in
-        errors and traces. While a model gossips or has backup workers, the call always waits, copies the tensor, and
-        goes on without lost ranks.
+        It waits for the result, unless `async_op`: then wait for the `Work`. As in `run`, Ctrl-C in
+        a call that waits may end the world. `wire` is what travels, as for `attach`; one with
+        feedback keeps what rounding lost in `residual`, fp32 [elements], zeros at first. int32 and
+        int64 have a sum and no mean. `tag` names the transfer in errors and traces. While a model
+        gossips or has backup workers, the call always waits, copies the tensor, and goes on without
+        lost ranks.
 
-        Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError` on all ranks if
-        sizes, wire dtypes or algorithms differ in a call that is new to them. The world stays usable then. For other
-        differences between the calls it raises `DisagreementError` later, and ends the world. After a `TransportError`
-        a part of a tensor of more than 2^20 elements on a CPU may hold the result already: make such a tensor anew.
+        Before anything is sent it raises `UsageError` for what cannot work, and `DisagreementError`
+        on all ranks if sizes, wire dtypes or algorithms differ in a call that is new to them. The
+        world stays usable then. For other differences between the calls it raises
+        `DisagreementError` later, and ends the world. After a `TransportError` a part of a tensor
+        of more than 2^20 elements on a CPU may hold the result already: make such a tensor anew.
         """
         is_simple = not async_op and residual is None and isinstance(tag, Tag) and self._is_plain
         if is_simple and (known := self._sums.known(tensor, op, algorithm, wire)) is not None:
@@ -211,18 +244,26 @@ class World:
             self._sums.remember(tensor, op, algorithm, wire, call)
         return work
 
-    def _work(self, begin: Begin, tensor: Tensor, residual: Tensor | None = None, *, async_op: bool) -> Work:
+    def _work(
+        self, begin: Begin, tensor: Tensor, residual: Tensor | None = None, *, async_op: bool
+    ) -> Work:
         at_once = not (async_op or tensor.is_cuda)  # in CUDA or NCCL nothing can interrupt a wait
-        work = Work([tensor], self.rank, self.membership.begin_call(begin, tensor, residual, at_once=at_once))
+        work = Work(
+            [tensor],
+            self.rank,
+            self.membership.begin_call(begin, tensor, residual, at_once=at_once),
+        )
         if not async_op:
             work.wait()
         return work
 
     def agree(self, topic: str, **claim: str) -> None:
-        """Return once all ranks made the same `claim` about `topic`. Collective among the ranks that are left.
+        """Return once all ranks made the same `claim` about `topic`. Collective among the ranks
+        that are left.
 
-        Raises `DisagreementError` on every rank if one differs; the world stays usable. Any other error ends the world,
-        since this rank may be the only one to get it, and would then answer the wrong question next.
+        Raises `DisagreementError` on every rank if one differs; the world stays usable. Any other
+        error ends the world, since this rank may be the only one to get it, and would then answer
+        the wrong question next.
         """
         with self.collective(f"agree ({topic})"):
             try:
@@ -233,7 +274,11 @@ class World:
                 raise
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
-        """Return True on every rank if all have one `fingerprint`, else False; see `agree` for errors. Collective."""
+        """Return True on every rank if all have one `fingerprint`, else False; see `agree` for
+        errors.
+
+        Collective.
+        """
         try:
             self.agree(topic, fingerprint=fingerprint)
         except DisagreementError as error:
@@ -244,17 +289,20 @@ class World:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Do in the body what all ranks do together, on the training thread or in a callback. `what` is for errors.
+        """Do in the body what all ranks do together, on the training thread or in a callback.
+        `what` is for errors.
 
-        Raises `TransportClosed` if the world has ended. Raises `UsageError` inside ``join()``, in a callback of a world
-        that survives lost ranks, and in a process that takes a lost rank's place until it has attached its model.
+        Raises `TransportClosed` if the world has ended. Raises `UsageError` inside ``join()``, in a
+        callback of a world that survives lost ranks, and in a process that takes a lost rank's
+        place until it has attached its model.
         """
         self.comm_thread.require_working(in_callback=not self.membership.is_elastic)
         self.require_all_ranks(what)
         if self.config is not None:
             raise UsageError(
-                f"{what}: this process takes the place of rank {self.rank} while the others train: the "
-                "first thing to do with them is to attach() the model that trains with BackupWorkers"
+                f"{what}: this process takes the place of rank {self.rank} while the others train:"
+                " the first thing to do with them is to attach() the model that trains with"
+                " BackupWorkers"
             )
         if self._in_collective or self.comm_thread.is_current:
             yield
@@ -262,7 +310,8 @@ class World:
         self._in_collective = True
         try:
             self.hooks.before_collective()
-            # without inference mode, as the communication thread writes to tensors that are made in the body
+            # without inference mode, as the communication thread writes to tensors that are made in
+            # the body
             with self.membership.collective(what), torch.inference_mode(mode=False):
                 self.hooks.when_all_came()
                 yield
@@ -275,27 +324,33 @@ class World:
             self._in_collective = False
 
     def require_all_ranks(self, what: str) -> None:
-        """Raise `UsageError` inside ``join()``, where `what` could meet the question who has data."""
+        """Raise `UsageError` inside ``join()``,
+        where `what` could meet the question who has data.
+        """
         if self.joined is not None:
             raise UsageError(
-                f"{what} inside join(): ranks that have left it take part in its steps only, so do this "
-                "before join() or after it"
+                f"{what} inside join(): ranks that have left it take part in its steps only, so do"
+                " this before join() or after it"
             )
 
     def wait(self) -> None:
-        """Wait until all exchanges are done; raises the error that ended one, on a GPU perhaps long ago.
+        """Wait until all exchanges are done; raises the error that ended one, on a GPU perhaps long
+        ago.
 
-        Call it before you save a checkpoint: on a GPU an optimizer may have stepped with gradients that never came.
+        Call it before you save a checkpoint: on a GPU an optimizer may have stepped with gradients
+        that never came.
         """
         self.comm_thread.submit(self.transport.wait).result()
         self._sums.require_no_mismatch()
 
     def connect(self, device: torch.device | str) -> None:
-        """Connect this rank's GPU `device` with those of the others, through NCCL. Collective, and done once.
+        """Connect this rank's GPU `device` with those of the others, through NCCL. Collective, and
+        done once.
 
-        `attach` and `all_reduce` do so. Each rank has one GPU of its own. Exchanges run on a stream of the
-        communication thread, after what was queued on the caller's current stream, which waits when a result is taken.
-        Raises `UsageError` for a GPU that another rank has, or if NCCL cannot be used, and `TransportError`.
+        `attach` and `all_reduce` do so. Each rank has one GPU of its own. Exchanges run on a stream
+        of the communication thread, after what was queued on the caller's current stream, which
+        waits when a result is taken. Raises `UsageError` for a GPU that another rank has, or if
+        NCCL cannot be used, and `TransportError`.
         """
         if self.size == 1:
             return
@@ -310,17 +365,27 @@ class World:
         streams = streams_of(device)
         streams.enter()
         absent = NullTransport(self.rank, self.members, self.timeout_s)
-        is_member, name = self.config is None, f"connect {self.membership.number}"
-        self.transport.add(device, self.connect_gpu(name, device, self.members) if is_member else absent)
+        is_member = self.config is None
+        name = f"connect {self.membership.number}"
+        self.transport.add(
+            device, self.connect_gpu(name, device, self.members) if is_member else absent
+        )
         self.comm_thread.streams = streams
 
     def connect_gpu(self, name: str, device: torch.device, members: Sequence[int]) -> Transport:
-        """Connect `device` with the GPUs of `members`, under a `name` that was not used before. Collective."""
+        """Connect `device` with the GPUs of `members`, under a `name` that was not used before.
+
+        Collective.
+        """
         store = PrefixStore(name, clone_connection(self.store))
         return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
 
-    def run_now(self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()) -> None:
-        """Run `schedule` once, unchecked, on the communication thread. ``members[i]`` plays rank i."""
+    def run_now(
+        self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()
+    ) -> None:
+        """Run `schedule` once, unchecked, on the communication thread.
+        ``members[i]`` plays rank i.
+        """
         mine = member_program(schedule, members or range(self.size), self.rank, self.size)
         bind(mine, buffer, self.transport, bounds=cut(schedule, buffer)).run(tag)
 
@@ -341,18 +406,22 @@ class World:
             wait_for_readers(self.store)
 
     def _on_late_failure(self, failure: TransportError) -> None:
-        """Note what ended an exchange on a GPU: no call waits for it here, but other ranks may wait for this one."""
+        """Note what ended an exchange on a GPU: no call waits for it here, but other ranks may wait
+        for this one.
+        """
         if not self.membership.is_elastic:  # else each exchange has a call that waits for it
             self.unraised_failure = None if self.comm_thread.failure or self._closed else failure
             leave_report(self.store, self.rank, failure)
             self.transport.abort_host()
 
     def close(self) -> None:
-        """Finish what was started, then close the connections. Not collective. Call it again after a Ctrl-C in it.
+        """Finish what was started, then close the connections. Not collective. Call it again after
+        a Ctrl-C in it.
 
-        It also says that this rank's data has ended. Not so in a ``finally`` that an exception passes, or in an
-        ``except``: where the others go on without lost ranks, they go on without this one, as after an error in
-        ``with``. Nor while the process ends, as by ``atexit``: what ended it does not show there.
+        It also says that this rank's data has ended. Not so in a ``finally`` that an exception
+        passes, or in an ``except``: where the others go on without lost ranks, they go on without
+        this one, as after an error in ``with``. Nor while the process ends, as by ``atexit``: what
+        ended it does not show there.
         """
         if _process_ends:
             self.membership.depart(UNFINISHED)
@@ -364,7 +433,8 @@ class World:
             self.abort(error)
         if not self.closed:
             self.hooks.before_close()
-        self._closed, self.unraised_failure = True, None
+        self._closed = True
+        self.unraised_failure = None
         if self._is_inherited:
             return
         try:
@@ -374,7 +444,8 @@ class World:
             raise
         self._runs.forget()
         self._sums.forget()
-        before_leave, self.hooks = self.hooks.before_leave, NO_HOOKS
+        before_leave = self.hooks.before_leave
+        self.hooks = NO_HOOKS
         before_leave()
         self.membership.end_membership("it closed its world", finished=True)
         if self.holds_store and isinstance(self.comm_thread.failure, Evicted | None):
@@ -384,10 +455,12 @@ class World:
         finally:
             self.membership.close()
             self.reconnect_options = None
-            self.store = HashStore()  # torch's own may end now: its next group must not find what this one left there
+            # torch's own may end now: its next group must not find what this one left there
+            self.store = HashStore()
 
     def abort(self, reason: BaseException) -> None:
-        """End the world because of `reason`: a running transfer ends, and ranks that wait for this one learn why.
+        """End the world because of `reason`: a running transfer ends, and ranks that wait for this
+        one learn why.
 
         Safe to call twice, after a failure, and while `close` waits. You must still call `close`.
         """
@@ -402,12 +475,21 @@ class World:
                 leave_report(self.store, self.rank, reason)
         finally:  # a second Ctrl-C may end the report
             self.transport.abort()
-        if is_news and self.holds_store and isinstance(reason, Exception) and not isinstance(reason, CommrtError):
+        if (
+            is_news
+            and self.holds_store
+            and isinstance(reason, Exception)
+            and not isinstance(reason, CommrtError)
+        ):
             wait_for_readers(self.store)  # the others know nothing of this rank's own errors
 
     def leave_to_parent(self) -> None:
-        """Close the world in a forked child, and tell nobody: to the other ranks the parent is this rank."""
-        self._closed, self._is_inherited, self.unraised_failure = True, True, None
+        """Close the world in a forked child, and tell nobody: to the other ranks the parent is this
+        rank.
+        """
+        self._closed = True
+        self._is_inherited = True
+        self.unraised_failure = None
         self.comm_thread.leave_to_parent()
 
     def __enter__(self) -> Self:
@@ -426,5 +508,7 @@ class World:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return the message of `error`; its name too where that says little, as for ``SystemExit(143)``."""
+    """Return the message of `error`; its name too where that says little, as for
+    ``SystemExit(143)``.
+    """
     return (str(error) if isinstance(error, Exception) else "") or repr(error)

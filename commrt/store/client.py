@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's store: how the ranks of a launch find it, calls to it that end in time, and parsers for what ranks write.
+"""torch's store: how the ranks of a launch find it, calls to it that end in time, and parsers for
+what ranks write.
 
 Rank 0 holds the store, unless the launcher does.
 
-torch's own timeouts do not help when the process that holds the store is stopped: after one has expired, the client
-asks the store to cancel the request, and waits without limit for its answer (torch 2.13).
+torch's own timeouts do not help when the process that holds the store is stopped: after one has
+expired, the client asks the store to cancel the request, and waits without limit for its answer
+(torch 2.13).
 """
 
 from __future__ import annotations
@@ -33,10 +35,23 @@ from commrt.threads.deadline import Deadline, clock
 from commrt.threads.future import outwait_calls, start_call
 
 ANSWER_S = 2.0
-"""How long the store may take to answer, from when it can. So what waits on the store itself ends before this does."""
+"""How long the store may take to answer, from when it can.
+
+So what waits on the store itself ends before this does.
+"""
 SLOW_LOOKUP_S = 2.0
-STORE_HOLDER = "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
-MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError, struct.error)
+STORE_HOLDER = (
+    "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
+)
+MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+    struct.error,
+)
 
 _log = logging.getLogger("commrt")
 _held: dict[tuple[str, int], Store] = {}
@@ -46,12 +61,15 @@ T = TypeVar("T")
 
 
 def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None = None) -> T:
-    """Return what `request`, which may use a store, returns to `rank`; it may wait for other ranks for `waits_s`.
+    """Return what `request`, which may use a store, returns to `rank`; it may wait for other ranks
+    for `waits_s`.
 
-    Another thread runs the request, and is abandoned `ANSWER_S` after that. Raises `DeadlineExceeded` then, `PeerLost`
-    if the connection to the store broke, and whatever else `request` raises. Cost: 0.035 ms.
+    Another thread runs the request, and is abandoned `ANSWER_S` after that. Raises
+    `DeadlineExceeded` then, `PeerLost` if the connection to the store broke, and whatever else
+    `request` raises. Cost: 0.035 ms.
     """
-    future, deadline = start_call(request), Deadline(limit_s := waits_s + ANSWER_S)
+    future = start_call(request)
+    deadline = Deadline(limit_s := waits_s + ANSWER_S)
     while not future.done() and (left_s := deadline.left_s) > 0:
         with suppress(TimeoutError):  # what counts is whether the answer is there when we look
             future.exception(min(left_s, deadline.poll_s))
@@ -66,19 +84,25 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
 
 def no_answer(limit_s: float, rank: int | None) -> DeadlineExceeded:
     """Return the error of a request of `rank` that the store has not answered within `limit_s`."""
-    what = f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped, or this host does not reach it"
+    what = (
+        f"the store gave no answer within {limit_s:g} s: {STORE_HOLDER} is stopped, or this host"
+        " does not reach it"
+    )
     return DeadlineExceeded(what, Place(rank=rank, peer=0))
 
 
 class TimedStore:
-    """The requests of torch's store, made by `rank`; each ends in time, see `call_store`. On any thread.
+    """The requests of torch's store, made by `rank`; each ends in time, see `call_store`. On any
+    thread.
 
-    After one that was not answered all others fail at once: a rank waits for a lost store once only.
+    After one that was not answered all others fail at once: a rank waits for a lost store once
+    only.
     """
 
     def __init__(self, connection: Store, rank: int, timeout_s: Callable[[], float]) -> None:
         self.connection = connection
-        self._rank, self._timeout_s = rank, timeout_s
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._silence: DeadlineExceeded | None = None
 
     def __getattr__(self, request: str) -> Callable[..., Any]:
@@ -100,7 +124,9 @@ class TimedStore:
 
 
 def clone_connection(store: Store) -> Store:
-    """Return a second connection to `store`, where torch can make one: requests on one connection wait in a line."""
+    """Return a second connection to `store`, where torch can make one: requests on one connection
+    wait in a line.
+    """
     with suppress(AttributeError, RuntimeError):
         another: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub is behind
         return another
@@ -108,7 +134,8 @@ def clone_connection(store: Store) -> Store:
 
 
 def parse(what: str, text: bytes | str, read: Callable[[bytes], T]) -> T:
-    """Return ``read(text)``; raise `DisagreementError`, which names it `what`, if `read` finds it malformed.
+    """Return ``read(text)``; raise `DisagreementError`, which names it `what`, if `read` finds it
+    malformed.
 
     >>> parse("its step", b"3", int)
     3
@@ -122,8 +149,9 @@ def parse(what: str, text: bytes | str, read: Callable[[bytes], T]) -> T:
 def malformed(what: str, text: bytes | str) -> DisagreementError:
     """Return the error for a value that cannot be parsed."""
     return DisagreementError(
-        f"what the store holds as {what} cannot be parsed: {text[:60]!r}. Another version of commrt or another "
-        "program writes to it: start all ranks with one version, with a MASTER_PORT of their own"
+        f"what the store holds as {what} cannot be parsed: {text[:60]!r}. Another version of commrt"
+        " or another program writes to it: start all ranks with one version, with a MASTER_PORT of"
+        " their own"
     )
 
 
@@ -140,7 +168,9 @@ def parse_int(value: object, least: int = 0) -> int:
 
 
 def typed(values: Any, *kinds: type | UnionType) -> list[Any]:
-    """Return `values` if they are a list of these kinds, with whole numbers from 0 on; else raise `ValueError`."""
+    """Return `values` if they are a list of these kinds, with whole numbers from 0 on; else raise
+    `ValueError`.
+    """
     require(isinstance(values, list))
     for value, kind in zip(values, kinds, strict=True):
         if type(value) is int:
@@ -150,7 +180,9 @@ def typed(values: Any, *kinds: type | UnionType) -> list[Any]:
 
 
 def meet(launch: Launch, timeout_s: float) -> Store:
-    """Return the store of `launch`, which rank 0 makes if the launcher holds none; raises `TransportError`."""
+    """Return the store of `launch`, which rank 0 makes if the launcher holds none; raises
+    `TransportError`.
+    """
     where = launch.address, launch.port
     if where in _held:
         return _held[where]
@@ -166,8 +198,9 @@ def meet(launch: Launch, timeout_s: float) -> Store:
 def _at_exit() -> None:
     """Wait for requests that nobody needs any more: the end of the store would wake them.
 
-    A thread that comes back from C++ while the interpreter ends aborts the process. The process that holds the store
-    need not wait: there the store ends with the process, after the interpreter.
+    A thread that comes back from C++ while the interpreter ends aborts the process. The process
+    that holds the store need not wait: there the store ends with the process, after the
+    interpreter.
     """
     if not _held:
         outwait_calls(ANSWER_S)
@@ -180,11 +213,14 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this host that leads to `towards`; raises `TransportError` if none does."""
+    """Return the address of this host that leads to `towards`; raises `TransportError` if none
+    does.
+    """
     route, why = _find_route(towards)
     if route is None:
         raise TransportError(
-            f"no network of this host leads to {towards} ({why}): does its name resolve here, and is there a route"
+            f"no network of this host leads to {towards} ({why}): does its name resolve here, and"
+            " is there a route"
         )
     return route[1]
 
@@ -235,10 +271,14 @@ def _route(host: str) -> tuple[str, str] | None:
 
 
 def _find_route(host: str) -> tuple[tuple[str, str] | None, str]:
-    """Return an address of `host` and the one of this host that leads to it, the loopback last; or None, and why."""
-    routes, why = list[tuple[str, str]](), ""
+    """Return an address of `host` and the one of this host that leads to it, the loopback last; or
+    None, and why.
+    """
+    routes = list[tuple[str, str]]()
+    why = ""
     try:
-        for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):  # 9: discard
+        # 9: discard
+        for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             try:
                 with socket.socket(family, kind) as probe:
                     probe.connect(target)  # sends nothing: the kernel only chooses
@@ -251,7 +291,8 @@ def _find_route(host: str) -> tuple[tuple[str, str] | None, str]:
 
 
 def host_identity() -> str | None:
-    """Return a text that is equal in two processes if they can share memory; None if this platform cannot.
+    """Return a text that is equal in two processes if they can share memory; None if this platform
+    cannot.
 
     It contains the network namespace, because abstract socket names are not visible outside of it.
     """
@@ -272,18 +313,32 @@ def _number(address: str) -> IPv4Address | IPv6Address | None:
 
 
 def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
-    at, place = f"{launch.address}:{launch.port}", Place(rank=launch.rank, peer=0)
+    at = f"{launch.address}:{launch.port}"
+    place = Place(rank=launch.rank, peer=0)
     listener = _listener(launch) if holds_it else None
     time_reverse_lookup(launch.address)
     # With multi_tenant, groups of torch.distributed in this process can share it.
-    make = partial(TCPStore, launch.address, launch.port, is_master=holds_it, wait_for_workers=False, multi_tenant=True)
-    limit, begun_s = timedelta(seconds=timeout_s), clock.now_s()
+    make = partial(
+        TCPStore,
+        launch.address,
+        launch.port,
+        is_master=holds_it,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    limit = timedelta(seconds=timeout_s)
+    begun_s = clock.now_s()
     try:
-        return call_store(lambda: make(timeout=limit, master_listen_fd=listener), timeout_s, launch.rank)
+        return call_store(
+            lambda: make(timeout=limit, master_listen_fd=listener), timeout_s, launch.rank
+        )
     except (RuntimeError, PeerLost, DeadlineExceeded) as error:
         passed_s = min(clock.now_s() - begun_s, timeout_s)
         if holds_it and "EADDRINUSE" in f"{error} {error.__cause__}":
-            what = f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on every rank"
+            what = (
+                f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on"
+                " every rank"
+            )
             raise TransportError(what, Place(rank=launch.rank)) from error
         if (why := _why_unreachable(launch.address, launch.port)) is None:
             what = (
@@ -315,8 +370,8 @@ def _why_unreachable(host: str, port: int) -> str | None:
 def _listener(launch: Launch) -> int | None:
     """Return a socket that listens on the launch's address only; torch itself would listen on all.
 
-    None if the port is taken, perhaps by a store of this process, which torch shares; and if the address is a name, or
-    not this machine's own, as behind NAT.
+    None if the port is taken, perhaps by a store of this process, which torch shares; and if the
+    address is a name, or not this machine's own, as behind NAT.
     """
     if (number := _number(launch.address)) is not None:
         with suppress(OSError):
@@ -331,6 +386,10 @@ def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def hold(listener: socket.socket) -> Store:
-    """Return a store in this process for the ranks that connect to `listener`, which it takes over."""
+    """Return a store in this process for the ranks that connect to `listener`,
+    which it takes over.
+    """
     host, port = listener.getsockname()[:2]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

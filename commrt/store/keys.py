@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys on the store that outlive a call: where they stand, and when they go.
 
-A launcher's store lives as long as the launcher, and a job may make groups and attach models as often as it likes.
+A launcher's store lives as long as the launcher, and a job may make groups and attach models as
+often as it likes.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ def delete_keys(store: Store, is_over: Callable[[str], bool] = lambda _: True) -
 
     They stay in a store that cannot list them: of torch before 2.13, or of a kind of its own.
     """
-    with suppress(AttributeError, RuntimeError):  # a store that was lost is noticed by the next request
+    # a store that was lost is noticed by the next request
+    with suppress(AttributeError, RuntimeError):
         for key in filter(is_over, store.list_keys()):
             store.delete_key(key)
 
 
 def store_of_model(store: Store, number: int) -> Store:
-    """Return the part of a world's `store` that the model which was attached as the `number`-th uses."""
+    """Return the part of a world's `store` that the model which was attached as the `number`-th
+    uses.
+    """
     return PrefixStore(f"model {number}", store)
 
 
 def delete_earlier_models(store: Store, number: int) -> None:
-    """Delete what models that were attached before the `number`-th have left; once no rank uses them any more."""
+    """Delete what models that were attached before the `number`-th have left; once no rank uses
+    them any more.
+    """
 
     def is_over(key: str) -> bool:
         found = MODEL.match(key)

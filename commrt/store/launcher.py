@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank, world size and address of the store, from the variables that a launcher sets; and commrt's own variables.
+"""Rank, world size and address of the store, from the variables that a launcher sets; and commrt's
+own variables.
 
-The only module through which training reads environment variables. Known launchers: torchrun (and anything that sets
-RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
+The only module through which training reads environment variables. Known launchers: torchrun (and
+anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
 
-In a Slurm job, batch scripts and shells also see most of Slurm's variables (SLURM_PROCID=0, SLURM_NTASKS), although
-Slurm started no other rank. So only the variables of a job step count. A step of one task is no launch either: it may
-be a shell (salloc, ``srun --pty bash``) from which somebody starts workers.
+In a Slurm job, batch scripts and shells also see most of Slurm's variables (SLURM_PROCID=0,
+SLURM_NTASKS), although Slurm started no other rank. So only the variables of a job step count. A
+step of one task is no launch either: it may be a shell (salloc, ``srun --pty bash``) from which
+somebody starts workers.
 
-Without MASTER_PORT the port is derived from a value that differs between jobs of one machine, if the launcher sets one.
+Without MASTER_PORT the port is derived from a value that differs between jobs of one machine, if
+the launcher sets one.
 """
 
 from __future__ import annotations
@@ -25,10 +28,19 @@ from commrt.errors import UsageError
 from commrt.threads.deadline import DEFAULT_TIMEOUT_S, require_deadlines
 
 LOOPBACK = "127.0.0.1"
-TRANSPORTS = {"shared": "commrt.transport.shared:SharedTransport", "gloo": "commrt.transport.gloo:GlooTransport"}
+TRANSPORTS = {
+    "shared": "commrt.transport.shared:SharedTransport",
+    "gloo": "commrt.transport.gloo:GlooTransport",
+}
 """Transports for host memory by name: the class of each, which is imported when ranks connect."""
-GPU_TRANSPORTS = {"peers": "commrt.transport.peers:connect", "nccl": "commrt.transport.nccl:NcclTransport"}
-"""Transports for GPUs by name: what connects a rank. The first one is taken where COMMRT_TRANSPORT names none."""
+GPU_TRANSPORTS = {
+    "peers": "commrt.transport.peers:connect",
+    "nccl": "commrt.transport.nccl:NcclTransport",
+}
+"""Transports for GPUs by name: what connects a rank.
+
+The first one is taken where COMMRT_TRANSPORT names none.
+"""
 VARIABLES = (
     "COMMRT_CLUSTER",  # name or file of the cluster for which the backend chooses schedules
     "COMMRT_NVTX",  # 1: ranges for Nsight
@@ -70,7 +82,9 @@ class _Launcher:
     job: tuple[str, ...]
     """Whose values together differ between jobs of one machine, to derive a port from."""
     sign: str
-    """Must be set too: tells launchers that share `rank` apart, and a Slurm step from the rest of its job."""
+    """Must be set too: tells launchers that share `rank` apart, and a Slurm step from the rest of
+    its job.
+    """
 
 
 SLURM = _Launcher(
@@ -83,23 +97,58 @@ COUNT = re.compile(r"\s*([0-9]{1,18})(\(x[0-9]+\))?(,[0-9(),x]*)?\s*", re.ASCII)
 """Slurm writes those of several nodes as 4(x2),3."""
 HOST = re.compile(r"[^\s\[\]]+")
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps of srun from 0; those of batch scripts and of salloc's shell are above this."""
+"""Slurm numbers the steps of srun from 0; those of batch scripts and of salloc's shell are above
+this.
+"""
 LAUNCHERS = (
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("TORCHELASTIC_RUN_ID",), "RANK"),
     _Launcher(
-        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",), "OMPI_COMM_WORLD_RANK",
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        ("TORCHELASTIC_RUN_ID",),
+        "RANK",
     ),
-    _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID",), "MPI_LOCALRANKID"),
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",),
+        "OMPI_COMM_WORLD_RANK",
+    ),
+    _Launcher(
+        "MPICH",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        ("PMI_JOBID",),
+        "MPI_LOCALRANKID",
+    ),
     SLURM,
-    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", ("PMI_JOBID",), "PMI_RANK"),
-)  # fmt: skip
-"""In order of precedence. mpirun inside a Slurm job starts its helpers with srun, so that its processes find the
-variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's own mpiexec sets."""
+    _Launcher(
+        "PMI",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "PMI_LOCAL_RANK",
+        "PMI_LOCAL_SIZE",
+        ("PMI_JOBID",),
+        "PMI_RANK",
+    ),
+)
+"""In order of precedence. mpirun inside a Slurm job starts its helpers with srun, so that its
+processes find the variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not
+what MPICH's own mpiexec sets.
+"""
 
 
 def variable(name: str) -> str:
-    """Return an environment variable, empty if it is not set: one of commrt's own, or one that Gloo or NCCL reads."""
+    """Return an environment variable, empty if it is not set: one of commrt's own, or one that Gloo
+    or NCCL reads.
+    """
     return os.environ.get(name, "")
 
 
@@ -115,7 +164,8 @@ def launched(env: Mapping[str, str] = os.environ, up_to: int | None = None) -> L
 
     Raises `UsageError` for variables that contradict each other or are no numbers.
 
-    >>> launched({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
+    >>> address = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    >>> launched({"RANK": "1", "WORLD_SIZE": "4", **address}).rank
     1
     >>> launched({}) is None
     True
@@ -123,18 +173,30 @@ def launched(env: Mapping[str, str] = os.environ, up_to: int | None = None) -> L
     known = _recognised(env)
     if known is None:
         if env.get("WORLD_SIZE", "1") != "1":
-            raise UsageError(f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not: set both, or neither")
+            raise UsageError(
+                f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not: set both, or neither"
+            )
         return None
     if known.size not in env:
-        raise UsageError(f"{known.rank} is set but {known.size} is not: set both, or neither to run as one process")
-    rank, size = _integer(env, known.rank), _integer(env, known.size)
+        raise UsageError(
+            f"{known.rank} is set but {known.size} is not: set both, or neither to run as one"
+            " process"
+        )
+    rank = _integer(env, known.rank)
+    size = _integer(env, known.size)
     if rank >= max(size, up_to or 0):
         last = "size-1" if up_to is None else f"up_to-1, and up_to={up_to}"
-        raise UsageError(f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are 0..{last}")
+        raise UsageError(
+            f"{known.rank}={rank} and {known.size}={size} contradict each other: ranks are"
+            f" 0..{last}"
+        )
     local_size = _integer(env, known.local_size, 0, COUNT if known is SLURM else NUMBER)
     address = env.get("MASTER_ADDR") or _address(known, env, size, local_size)
     if not HOST.fullmatch(address):
-        raise UsageError(f"MASTER_ADDR={address!r:.80} is no address: set it to the name or number of rank 0's host")
+        raise UsageError(
+            f"MASTER_ADDR={address!r:.80} is no address: set it to the name or number of rank 0's"
+            " host"
+        )
     job = "" if "MASTER_PORT" in env else ".".join(env[name] for name in known.job if env.get(name))
     port = _integer(env, "MASTER_PORT", _port(job))
     if not 0 < port < 65536:
@@ -142,9 +204,15 @@ def launched(env: Mapping[str, str] = os.environ, up_to: int | None = None) -> L
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
     local_rank = _integer(env, known.local_rank, 0)
-    if known.local_size in env and known is not SLURM and local_rank >= local_size:  # Slurm's is that of its first node
-        raise UsageError(f"{known.local_rank}={local_rank} and {known.local_size}={local_size} contradict each other")
-    return Launch(known.name, rank, size, local_rank, local_size, address, port, agent, attempt, job)
+    # Slurm's is that of its first node
+    if known.local_size in env and known is not SLURM and local_rank >= local_size:
+        raise UsageError(
+            f"{known.local_rank}={local_rank} and {known.local_size}={local_size} contradict each"
+            " other"
+        )
+    return Launch(
+        known.name, rank, size, local_rank, local_size, address, port, agent, attempt, job
+    )
 
 
 def default_timeout_s(env: Mapping[str, str] = os.environ) -> float:
@@ -157,23 +225,34 @@ def default_timeout_s(env: Mapping[str, str] = os.environ) -> float:
 
 
 def chosen_transport(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return what COMMRT_TRANSPORT asks for: shared or gloo, peers or nccl for GPUs, or None if nothing is."""
-    kind, known = env.get("COMMRT_TRANSPORT"), (*TRANSPORTS, *GPU_TRANSPORTS)
+    """Return what COMMRT_TRANSPORT asks for: shared or gloo, peers or nccl for GPUs, or None if
+    nothing is.
+    """
+    kind = env.get("COMMRT_TRANSPORT")
+    known = (*TRANSPORTS, *GPU_TRANSPORTS)
     if kind not in (None, *known):
-        raise UsageError(f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(known)}, or unset it")
+        raise UsageError(
+            f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(known)}, or unset it"
+        )
     return kind
 
 
-def _integer(env: Mapping[str, str], name: str, default: int | None = None, form: re.Pattern[str] = NUMBER) -> int:
+def _integer(
+    env: Mapping[str, str], name: str, default: int | None = None, form: re.Pattern[str] = NUMBER
+) -> int:
     text = env.get(name, "" if default is None else str(default))
     number = form.fullmatch(text)
     if number is None:
-        raise UsageError(f"{name}={text!r:.80} is no number: the launcher must set it to 0, 1, 2, ...")
+        raise UsageError(
+            f"{name}={text!r:.80} is no number: the launcher must set it to 0, 1, 2, ..."
+        )
     return int(number[1])
 
 
 def _recognised(env: Mapping[str, str]) -> _Launcher | None:
-    """Return who started this process; None in a Slurm job, unless srun started it in a step of several tasks."""
+    """Return who started this process; None in a Slurm job, unless srun started it in a step of
+    several tasks.
+    """
     known = next((one for one in LAUNCHERS if one.rank in env and one.sign in env), None)
     if known is not SLURM:
         return known
@@ -202,7 +281,10 @@ def first_host(nodelist: str) -> str:
     head = re.split(r",(?![^\[]*\])", nodelist)[0]  # at a comma outside brackets
     first = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", head)
     if not HOST.fullmatch(first):
-        raise UsageError(f"Slurm's node list {nodelist!r:.80} begins with no host: set MASTER_ADDR to that of rank 0")
+        raise UsageError(
+            f"Slurm's node list {nodelist!r:.80} begins with no host: set MASTER_ADDR to that of"
+            " rank 0"
+        )
     return first
 
 

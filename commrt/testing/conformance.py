@@ -28,7 +28,8 @@ from commrt.errors import DeadlineExceeded, TransportClosed, TransportError, Usa
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 Make = Callable[[int, float], Sequence[Transport]]
-"""(ranks, timeout_s) -> the transports of a new world, by rank; may connect in threads of its own."""
+"""(ranks, timeout_s) -> the transports of a new world, by rank; may connect in threads of its own.
+"""
 Check = Callable[[Make], None]
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)
@@ -49,14 +50,17 @@ def a_ring_of_five_turns(make: Make) -> None:
     """Each rank sends right and receives from the left, a hundred times with one bound group."""
 
     def body(t: Transport) -> float:
-        held, arriving = torch.tensor([float(t.rank)]), torch.empty(1)
+        held = torch.tensor([float(t.rank)])
+        arriving = torch.empty(1)
         turn = _bind(t, [((t.rank + 1) % 5, held)], [((t.rank - 1) % 5, arriving)])
         for _ in range(100):
             turn(NOW)
             held.copy_(arriving)
         return held.item()
 
-    _require(_on_all(make(5, LONG_S), body) == [0.0, 1.0, 2.0, 3.0, 4.0], "values came out of order")
+    _require(
+        _on_all(make(5, LONG_S), body) == [0.0, 1.0, 2.0, 3.0, 4.0], "values came out of order"
+    )
 
 
 def transfers_of_a_pair_keep_their_order(make: Make) -> None:
@@ -68,11 +72,16 @@ def transfers_of_a_pair_keep_their_order(make: Make) -> None:
             _one_way(t, *part)(NOW)
         return [each[0].item() for each in data]
 
-    _require(_on_all(make(2, LONG_S), body)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "transfers overtook each other")
+    _require(
+        _on_all(make(2, LONG_S), body)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+        "transfers overtook each other",
+    )
 
 
 def peers_progress_independently(make: Make) -> None:
-    """Three ranks swap in one group, name their peers in different orders, and none waits for ever."""
+    """Three ranks swap in one group, name their peers in different orders,
+    and none waits for ever.
+    """
 
     def body(t: Transport) -> list[float]:
         others = [(t.rank + k) % 3 for k in (1, 2)]
@@ -130,12 +139,17 @@ def parts_of_a_buffer_travel_alone(make: Make) -> None:
 
 
 def what_is_only_read_stays_until_it_was_read(make: Make) -> None:
-    """A sender may overwrite what it sent as soon as its group ends, even if the receiver reads it in place."""
+    """A sender may overwrite what it sent as soon as its group ends, even if the receiver reads it
+    in place.
+    """
 
     def body(t: Transport) -> list[float]:
-        mine, theirs = torch.zeros(8), torch.zeros(8)
-        large, received = t.allocate(40_000, torch.float32), t.allocate(40_000, torch.float32)
-        right, left = (t.rank + 1) % 3, (t.rank - 1) % 3
+        mine = torch.zeros(8)
+        theirs = torch.zeros(8)
+        large = t.allocate(40_000, torch.float32)
+        received = t.allocate(40_000, torch.float32)
+        right = (t.rank + 1) % 3
+        left = (t.rank - 1) % 3
         sends = [P2PMessage(right, data) for data in (mine, large)]
         recvs = [P2PMessage(left, data) for data in (theirs, received)]
         run = t.bind(P2PGroup(sends, recvs, reads=True))
@@ -166,15 +180,21 @@ def a_transfer_to_self_is_a_copy(make: Make) -> None:
     """A rank's messages to itself are copied in order."""
 
     def body(t: Transport) -> list[float]:
-        sources, targets = [torch.tensor([float(i)]) for i in (1, 2)], [torch.empty(1) for _ in range(2)]
+        sources = [torch.tensor([float(i)]) for i in (1, 2)]
+        targets = [torch.empty(1) for _ in range(2)]
         _bind(t, [(t.rank, data) for data in sources], [(t.rank, data) for data in targets])(NOW)
         return [target.item() for target in targets]
 
-    _require(_on_all(_impatient(make, 2), body) == [[1.0, 2.0]] * 2, "self transfers were lost or swapped")
+    _require(
+        _on_all(_impatient(make, 2), body) == [[1.0, 2.0]] * 2,
+        "self transfers were lost or swapped",
+    )
 
 
 def half_a_self_transfer_and_an_unknown_peer_are_refused(make: Make) -> None:
-    """Binding a send to itself without its receive, or to a rank that does not exist, raises `UsageError`."""
+    """Binding a send to itself without its receive, or to a rank that does not exist, raises
+    `UsageError`.
+    """
     transport = _impatient(make, 2)[0]
     for peer in (0, 2):
         _raises(UsageError, partial(_bind, transport, [(peer, torch.ones(1))]))
@@ -186,7 +206,9 @@ def a_silent_peer_ends_in_a_deadline_that_names_it(make: Make) -> None:
     run = _bind(transports[0], recvs=[(2, torch.empty(5))], hop=4)
     begin = monotonic()
     place = _raises(DeadlineExceeded, lambda: run(NOW)).place
-    _require(SHORT_S * 0.8 <= monotonic() - begin < SHORT_S * 8, f"it took {monotonic() - begin:.2f} s")
+    _require(
+        SHORT_S * 0.8 <= monotonic() - begin < SHORT_S * 8, f"it took {monotonic() - begin:.2f} s"
+    )
     got = (place.rank, place.peer, place.step, place.bucket, place.hop, place.nbytes)
     _require(got == (0, 2, 7, 3, 4, 20), f"it names {place}")
 
@@ -225,7 +247,10 @@ def _require_released(make: Make, leave: Callable[[Transport], None]) -> None:
     run = _bind(transports[0], recvs=[(1, torch.empty(5))])
     held = _bind(transports[1], [(0, torch.ones(5))])
     error = _error_of_waiting(run, lambda: leave(transports[1]))
-    _require(isinstance(error, TransportError) and error.place.peer == 1, f"expected one that names 1, got {error!r}")
+    _require(
+        isinstance(error, TransportError) and error.place.peer == 1,
+        f"expected one that names 1, got {error!r}",
+    )
     _raises(TransportClosed, lambda: held(NOW))
 
 
@@ -238,7 +263,9 @@ def an_abort_ends_the_group_that_is_running(make: Make) -> None:
 
 
 def _error_of_waiting(run: Exchange, end: Callable[[], None]) -> BaseException | None:
-    """Return the error of `run` on another thread after `end` was called; fails if it waits for the deadline."""
+    """Return the error of `run` on another thread after `end` was called; fails if it waits for the
+    deadline.
+    """
     begin = monotonic()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, NOW)
@@ -262,9 +289,13 @@ def what_was_sent_arrives_though_the_sender_closes(make: Make) -> None:
 
 
 def a_closed_transport_refuses(make: Make) -> None:
-    """A group raises `TransportClosed`, bound before or not. Closing again is fine, and allocated memory stays."""
+    """A group raises `TransportClosed`, bound before or not.
+
+    Closing again is fine, and allocated memory stays.
+    """
     transport = _impatient(make, 2)[0]
-    run, kept = _bind(transport, [(1, torch.ones(1))]), transport.allocate(3, torch.float32)
+    run = _bind(transport, [(1, torch.ones(1))])
+    kept = transport.allocate(3, torch.float32)
     for leave in (transport.close, transport.close, transport.abort):
         leave()
         _raises(TransportClosed, lambda: run(NOW))
@@ -273,7 +304,9 @@ def a_closed_transport_refuses(make: Make) -> None:
 
 
 def a_forked_child_takes_nothing_from_its_parent(make: Make) -> None:
-    """A child that closes what it has inherited, and ends, leaves the parent's connections as they are."""
+    """A child that closes what it has inherited, and ends, leaves the parent's connections as they
+    are.
+    """
     transports = make(2, LONG_S)
 
     def close_all() -> None:
@@ -294,22 +327,31 @@ def a_forked_child_takes_nothing_from_its_parent(make: Make) -> None:
         _one_way(t, data)(NOW)
         return data.mean().item()
 
-    _require(_on_all(transports, body) == [2.0, 2.0], "the child has changed what the parent receives")
+    _require(
+        _on_all(transports, body) == [2.0, 2.0], "the child has changed what the parent receives"
+    )
 
 
 def sizes_that_differ_never_pass_for_success(make: Make) -> None:
     """At least the receiver gets an error, at the latest by the deadline."""
-    _require(_fails_at_receiver(_impatient(make, 2), [4, 5], [NOW, NOW]), "4 elements were taken for 5")
+    _require(
+        _fails_at_receiver(_impatient(make, 2), [4, 5], [NOW, NOW]), "4 elements were taken for 5"
+    )
 
 
 def calls_that_differ_never_pass_for_success(make: Make) -> None:
-    """The receiver gets an error, at the latest by the deadline, where messages carry the number of their call."""
+    """The receiver gets an error, at the latest by the deadline, where messages carry the number of
+    their call.
+    """
     transports = _impatient(make, 2)
     fails = _fails_at_receiver(transports, [4, 4], [NOW._replace(call=rank) for rank in range(2)])
-    _require(fails or "nccl" in transports[1].kind, "one call was taken for another")  # which has no room
+    # which has no room
+    _require(fails or "nccl" in transports[1].kind, "one call was taken for another")
 
 
-def _fails_at_receiver(transports: Sequence[Transport], numels: Sequence[int], tags: Sequence[Tag]) -> bool:
+def _fails_at_receiver(
+    transports: Sequence[Transport], numels: Sequence[int], tags: Sequence[Tag]
+) -> bool:
     def body(t: Transport) -> bool:
         try:
             _one_way(t, torch.ones(numels[t.rank]))(tags[t.rank])
@@ -321,13 +363,17 @@ def _fails_at_receiver(transports: Sequence[Transport], numels: Sequence[int], t
 
 
 CHECKS: tuple[Check, ...] = tuple(
-    value for value in list(globals().values()) if isfunction(value) and [*signature(value).parameters] == ["make"]
+    value
+    for value in list(globals().values())
+    if isfunction(value) and [*signature(value).parameters] == ["make"]
 )
 """All checks, in order: the functions of this module that take `make` alone."""
 
 
 def _bind(transport: Transport, sends: Ends = (), recvs: Ends = (), hop: int = 0) -> Exchange:
-    return transport.bind(P2PGroup([P2PMessage(*end) for end in sends], [P2PMessage(*end) for end in recvs], hop))
+    return transport.bind(
+        P2PGroup([P2PMessage(*end) for end in sends], [P2PMessage(*end) for end in recvs], hop)
+    )
 
 
 def _one_way(transport: Transport, *data: Tensor) -> Exchange:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inject faults: a transport that fails, delays or drops transfers, chosen by rank, step and bucket."""
+"""Inject faults: a transport that fails, delays or drops transfers, chosen by rank, step and
+bucket.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ drop_at = partial(Fault, "drop")
 
 
 def with_faults(*faults: Fault) -> Callable[[Transport], Transport]:
-    """Return the `wrap` argument of ``run_ranks(..., wrap=with_faults(fail_at(rank=1, step=3)))``."""
+    """Return the `wrap` argument of ``run_ranks(..., wrap=with_faults(fail_at(rank=1,
+    step=3)))``.
+    """
 
     def wrap(transport: Transport) -> Transport:
         own = [fault for fault in faults if fault.rank in (None, transport.rank)]
@@ -44,14 +48,26 @@ def with_faults(*faults: Fault) -> Callable[[Transport], Transport]:
 
 
 def _bind(
-    bind: Callable[[P2PGroup], Exchange], rank: int, faults: Sequence[Fault], delayed: set[Tag], group: P2PGroup
+    bind: Callable[[P2PGroup], Exchange],
+    rank: int,
+    faults: Sequence[Fault],
+    delayed: set[Tag],
+    group: P2PGroup,
 ) -> Exchange:
-    """Bind `group` so that it runs with `faults`; `delayed` has what was: once per bucket, not once per hop."""
+    """Bind `group` so that it runs with `faults`; `delayed` has what was: once per bucket, not once
+    per hop.
+    """
     run_all = bind(group)
-    run_without_sends = bind(replace(group, sends=[message for message in group.sends if message.peer == rank]))
+    run_without_sends = bind(
+        replace(group, sends=[message for message in group.sends if message.peer == rank])
+    )
 
     def run(tag: Tag) -> EndLoan | None:
-        found = [each for each in faults if each.step in (None, tag.step) and each.bucket in (None, tag.bucket)]
+        found = [
+            each
+            for each in faults
+            if each.step in (None, tag.step) and each.bucket in (None, tag.bucket)
+        ]
         kinds = {fault.kind for fault in found}
         if "fail" in kinds:
             raise TransportError("an injected failure", tag.place(rank, group.hop))

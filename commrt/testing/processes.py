@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a function once per rank in real processes on this machine, with their store on the loopback.
 
-`run_processes` is for tests, of which each rank may end in its own way. `run_workers` is for programs that a user waits
-for: workers are forked from this process, which imports and reads once, before it forks, what takes seconds. It must
-not have threads then, and torch must not compute with several: a forked process lacks them and would wait for them
-forever. No worker outlives its parent.
+`run_processes` is for tests, of which each rank may end in its own way. `run_workers` is for
+programs that a user waits for: workers are forked from this process, which imports and reads once,
+before it forks, what takes seconds. It must not have threads then, and torch must not compute with
+several: a forked process lacks them and would wait for them forever. No worker outlives its parent.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ Start = Literal["forkserver", "spawn"]
 Body = Callable[..., Any]
 RESTART = "restart"
 OnMessage = Callable[[int, Any, BaseProcess], bool | str | None]
-"""Called with (rank, message, process). Returns True if the rank needs not end by itself, `RESTART` to start another
-process in its place."""
+"""Called with (rank, message, process). Returns True if the rank needs not end by itself, `RESTART`
+to start another process in its place.
+"""
 
 
 @dataclass(slots=True)
@@ -79,14 +80,15 @@ def run_processes(
 ) -> list[Outcome]:
     """Start `size` processes with torchrun's variables set, each calling ``body(tell, *args)``.
 
-    `body` must be importable by a new process. What it passes to ``tell(message)`` arrives here while it runs:
-    `on_message` is called with the rank, the message and the process (to kill or stop it). Processes that still run
-    after `limit_s` are killed; none survives this call.
+    `body` must be importable by a new process. What it passes to ``tell(message)`` arrives here
+    while it runs: `on_message` is called with the rank, the message and the process (to kill or
+    stop it). Processes that still run after `limit_s` are killed; none survives this call.
 
-    With `holds_store` this process holds their store, as torchrun's agent does, so that rank 0 may die like any other.
+    With `holds_store` this process holds their store, as torchrun's agent does, so that rank 0 may
+    die like any other.
 
-    Processes are forked from one that has imported torch and done nothing else, in 0.1 s each; with `start` "spawn"
-    each is new, and imports for itself, in 2 to 3 s.
+    Processes are forked from one that has imported torch and done nothing else, in 0.1 s each; with
+    `start` "spawn" each is new, and imports for itself, in 2 to 3 s.
     """
     context: Any = get_context(start)
     context.set_forkserver_preload(IMPORTED)  # of "forkserver" only
@@ -102,19 +104,26 @@ def run_processes(
     return crew.outcomes
 
 
-def run_workers(workers: int, body: Callable[[], T], may_lose: int = 0, limit_s: float | None = None) -> dict[int, T]:
-    """Call `body` in `workers` forked processes, with torchrun's variables set; return the results by rank.
+def run_workers(
+    workers: int, body: Callable[[], T], may_lose: int = 0, limit_s: float | None = None
+) -> dict[int, T]:
+    """Call `body` in `workers` forked processes, with torchrun's variables set; return the results
+    by rank.
 
-    Up to `may_lose` workers may be killed; they are missing in the result. Call it from the main thread.
+    Up to `may_lose` workers may be killed; they are missing in the result. Call it from the main
+    thread.
 
-    Raises `CommrtError` for the first failure, of the worker's type if that is invalid input; also if workers still
-    run after `limit_s`. A signal that ends this process raises `KeyboardInterrupt` with that signal.
+    Raises `CommrtError` for the first failure, of the worker's type if that is invalid input; also
+    if workers still run after `limit_s`. A signal that ends this process raises `KeyboardInterrupt`
+    with that signal.
     """
     listener = listen()
     crew = _Crew(workers, _work, (body, listener, os.getpid()), get_context("fork"), listener, inf)
     try:
         with _started(crew):
-            crew.listen(inf if limit_s is None else limit_s, patience_s=lambda: _verdict(crew, may_lose)[1])
+            crew.listen(
+                inf if limit_s is None else limit_s, patience_s=lambda: _verdict(crew, may_lose)[1]
+            )
         if error := _verdict(crew, may_lose)[0]:
             raise error
         if silent := sorted(rank for rank in crew.running if crew.outcomes[rank].value is None):
@@ -125,12 +134,23 @@ def run_workers(workers: int, body: Callable[[], T], may_lose: int = 0, limit_s:
 
 
 class _Crew:
-    """The processes of one run, and how they end. With a `listener`, this process holds their store."""
+    """The processes of one run, and how they end.
+
+    With a `listener`, this process holds their store.
+    """
 
     def __init__(
-        self, size: int, body: Body, args: Sequence[Any], context: Any, listener: socket.socket | None, dump_s: float
+        self,
+        size: int,
+        body: Body,
+        args: Sequence[Any],
+        context: Any,
+        listener: socket.socket | None,
+        dump_s: float,
     ) -> None:
-        self._given, self._context, self._listener = (dump_s, body, args), context, listener
+        self._given = (dump_s, body, args)
+        self._context = context
+        self._listener = listener
         self._port = free_port() if listener is None else int(listener.getsockname()[1])
         self._store: Store | None = None
         self.outcomes = [Outcome(rank) for rank in range(size)]
@@ -149,20 +169,28 @@ class _Crew:
                 what = f"worker {rank} of {size} could not be started: {error}"
                 raise CommrtError(f"{what}: ask for fewer, or raise the limit (ulimit)") from error
         if self._listener is not None:
-            self._store = hold(self._listener)  # starts threads, so it comes after forks; who connects earlier waits
+            # starts threads, so it comes after forks; who connects earlier waits
+            self._store = hold(self._listener)
 
     def _start(self, rank: int) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
         environment = _environment(rank, len(self.outcomes), self._port, self._listener is not None)
-        process = self._context.Process(target=_child, args=(environment, theirs, *self._given), daemon=True)
+        process = self._context.Process(
+            target=_child, args=(environment, theirs, *self._given), daemon=True
+        )
         process.start()
         theirs.close()
         self.processes[rank], self.running[rank] = process, ours
 
     def listen(
-        self, limit_s: float, on_message: OnMessage | None = None, patience_s: Callable[[], float] = lambda: inf
+        self,
+        limit_s: float,
+        on_message: OnMessage | None = None,
+        patience_s: Callable[[], float] = lambda: inf,
     ) -> None:
-        """Note what the processes send until all have ended, at most for `limit_s`, and `patience_s` for the next."""
+        """Note what the processes send until all have ended, at most for `limit_s`, and
+        `patience_s` for the next.
+        """
         deadline = monotonic() + limit_s
         while self.running and (left_s := min(deadline - monotonic(), patience_s())) > 0:
             ready = wait(self.running.values(), None if left_s == inf else left_s)
@@ -172,7 +200,8 @@ class _Crew:
                 self._hear(rank, on_message)
 
     def _hear(self, rank: int, on_message: OnMessage | None) -> None:
-        outcome, process = self.outcomes[rank], self.processes[rank]
+        outcome = self.outcomes[rank]
+        process = self.processes[rank]
         try:
             kind, content, outcome.seconds = self.running[rank].recv()
         except (EOFError, OSError):
@@ -208,12 +237,15 @@ class _Crew:
         self._store = None  # the traceback of an error may keep this object alive
 
 
-def _work(_: object, body: Callable[[], object], listener: socket.socket, parent: int) -> tuple[str, object]:
+def _work(
+    _: object, body: Callable[[], object], listener: socket.socket, parent: int
+) -> tuple[str, object]:
     """Run in a worker; return "" and the value of `body`, or the name of its error and the text.
 
     The parent alone handles Ctrl-C, which reaches all processes of a terminal.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills this process when its parent ends
+    # the kernel kills this process when its parent ends
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -229,7 +261,8 @@ def _verdict(crew: _Crew, may_lose: int) -> tuple[CommrtError | None, float]:
 
     A death comes first: it may have caused the failures.
     """
-    dead, failed = list[str](), list[tuple[int, str, str]]()
+    dead = list[str]()
+    failed = list[tuple[int, str, str]]()
     for each in crew.ended:
         code = each.exit_code or 0
         silence = f"silence: it ended with exit code {code} and sent no result"
@@ -242,18 +275,26 @@ def _verdict(crew: _Crew, may_lose: int) -> tuple[CommrtError | None, float]:
     if len(dead) > may_lose:
         spare = f"can do without {may_lose}" if may_lose else "needs all"
         needs = f"this run {spare} of its {len(crew.outcomes)} workers"
-        return CommrtError(f"{deaths}: {needs}; if you did not kill it, check whether memory ran out"), 0.0
+        return (
+            CommrtError(f"{deaths}: {needs}; if you did not kill it, check whether memory ran out"),
+            0.0,
+        )
     for rank, kind, text in failed[:1]:
         before = f" (before that, {deaths})" if deaths else ""
-        return BAD_INPUT.get(kind, CommrtError)(f"worker {rank} failed: {kind}: {text}{before}"), CAUSE_S
+        return (
+            BAD_INPUT.get(kind, CommrtError)(f"worker {rank} failed: {kind}: {text}{before}"),
+            CAUSE_S,
+        )
     return None, EXIT_S if len(crew.ended) == len(crew.outcomes) else inf
 
 
 @contextmanager
 def _started(crew: _Crew) -> Iterator[None]:
-    """Start the workers; then SIGTERM and the like raise `KeyboardInterrupt` here, unless they are ignored (nohup).
+    """Start the workers; then SIGTERM and the like raise `KeyboardInterrupt` here, unless they are
+    ignored (nohup).
 
-    Signals wait until all workers are forked. The heap is frozen meanwhile: workers finalise none of its objects.
+    Signals wait until all workers are forked. The heap is frozen meanwhile: workers finalise none
+    of its objects.
     """
     ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
@@ -277,7 +318,9 @@ def _interrupt(number: int, _: object) -> NoReturn:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now, below those that systems give to connections that go out."""
+    """Return a port that nobody listens on now, below those that systems give to connections that
+    go out.
+    """
     while True:
         with suppress(OSError), socket.socket() as probe:
             probe.bind((LOOPBACK, port := 10_000 + secrets.randbelow(22_000)))
@@ -285,15 +328,24 @@ def free_port() -> int:
 
 
 def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[str, str]:
-    """Return this process's present environment, which a forked one does not see, with a launcher's variables."""
-    launcher: dict[str, object] = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    """Return this process's present environment, which a forked one does not see, with a launcher's
+    variables.
+    """
+    launcher: dict[str, object] = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+    }
     launcher |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
     if store_exists:
         launcher["TORCHELASTIC_USE_AGENT_STORE"] = True
     return dict(os.environ) | {name: str(value) for name, value in launcher.items()}
 
 
-def _child(environment: dict[str, str], pipe: Connection, dump_s: float, body: Body, args: Sequence[Any]) -> None:
+def _child(
+    environment: dict[str, str], pipe: Connection, dump_s: float, body: Body, args: Sequence[Any]
+) -> None:
     if dump_s < inf:
         faulthandler.dump_traceback_later(dump_s)
     os.environ.clear()

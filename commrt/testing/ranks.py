@@ -34,17 +34,27 @@ RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transpo
 
 
 def local_worlds(
-    size: int, timeout_s: float = 20.0, wrap: Wrap = lambda transport: transport, connect: Connect | None = None
+    size: int,
+    timeout_s: float = 20.0,
+    wrap: Wrap = lambda transport: transport,
+    connect: Connect | None = None,
 ) -> list[World]:
     """Return worlds of `size` threads that share a store; transports are passed to `wrap`.
 
-    Worlds connected by `over_threads`, or by a function in `RECONNECTING`, connect again without lost ranks.
+    Worlds connected by `over_threads`, or by a function in `RECONNECTING`, connect again without
+    lost ranks.
     """
-    store, fabrics, chosen = HashStore(), dict[int, Fabric](), connect or over_threads
+    store = HashStore()
+    fabrics = dict[int, Fabric]()
+    chosen = connect or over_threads
 
-    def reconnect(rank: int, generation: int, members: Sequence[int], timeout_s: float) -> Transport:
+    def reconnect(
+        rank: int, generation: int, members: Sequence[int], timeout_s: float
+    ) -> Transport:
         if again := RECONNECTING.get(chosen):
-            return wrap(again(PrefixStore(f"generation {generation}", store), rank, members, timeout_s))
+            return wrap(
+                again(PrefixStore(f"generation {generation}", store), rank, members, timeout_s)
+            )
         return wrap(fabrics.setdefault(generation, Fabric(size, timeout_s)).transport(rank))
 
     def open_one(rank: int, transport: Transport) -> World:
@@ -64,8 +74,8 @@ def run_ranks(
 ) -> list[T]:
     """Call ``body(world)`` on `size` threads and return the results by rank.
 
-    A rank that raises closes its world, so the others end too. Of several errors, this function raises the cause: one
-    that is not just the consequence of a lost peer.
+    A rank that raises closes its world, so the others end too. Of several errors, this function
+    raises the cause: one that is not just the consequence of a lost peer.
     """
     worlds = local_worlds(size, timeout_s, wrap, connect)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communication thread: it runs all communication of a world, in the order in which it was submitted."""
+"""The communication thread: it runs all communication of a world, in the order in which it was
+submitted.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,33 @@ _log = logging.getLogger("commrt")
 
 CLOSED = "the world was closed, so nothing more can be sent: call init() for a new one"
 STUCK = (
-    "a callback of a future kept the communication thread waiting for longer than {:g} s, so the world was given up: "
-    "let it wait for no other thread and for no transfer that comes later, but begin in it what it waits for"
+    "a callback of a future kept the communication thread waiting for longer than {:g} s, so the"
+    " world was given up: let it wait for no other thread and for no transfer that comes later, but"
+    " begin in it what it waits for"
 )
 IN_A_CALL = (
-    "a signal handler interrupted a collective call of its own thread, and can neither communicate nor close anything "
-    "before that call ends: set a flag in the handler and act on it in your loop, or raise an exception to end the call"
+    "a signal handler interrupted a collective call of its own thread, and can neither communicate"
+    " nor close anything before that call ends: set a flag in the handler and act on it in your"
+    " loop, or raise an exception to end the call"
 )
 INHERITED = (
-    "this world belongs to the process that opened it, and a forked child cannot use it: communicate in that process "
-    "only, or start this one with multiprocessing's spawn or a launcher and call init() in it"
+    "this world belongs to the process that opened it, and a forked child cannot use it:"
+    " communicate in that process only, or start this one with multiprocessing's spawn or a"
+    " launcher and call init() in it"
 )
 
 EXIT_S = 5.0
-"""How long a process that ends waits for tasks that were told to end. A Ctrl-C may have left one stuck: Python 3.11 can
-keep the lock of an import that it interrupts."""
+"""How long a process that ends waits for tasks that were told to end. A Ctrl-C may have left one
+stuck: Python 3.11 can keep the lock of an import that it interrupts.
+"""
 
 T = TypeVar("T")
 
 
 class RecoveredError(Exception):
-    """Raised by a task to fail with `error` and let the communication thread go on with the next task."""
+    """Raised by a task to fail with `error` and let the communication thread go on with the next
+    task.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -58,13 +66,13 @@ class RecoveredError(Exception):
 class CommThread:
     """A thread that runs tasks in order, until one of them fails; then it refuses all later ones.
 
-    The ranks of a world run the same tasks in the same order. After a failure this rank is out of step with its peers,
-    so the next task could only exchange wrong bytes. It is a daemon thread: it does not keep the process alive. The
-    first `submit` starts it.
+    The ranks of a world run the same tasks in the same order. After a failure this rank is out of
+    step with its peers, so the next task could only exchange wrong bytes. It is a daemon thread: it
+    does not keep the process alive. The first `submit` starts it.
 
-    Callbacks of a task's future run between this task and the next one. What they submit runs at once, so its place in
-    the order is the same on all ranks. A callback that takes longer than `limit_s`, not counting what it submits, ends
-    the world: it may wait for a later task.
+    Callbacks of a task's future run between this task and the next one. What they submit runs at
+    once, so its place in the order is the same on all ranks. A callback that takes longer than
+    `limit_s`, not counting what it submits, ends the world: it may wait for a later task.
     """
 
     def __init__(
@@ -79,9 +87,12 @@ class CommThread:
         self.newest: Future[Any] | None = None
         """Of the tasks that other threads have submitted."""
         self._limit_s = limit_s
-        self._in_callbacks: object | None = None  # another object each time that callbacks begin, or go on after a task
+        # another object each time that callbacks begin, or go on after a task
+        self._in_callbacks: object | None = None
         self._is_watched = False
-        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any], StreamEvent] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any], StreamEvent] | None] = (
+            SimpleQueue()
+        )
         self._on_failure = on_failure
         self.failure: BaseException | None = None
         """The first error of a task, or the reason given to `give_up`."""
@@ -90,28 +101,35 @@ class CommThread:
         self._is_over = False
         self._turn = threading.Lock()  # held by the thread that runs a task
         self._runner: threading.Thread | None = None  # the one that does so in `run`
-        self._ended: Future[None] = Future()  # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
+        # after a Ctrl-C in it, Thread.join takes a thread for ended (3.11)
+        self._ended: Future[None] = Future()
         self._name = name
         self._thread: threading.Thread | None = None
         self._is_started = False  # True also if `close` has found no thread
         self._starting = threading.RLock()  # which a signal handler can take amid `submit`
-        self._claim = threading.Lock()  # held for good by the first thread that was started, or by `close` before it
+        # held for good by the first thread that was started, or by `close` before it
+        self._claim = threading.Lock()
 
     @property
     def listener(self) -> Recorder | None:
-        """What receives ranges now: `recorder`, or in place of None a profiler of torch while one runs."""
+        """What receives ranges now: `recorder`, or in place of None a profiler of torch while one
+        runs.
+        """
         return TORCH if self.recorder is None and profiler._is_profiler_enabled else self.recorder  # noqa: SLF001  # nothing else tells all threads
 
     def within_range(self, name: str, **facts: Fact) -> AbstractContextManager[None]:
-        """Record the body as a range of time, on any thread. If nothing listens, it costs 0.4 us."""
+        """Record the body as a range of time, on any thread. If nothing listens,
+        it costs 0.4 us.
+        """
         listener = self.listener
         return NOTHING if listener is None else within_range(listener, name, **facts)
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Run `task` after all earlier tasks, and on a GPU after all work that the caller has queued.
+        """Run `task` after all earlier tasks, and on a GPU after all work that the caller has
+        queued.
 
-        In a callback of a future it has run when this returns. Raises `TransportClosed` as `require_open` does, and
-        `TransportError` if the system allows no thread.
+        In a callback of a future it has run when this returns. Raises `TransportClosed` as
+        `require_open` does, and `TransportError` if the system allows no thread.
         """
         if self._in_callbacks is not None and self.is_current:
             return self._run_nested(task)
@@ -130,8 +148,9 @@ class CommThread:
     def run(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` now, on the calling thread, if no other is pending; otherwise `submit` it.
 
-        It saves two changes of thread, which take longer than a short message. A KeyboardInterrupt ends the task. On a
-        GPU the task must only queue work: a wait inside CUDA or NCCL cannot be interrupted.
+        It saves two changes of thread, which take longer than a short message. A KeyboardInterrupt
+        ends the task. On a GPU the task must only queue work: a wait inside CUDA or NCCL cannot be
+        interrupted.
         """
         if self._pending or self._turn.locked():
             return self.submit(task)
@@ -139,7 +158,8 @@ class CommThread:
         future: Future[T] = Future()
         self.newest = future
         before = self.streams.record_event()
-        with self.streams.main_stream(), self._turn:  # which Ctrl-C cannot leave taken, as it can an acquire()
+        # which Ctrl-C cannot leave taken, as it can an acquire()
+        with self.streams.main_stream(), self._turn:
             self._runner = threading.current_thread()
             try:
                 self._run(task, future, before)
@@ -148,7 +168,9 @@ class CommThread:
         return future
 
     def call(self, task: Callable[[], T]) -> T:
-        """Return the result of `task`, or raise its error, as ``run(task).result()`` does; costs 2 us in place of 5."""
+        """Return the result of `task`, or raise its error, as ``run(task).result()`` does; costs 2
+        us in place of 5.
+        """
         if self._pending or self._turn.locked() or self.streams.queues:
             return self.run(task).result()
         self.require_open()
@@ -191,21 +213,27 @@ class CommThread:
         return threading.current_thread() is self._thread
 
     def require_open(self) -> None:
-        """Raise `TransportClosed` after `close` and in a forked child, `UsageError` in a signal handler amid `run`."""
+        """Raise `TransportClosed` after `close` and in a forked child, `UsageError` in a signal
+        handler amid `run`.
+        """
         if self._runner is threading.current_thread():
             raise UsageError(IN_A_CALL)
         if self._refusal is not None:
             raise TransportClosed(self._refusal)
 
     def require_other_thread(self) -> None:
-        """Raise `UsageError` on the communication thread, and in a signal handler amid `run`: neither can wait."""
+        """Raise `UsageError` on the communication thread, and in a signal handler amid `run`:
+        neither can wait.
+        """
         if self.is_current:
             raise UsageError(ON_COMM_THREAD)
         if self._runner is threading.current_thread():
             raise UsageError(IN_A_CALL)
 
     def require_working(self, *, in_callback: bool = True) -> None:
-        """Raise what a task submitted now would raise: see `require_other_thread`, `require_open` and `failure`."""
+        """Raise what a task submitted now would raise: see `require_other_thread`, `require_open`
+        and `failure`.
+        """
         if not (in_callback and self._in_callbacks is not None and self.is_current):
             self.require_other_thread()
             self.require_open()
@@ -220,10 +248,12 @@ class CommThread:
                 return
             self._in_callbacks = None
             del task  # or it stays alive until the next one comes
-        self._is_over = True  # set before `_pending` is read: `submit` adds its future first, and reads this after
+        # set before `_pending` is read: `submit` adds its future first, and reads this after
+        self._is_over = True
         for future in tuple(self._pending):
             self._refuse(future)
-        if not self._ended.done():  # another thread may have taken over, whose predecessor ends late
+        # another thread may have taken over, whose predecessor ends late
+        if not self._ended.done():
             self._ended.set_result(None)
 
     def _refuse(self, future: Future[Any]) -> None:
@@ -269,56 +299,77 @@ class CommThread:
             try:
                 self._on_failure(failure)
             except BaseException as error:  # or no future would be set any more
-                failure.add_note(f"telling the other ranks failed as well: {type(error).__name__}: {error}")
+                failure.add_note(
+                    f"telling the other ranks failed as well: {type(error).__name__}: {error}"
+                )
 
     def watch(self) -> None:
-        """Bound the time that callbacks take from now on. On the communication thread; does nothing on others."""
+        """Bound the time that callbacks take from now on.
+
+        On the communication thread; does nothing on others.
+        """
         if not self._is_watched and self.is_current:
             self._is_watched = True
             start_thread(self._watch, f"{self._name}-watch")
 
     def _watch(self) -> None:
-        seen, deadline = None, Deadline(self._limit_s())
+        seen = None
+        deadline = Deadline(self._limit_s())
         while not self._ended.done():
             with suppress(TimeoutError):
                 self._ended.result(deadline.poll_s)
             if self._in_callbacks is None or self._in_callbacks is not seen:
-                seen, deadline = self._in_callbacks, Deadline(self._limit_s())
+                seen = self._in_callbacks
+                deadline = Deadline(self._limit_s())
             elif deadline.left_s <= 0:
                 self._take_over(DeadlineExceeded(STUCK.format(self._limit_s())))
 
     def _take_over(self, failure: DeadlineExceeded) -> None:
         """Answer all tasks in place of the communication thread, whose callback does not return."""
         _log.error("commrt: %s", failure)
-        self._turn, self._thread, self._in_callbacks = threading.Lock(), threading.current_thread(), None
+        self._turn = threading.Lock()
+        self._thread = threading.current_thread()
+        self._in_callbacks = None
         self._fail(failure)
         self._work()
 
     def give_up(self, reason: BaseException) -> bool:
-        """Start no more tasks because of `reason`. Return False if a task failed before, or the thread has ended."""
+        """Start no more tasks because of `reason`.
+
+        Return False if a task failed before, or the thread has ended.
+        """
         if self.failure is not None or self._is_over:
             return False
         self.failure = reason
         return True
 
     def close(self, limit_s: float | None = None) -> None:
-        """Finish all tasks, within `limit_s` or raise `TimeoutError`, and accept no more. Safe to call twice."""
+        """Finish all tasks, within `limit_s` or raise `TimeoutError`, and accept no more.
+
+        Safe to call twice.
+        """
         self.require_other_thread()
         self._refusal = CLOSED
         self._tasks.put(None)
         with self._starting:
-            if not self._is_started and self._claim.acquire(blocking=False):  # no thread works, nor will any
+            # no thread works, nor will any
+            if not self._is_started and self._claim.acquire(blocking=False):
                 self._is_started = self._is_over = True
                 self._ended.set_result(None)
         self._ended.result(limit_s)
-        if not self._turn.acquire(timeout=-1 if limit_s is None else limit_s):  # another thread may `run` a task
+        # another thread may `run` a task
+        if not self._turn.acquire(timeout=-1 if limit_s is None else limit_s):
             raise TimeoutError(f"another thread has not finished a task within {limit_s:g} s")
         self._turn.release()
 
     def leave_to_parent(self) -> None:
-        """Accept no more tasks, and fail all pending ones: in a forked child the thread does not exist."""
+        """Accept no more tasks, and fail all pending ones: in a forked child the thread does not
+        exist.
+        """
         self._refusal = INHERITED
-        self._turn, self._starting = threading.Lock(), threading.RLock()  # a thread that is not here may have held them
+        # a thread that is not here may have held them
+        self._turn = threading.Lock()
+        self._starting = threading.RLock()
         for future in self._pending:
             future.drop_callbacks()
             if not future.done():
@@ -328,7 +379,9 @@ class CommThread:
 
 
 def refusal_after(failure: BaseException) -> TransportError:
-    """Return the error of a call that comes after `failure` ended the world: it says what that was."""
+    """Return the error of a call that comes after `failure` ended the world:
+    it says what that was.
+    """
     if isinstance(failure, Evicted):
         return copy(failure)
     text = failure.what if isinstance(failure, TransportError) else str(failure)
@@ -350,7 +403,9 @@ _OPEN: WeakSet[_Forkable] = WeakSet()
 
 
 def release_in_forked_child(opened: _Forkable) -> None:
-    """Call ``opened.leave_to_parent()`` in each child that this process forks while `opened` exists."""
+    """Call ``opened.leave_to_parent()`` in each child that this process forks while `opened`
+    exists.
+    """
     _OPEN.add(opened)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Futures that Ctrl-C cannot break, and threads for calls that may wait.
 
-``concurrent.futures.Future`` guards its state with a lock that Python code takes. A KeyboardInterrupt may arrive after
-the lock is taken and before Python notes it. Then nobody releases the lock, and the thread that sets the result waits
-for ever (Python 3.11: in 76 of 20,000 interrupted calls of ``result()``).
+``concurrent.futures.Future`` guards its state with a lock that Python code takes. A
+KeyboardInterrupt may arrive after the lock is taken and before Python notes it. Then nobody
+releases the lock, and the thread that sets the result waits for ever (Python 3.11: in 76 of 20,000
+interrupted calls of ``result()``).
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from commrt.threads.streams import DONE, HOST, StreamEvent, Streams
 _log = logging.getLogger("commrt")
 
 SLICE_S = 1.0
-"""CPython may notice a Ctrl-C that arrives just before a thread falls asleep only when it wakes up: sleep no longer."""
+"""CPython may notice a Ctrl-C that arrives just before a thread falls asleep only when it wakes up:
+sleep no longer.
+"""
 ON_COMM_THREAD = (
-    "a callback of a future runs on the thread that communicates, so it can neither wait for a transfer that comes "
-    "later, nor close the world, nor use one that survives lost ranks: do that where the future's transfer was begun"
+    "a callback of a future runs on the thread that communicates, so it can neither wait for a"
+    " transfer that comes later, nor close the world, nor use one that survives lost ranks: do that"
+    " where the future's transfer was begun"
 )
 
 T = TypeVar("T")
@@ -48,10 +52,11 @@ class _Setter(Protocol):
 
 
 class Future(Generic[T]):
-    """A value or an error that one thread sets once and other threads wait for. Setting it never waits.
+    """A value or an error that one thread sets once and other threads wait for. Setting it never
+    waits.
 
-    On a GPU it may be set while work is still queued. `result` then lets the current stream of its caller wait for that
-    work; the calling thread does not wait.
+    On a GPU it may be set while work is still queued. `result` then lets the current stream of its
+    caller wait for that work; the calling thread does not wait.
     """
 
     def __init__(self, setter: _Setter | None = None) -> None:
@@ -59,7 +64,8 @@ class Future(Generic[T]):
         self._error: BaseException | None = None
         self._is_done = False
         self._setter = setter
-        self._streams, self._end = HOST, DONE
+        self._streams = HOST
+        self._end = DONE
         self._callbacks: list[Callable[[Future[T]], None]] = []
         self._lock = threading.Lock()  # acquired and released in C; held until the result is set
         self._lock.acquire()
@@ -74,7 +80,9 @@ class Future(Generic[T]):
 
     def set_result(self, value: T, streams: Streams = HOST, end: StreamEvent = DONE) -> None:
         """Set the result to `value`, which is there once `end` is reached on `streams`."""
-        self._value, self._streams, self._end = value, streams, end
+        self._value = value
+        self._streams = streams
+        self._end = end
         self._finish()
 
     def set_exception(self, error: BaseException) -> None:
@@ -91,14 +99,18 @@ class Future(Generic[T]):
             self._run_callbacks()
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Call ``callback(self)`` once: on the thread that sets the result, or now if it is set. Log its errors."""
+        """Call ``callback(self)`` once: on the thread that sets the result, or now if it is set.
+
+        Log its errors.
+        """
         self._callbacks.append(callback)
         if self._is_done:
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
         while self._callbacks:
-            with suppress(IndexError):  # two threads may get here: one pops the last callback, the other finds none
+            # two threads may get here: one pops the last callback, the other finds none
+            with suppress(IndexError):
                 callback = self._callbacks.pop()
                 try:
                     callback(self)
@@ -110,10 +122,12 @@ class Future(Generic[T]):
         self._callbacks.clear()
 
     def after_all(self) -> Future[Any]:
-        """Return a future that is done when this one is, and all tasks that were submitted until now.
+        """Return a future that is done when this one is, and all tasks that were submitted until
+        now.
 
-        Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose task is done already
-        run after the tasks that this rank has submitted since, so the others must not run earlier.
+        Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose
+        task is done already run after the tasks that this rank has submitted since, so the others
+        must not run earlier.
         """
         if self._setter is None or self._setter.newest is self:
             return self
@@ -122,7 +136,9 @@ class Future(Generic[T]):
         return self
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result; return or raise it, `TimeoutError`, or `UsageError` on the thread that would set it."""
+        """Wait for the result; return or raise it, `TimeoutError`, or `UsageError` on the thread
+        that would set it.
+        """
         if not self._is_done:
             self._wait(timeout_s)
         if self._error is not None:
@@ -141,14 +157,18 @@ class Future(Generic[T]):
         if self._setter is not None and self._setter.is_current:
             raise UsageError(ON_COMM_THREAD)
         end_s = inf if timeout_s is None else clock.now_s() + timeout_s
-        while not self._lock.acquire(timeout=max(min(SLICE_S, clock.slice_s, end_s - clock.now_s()), 0.0)):
+        while not self._lock.acquire(
+            timeout=max(min(SLICE_S, clock.slice_s, end_s - clock.now_s()), 0.0)
+        ):
             if clock.now_s() >= end_s:
                 raise TimeoutError(f"no result within {timeout_s:g} s")
         self._lock.release()  # for other threads that wait
 
 
 _idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
-"""Where threads of `start_call` take their next call from; a forked child has none of these threads."""
+"""Where threads of `start_call` take their next call from; a forked child has none of these
+threads.
+"""
 _running = set[Future[Any]]()
 """The results of calls that run now."""
 os.register_at_fork(after_in_child=_idle.clear)
@@ -169,7 +189,9 @@ def start_call(call: Callable[[], T]) -> Future[T]:
 
 
 def outwait_calls(limit_s: float) -> None:
-    """Wait up to `limit_s` for the calls that run, though perhaps nobody needs their results any more."""
+    """Wait up to `limit_s` for the calls that run, though perhaps nobody needs their results any
+    more.
+    """
     deadline = Deadline(limit_s)
     for future in [*_running]:
         with suppress(TimeoutError):

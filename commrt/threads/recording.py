@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of time: what happened when, for torch's profiler, Nsight Systems or a timeline in a browser.
+"""Ranges of time: what happened when, for torch's profiler, Nsight Systems or a timeline in a
+browser.
 
-Ranges of one thread are nested. They cover host time: on a GPU, the time to queue the work. Nsight Systems shows the
-time of the kernels beside it.
+Ranges of one thread are nested. They cover host time: on a GPU, the time to queue the work. Nsight
+Systems shows the time of the kernels beside it.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ def _range(recorder: Recorder, name: str, facts: dict[str, Fact]) -> Iterator[No
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def within_range(recorder: Recorder | None, name: str, **facts: Fact) -> AbstractContextManager[None]:
+def within_range(
+    recorder: Recorder | None, name: str, **facts: Fact
+) -> AbstractContextManager[None]:
     """Record the body as a range, if there is a `recorder`."""
     return NOTHING if recorder is None else _range(recorder, name, facts)
 
 
 class Nvtx:
-    """Records ranges in Nsight's domain ``commrt``, at 2 us each unheard; raises `ImportError` without ``nvtx``."""
+    """Records ranges in Nsight's domain ``commrt``, at 2 us each unheard; raises `ImportError`
+    without ``nvtx``.
+    """
 
     def __init__(self) -> None:
         import nvtx  # noqa: PLC0415  # an extra
@@ -60,9 +65,14 @@ class Nvtx:
         self._domain = nvtx.get_domain(DOMAIN)
 
     def begin(self, name: str, facts: dict[str, Fact]) -> None:
-        """See `Recorder`. The step or the bytes are the payload, since NVTX would keep each new message."""
+        """See `Recorder`.
+
+        The step or the bytes are the payload, since NVTX would keep each new message.
+        """
         payload = facts.get("nbytes", facts.get("step", 0))
-        attributes = self._domain.get_event_attributes(message=_message(name, facts), category=name, payload=payload)
+        attributes = self._domain.get_event_attributes(
+            message=_message(name, facts), category=name, payload=payload
+        )
         self._domain.push_range(attributes)
 
     def end(self) -> None:
@@ -77,16 +87,21 @@ def _message(name: str, facts: dict[str, Fact]) -> str:
 
 
 class TorchProfiler:
-    """Records ranges for torch's profiler, with names such as ``commrt::bucket: number 0, algorithm ring``.
+    """Records ranges for torch's profiler, with names such as ``commrt::bucket: number 0, algorithm
+    ring``.
 
-    The profiler shows those of the thread that started it, and of all threads if it was told so (docs/profiling.md).
+    The profiler shows those of the thread that started it, and of all threads if it was told so
+    (docs/profiling.md).
     """
 
     def __init__(self) -> None:
         self._open = threading.local()
 
     def begin(self, name: str, facts: dict[str, Fact]) -> None:
-        """See `Recorder`. The name has the facts, as torch shows other arguments of one thread only."""
+        """See `Recorder`.
+
+        The name has the facts, as torch shows other arguments of one thread only.
+        """
         begun = _RecordFunctionFast(f"{DOMAIN}::{_message(name, facts)}")
         begun.__enter__()
         self._open.__dict__.setdefault("stack", []).append(begun)
@@ -106,7 +121,10 @@ class Timeline:
         self._rank = rank
         self._open = threading.local()
         self.events: list[Event] = []
-        """In order of their ends. Times are ``time.perf_counter``'s, one clock for all processes of a Linux host."""
+        """In order of their ends.
+
+        Times are ``time.perf_counter``'s, one clock for all processes of a Linux host.
+        """
         self.left_out = 0
         """The number of ranges that were not kept."""
 
@@ -122,5 +140,9 @@ class Timeline:
             self.left_out += 1
             return
         times = {"ts": round(begin_s * 1e6, 3), "dur": round((end_s - begin_s) * 1e6, 3)}
-        where = {"pid": self._rank, "tid": threading.get_native_id(), "thread": threading.current_thread().name}
+        where = {
+            "pid": self._rank,
+            "tid": threading.get_native_id(),
+            "thread": threading.current_thread().name,
+        }
         self.events.append({"name": name, "ph": "X", **times, **where, "args": facts})

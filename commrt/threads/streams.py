@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The streams of a GPU, as a thread uses them.
 
-On a GPU a call returns once its work is queued on the calling thread's current stream. On a CPU work is done when its
-call returns, so streams and events do nothing there.
+On a GPU a call returns once its work is queued on the calling thread's current stream. On a CPU
+work is done when its call returns, so streams and events do nothing there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import torch
 
 
 class StreamEvent:
-    """A place in a stream. This class is a CPU's, always reached; a GPU's is a ``torch.cuda.Event``."""
+    """A place in a stream.
+
+    This class is a CPU's, always reached; a GPU's is a ``torch.cuda.Event``.
+    """
 
     def query(self) -> bool:
         """Return True if all work before the event is done. Never waits."""
@@ -30,7 +33,10 @@ DONE = StreamEvent()
 
 
 class Streams:
-    """The streams of one device, as the calling thread uses them. This class is a CPU's, which queues nothing."""
+    """The streams of one device, as the calling thread uses them.
+
+    This class is a CPU's, which queues nothing.
+    """
 
     queues = False
     """True if a call returns before its work is done."""
@@ -39,10 +45,14 @@ class Streams:
         """Make the device the thread's current one."""
 
     def enter(self) -> None:
-        """`use` the device, and make two streams for this thread: a current one, and one for `side_stream`."""
+        """`use` the device, and make two streams for this thread: a current one, and one for
+        `side_stream`.
+        """
 
     def current(self) -> int:
-        """Return the handle of the thread's current stream, as C libraries take it; 0 is the default stream."""
+        """Return the handle of the thread's current stream, as C libraries take it; 0 is the
+        default stream.
+        """
         return 0
 
     def record_event(self) -> StreamEvent:
@@ -50,7 +60,10 @@ class Streams:
         return DONE
 
     def wait_event(self, event: StreamEvent) -> None:
-        """Let all work that the thread queues from now on begin after `event`. The thread itself does not wait."""
+        """Let all work that the thread queues from now on begin after `event`.
+
+        The thread itself does not wait.
+        """
 
     def main_stream(self) -> AbstractContextManager[object]:
         """Make the first stream current in the body; for a thread that called `enter`."""
@@ -63,8 +76,8 @@ class Streams:
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Return a graph of what `work` queues, without doing it; None on a CPU.
 
-        `work` only queues: it must not allocate or wait. Meanwhile no other thread may use the device's random numbers,
-        since torch would take its call for a part of the graph.
+        `work` only queues: it must not allocate or wait. Meanwhile no other thread may use the
+        device's random numbers, since torch would take its call for a part of the graph.
         """
         return None
 
@@ -73,7 +86,10 @@ HOST = Streams()
 
 
 class CudaStreams(Streams):
-    """The streams of one GPU. They have a high priority: their blocks run first where there is no room for all."""
+    """The streams of one GPU.
+
+    They have a high priority: their blocks run first where there is no room for all.
+    """
 
     queues = True
 
@@ -81,7 +97,8 @@ class CudaStreams(Streams):
         self._device = device
         self._first: torch.cuda.Stream | None = None
         self._second: torch.cuda.Stream | None = None
-        self._seen: dict[int, torch.cuda.Stream] = {}  # by handle: making the object takes longer than using it
+        # by handle: making the object takes longer than using it
+        self._seen: dict[int, torch.cuda.Stream] = {}
 
     def use(self) -> None:
         torch.cuda.set_device(self._device)
@@ -92,7 +109,8 @@ class CudaStreams(Streams):
         torch.cuda.set_stream(self._first)
 
     def current(self) -> int:
-        # ``torch.cuda.current_stream`` would make an object for each call; Triton calls this function as well.
+        # ``torch.cuda.current_stream`` would make an object for each call; Triton calls this
+        # function as well.
         handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # noqa: SLF001
         return handle
 
@@ -119,7 +137,9 @@ class CudaStreams(Streams):
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Capture a CUDA graph. Other threads may allocate meanwhile."""
-        graph, pool, collects = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
+        collects = gc.isenabled()
         gc.disable()  # what the garbage collector frees would end the capture (triton#10712)
         try:
             graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -143,7 +163,9 @@ class CudaStreams(Streams):
             raise
 
     def _leave_capture(self, pool: Any) -> None:
-        """Bring torch out of a capture that CUDA ended: its allocator, and the device's random number generator."""
+        """Bring torch out of a capture that CUDA ended: its allocator, and the device's random
+        number generator.
+        """
         for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # noqa: SLF001
             with suppress(RuntimeError):  # it was done already
                 leave(self._device.index, pool)

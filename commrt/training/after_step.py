@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that exchange after the optimizers' steps, not in the backward pass; between exchanges they may differ."""
+"""Replicas that exchange after the optimizers' steps, not in the backward pass; between exchanges
+they may differ.
+"""
 
 from __future__ import annotations
 
@@ -55,40 +57,53 @@ LOOK_S = 0.005
 
 @untraced
 class AfterStepReplica(Replica):
-    """A replica whose step is a backward pass outside of `no_sync`, so that all ranks count the same steps.
+    """A replica whose step is a backward pass outside of `no_sync`, so that all ranks count the
+    same steps.
 
-    It ends when all optimizers have stepped after it, or before one of those that have done so steps again. A
-    `GradScaler` that meets an infinity leaves the optimizer's step out. The step then ends with the next one.
+    It ends when all optimizers have stepped after it, or before one of those that have done so
+    steps again. A `GradScaler` that meets an infinity leaves the optimizer's step out. The step
+    then ends with the next one.
 
     What the `parts` of the model rely on may be written by the given optimizers only.
     """
 
     def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:
         super().__init__(
-            request.model, request.params, request.optimizers, request.algorithm, request.world, request.copies
+            request.model,
+            request.params,
+            request.optimizers,
+            request.algorithm,
+            request.world,
+            request.copies,
         )
-        self._number, self._parts = request.world.attached, parts
+        self._number = request.world.attached
+        self._parts = parts
         self._checks = [part.require_unwritten for part in parts]
         self._passes = 0  # backward passes so far; the steps of those after `_step` have not ended
         self._pass: int | None = None  # the latest
         self._skipped = -1  # the latest one that is not to be used
-        self._stepped: dict[int, int] = {}  # by optimizer: how many passes had come when it last stepped
+        # by optimizer: how many passes had come when it last stepped
+        self._stepped: dict[int, int] = {}
         self._used_passes = 0  # how many had come when an optimizer last stepped
         self._progress: JoinProgress | None = None  # inside join()
         self._joins = 0
-        self._exposed_s, self._received_from = 0.0, set[int]()
+        self._exposed_s = 0.0
+        self._received_from = set[int]()
         self._spans: list[Span] = []
-        self._taken: bytes | None = None  # the state of another rank, until the first step of this process
+        # the state of another rank, until the first step of this process
+        self._taken: bytes | None = None
         self._owners_of_state = [*request.optimizers, *request.also, request.copies]
         admits = self._world.size > self._world.founders
-        membership, founds = make_elastic(self._world), self._world.config is None
-        others = f"more on rank {self._world.rank}" if membership.others() else "0"  # two models have no common step
+        membership = make_elastic(self._world)
+        founds = self._world.config is None
+        # two models have no common step
+        others = f"more on rank {self._world.rank}" if membership.others() else "0"
         alone = not founds or self._world.all_equal("other models that train alone", others)
         made = WeakMethod(self._steps_made)
         if admits and not alone:
             raise UsageError(
-                "init(up_to=) with two models that train alone: who comes takes the state of one; detach() the other "
-                "one first"
+                "init(up_to=) with two models that train alone: who comes takes the state of one;"
+                " detach() the other one first"
             )
         self._giver = StateGiver(self._world, self._number) if admits else None
         needed = None if self._giver is None else lambda _: 0
@@ -104,7 +119,9 @@ class AfterStepReplica(Replica):
             self._giver.open()
 
     def _steps_made(self) -> int | None:
-        """Return what ranks compare where they meet; a step that a `GradScaler` left out counts too."""
+        """Return what ranks compare where they meet; a step that a `GradScaler` left out counts
+        too.
+        """
         return self._passes if self._progress is None else None
 
     @abstractmethod
@@ -151,26 +168,40 @@ class AfterStepReplica(Replica):
         self._exposed_s += perf_counter() - begin_s
 
     def _report(self, step: int, members: tuple[int, ...]) -> None:
-        self.last = StepReport(step, members, self._exposed_s, tuple(self._spans), frozenset(self._received_from))
+        self.last = StepReport(
+            step, members, self._exposed_s, tuple(self._spans), frozenset(self._received_from)
+        )
         self._stats = self._stats.plus(self.last)
-        self._spans, self._received_from, self._exposed_s = [], set(), 0.0
+        self._spans = []
+        self._received_from = set()
+        self._exposed_s = 0.0
 
     def _hooks(self) -> Iterator[RemovableHandle]:
-        return on_dense_gradients(self, self._params, AfterStepReplica._end_of_pass, once_per_pass=True)
+        return on_dense_gradients(
+            self, self._params, AfterStepReplica._end_of_pass, once_per_pass=True
+        )
 
     def _holds_gradients(self) -> bool:
         return any(param.grad is not None for _, param in self._params)
 
     def _holds_means(self) -> bool:
-        return self._passes > self._used_passes and not are_zeroed(param for _, param in self._params)
+        return self._passes > self._used_passes and not are_zeroed(
+            param for _, param in self._params
+        )
 
     def _end_weighing(self, number: int | None) -> None:
-        """Divide gradients that were weighed by what they weigh together, so that each rank steps by its own mean."""
+        """Divide gradients that were weighed by what they weigh together, so that each rank steps
+        by its own mean.
+        """
         if factor := self._riding.end_step(number):
-            torch._foreach_mul_([param.grad for _, param in self._params if param.grad is not None], factor)
+            torch._foreach_mul_(
+                [param.grad for _, param in self._params if param.grad is not None], factor
+            )
 
     def _end_of_pass(self, _: str) -> None:
-        """Note that a step is due once the optimizers have stepped; called for the first gradient of each pass."""
+        """Note that a step is due once the optimizers have stepped; called for the first gradient
+        of each pass.
+        """
         number = current_pass()
         if not self._is_synchronous:
             self._riding.count_pass(number)
@@ -189,12 +220,16 @@ class AfterStepReplica(Replica):
                 self._used_passes = self._passes
             elif self._passes - self._used_passes > MOST_PASSES:
                 kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
-                who = f"a step() of the {kinds} given to attach()" if kinds else "a forward pass of its modules"
+                who = (
+                    f"a step() of the {kinds} given to attach()"
+                    if kinds
+                    else "a forward pass of its modules"
+                )
                 raise UsageError(
-                    f"{MOST_PASSES} backward passes without {who}, so no step has ended: run passes that only "
-                    "accumulate in replica.no_sync(); give all optimizers that step the model to attach(), where one "
-                    "wraps another the one whose step() is called; for updates by hand call replica.average() after "
-                    "each"
+                    f"{MOST_PASSES} backward passes without {who}, so no step has ended: run passes"
+                    " that only accumulate in replica.no_sync(); give all optimizers that step the"
+                    " model to attach(), where one wraps another the one whose step() is called;"
+                    " for updates by hand call replica.average() after each"
                 )
             self._on_pass()
 
@@ -219,7 +254,9 @@ class AfterStepReplica(Replica):
         return max(self._stepped.values(), default=0) > self._step
 
     def skip(self) -> None:
-        """Note that this rank leaves out the step whose backward pass comes next, or runs; no other rank need do so."""
+        """Note that this rank leaves out the step whose backward pass comes next, or runs; no other
+        rank need do so.
+        """
         self._skipped = self._passes + (self._pass is None or current_pass() != self._pass)
 
     @property
@@ -240,14 +277,17 @@ class AfterStepReplica(Replica):
                 self._end_steps(self._passes)
 
     def come(self) -> Self:
-        """Become a member while the others train, with the state of one of them, or detach; not collective."""
+        """Become a member while the others train, with the state of one of them, or detach; not
+        collective.
+        """
         with letting_in(self, self._world) as membership:
             self._enter(membership)
             cast("StateGiver", self._giver).open()
         return self
 
     def _enter(self, membership: ElasticMembership) -> None:
-        """Become a member, with the state of another; this rank trains alone until its generation starts.
+        """Become a member, with the state of another; this rank trains alone until its generation
+        starts.
 
         So it makes all collectives that the others make after the step of that state.
         """
@@ -275,15 +315,23 @@ class AfterStepReplica(Replica):
         self._follow(record)
 
     def _keeps_taken_state(self) -> bool:
-        """Return True before the first step of a process that came: it keeps the state of the others."""
+        """Return True before the first step of a process that came: it keeps the state of the
+        others.
+        """
         if self._taken is None:
             return False
-        _log.info("commrt: rank %d takes its state from the others, not from a checkpoint", self._world.rank)
+        _log.info(
+            "commrt: rank %d takes its state from the others, not from a checkpoint",
+            self._world.rank,
+        )
         self._install(self._taken)
         return True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the step of `state`; collective. A process that came keeps the state of the others."""
+        """Continue at the step of `state`; collective.
+
+        A process that came keeps the state of the others.
+        """
         if not self._keeps_taken_state():
             super().load_state_dict(state)
 
@@ -303,22 +351,31 @@ class AfterStepReplica(Replica):
     def join(self, *also: Stateful) -> Iterator[None]:
         """Let ranks run out of data at different times; collective, around the whole loop.
 
-        A rank that runs out early goes on exchanging, without training, until all ranks have run out. Then all replicas
-        become equal, as by `consolidate`. They take the state of the optimizers and of `also` from a rank that
-        trained to the end. This costs one store operation per step. Raises `UsageError` inside another ``join()``.
+        A rank that runs out early goes on exchanging, without training, until all ranks have run
+        out. Then all replicas become equal, as by `consolidate`. They take the state of the
+        optimizers and of `also` from a rank that trained to the end. This costs one store operation
+        per step. Raises `UsageError` inside another ``join()``.
         """
         world = self._world
         if world.size > world.founders:
-            raise UsageError("join() with init(up_to=): ranks that come know nothing of it; leave one of the two out")
+            raise UsageError(
+                "join() with init(up_to=): ranks that come know nothing of it; leave one of the"
+                " two out"
+            )
         if world.joined is not None:
-            raise UsageError("join() inside join(): join one model of a world at a time, around its loop")
+            raise UsageError(
+                "join() inside join(): join one model of a world at a time, around its loop"
+            )
         check_stateful(also)
         self._joins += 1
         store = PrefixStore(f"join {self._joins}", store_of_model(world.store, self._number))
-        world.agree("join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step))
+        world.agree(
+            "join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step)
+        )
         self._progress = progress = JoinProgress(store, world)
         progress.begin(self._step)
-        progress.founders, world.joined = world.members, self
+        progress.founders = world.members
+        world.joined = self
         try:
             yield
             self._end_steps(self._passes)
@@ -327,9 +384,12 @@ class AfterStepReplica(Replica):
             self.consolidate()
             with world.collective("the end of join()"):
                 owners = [*self._optimizers, *also]
-                world.membership.together(lambda: overwrite_states(world, owners, self._step, progress.last()))
+                world.membership.together(
+                    lambda: overwrite_states(world, owners, self._step, progress.last())
+                )
         finally:
-            self._progress, world.joined = None, None
+            self._progress = None
+            world.joined = None
 
     def _exchange_until_all_end(self, progress: JoinProgress) -> None:
         while True:
@@ -337,7 +397,9 @@ class AfterStepReplica(Replica):
                 for _ in progress.outlast(self._step):
                     self.average()
             except LOST as failure:
-                self._world.comm_thread.submit(partial(self._world.membership.recover, failure)).result()
+                self._world.comm_thread.submit(
+                    partial(self._world.membership.recover, failure)
+                ).result()
             else:
                 return
 
@@ -350,13 +412,16 @@ class AfterStepReplica(Replica):
 
 
 class JoinProgress:
-    """How far each member of `world` is in its loop, and whether it has data; needs a store prefix of its own.
+    """How far each member of `world` is in its loop, and whether it has data; needs a store prefix
+    of its own.
 
-    What a rank had begun counts after it was lost, too: all that are left go as far as one of them may have gone.
+    What a rank had begun counts after it was lost, too: all that are left go as far as one of them
+    may have gone.
     """
 
     def __init__(self, store: Store, world: World) -> None:
-        self._world, self._has_data = world, True
+        self._world = world
+        self._has_data = True
         self.founders: Sequence[int] = ()
         """All members that have recorded where they begin."""
         self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
@@ -367,14 +432,17 @@ class JoinProgress:
             self._set(steps)
 
     def outlast(self, steps: int) -> Iterator[int]:
-        """Record that this rank has ended after `steps` steps, then yield each further step as another rank begins it.
+        """Record that this rank has ended after `steps` steps, then yield each further step as
+        another rank begins it.
 
-        Returns when all have ended and no rank has done more. Raises `DeadlineExceeded` with the ranks that began no
-        step within the timeout, `PeerLost` if one is gone.
+        Returns when all have ended and no rank has done more. Raises `DeadlineExceeded` with the
+        ranks that began no step within the timeout, `PeerLost` if one is gone.
         """
-        world, self._has_data = self._world, False
+        world = self._world
+        self._has_data = False
         self._set(steps)
-        latest_s, before = clock.now_s(), self._all()
+        latest_s = clock.now_s()
+        before = self._all()
         while True:
             ranks = self._all()
             running = [rank for rank in world.members if ranks[rank][1]]
@@ -384,13 +452,16 @@ class JoinProgress:
             elif not running:
                 return
             if ranks != before:
-                latest_s, before = clock.now_s(), ranks
+                latest_s = clock.now_s()
+                before = ranks
             if running and world.membership.any_gone(running):
-                raise PeerLost("a rank that had not ended is gone: look at its output", Place(world.rank))
+                raise PeerLost(
+                    "a rank that had not ended is gone: look at its output", Place(world.rank)
+                )
             if clock.now_s() - latest_s > world.timeout_s:
                 raise DeadlineExceeded(
-                    f"ranks {running} began no step within {world.timeout_s:g} s, and have not ended: look at their "
-                    "output",
+                    f"ranks {running} began no step within {world.timeout_s:g} s, and have not"
+                    " ended: look at their output",
                     Place(world.rank, next(iter(running), None)),
                 )
             Event().wait(LOOK_S)
@@ -405,7 +476,9 @@ class JoinProgress:
 
     def _all(self) -> dict[int, tuple[int, bool]]:
         data = {rank: self._store.get(str(rank)) for rank in self.founders}
-        return {rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()}
+        return {
+            rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()
+        }
 
 
 def _place(text: bytes) -> tuple[int, bool]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process comes to ranks that train: it takes the state of one of them, and later gives its own.
+"""How a process comes to ranks that train: it takes the state of one of them, and later gives its
+own.
 
 A rank gives its state at the end of a backward pass, so it never waits for one that comes.
 """
@@ -22,12 +23,16 @@ from commrt.threads.future import Future
 from commrt.training.replica import Replica
 
 PASS_SHARE = 1 / 4
-"""For this share of a step's limit a source is asked before another one: so long may a backward pass take to end."""
+"""For this share of a step's limit a source is asked before another one: so long may a backward
+pass take to end.
+"""
 
 
 @contextmanager
 def letting_in(replica: Replica, world: World) -> Iterator[ElasticMembership]:
-    """Become a member of `world` in the body, with `replica`; if that fails, tell the others, and detach it."""
+    """Become a member of `world` in the body, with `replica`; if that fails, tell the others, and
+    detach it.
+    """
     membership = make_elastic(world)
     try:
         yield membership
@@ -78,17 +83,25 @@ class StateGiver:
 
     def answer(self, pack: Callable[[], bytes]) -> None:
         """Give all that wait what `pack` returns; on the training thread."""
-        asked, self._asked = self._asked, []
+        asked = self._asked
+        self._asked = []
         packed = pack()
         for each in asked:
             each.set_result(packed)
 
     def fetch(self, membership: ElasticMembership) -> bytes | None:
-        """Return the state of a member, None if none of them gives it now. The k-th rank asks another first."""
-        own, places = self._world.rank, self._world.size
+        """Return the state of a member, None if none of them gives it now.
+
+        The k-th rank asks another first.
+        """
+        own = self._world.rank
+        places = self._world.size
         limits = Timeouts.of(self._world.timeout_s)
         for rank in sorted(membership.generation.connected, key=lambda rank: (rank - own) % places):
             address = self._store.read(f"service/{rank}")
-            if address and (packed := request_state(address, 0, self._ready_s, limits.step_s)) is not None:
+            if (
+                address
+                and (packed := request_state(address, 0, self._ready_s, limits.step_s)) is not None
+            ):
                 return packed
         return None

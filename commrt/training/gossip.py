@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by gossip: after each optimizer step the weights go to one partner while the next forward pass runs."""
+"""Train by gossip: after each optimizer step the weights go to one partner while the next forward
+pass runs.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,18 @@ PROGRAMS_BOUND = 64
 
 def attach(request: Request) -> Replica:
     """Return a replica that exchanges its weights with one partner after each step. Collective."""
-    world, algorithm = request.world, cast("Gossip", request.algorithm)
+    world = request.world
+    algorithm = cast("Gossip", request.algorithm)
     exchange = GossipExchange(world, algorithm, world.attached)
-    held, wire = exchanged_tensors(request.model), cast("torch.dtype | None", request.wire)  # else it was refused
-    messages, allocate, watches = algorithm.staleness + 1, world.transport.allocate_shared, bool(request.optimizers)
-    plan = plan_buckets(((slot.tensor().nbytes, slot.tensor().dtype) for slot in held), request.cap_nbytes)
+    # else it was refused
+    held = exchanged_tensors(request.model)
+    wire = cast("torch.dtype | None", request.wire)
+    messages = algorithm.staleness + 1
+    allocate = world.transport.allocate_shared
+    watches = bool(request.optimizers)
+    plan = plan_buckets(
+        ((slot.tensor().nbytes, slot.tensor().dtype) for slot in held), request.cap_nbytes
+    )
     buckets = [
         WeightBucket(
             index,
@@ -64,8 +73,8 @@ def attach(request: Request) -> Replica:
     ]
     if algorithm.within > 1 and any(bucket.rounds for bucket in buckets):
         raise UsageError(
-            "wire= with within=: the weights of a row are summed on the wire, so each step would round them to it; "
-            "leave wire out"
+            "wire= with within=: the weights of a row are summed on the wire, so each step would"
+            " round them to it; leave wire out"
         )
     claim = request.claim(exchange.prove(), buckets)
     if world.config is not None and world.size > world.founders:
@@ -97,23 +106,31 @@ NO_STOP = Stop(1 << 32, -1)
 
 
 class GossipReplica(AfterStepReplica):
-    """Train one replica by gossip; it stays close to the others, and waits for at most one of them at a time.
+    """Train one replica by gossip; it stays close to the others, and waits for at most one of them
+    at a time.
 
-    At the end of a step parameters and running statistics are sent. Before a module next runs forward, what its
-    partner sent is mixed into its parameters. If no optimizer steps, as under a `GradScaler` that met an infinity, the
-    weights are sent before the forward pass.
+    At the end of a step parameters and running statistics are sent. Before a module next runs
+    forward, what its partner sent is mixed into its parameters. If no optimizer steps, as under a
+    `GradScaler` that met an infinity, the weights are sent before the forward pass.
     """
 
-    def __init__(self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket]) -> None:
+    def __init__(
+        self, request: Request, exchange: GossipExchange, buckets: Sequence[WeightBucket]
+    ) -> None:
         super().__init__(request, buckets)
         self._refuses = "weights travel there, and are not added up; use an all-reduce"
         self._stops = cast("Gossip", request.algorithm).within == 1
-        self._asked, self._stop = False, NO_STOP
+        self._asked = False
+        self._stop = NO_STOP
         self._heard: Riders | None = None  # what came with the latest message of the first bucket
         self.buckets = buckets  # in the order in which they are sent
-        self._exchange, self._staleness = exchange, cast("Gossip", request.algorithm).staleness
-        self._hooked: set[int] = set()  # buckets whose modules have called a forward hook since the last step
-        self._live([*self._register_on_modules(), *self._hooks()], self._before_step, self._after_step)
+        self._exchange = exchange
+        self._staleness = cast("Gossip", request.algorithm).staleness
+        # buckets whose modules have called a forward hook since the last step
+        self._hooked: set[int] = set()
+        self._live(
+            [*self._register_on_modules(), *self._hooks()], self._before_step, self._after_step
+        )
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
@@ -135,7 +152,8 @@ class GossipReplica(AfterStepReplica):
         before_state = ModuleHook(lambda *_: self.drain())
         for module, indices in modules.values():
             mix = ModuleHook(partial(self._before_forward, sorted(indices)))
-            yield module.register_forward_pre_hook(mix, prepend=True)  # others compute weights: spectral_norm, prune
+            # others compute weights: spectral_norm, prune
+            yield module.register_forward_pre_hook(mix, prepend=True)
             yield module.register_load_state_dict_pre_hook(before_state)  # type: ignore[no-untyped-call]
         yield self.model.register_state_dict_pre_hook(before_state)  # type: ignore[no-untyped-call]
 
@@ -167,7 +185,9 @@ class GossipReplica(AfterStepReplica):
         self._step += 1
 
     def _mix(self, bucket: WeightBucket, allowed: int) -> None:
-        """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others brought."""
+        """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others
+        brought.
+        """
         while len(bucket.in_flight) > allowed:
             with self._waiting_for(bucket):
                 self._heard = bucket.in_flight[0].heard if bucket.index == 0 else self._heard
@@ -181,9 +201,13 @@ class GossipReplica(AfterStepReplica):
                 bucket.note(anyway=True)
 
     def stop(self) -> None:
-        """See `Replica.stop`: ranks hear of it one by one, and all stop after the same, later step."""
+        """See `Replica.stop`: ranks hear of it one by one, and all stop after the same,
+        later step.
+        """
         if not self._stops:
-            raise UsageError(f"stop() with {self._algorithm}: messages of rows are added up; use within=1")
+            raise UsageError(
+                f"stop() with {self._algorithm}: messages of rows are added up; use within=1"
+            )
         self._asked = True
 
     @property
@@ -210,7 +234,9 @@ class GossipReplica(AfterStepReplica):
         super()._take_from_first(buffers_only=buffers_only)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides model and optimizer; each rank saves a model of its own."""
+        """Return what a checkpoint needs besides model and optimizer; each rank saves a model of
+        its own.
+        """
         self.drain()
         return super().state_dict()
 
@@ -225,40 +251,50 @@ class GossipReplica(AfterStepReplica):
 class GossipExchange:
     """Exchange buckets with partners, in the order of submission.
 
-    The exchanges of a period are proven when the ranks become known, and a step only gives each rank another's part.
+    The exchanges of a period are proven when the ranks become known, and a step only gives each
+    rank another's part.
 
-    When a rank is lost, the others form a new generation. It starts at the latest step of all its members. A member
-    that has not reached that step trains alone until then.
+    When a rank is lost, the others form a new generation. It starts at the latest step of all its
+    members. A member that has not reached that step trains alone until then.
     """
 
     def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
-        self.world, self._attached, self._number = world, algorithm, number
+        self.world = world
+        self._attached = algorithm
+        self._number = number
         self.membership = make_elastic(world)
         self._generation = self._shared = -1
         self._program = lru_cache(KEPT)(self._program_of)
         self._bound = lru_cache(PROGRAMS_BOUND)(lambda program: cache(partial(self._bind, program)))
 
     def prove(self) -> Schedule:
-        """Prove the exchanges of a period, of which all later ones are permutations; return the first.
+        """Prove the exchanges of a period, of which all later ones are permutations; return the
+        first.
 
         Raises `UsageError` for an algorithm whose `schedule` says otherwise than what runs.
         """
         self._adopt(self.membership.generation)
-        algorithm, ranks = self._algorithm, len(self.members)
+        algorithm = self._algorithm
+        ranks = len(self.members)
         first = algorithm.schedule(0, ranks)
         for step in range(len(self._rounds) + 1):  # the last one is of another permutation
             renamed = self._rounds[step % len(self._rounds)].over(algorithm.order(step, ranks))
             if renamed.digest() != algorithm.schedule(step, ranks).digest():
                 raise UsageError(
-                    f"{algorithm}: schedule({step}, {ranks}) is another than rounds() and order() make: override all"
+                    f"{algorithm}: schedule({step}, {ranks}) is another than rounds() and order()"
+                    " make: override all"
                 )
         return first
 
     def _adopt(self, generation: Generation) -> None:
         self.release()  # it was bound to connections of another generation
-        self._generation, self.members = generation.number, generation.ranks
-        self._ranks, ranks = np.array(self.members), len(self.members)
-        self._algorithm = self._attached.among(ranks) if ranks != self.world.founders else self._attached
+        self._generation = generation.number
+        self.members = generation.ranks
+        self._ranks = np.array(self.members)
+        ranks = len(self.members)
+        self._algorithm = (
+            self._attached.among(ranks) if ranks != self.world.founders else self._attached
+        )
         self._rounds = self._algorithm.rounds(ranks)
         for schedule in self._rounds:
             prove(schedule, promise(self._algorithm, schedule))
@@ -271,24 +307,36 @@ class GossipExchange:
         self._shared = self._generation
         messages = [message for bucket in buckets for message in bucket.free]
         buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
-        windows = self.world.comm_thread.submit(lambda: self.world.transport.share(buffers)).result()
+        windows = self.world.comm_thread.submit(
+            lambda: self.world.transport.share(buffers)
+        ).result()
         for number, message in enumerate(messages):
             message.windows = windows[2 * number : 2 * number + 2]
 
     def steps_to_all(self) -> int:
         """Return after how many steps all ranks know what one passes on.
 
-        In a whole period each rank that knows it tells all its partners. However the ranks are permuted, so many
-        periods as a period has rounds reach everybody. What came is passed on in the next step but one, or later.
-        Ranks may come to all places meanwhile, which costs some a mix: so twice as many steps where there are more.
+        In a whole period each rank that knows it tells all its partners. However the ranks are
+        permuted, so many periods as a period has rounds reach everybody. What came is passed on in
+        the next step but one, or later. Ranks may come to all places meanwhile, which costs some a
+        mix: so twice as many steps where there are more.
         """
-        places, founders = self.world.size, self.world.founders
-        rounds = len(self._attached.among(places).rounds(places)) if places > founders else len(self._rounds)
+        places = self.world.size
+        founders = self.world.founders
+        rounds = (
+            len(self._attached.among(places).rounds(places))
+            if places > founders
+            else len(self._rounds)
+        )
         return (1 + (places > founders)) * rounds * (rounds + 3 + self._algorithm.staleness) + 1
 
     def send(self, bucket: WeightBucket, step: int, stop: Stop) -> None:
-        """Exchange `bucket` as it is now with the partners of `step`, and pass on `stop`. On the training thread."""
-        if bucket.index == 0:  # from here on a generation that starts at `step` is too early for this rank
+        """Exchange `bucket` as it is now with the partners of `step`, and pass on `stop`.
+
+        On the training thread.
+        """
+        # from here on a generation that starts at `step` is too early for this rank
+        if bucket.index == 0:
             self.membership.submitted_steps = step + 1
         header = Header(0, self._number, 0, step, bucket.index, 0)
         message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
@@ -296,7 +344,9 @@ class GossipExchange:
         if message.said is not None and (stop != NO_STOP or message.said.is_loaded):
             message.said.load(NOTHING_LEAVES if stop == NO_STOP else stop.leaving())
         with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
-            message.answer = self.world.comm_thread.submit(partial(self._carry, message, bucket.index, step))
+            message.answer = self.world.comm_thread.submit(
+                partial(self._carry, message, bucket.index, step)
+            )
         bucket.in_flight.append(bucket.free.popleft())
 
     def release(self) -> None:
@@ -306,9 +356,14 @@ class GossipExchange:
         self._scratch = Scratch()
 
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
-        begin_s, membership = perf_counter(), self.membership
-        nbytes_sent, share, sources = 0, 0.0, list[int]()
-        with self.world.comm_thread.within_range("bucket", number=bucket, step=step, algorithm="gossip"):
+        begin_s = perf_counter()
+        membership = self.membership
+        nbytes_sent = 0
+        share = 0.0
+        sources = list[int]()
+        with self.world.comm_thread.within_range(
+            "bucket", number=bucket, step=step, algorithm="gossip"
+        ):
             if bucket == 0:
                 membership.next_step = step + 1
             if (generation := membership.generation).start <= step:
@@ -336,17 +391,21 @@ class GossipExchange:
         if message.received.is_cuda:
             self.world.transport.wait()  # before it mixes what may never have come
         self.membership.failures = 0
-        ours, theirs = message.sent[:HEADER_NUMEL], message.received[:HEADER_NUMEL]
+        ours = message.sent[:HEADER_NUMEL]
+        theirs = message.received[:HEADER_NUMEL]
         if not torch.equal(ours != 0, theirs != 0):
             why = explain_mismatch(ours + theirs)
-            raise DisagreementError(f"gossip: bucket {tag.bucket} does not match what the partner sent: {why}")
+            raise DisagreementError(
+                f"gossip: bucket {tag.bucket} does not match what the partner sent: {why}"
+            )
         if message.digests is not None:
             said = cast("Riders", message.heard).read()["digest"][0]
             if int(said) != message.digests[1].now():
                 peers = [leg.peer for hop in program.hops for leg in hop.recvs]
                 raise DisagreementError(
-                    f"watch: in step {tag.step} other weights came from rank {peers[0]} than it sent: bits were "
-                    "flipped on the way; look at the network between these ranks, and start again from a checkpoint"
+                    f"watch: in step {tag.step} other weights came from rank {peers[0]} than it"
+                    " sent: bits were flipped on the way; look at the network between these ranks,"
+                    " and start again from a checkpoint"
                 )
         return nbytes_sent, share
 
@@ -355,7 +414,8 @@ class GossipExchange:
         return permuted_program(schedule, members, self.world.rank, self.world.size)
 
     def _bind(self, program: Program, message: Message) -> tuple[Exchange, int, float]:
-        transport, within = self.world.transport, self._algorithm.within
+        transport = self.world.transport
+        within = self._algorithm.within
         windows = message.windows if self._generation == self._shared else ()
         if within == 1:  # received apart, as mixing on the wire would round to the wire's dtype
             (hop,) = program.hops
@@ -363,12 +423,18 @@ class GossipExchange:
             recvs = [P2PMessage(leg.peer, message.received) for leg in hop.recvs]
             nbytes_sent = len(sends) * message.sent.nbytes
             group = P2PGroup(sends, recvs)
-            exchange = bind_receiving(group, windows[0], transport) if windows else transport.bind(group)
+            exchange = (
+                bind_receiving(group, windows[0], transport) if windows else transport.bind(group)
+            )
             return exchange, nbytes_sent, hop.recvs[0].weight
         if windows:
-            bound = bind_reading(program, message.received, windows[1], transport, scratch=self._scratch)
+            bound = bind_reading(
+                program, message.received, windows[1], transport, scratch=self._scratch
+            )
         else:
-            bound = bind(program, message.received, transport, self._scratch, self.world.comm_thread.streams)
+            bound = bind(
+                program, message.received, transport, self._scratch, self.world.comm_thread.streams
+            )
 
         def run(tag: Tag) -> None:
             torch.mul(message.sent, 1 / within, out=message.received)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on gradients and modules.
 
-C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer to would never be
-freed if it referred back. So these refer weakly to a replica, and the model's modules keep the replica alive.
+C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer
+to would never be freed if it referred back. So these refer weakly to a replica, and the model's
+modules keep the replica alive.
 
-Some parts of torch's autograd engine that are used here are not public yet; DDP and FSDP use the same ones.
+Some parts of torch's autograd engine that are used here are not public yet; DDP and FSDP use the
+same ones.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from commrt.buckets.ready_order import ReadyOrder
 from commrt.errors import UsageError
 
 INTERRUPTED = (
-    "{what} came from a backward pass inside or after one that did not end: an error interrupted it, or reentrant "
-    "activation checkpointing is on (use use_reentrant=False)"
+    "{what} came from a backward pass inside or after one that did not end: an error interrupted"
+    " it, or reentrant activation checkpointing is on (use use_reentrant=False)"
 )
 TWICE = (
-    "the gradient of {name} became ready twice in one backward pass. Reentrant activation checkpointing does that: use "
-    "checkpoint(..., use_reentrant=False)"
+    "the gradient of {name} became ready twice in one backward pass. Reentrant activation"
+    " checkpointing does that: use checkpoint(..., use_reentrant=False)"
 )
 OUTLIVED = "{name} outlived the model it was attached with: keep the model or its replica"
 NO_PASS = -1
@@ -40,24 +42,32 @@ ATTRIBUTE = "_commrt"
 T = TypeVar("T")
 current_pass: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 """Return the number of the backward pass that this thread runs; -1 outside of one."""
-at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+)
 """Call a function when the running backward pass has ended; ``backward()`` raises its error."""
 
 
 def on_dense_gradients(
-    owner: T, params: Iterable[Named], call: Callable[[T, str], None], *, once_per_pass: bool = False
+    owner: T,
+    params: Iterable[Named],
+    call: Callable[[T, str], None],
+    *,
+    once_per_pass: bool = False,
 ) -> Iterator[RemovableHandle]:
-    """Call ``call(owner, name)`` each time the gradient of a parameter is ready; does not keep `owner` alive.
+    """Call ``call(owner, name)`` each time the gradient of a parameter is ready; does not keep
+    `owner` alive.
 
-    With `once_per_pass` only the first gradient of a backward pass does so. ``backward()`` raises `UsageError` for a
-    sparse gradient, and for a parameter that outlived `owner`.
+    With `once_per_pass` only the first gradient of a backward pass does so. ``backward()`` raises
+    `UsageError` for a sparse gradient, and for a parameter that outlived `owner`.
     """
     weakly = ref(owner)
     latest: int | None = None
 
     def ready(name: str, param: Tensor) -> None:
         nonlocal latest
-        grad, number = param.grad, current_pass()
+        grad = param.grad
+        number = current_pass()
         if grad is not None and grad.layout is not torch.strided:
             raise UsageError(SPARSE.format(name=name, layout=grad.layout))
         if number == latest:
@@ -68,7 +78,7 @@ def on_dense_gradients(
         if once_per_pass:
             latest = number
 
-    return (param.register_post_accumulate_grad_hook(partial(ready, name)) for name, param in params)  # type: ignore[no-untyped-call]  # torch's own
+    return (_on_accumulated(param, partial(ready, name)) for name, param in params)
 
 
 def on_counted_gradients(
@@ -80,9 +90,9 @@ def on_counted_gradients(
 ) -> Iterator[RemovableHandle]:
     """Let `order` count gradients as they become ready; does not keep `owner` alive.
 
-    It calls ``fill(owner)`` when a bucket has all of its gradients, and ``refuse(owner, name)`` for a gradient that it
-    does not await, such as the first of a pass. ``backward()`` raises `UsageError` for a parameter that outlived
-    `owner`.
+    It calls ``fill(owner)`` when a bucket has all of its gradients, and ``refuse(owner, name)`` for
+    a gradient that it does not await, such as the first of a pass. ``backward()`` raises
+    `UsageError` for a parameter that outlived `owner`.
     """
     weakly = ref(owner)
 
@@ -97,11 +107,17 @@ def on_counted_gradients(
             raise UsageError(SPARSE.format(name=name, layout=param.grad.layout))
         refuse(here, name)
 
-    return (param.register_post_accumulate_grad_hook(order.counter(name, filled, refused)) for name, param in params)  # type: ignore[no-untyped-call]  # torch's own
+    return (_on_accumulated(param, order.counter(name, filled, refused)) for name, param in params)
+
+
+def _on_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class PassEnd:
-    """Calls `ended` where the running backward pass ends, and then `anyway`; only this if an error ends the pass."""
+    """Calls `ended` where the running backward pass ends, and then `anyway`; only this if an error
+    ends the pass.
+    """
 
     def __init__(self, ended: Callable[[], None], anyway: Callable[[], None]) -> None:
         self._ended = ended
@@ -110,7 +126,8 @@ class PassEnd:
 
     def __call__(self) -> None:
         """End the pass; autograd calls it."""
-        anyway, self._anyway = self._anyway, None
+        anyway = self._anyway
+        self._anyway = None
         try:
             self._ended()
         finally:
@@ -123,7 +140,9 @@ class PassEnd:
 
 
 class ModuleHook:
-    """A hook of a module that does nothing on a copy or a pickle of the module, nor while torch compiles it."""
+    """A hook of a module that does nothing on a copy or a pickle of the module, nor while torch
+    compiles it.
+    """
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -138,7 +157,9 @@ class ModuleHook:
 
 
 class Keeper(list[object]):
-    """Keeps its items alive for as long as the module that holds it; a copy or a pickle of it is None."""
+    """Keeps its items alive for as long as the module that holds it; a copy or a pickle of it is
+    None.
+    """
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that multiply a model's gradients, and must be equal on all ranks: the scales of `GradScaler` objects.
+"""Numbers that multiply a model's gradients, and must be equal on all ranks: the scales of
+`GradScaler` objects.
 
-A scaler is known if it was given to `attach`, or, where ranks train synchronously, once its `step` has stepped an
-optimizer. Ranks compare scales in the headers of the steps that follow, with the optimizers' settings.
+A scaler is known if it was given to `attach`, or, where ranks train synchronously, once its `step`
+has stepped an optimizer. Ranks compare scales in the headers of the steps that follow, with the
+optimizers' settings.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ _FILE = GradScaler.step.__code__.co_filename
 class LossScales:
     """The scales that one rank knows.
 
-    A scale on a GPU is read once, as reading waits for the GPU. Ranks that `keep_pace` make the same steps. Others may
-    come late, and know other scalers than given ones, or a scale on a GPU that has moved: these are left out.
+    A scale on a GPU is read once, as reading waits for the GPU. Ranks that `keep_pace` make the
+    same steps. Others may come late, and know other scalers than given ones, or a scale on a GPU
+    that has moved: these are left out.
     """
 
     def __init__(self, owners: Iterable[object] = (), *, keep_pace: bool = True) -> None:
@@ -54,11 +57,14 @@ class LossScales:
         if getattr(scaler, "_device", "cpu") == "cpu":
             self.known[id(scaler)] = scaler, scaler.get_scale
         elif self._keep_pace:
-            self.known[id(scaler)] = scaler, cache(scaler.get_scale)  # at first use: `attach` makes scalers equal
+            # at first use: `attach` makes scalers equal
+            self.known[id(scaler)] = scaler, cache(scaler.get_scale)
 
     def values(self) -> list[float]:
         """Return the scales in order, as ranks may come to know scalers in different orders."""
         return sorted(float(scale()) for _, scale in self.known.values())
 
     def __str__(self) -> str:
-        return ", ".join(f"{type(scaler).__name__} scale={scale():g}" for scaler, scale in self.known.values())
+        return ", ".join(
+            f"{type(scaler).__name__} scale={scale():g}" for scaler, scale in self.known.values()
+        )

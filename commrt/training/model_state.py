@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of models and optimizers: as bytes, to compare replicas bit by bit, and sent from one rank to the others.
+"""The state of models and optimizers: as bytes, to compare replicas bit by bit, and sent from one
+rank to the others.
 
-Functions with a world are collective, for its members; the source is the lowest of them where none is given.
+Functions with a world are collective, for its members; the source is the lowest of them where none
+is given.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ PLAIN = (bool, int, float, complex, str, Tensor, type(None), np.generic)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives its state and takes another's: an optimizer, a scheduler, a `GradScaler`."""
+    """An object that gives its state and takes another's: an optimizer, a scheduler, a
+    `GradScaler`.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -51,32 +55,43 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         runs = [list(run) for _, run in groupby(tensors, key=lambda tensor: tensor.dtype)]
         parts = [_flatten_dense_tensors(run).view(torch.uint8) for run in runs]  # type: ignore[no-untyped-call]  # torch's own
-    return parts[0] if len(parts) == 1 < len(runs[0]) else torch.cat(parts)  # that of one tensor would be a view
+    # that of one tensor would be a view
+    return parts[0] if len(parts) == 1 < len(runs[0]) else torch.cat(parts)
 
 
 @torch.inference_mode(False)
 def restore(flat: Tensor, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
-    """Overwrite those of `tensors` that differ from `flat`, the bytes that `flatten` made of tensors like them.
+    """Overwrite those of `tensors` that differ from `flat`, the bytes that `flatten` made of
+    tensors like them.
 
-    Autograd then refuses to run a graph backward that saved one of them, as after any write in place. It does not
-    notice writes to tensors whose ids are in `unread`. On a GPU this waits once if nothing differs, and else for each.
+    Autograd then refuses to run a graph backward that saved one of them, as after any write in
+    place. It does not notice writes to tensors whose ids are in `unread`. On a GPU this waits once
+    if nothing differs, and else for each.
     """
     if torch.equal(flatten(tensors), flat):  # 5 ms for 5,000 small tensors; one by one 42
         return
-    for tensor, part in zip(tensors, torch.split(flat, [each.nbytes for each in tensors]), strict=True):
+    for tensor, part in zip(
+        tensors, torch.split(flat, [each.nbytes for each in tensors]), strict=True
+    ):
         if id(tensor) in unread or not torch.equal(flatten([tensor]), part):
             written = tensor.data if id(tensor) in unread else tensor.detach()
             written.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def unread_buffers(model: nn.Module) -> frozenset[int]:
-    """Return the ids of buffers that a graph saves and does not read: what BatchNorm counts while it trains."""
-    norms = (module for module in model.modules() if isinstance(module, _BatchNorm) and module.training)
+    """Return the ids of buffers that a graph saves and does not read: what BatchNorm counts while
+    it trains.
+    """
+    norms = (
+        module for module in model.modules() if isinstance(module, _BatchNorm) and module.training
+    )
     return frozenset(id(buffer) for norm in norms for buffer in norm.buffers(recurse=False))
 
 
 class FlatBuffer:
-    """Memory from `allocate` that carries tensors of the dtypes and shapes of `like` step after step, as `flat`."""
+    """Memory from `allocate` that carries tensors of the dtypes and shapes of `like` step after
+    step, as `flat`.
+    """
 
     def __init__(self, like: Sequence[Tensor], allocate: Allocate) -> None:
         sizes = [-(-tensor.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for tensor in like]
@@ -84,7 +99,10 @@ class FlatBuffer:
         self.flat = allocate(self._ends[-1], torch.uint8, like[0].device)
         self._now = torch.zeros_like(self.flat)
         self.parts, self._own = (
-            [flat[at : at + t.nbytes].view(t.dtype).view(t.shape) for at, t in zip(self._ends, like, strict=False)]
+            [
+                flat[at : at + t.nbytes].view(t.dtype).view(t.shape)
+                for at, t in zip(self._ends, like, strict=False)
+            ]
             for flat in (self.flat, self._now)
         )
 
@@ -93,7 +111,8 @@ class FlatBuffer:
         self._copy(self.parts, tensors, range(len(tensors)))
 
     def empty(self, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
-        """Overwrite those of `tensors` that differ from the buffer; autograd notices as in `restore`.
+        """Overwrite those of `tensors` that differ from the buffer; autograd notices as in
+        `restore`.
 
         On a GPU this waits for the tensors that are not `unread`, once if nothing differs.
         """
@@ -121,14 +140,17 @@ class FlatBuffer:
 
 
 def dump(owners: Sequence[Stateful]) -> Tensor:
-    """Return the state of all `owners` as one tensor of bytes, an empty one if it cannot be written.
+    """Return the state of all `owners` as one tensor of bytes, an empty one if it cannot be
+    written.
 
-    An optimizer's settings that are no plain values, such as functions, are left out. Costs a copy of the state.
+    An optimizer's settings that are no plain values, such as functions, are left out. Costs a copy
+    of the state.
     """
     file = io.BytesIO()
     try:
         states = [_without_objects(owner.state_dict()) for owner in owners]
-        torch.save(tree_map_only(np.generic, np.generic.item, states), file)  # no rank would load numbers of numpy
+        # no rank would load numbers of numpy
+        torch.save(tree_map_only(np.generic, np.generic.item, states), file)
     except (PicklingError, AttributeError, TypeError):  # what pickle raises for functions and locks
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -136,34 +158,47 @@ def dump(owners: Sequence[Stateful]) -> Tensor:
 
 @torch.inference_mode(False)  # or what is loaded could not be stepped later
 def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
-    """Give `owners` the state that `dump` took from others like them; runs nothing of what it reads.
+    """Give `owners` the state that `dump` took from others like them; runs nothing of what it
+    reads.
 
-    Raises `UsageError` for a state of other than plain values, and for one that an owner does not take.
+    Raises `UsageError` for a state of other than plain values, and for one that an owner does not
+    take.
     """
     try:
         states = torch.load(io.BytesIO(flat.numpy().data), map_location="cpu", weights_only=True)
     except (UnpicklingError, EOFError, RuntimeError, *MALFORMED) as error:
         kinds = ", ".join(type(owner).__name__ for owner in owners)
         raise UsageError(
-            f"the state of {kinds} cannot be sent to other ranks: state_dict() must hold numbers, strings, tensors and "
-            "lists, tuples or dicts of these only"
+            f"the state of {kinds} cannot be sent to other ranks: state_dict() must hold numbers,"
+            " strings, tensors and lists, tuples or dicts of these only"
         ) from error
     if not isinstance(states, list) or len(states) != len(owners):
-        raise UsageError(f"another rank sent no states of {len(owners)} owners: start all ranks with the same program")
+        raise UsageError(
+            f"another rank sent no states of {len(owners)} owners: start all ranks with the same"
+            " program"
+        )
     for owner, state in zip(owners, states, strict=True):
         try:
             owner.load_state_dict(_with_objects(state, owner))
-            if isinstance(owner, Optimizer) and "param_groups" in state:  # one that wraps another may have none
+            # one that wraps another may have none
+            if isinstance(owner, Optimizer) and "param_groups" in state:
                 _keep_dtypes(owner, state)
         except UsageError:
             raise
         except MALFORMED as error:
-            what = f"{type(owner).__name__} does not take the state that another rank sent: {error!r:.200}"
-            raise UsageError(f"{what}; make it of the same parameters and options on all ranks") from error
+            what = (
+                f"{type(owner).__name__} does not take the state that another rank sent:"
+                f" {error!r:.200}"
+            )
+            raise UsageError(
+                f"{what}; make it of the same parameters and options on all ranks"
+            ) from error
 
 
 def _keep_dtypes(optimizer: Optimizer, sent: dict[str, Any]) -> None:
-    """Undo torch's cast of an optimizer's state to its parameter's dtype: master weights, for one, have their own."""
+    """Undo torch's cast of an optimizer's state to its parameter's dtype: master weights, for one,
+    have their own.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     places = [place for group in sent["param_groups"] for place in group["params"]]
     for param, place in zip(params, places, strict=True):
@@ -177,7 +212,10 @@ def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of an optimizer without settings that only their own process understands."""
     if "param_groups" not in state:
         return state
-    groups = [{key: value for key, value in group.items() if _is_plain(value)} for group in state["param_groups"]]
+    groups = [
+        {key: value for key, value in group.items() if _is_plain(value)}
+        for group in state["param_groups"]
+    ]
     return {**state, "param_groups": groups}
 
 
@@ -188,11 +226,15 @@ def _with_objects(state: dict[str, Any], owner: Stateful) -> dict[str, Any]:
     own_groups = owner.state_dict()["param_groups"]
     if len(own_groups) != len(state["param_groups"]):
         raise UsageError(
-            f"{type(owner).__name__} has {len(own_groups)} param_groups here and {len(state['param_groups'])} on the "
-            "rank whose state this one takes: add_param_group() at the same update (replica.step) of all ranks"
+            f"{type(owner).__name__} has {len(own_groups)} param_groups here and"
+            f" {len(state['param_groups'])} on the rank whose state this one takes:"
+            " add_param_group() at the same update (replica.step) of all ranks"
         )
     pairs = zip(own_groups, state["param_groups"], strict=True)
-    groups = [{**{key: value for key, value in own.items() if not _is_plain(value)}, **sent} for own, sent in pairs]
+    groups = [
+        {**{key: value for key, value in own.items() if not _is_plain(value)}, **sent}
+        for own, sent in pairs
+    ]
     return {**state, "param_groups": groups}
 
 
@@ -201,27 +243,31 @@ def _is_plain(value: object) -> bool:
 
 
 def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the residuals of `rank` for `wanted` parameters; raises `UsageError` for a state of others."""
+    """Return the residuals of `rank` for `wanted` parameters; raises `UsageError` for a state of
+    others.
+    """
     found = state.get("residuals") if isinstance(state, Mapping) else None
     if not isinstance(state, Mapping) or not found or not wanted:
         return {}
     if state.get("rank") != rank:
         raise UsageError(
-            f"the state of rank {state.get('rank')} on rank {rank}: with feedback each rank keeps what rounding lost "
-            "there. Save state_dict() on every rank, and load each rank's own; or set its 'residuals' to {} to forget "
-            "what was lost"
+            f"the state of rank {state.get('rank')} on rank {rank}: with feedback each rank keeps"
+            " what rounding lost there. Save state_dict() on every rank, and load each rank's own;"
+            " or set its 'residuals' to {} to forget what was lost"
         )
     for name, part in wanted.items():
         if (tensor := found.get(name)) is not None and tensor.numel() != part.numel():
             raise UsageError(
-                f"the state's residual of {name} has {tensor.numel()} values and the parameter {part.numel()}: load a "
-                "state that was saved with the same model"
+                f"the state's residual of {name} has {tensor.numel()} values and the parameter"
+                f" {part.numel()}: load a state that was saved with the same model"
             )
     return cast("Mapping[str, Tensor]", found)
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the SHA-256 over names and bytes of tensors: equal exactly if these are bitwise equal."""
+    """Return the SHA-256 over names and bytes of tensors:
+    equal exactly if these are bitwise equal.
+    """
     seen = hashlib.sha256()
     for name, tensor in named:
         seen.update(name.encode())
@@ -245,10 +291,18 @@ def unpack(packed: bytes, read: Callable[[Any], T], count: int) -> tuple[T, list
         record, *tensors = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
         require(
             len(tensors) == count
-            and all(isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors)
+            and all(
+                isinstance(tensor, Tensor) and tensor.dtype == torch.uint8 for tensor in tensors
+            )
         )
         return read(record), tensors
-    except (*MALFORMED, UnpicklingError, EOFError, RuntimeError, AssertionError) as error:  # as torch has no one error
+    except (
+        *MALFORMED,
+        UnpicklingError,
+        EOFError,
+        RuntimeError,
+        AssertionError,
+    ) as error:  # as torch has no one error
         raise malformed("state of another rank", packed) from error
 
 
@@ -258,10 +312,16 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def overwrite_model(
-    world: World, model: nn.Module, step: int, source: int | None = None, *, buffers_only: bool = False
+    world: World,
+    model: nn.Module,
+    step: int,
+    source: int | None = None,
+    *,
+    buffers_only: bool = False,
 ) -> None:
     """Overwrite parameters and buffers with the source's."""
-    unread, params = unread_buffers(model), [] if buffers_only else [*model.parameters()]
+    unread = unread_buffers(model)
+    params = [] if buffers_only else [*model.parameters()]
     for batch in _take_tensors([*params, *model.buffers()], 25 * MIB):  # type: ignore[no-untyped-call]  # torch's own
         flat = flatten(batch)
         if not _broadcast(world, flat, step, source):
@@ -269,7 +329,9 @@ def overwrite_model(
 
 
 def _broadcast(world: World, flat: Tensor, step: int, source: int | None) -> bool:
-    """Overwrite `flat` with the source's, among those who are members then; return True on the source."""
+    """Overwrite `flat` with the source's, among those who are members then; return True on the
+    source.
+    """
 
     def broadcast_now() -> bool:
         members = sorted(world.members, key=lambda rank: (rank != source, rank))
@@ -279,8 +341,12 @@ def _broadcast(world: World, flat: Tensor, step: int, source: int | None) -> boo
     return world.membership.submit(broadcast_now).result()
 
 
-def overwrite_states(world: World, owners: Sequence[Stateful], step: int, source: int | None = None) -> None:
-    """Overwrite the state of `owners` with the source's, which loads its own as well, to fail where the others fail."""
+def overwrite_states(
+    world: World, owners: Sequence[Stateful], step: int, source: int | None = None
+) -> None:
+    """Overwrite the state of `owners` with the source's, which loads its own as well, to fail where
+    the others fail.
+    """
     if not owners or len(world.members) == 1:
         return
     is_source = min(world.members, key=lambda rank: (rank != source, rank)) == world.rank
@@ -294,9 +360,13 @@ def overwrite_states(world: World, owners: Sequence[Stateful], step: int, source
 
 
 def mean(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Return the mean of all members' `tensors`, in fp32 (fp64 for fp64), the same bits on all of them."""
+    """Return the mean of all members' `tensors`, in fp32 (fp64 for fp64), the same bits on all of
+    them.
+    """
     members = tuple(world.members)
-    wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    wide = [
+        tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors
+    ]
     return _sum(world, [tensor / len(members) for tensor in wide], step, members)
 
 
@@ -305,10 +375,14 @@ def total_of(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]
     return _sum(world, tensors, step, tuple(world.members))
 
 
-def _sum(world: World, tensors: Sequence[Tensor], step: int, members: Sequence[int]) -> list[Tensor]:
+def _sum(
+    world: World, tensors: Sequence[Tensor], step: int, members: Sequence[int]
+) -> list[Tensor]:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     schedule = halving_doubling.all_reduce(len(members))
-    world.membership.submit(lambda: world.run_now(schedule, flat, Tag(step, "mean"), members)).result()
+    world.membership.submit(
+        lambda: world.run_now(schedule, flat, Tag(step, "mean"), members)
+    ).result()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(like.shape) for part, like in zip(parts, tensors, strict=True)]
 
@@ -318,7 +392,9 @@ def gather_values(world: World, value: float, step: int) -> dict[int, float]:
     own = torch.zeros((2, world.size), dtype=torch.float64, device="cpu")
     own[0, world.rank], own[1, world.rank] = value, 1
     values, shares = mean(world, [own], step)[0]
-    return {rank: float(values[rank] / shares[rank]) for rank in range(world.size) if shares[rank] > 0}
+    return {
+        rank: float(values[rank] / shares[rank]) for rank in range(world.size) if shares[rank] > 0
+    }
 
 
 def gather_integers(world: World, number: int) -> dict[int, int]:

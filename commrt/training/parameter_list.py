@@ -19,19 +19,26 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 class ParameterList:
     """The parameters of a model as they are now; modules without any may come and go later.
 
-    Cost of a check: 0.1 us per module and parameter, and a walk through the model after a module has changed.
+    Cost of a check: 0.1 us per module and parameter, and a walk through the model after a module
+    has changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = _names(model)
-        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+        self._frozen = [
+            (name, param) for name, param in model.named_parameters() if not param.requires_grad
+        ]
         modules = model.named_modules()
-        self._tables = [each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None]
+        self._tables = [
+            each for each in modules if isinstance(each[1], EMBEDDINGS) and each[1].max_norm is None
+        ]
         self._remember()
 
     def require_unchanged(self) -> None:
-        """Raise `UsageError` if a parameter came or went, requires a gradient now, or is written by a forward pass."""
+        """Raise `UsageError` if a parameter came or went, requires a gradient now, or is written by
+        a forward pass.
+        """
         if not self._is_as_before():
             _refuse(self._changed_parameter())
             self._remember()
@@ -47,12 +54,14 @@ class ParameterList:
         return self._names if self._is_as_before() else _names(self._model)
 
     def _is_as_before(self) -> bool:
-        now = [*chain.from_iterable(map(tuple, map(dict.values, self._dicts)))]  # another thread may own the model
+        # another thread may own the model
+        now = [*chain.from_iterable(map(tuple, map(dict.values, self._dicts)))]
         return len(now) == len(self._known) and all(map(is_, now, self._known))
 
     def _remember(self) -> None:
         modules = list(self._model.modules())
-        # Public access would walk through all modules again: these are the dicts in which they keep their contents.
+        # Public access would walk through all modules again: these are the dicts in which they keep
+        # their contents.
         self._dicts: list[dict[str, Any]] = [
             *(module._modules for module in modules),  # noqa: SLF001
             *(module._parameters for module in modules),  # noqa: SLF001
@@ -61,7 +70,11 @@ class ParameterList:
 
     def _changed_parameter(self) -> str | None:
         now = _names(self._model)
-        gone = (f"{name} was replaced or removed" for param, name in self._names.items() if param not in now)
+        gone = (
+            f"{name} was replaced or removed"
+            for param, name in self._names.items()
+            if param not in now
+        )
         added = (f"{name} was added" for param, name in now.items() if param not in self._names)
         return next(chain(gone, added), None)
 

@@ -14,7 +14,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.digest import Digest
@@ -67,19 +70,30 @@ class Replica(ABC):
         self._copies = copies
         self.last: StepReport | None = None
         """The report of the latest step; None before the first."""
-        self._params, self._optimizers, self._algorithm, self._world = params, optimizers, algorithm, world
-        self._parameters, self._averaged = ParameterList(model), {id(param) for _, param in params}
-        self._stepping: list[Optimizer] = []  # those of `optimizers` whose steps have begun, the outermost first
-        self._stats, self._step = Stats(), 0
+        self._params = params
+        self._optimizers = optimizers
+        self._algorithm = algorithm
+        self._world = world
+        self._parameters = ParameterList(model)
+        self._averaged = {id(param) for _, param in params}
+        # those of `optimizers` whose steps have begun, the outermost first
+        self._stepping: list[Optimizer] = []
+        self._stats = Stats()
+        self._step = 0
         self._is_synchronous = True
-        self._refuses = self._refuses_weights = self._refuses_wishes = ""  # why nothing can ride, or only not these
+        # why nothing can ride, or only not these
+        self._refuses = self._refuses_weights = self._refuses_wishes = ""
         self._handles: list[RemovableHandle] = []
         self._riding = Riding(world.rank, params)
         self._watched: Digest | None = None
-        self._checks: Sequence[Callable[[], None]] = ()  # raise if others have written what an exchange relies on
+        # raise if others have written what an exchange relies on
+        self._checks: Sequence[Callable[[], None]] = ()
 
     def _live(
-        self, handles: Iterable[RemovableHandle], before_step: Callable[..., Any], after_step: Callable[..., None]
+        self,
+        handles: Iterable[RemovableHandle],
+        before_step: Callable[..., Any],
+        after_step: Callable[..., None],
     ) -> None:
         """Begin to act on the optimizers and on what the `handles` stand for."""
         self._handles += handles
@@ -97,13 +111,16 @@ class Replica(ABC):
                 yield module
 
     def _check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step of any optimizer that would let the replicas drift apart; note that a given one steps."""
+        """Refuse a step of any optimizer that would let the replicas drift apart; note that a given
+        one steps.
+        """
         if optimizer not in self._optimizers:
             self._check_stranger(optimizer)
             return
         while optimizer in self._stepping:  # an error ended its step, and all that began within it
             self._stepping.pop()
-        if failure := self._world.unraised_failure:  # ended a transfer on a GPU after backward() had returned
+        # ended a transfer on a GPU after backward() had returned
+        if failure := self._world.unraised_failure:
             raise failure
         self._parameters.require_unchanged()
         for group in optimizer.param_groups:
@@ -117,7 +134,9 @@ class Replica(ABC):
         self._stepping.append(optimizer)
 
     def _check_stranger(self, optimizer: Optimizer) -> None:
-        """Refuse a step of an optimizer that was not given, if it steps this model and passes nothing on."""
+        """Refuse a step of an optimizer that was not given, if it steps this model and passes
+        nothing on.
+        """
         if self._stepping:
             return
         names = self._parameters.names()
@@ -130,20 +149,29 @@ class Replica(ABC):
     def _require_attached(self, param: Tensor) -> None:
         """Raise `UsageError` if `param`, which is to be stepped, belongs to no replica."""
         if id(param) not in self._averaged and id(param) not in attached_params():
-            name = self._parameters.names().get(id(param), f"a parameter of shape {list(param.shape)}")
+            name = self._parameters.names().get(
+                id(param), f"a parameter of shape {list(param.shape)}"
+            )
             raise UsageError(
-                f"the optimizer steps {name}, which was frozen, absent or outside of the model when it was attached: "
-                "commrt does not average its gradient; detach() and attach() again"
+                f"the optimizer steps {name}, which was frozen, absent or outside of the model when"
+                " it was attached: commrt does not average its gradient; detach() and attach()"
+                " again"
             )
 
     def _refuse_stranger(self, optimizer: Optimizer, name: str) -> None:
-        """Raise `UsageError` unless `optimizer` passes its steps on to one that was given, or none was given."""
+        """Raise `UsageError` unless `optimizer` passes its steps on to one that was given, or none
+        was given.
+        """
         if self._optimizers and not any(wrapped_as(each, [optimizer]) for each in self._optimizers):
             inner = wrapped_as(optimizer, self._optimizers)
-            which = "all optimizers that step the model" if inner is None else f"{inner}, whose step() is called"
+            which = (
+                "all optimizers that step the model"
+                if inner is None
+                else f"{inner}, whose step() is called"
+            )
             raise UsageError(
-                f"{type(optimizer).__name__} steps {name}, and was not given to attach(): detach(), and attach() again "
-                f"with {which}"
+                f"{type(optimizer).__name__} steps {name}, and was not given to attach(): detach(),"
+                f" and attach() again with {which}"
             )
 
     @property
@@ -158,14 +186,17 @@ class Replica(ABC):
     def average(self) -> None:
         """Take part in the exchange of this step without a backward pass; collective.
 
-        A rank that has no batch for this step calls it in place of ``backward()``, while the others run theirs. In
-        `no_sync`, where their passes only accumulate, it does nothing.
+        A rank that has no batch for this step calls it in place of ``backward()``, while the others
+        run theirs. In `no_sync`, where their passes only accumulate, it does nothing.
         """
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients in this context; the first backward pass outside of it averages the sum."""
-        before, self._is_synchronous = self._is_synchronous, False
+        """Only accumulate gradients in this context; the first backward pass outside of it averages
+        the sum.
+        """
+        before = self._is_synchronous
+        self._is_synchronous = False
         try:
             yield
         finally:
@@ -175,23 +206,30 @@ class Replica(ABC):
     def join(self, *also: Stateful) -> AbstractContextManager[None]:
         """Let ranks run out of data at different times; collective, around the whole loop."""
 
-    def weigh(self, loss: Tensor, weight: float, *, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
-        """Let the gradients of this `loss` count for `weight`, so that their average is the mean over all that weighs.
+    def weigh(
+        self, loss: Tensor, weight: float, *, reduction: Literal["mean", "sum"] = "mean"
+    ) -> Tensor:
+        """Let the gradients of this `loss` count for `weight`, so that their average is the mean
+        over all that weighs.
 
-        `loss` is the mean of `weight` parts, such as tokens, or with ``reduction="sum"`` their sum. Over micro-batches
-        m and ranks, the average is then ``sum(weight[m] * grad(mean_loss[m])) / sum(weight[m])``. Call it for the loss
-        of each backward pass, on all ranks, and pass to ``backward()`` what it returns, which is `loss` itself, or what
-        a `GradScaler` makes of it; do not divide it by the number of micro-batches. Gradients of all that this loss
-        reaches are multiplied by the weight until they are averaged, those of other models too, so give each a loss of
-        its own. A weight of 0 counts for nothing, if the loss is finite. Put all but the last pass into `no_sync`.
+        `loss` is the mean of `weight` parts, such as tokens, or with ``reduction="sum"`` their sum.
+        Over micro-batches m and ranks, the average is then ``sum(weight[m] * grad(mean_loss[m])) /
+        sum(weight[m])``. Call it for the loss of each backward pass, on all ranks, and pass to
+        ``backward()`` what it returns, which is `loss` itself, or what a `GradScaler` makes of it;
+        do not divide it by the number of micro-batches. Gradients of all that this loss reaches are
+        multiplied by the weight until they are averaged, those of other models too, so give each a
+        loss of its own. A weight of 0 counts for nothing, if the loss is finite. Put all but the
+        last pass into `no_sync`.
 
-        Raises `UsageError` for a negative, infinite or NaN weight, and for one on a GPU, for which each step would
-        wait; `DisagreementError` in ``backward()`` if some ranks weigh their gradients and others do not, or if all
-        weigh nothing.
+        Raises `UsageError` for a negative, infinite or NaN weight, and for one on a GPU, for which
+        each step would wait; `DisagreementError` in ``backward()`` if some ranks weigh their
+        gradients and others do not, or if all weigh nothing.
         """
         self._require_riders("weigh()")
         if not isinstance(loss, Tensor):
-            raise UsageError(f"weigh({loss!r:.40}, ...): give the loss, a tensor, first, and then what it weighs")
+            raise UsageError(
+                f"weigh({loss!r:.40}, ...): give the loss, a tensor, first, and then what it weighs"
+            )
         if self._refuses_weights:
             raise UsageError(f"weigh() with {self._refuses_weights}")
         found = require_weight(weight)
@@ -203,29 +241,35 @@ class Replica(ABC):
     def ride(self, **numbers: float) -> None:
         """Let a few `numbers` of this rank travel with the gradients of the next step, for nothing.
 
-        Call it before the backward pass ends, and read `rode` when ``backward()`` has returned. All ranks that give
-        numbers in a step give the same names, at most eight. They travel as float64, on every wire.
+        Call it before the backward pass ends, and read `rode` when ``backward()`` has returned. All
+        ranks that give numbers in a step give the same names, at most eight. They travel as
+        float64, on every wire.
         """
         self._require_riders("ride()")
         self._riding.ride(numbers)
 
     @property
     def rode(self) -> Mapping[str, Rode]:
-        """The numbers of the latest step, of all ranks that sent some; empty on a rank that sent none."""
+        """The numbers of the latest step, of all ranks that sent some; empty on a rank that sent
+        none.
+        """
         return self._riding.rode
 
     def stop(self) -> None:
         """Ask all ranks to stop; may be called by a signal handler, on any thread.
 
-        All ranks see it in `stopping` after the same step: this one, if its backward pass has only begun, or the next.
-        Of backup workers, a rank whose gradients come too late says it when it catches up, up to a few steps later.
+        All ranks see it in `stopping` after the same step: this one, if its backward pass has only
+        begun, or the next. Of backup workers, a rank whose gradients come too late says it when it
+        catches up, up to a few steps later.
         """
         if self._handles:  # else the model was detached, and a handler may still call this
             self._require_wishes("stop()")
         self._riding.wants_stop = True
 
     def _holds_means(self) -> bool:
-        """Return True if ``param.grad`` holds averages that were not used, and were not set to zeros."""
+        """Return True if ``param.grad`` holds averages that were not used, and were not set to
+        zeros.
+        """
         return False
 
     def _require_riders(self, call: str) -> None:
@@ -239,44 +283,53 @@ class Replica(ABC):
 
     @property
     def stopping(self) -> tuple[int, ...]:
-        """The ranks that have asked to stop, the same on all ranks after each step; empty while none has.
+        """The ranks that have asked to stop, the same on all ranks after each step; empty while
+        none has.
 
-        For a late rank of backup workers, the rank that gave it its state has asked. Not the same after ``join()``:
-        read it inside. Raises `UsageError` where `stop` does.
+        For a late rank of backup workers, the rank that gave it its state has asked. Not the same
+        after ``join()``: read it inside. Raises `UsageError` where `stop` does.
         """
         if self._handles:  # a model that was detached has no news
             self._require_wishes("stopping")
         return self._riding.stopping
 
     def skip(self) -> None:
-        """Ask all ranks not to use the gradients of the step whose backward pass comes next, or runs.
+        """Ask all ranks not to use the gradients of the step whose backward pass comes next, or
+        runs.
 
-        Once ``backward()`` has returned, gradients are equal on all ranks, and so is what each of them sees in them.
+        Once ``backward()`` has returned, gradients are equal on all ranks, and so is what each of
+        them sees in them.
         """
         self._require_wishes("skip()")
         self._riding.skip()
 
     @property
     def skipping(self) -> tuple[int, ...]:
-        """The ranks that asked to skip the latest step; if there are any, no rank may call ``optimizer.step()``."""
+        """The ranks that asked to skip the latest step; if there are any, no rank may call
+        ``optimizer.step()``.
+        """
         self._require_wishes("skipping")
         return self._riding.skipping
 
     def drain(self) -> None:  # noqa: B027  # between synchronous steps nothing is in flight
-        """Wait for all exchanges that are in flight, and use their results. Collective with `LocalSGD` only.
+        """Wait for all exchanges that are in flight, and use their results. Collective with
+        `LocalSGD` only.
 
         Call it before you save or look at weights.
         """
 
     def before_giving_up(self, call: Callable[[], object]) -> None:  # noqa: B027  # only backup workers need it
-        """With backup workers: call `call` before an error ends training, to save a checkpoint; else never.
+        """With backup workers: call `call` before an error ends training, to save a checkpoint;
+        else never.
 
-        The error is `QuorumLost`, or other ranks do not answer (`DeadlineExceeded`), or the store does not
-        (`PeerLost`). The weights are those of the latest whole step of this rank; a late one has older ones.
+        The error is `QuorumLost`, or other ranks do not answer (`DeadlineExceeded`), or the store
+        does not (`PeerLost`). The weights are those of the latest whole step of this rank; a late
+        one has older ones.
         """
 
     def consolidate(self) -> None:
-        """Make all replicas bitwise equal now: the mean of weights and of running means and variances; collective.
+        """Make all replicas bitwise equal now: the mean of weights and of running means and
+        variances; collective.
 
         Other buffers become rank 0's. Each rank's optimizers keep their state.
         """
@@ -291,18 +344,25 @@ class Replica(ABC):
             self._take_from_first(buffers_only=True)
 
     def disagreement(self) -> float:
-        """Return the distance of the farthest replica from the mean, relative to the mean's norm; collective.
+        """Return the distance of the farthest replica from the mean, relative to the mean's norm;
+        collective.
 
-        Costs two all-reduces. One is of all parameters in fp64, which adds up equal ones without rounding.
+        Costs two all-reduces. One is of all parameters in fp64, which adds up equal ones without
+        rounding.
         """
         with self._collective("disagreement()"):
             self.drain()
             own = torch.cat([param.detach().double().reshape(-1) for _, param in self._params])
-            counted = [own, own.new_ones(1)]  # one more for each rank whose parameters are in the sum
-            total, count = self._world.membership.together(lambda: total_of(self._world, counted, self.step))
+            # one more for each rank whose parameters are in the sum
+            counted = [own, own.new_ones(1)]
+            total, count = self._world.membership.together(
+                lambda: total_of(self._world, counted, self.step)
+            )
             norm = (total / count).norm().clamp(min=torch.finfo(torch.float64).tiny)  # of zeros too
             share = float((own - total / count).norm() / norm)
-            shares = self._world.membership.together(lambda: gather_values(self._world, share, self.step))
+            shares = self._world.membership.together(
+                lambda: gather_values(self._world, share, self.step)
+            )
             return float(torch.tensor([*shares.values()], dtype=torch.float64, device="cpu").max())
 
     def overwrite_with_first(self) -> None:
@@ -319,12 +379,17 @@ class Replica(ABC):
         world = self._world
         if not buffers_only:
             self._copies.find()
-        world.membership.together(lambda: overwrite_model(world, self.model, self.step, buffers_only=buffers_only))
+        world.membership.together(
+            lambda: overwrite_model(world, self.model, self.step, buffers_only=buffers_only)
+        )
         if not buffers_only:
-            world.membership.together(lambda: overwrite_states(world, self._copies.owners(), self.step))
+            world.membership.together(
+                lambda: overwrite_states(world, self._copies.owners(), self.step)
+            )
 
     def replicas_equal(self) -> bool:
-        """Return True if parameters and buffers are bitwise equal on all ranks; collective, not inside `join`.
+        """Return True if parameters and buffers are bitwise equal on all ranks; collective, not
+        inside `join`.
 
         With backup workers, False if a rank has ended before the others did (see `consolidate`).
         """
@@ -332,7 +397,10 @@ class Replica(ABC):
             return self._world.all_equal("replicas", fingerprint(self.model))
 
     def _compare_replicas(self) -> None:
-        """Raise `DisagreementError` if somebody watches, and ranks hold different weights. Collective."""
+        """Raise `DisagreementError` if somebody watches, and ranks hold different weights.
+
+        Collective.
+        """
         if (watched := self._watched) is None:
             return
         with self._world.collective("watch"):
@@ -340,17 +408,20 @@ class Replica(ABC):
                 self._world.membership.together(partial(gather_integers, self._world, half))
                 for half in divmod(watched.now(), 1 << 32)
             ]
-        require_equal({rank: (high << 32) + halves[1][rank] for rank, high in halves[0].items()}, self.step)
+        require_equal(
+            {rank: (high << 32) + halves[1][rank] for rank, high in halves[0].items()}, self.step
+        )
 
     def _collective(self, what: str) -> AbstractContextManager[None]:
         return self._world.collective(what)
 
     @property
     def lost(self) -> tuple[Loss, ...]:
-        """The ranks that are lost, since when, and why; gossip of weights and backup workers go on without them.
+        """The ranks that are lost, since when, and why; gossip of weights and backup workers go on
+        without them.
 
-        With backup workers the death of a rank that was not needed is noticed when ranks connect anew, or in a
-        collective call.
+        With backup workers the death of a rank that was not needed is noticed when ranks connect
+        anew, or in a collective call.
         """
         return self._world.lost
 
@@ -359,7 +430,9 @@ class Replica(ABC):
         return self._stats
 
     def why_not_graphs(self) -> dict[int, str]:
-        """Return why buckets were not carried by a graph in the latest step; empty where none are tried."""
+        """Return why buckets were not carried by a graph in the latest step; empty where none are
+        tried.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,7 +440,9 @@ class Replica(ABC):
         return {"step": self.step, "algorithm": repr(self._algorithm)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the step of `state`; collective, raises `DisagreementError` if ranks load different steps."""
+        """Continue at the step of `state`; collective, raises `DisagreementError` if ranks load
+        different steps.
+        """
         step = self._step_in(state)
         with self._world.collective("load_state_dict()"):
             self._world.agree("load_state_dict", step=str(step))
@@ -382,7 +457,9 @@ class Replica(ABC):
             raise UsageError(what) from None
 
     def detach(self) -> None:
-        """Remove every hook; the model is a plain model again. Not collective; safe to call twice."""
+        """Remove every hook; the model is a plain model again. Not collective;
+        safe to call twice.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -399,7 +476,8 @@ _replicas: WeakValueDictionary[int, Replica] = WeakValueDictionary()
 def _watch_steps() -> None:
     """Let replicas look at each step of any optimizer; registers with torch, once in a process.
 
-    torch calls such hooks before and after all that are registered with an optimizer, which may write weights too.
+    torch calls such hooks before and after all that are registered with an optimizer, which may
+    write weights too.
     """
     register_optimizer_step_pre_hook(_before_any_step)
     register_optimizer_step_post_hook(_after_any_step)
@@ -422,12 +500,19 @@ def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
 def attached_params() -> set[int]:
     """Return the ids of all parameters that have a replica."""
     replicas = [weakly() for weakly in _replicas.valuerefs()]
-    return {id(param) for replica in replicas if replica is not None for _, param in replica._params}  # noqa: SLF001
+    return {
+        id(param)
+        for replica in replicas
+        if replica is not None
+        for _, param in replica._params  # noqa: SLF001
+    }
 
 
 def attached_to(world: World) -> int:
     """Return how many models are attached to `world`, without those that were dropped."""
-    return count_kept(lambda: sum(getattr(weakly(), "_world", None) is world for weakly in _replicas.valuerefs()))
+    return count_kept(
+        lambda: sum(getattr(weakly(), "_world", None) is world for weakly in _replicas.valuerefs())
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,8 +523,9 @@ class StepReport:
     members: tuple[int, ...]
     """The ranks that took part: whose gradients were averaged, or that gossiped with each other."""
     exposed_s: float
-    """How long ``backward()`` waited at its end: for communication that the backward pass did not hide, and for a
-    processor to run the communication thread."""
+    """How long ``backward()`` waited at its end: for communication that the backward pass did not
+    hide, and for a processor to run the communication thread.
+    """
     spans: tuple[Span, ...]
     """The communication thread's work, bucket by bucket."""
     received_from: frozenset[int] = frozenset()
@@ -449,15 +535,21 @@ class StepReport:
     ended: bool = False
     """Backup workers: True if too few ranks still train, so that no gradient was used."""
     late_s: float = 0.0
-    """Backup workers: how much later this rank's gradient was ready than the last one that counted. Without backups all
-    ranks would have waited so long (clocks of hosts may differ)."""
+    """Backup workers: how much later this rank's gradient was ready than the last one that counted.
+    Without backups all ranks would have waited so long (clocks of hosts may differ).
+    """
     samples: int | None = None
-    """Backup workers: the number of samples behind the gradients that counted, by the first dimension of the models'
-    inputs; None if a member could not say."""
+    """Backup workers: the number of samples behind the gradients that counted, by the first
+    dimension of the models' inputs; None if a member could not say.
+    """
     dropped: tuple[int, ...] = ()
-    """Backup workers: the ranks whose gradients did not count, because they were slow, stopped or gone."""
+    """Backup workers: the ranks whose gradients did not count, because they were slow, stopped or
+    gone.
+    """
     saved_s: float = 0.0
-    """Backup workers: how long all ranks would have waited in earlier steps, as late ranks report it now."""
+    """Backup workers: how long all ranks would have waited in earlier steps, as late ranks report
+    it now.
+    """
 
     @property
     def comm_s(self) -> float:
@@ -490,7 +582,8 @@ class Stats:
 
     def plus(self, step: StepReport) -> Stats:
         """Return the totals with one more step."""
-        comm_s, nbytes_sent = 0.0, 0
+        comm_s = 0.0
+        nbytes_sent = 0
         for span in step.spans:
             comm_s += span.end_s - span.begin_s
             nbytes_sent += span.nbytes_sent
@@ -509,10 +602,18 @@ class Stats:
 
 
 def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:
-    """Return the attribute of one of `optimizers` that is `inner` or holds it, as text; None if there is none."""
+    """Return the attribute of one of `optimizers` that is `inner` or holds it, as text; None if
+    there is none.
+    """
     for outer in optimizers:
         for key, value in vars(outer).items():
-            parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            parts = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else [value]
+            )
             if any(part is inner for part in parts):
                 return f"{type(outer).__name__}.{key}"
     return None

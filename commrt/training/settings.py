@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numeric settings of optimizers, which ranks compare in each step, since schedulers change them."""
+"""The numeric settings of optimizers, which ranks compare in each step, since schedulers change
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,23 @@ NUMBERS = (int, float, np.integer, np.floating, np.bool_)
 PLAIN = frozenset({int, float, bool})
 
 
-def settings_digest(optimizers: Sequence[Optimizer], step: int, scales: Sequence[float] = ()) -> int:
-    """Return 8 bits of all numeric settings of `optimizers`, and of `scales`, the same in every process.
+def settings_digest(
+    optimizers: Sequence[Optimizer], step: int, scales: Sequence[float] = ()
+) -> int:
+    """Return 8 bits of all numeric settings of `optimizers`, and of `scales`, the same in every
+    process.
 
-    Ranks compare them in each step, since schedulers change settings. Two different settings have equal bits once in
-    256 times, and other ones in another `step`: a difference that lasts is found. Numbers on a GPU are left out,
-    because reading them would wait for it. Cost: 8 us for AdamW with one group.
+    Ranks compare them in each step, since schedulers change settings. Two different settings have
+    equal bits once in 256 times, and other ones in another `step`: a difference that lasts is
+    found. Numbers on a GPU are left out, because reading them would wait for it. Cost: 8 us for
+    AdamW with one group.
     """
     numbers: list[Any] = [*scales]
     salt = step % (1 << WIDTHS.step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for value in map(group.get, sorted(group.keys() - {"params"})):  # loaded ones have another order
+            # loaded ones have another order
+            for value in map(group.get, sorted(group.keys() - {"params"})):
                 if type(value) in PLAIN:  # nearly all: this calls nothing
                     numbers += (value,)
                 elif value is not None:
@@ -42,5 +49,10 @@ def _numbers_in(value: object) -> list[float]:
     """Return `value`, or the values in it, if they are numbers on the host."""
     if isinstance(value, tuple | list):
         return [*chain.from_iterable(map(_numbers_in, value))]
-    on_host = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1 and not value.is_complex()
+    on_host = (
+        isinstance(value, Tensor)
+        and value.device.type == "cpu"
+        and value.numel() == 1
+        and not value.is_complex()
+    )
     return [float(value)] if on_host or isinstance(value, NUMBERS) else []  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizers may step: those that have not used the averaged gradients yet, and none with other gradients.
+"""Which optimizers may step: those that have not used the averaged gradients yet, and none with
+other gradients.
 
 Replicas must not drift apart: what an optimizer steps was averaged.
 """
@@ -19,19 +20,20 @@ from commrt.training.loss_scale import LossScales
 from commrt.training.settings import settings_digest
 
 UNAVERAGED = (
-    "optimizer.step() with gradients that were never averaged: the last backward pass of an accumulation must be "
-    "outside no_sync()"
+    "optimizer.step() with gradients that were never averaged: the last backward pass of an"
+    " accumulation must be outside no_sync()"
 )
 MIDWAY = (
-    "optimizer.step() while gradients are being averaged: step after backward() has returned; if an error interrupted "
-    "it, the other ranks wait for the rest: close the world and start again"
+    "optimizer.step() while gradients are being averaged: step after backward() has returned; if an"
+    " error interrupted it, the other ranks wait for the rest: close the world and start again"
 )
 
 
 class StepGuard:
     """Knows whether the gradients at hand were averaged, and which optimizers have used them.
 
-    `take_part` is called on a rank that comes to its step without any gradient, so that the others get its zeros.
+    `take_part` is called on a rank that comes to its step without any gradient, so that the others
+    get its zeros.
     """
 
     def __init__(
@@ -41,54 +43,78 @@ class StepGuard:
         take_part: Callable[[], None],
         scales: LossScales,
     ) -> None:
-        self._optimizers, self._take_part, self._scales = optimizers, take_part, scales
-        self._params = sorted(params, key=Tensor.numel)  # looking at the small ones first is enough in most steps
-        self.held_back = False  # True after a backward pass that added to gradients without averaging them
+        self._optimizers = optimizers
+        self._take_part = take_part
+        self._scales = scales
+        # looking at the small ones first is enough in most steps
+        self._params = sorted(params, key=Tensor.numel)
+        # True after a backward pass that added to gradients without averaging them
+        self.held_back = False
         self._refusal = ""  # why no optimizer may step now
-        self._unused_by: set[int] = set()  # optimizers that have not stepped since gradients were averaged
+        # optimizers that have not stepped since gradients were averaged
+        self._unused_by: set[int] = set()
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
         self.steps = 0
-        """The sum of all steps, each with the weight of its optimizer: it shows if ranks step different optimizers."""
+        """The sum of all steps, each with the weight of its optimizer: it shows if ranks step
+        different optimizers.
+        """
 
     def close(self, step: int) -> tuple[int, int]:
-        """Refuse steps, as gradients are on their way; return what ranks compare: steps so far, digest of settings."""
+        """Refuse steps, as gradients are on their way; return what ranks compare: steps so far,
+        digest of settings.
+        """
         self._refusal = MIDWAY
         scales = self._scales.values() if self._scales.known else ()
         return self.steps, settings_digest(self._optimizers, step, scales)
 
     def restart(self, also: Iterable[object]) -> None:
-        """Count steps and learn of scalers anew, but for those in `also`: ranks may have stepped different numbers."""
+        """Count steps and learn of scalers anew, but for those in `also`: ranks may have stepped
+        different numbers.
+        """
         self.steps = 0
         self._scales.begin(also)
 
     def open(self) -> None:
         """Allow each optimizer a step: all gradients have been averaged."""
-        self.held_back, self._refusal = False, ""
+        self.held_back = False
+        self._refusal = ""
         self._unused_by = set(self._weights)
 
     def drop(self) -> None:
         """Note that the gradients at hand are not to be used."""
-        self.held_back, self._refusal = False, ""
+        self.held_back = False
+        self._refusal = ""
         self._unused_by.clear()
 
     @property
     def is_due(self) -> bool:
-        """True if averaged gradients are at hand for an optimizer that has not stepped with them."""
+        """True if averaged gradients are at hand for an optimizer that
+        has not stepped with them.
+        """
         if not self._unused_by:
             return False
         unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
-        return not are_zeroed(param for each in unused for group in each.param_groups for param in group["params"])
+        return not are_zeroed(
+            param for each in unused for group in each.param_groups for param in group["params"]
+        )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Refuse a step with other gradients than averaged ones; return its arguments if a closure makes them."""
+        """Refuse a step with other gradients than averaged ones; return its arguments if a closure
+        makes them.
+        """
         if self._refusal:
             raise UsageError(self._refusal)
-        if are_zeroed(self._params):  # since the last backward pass: what is known is about older gradients
+        # since the last backward pass: what is known is about older gradients
+        if are_zeroed(self._params):
             self.held_back = False
             self._unused_by.clear()
         if (closure := closure_in(args, kwargs)) is not None:
             guarded = self._guarded(optimizer, closure)
-            return ((args[0], guarded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": guarded})
+            return (
+                ((args[0], guarded, *args[2:]), kwargs)
+                if len(args) > 1
+                else (args, {**kwargs, "closure": guarded})
+            )
         if self.held_back:
             raise UsageError(UNAVERAGED)
         if id(optimizer) not in self._unused_by:
@@ -96,7 +122,9 @@ class StepGuard:
         return None
 
     def _guarded(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `closure`, which makes the gradients, followed by the checks that would come before it."""
+        """Return `closure`, which makes the gradients, followed by the checks that would come
+        before it.
+        """
 
         @wraps(closure)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -106,8 +134,9 @@ class StepGuard:
             if id(optimizer) not in self._unused_by:
                 if not are_zeroed(self._params):
                     raise UsageError(
-                        "optimizer.step() with a closure that made gradients which were never averaged: call "
-                        "loss.backward() in it, or replica.average() after it has filled param.grad"
+                        "optimizer.step() with a closure that made gradients which were never"
+                        " averaged: call loss.backward() in it, or replica.average() after it has"
+                        " filled param.grad"
                     )
                 self._take_part()
             return value
@@ -121,11 +150,15 @@ class StepGuard:
         self.steps += self._weights[number]
         self._scales.notice()
         if self.held_back:  # a closure was given, and not called
-            raise UsageError(f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint")
+            raise UsageError(
+                f"{UNAVERAGED}. This rank's parameters have changed already: load a checkpoint"
+            )
 
 
 def are_zeroed(params: Iterable[Tensor]) -> bool:
-    """Return True if no gradient has other values than zeros; one on a GPU, which would have to be waited for, has."""
+    """Return True if no gradient has other values than zeros; one on a GPU, which would have to be
+    waited for, has.
+    """
     for param in params:
         grad = param.grad
         if grad is not None and (grad.is_cuda or grad.layout != torch.strided or grad.any()):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous training: gradients are averaged while the backward pass still runs, and replicas stay bitwise equal."""
+"""Synchronous training: gradients are averaged while the backward pass still runs, and replicas
+stay bitwise equal.
+"""
 
 from __future__ import annotations
 
@@ -48,21 +50,30 @@ from commrt.training.step_guard import StepGuard
 _kind = attrgetter("dtype", "shape")
 EVEN = 0.5
 """The share of a partner's gradients, where ranks gossip them, in which slots stay exact."""
-LATE, BY_HAND = -2, -3  # autograd says -1 outside of a pass
-"""In place of a backward pass's number: averaging in the optimizer's step, and by `Replica.average`."""
+# autograd says -1 outside of a pass
+LATE = -2
+BY_HAND = -3
+"""In place of a backward pass's number: averaging in the optimizer's step, and by
+`Replica.average`.
+"""
 
 
 def attach(request: Request) -> Replica:
     """Return a replica whose gradients are averaged in the backward pass. Collective."""
     request.require_nobody_lost()
     on_gpu = request.params[0][1].device.type == "cuda"
-    graphs = (on_gpu if request.graphs is None else request.graphs) and not is_quantized(request.wire)
+    graphs = (on_gpu if request.graphs is None else request.graphs) and not is_quantized(
+        request.wire
+    )
     buckets = request.build_buckets(request.params[::-1])
     flags = {"graphs": graphs, "same_bits": request.same_bits}
     engine = Engine(request.world, request.algorithm, buckets, unpacks=True, **flags)
     broadcast_buffers = request.broadcast_buffers and not engine.mixes
     chosen = {"broadcast_buffers": broadcast_buffers, **flags}
-    request.agree(request.claim(engine.schedule(0), buckets) | {name: str(flag) for name, flag in chosen.items()})
+    request.agree(
+        request.claim(engine.schedule(0), buckets)
+        | {name: str(flag) for name, flag in chosen.items()}
+    )
     engine.submit_preparation(0).result()
     return request.begin(SynchronousReplica(request, engine, broadcast_buffers=broadcast_buffers))
 
@@ -70,7 +81,10 @@ def attach(request: Request) -> Replica:
 def _no_weights(engine: Engine, request: Request) -> str:
     """Return why gradients cannot weigh; nothing if they can."""
     if request.same_bits:
-        return "same_bits=True, as the first bucket is multiplied after its sum: attach without one of them"
+        return (
+            "same_bits=True, as the first bucket is multiplied after its sum: attach without one of"
+            " them"
+        )
     if any(bucket.wire.dtype == torch.float16 for bucket in engine.buckets):
         if engine.mixes:
             return "gossip in float16, whose range weights leave: use wire=torch.bfloat16"
@@ -82,20 +96,31 @@ def _no_weights(engine: Engine, request: Request) -> str:
 class SynchronousReplica(Replica):
     """Has the same gradients as all other replicas when ``backward()`` returns.
 
-    A step is `_begin` at the first gradient of a backward pass, `_submit` for each bucket that is complete, and
-    `_finish` at the end of the pass, which waits. The communication thread averages a bucket (`Engine.reduce_now`):
-    `GradientBucket.pack` scales it, `BoundProgram.run` sends and adds, `GradientBucket.unpack` writes ``param.grad``.
-    After an error in between the step never ends: this rank has sent only a part of what the others wait for.
+    A step is `_begin` at the first gradient of a backward pass, `_submit` for each bucket that is
+    complete, and `_finish` at the end of the pass, which waits. The communication thread averages a
+    bucket (`Engine.reduce_now`): `GradientBucket.pack` scales it, `BoundProgram.run` sends and
+    adds, `GradientBucket.unpack` writes ``param.grad``. After an error in between the step never
+    ends: this rank has sent only a part of what the others wait for.
     """
 
     def __init__(self, request: Request, engine: Engine, *, broadcast_buffers: bool) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(request.model, named, request.optimizers, request.algorithm, request.world, request.copies)
-        self._engine, self._build_buckets = engine, request.build_buckets
+        super().__init__(
+            request.model,
+            named,
+            request.optimizers,
+            request.algorithm,
+            request.world,
+            request.copies,
+        )
+        self._engine = engine
+        self._build_buckets = request.build_buckets
         if getattr(request.algorithm, "share", EVEN) != EVEN:
             self._refuses = "a share other than 1/2 would round what rides; leave weight= out"
         params = [param for _, param in named]
-        self._guard = StepGuard(self._optimizers, params, partial(self._average, LATE), request.scales)
+        self._guard = StepGuard(
+            self._optimizers, params, partial(self._average, LATE), request.scales
+        )
         self._alone = self._world.size == 1
         views = [bucket for bucket in engine.buckets if isinstance(bucket, ViewBucket)]
         self._moves_in = any(bucket.moves_in for bucket in views) and not self._alone
@@ -105,16 +130,21 @@ class SynchronousReplica(Replica):
         self._broadcasts_buffers = broadcast_buffers and not self._alone
         self._buffer_kinds = [*map(_kind, buffers)]
         carries = self._broadcasts_buffers and buffers
-        self._flat_buffers = FlatBuffer(buffers, self._world.transport.allocate_shared) if carries else None
+        self._flat_buffers = (
+            FlatBuffer(buffers, self._world.transport.allocate_shared) if carries else None
+        )
         if self._flat_buffers is not None and self._flat_buffers.flat.numel():
             engine.share(self._flat_buffers.flat)
         if engine.buckets[0].residual is not None:
             self._refuses_weights = FEEDBACK
         self._refuses_weights = self._refuses_weights or _no_weights(engine, request)
         if engine.mixes:
-            self._refuses_wishes = "only partners hear of it in a step: use gossip of weights, or an all-reduce"
+            self._refuses_wishes = (
+                "only partners hear of it in a step: use gossip of weights, or an all-reduce"
+            )
         self._number: int | None = None  # of the backward pass whose gradients are on their way
-        self._header = engine.buckets[0].header  # what all ranks must agree on in this step; the first bucket says it
+        # what all ranks must agree on in this step; the first bucket says it
+        self._header = engine.buckets[0].header
         if request.watch and not self._alone:
             self._watched = Digest([*self.model.parameters()])
         self._looked: Future[None] | None = None
@@ -131,7 +161,8 @@ class SynchronousReplica(Replica):
         """Count gradients; those that live on the wire may move there one by one."""
         if self._moves_in:
             return on_dense_gradients(self, self._params, SynchronousReplica._on_gradient)
-        full, other = SynchronousReplica._on_full_bucket, SynchronousReplica._on_gradient
+        full = SynchronousReplica._on_full_bucket
+        other = SynchronousReplica._on_gradient
         return on_counted_gradients(self, self._params, self._order, full, other)
 
     def _on_gradient(self, name: str) -> None:
@@ -165,7 +196,8 @@ class SynchronousReplica(Replica):
         self._submit(self._order.full())
 
     def _holds_means(self) -> bool:
-        return len(self._optimizers) == 1 and self._guard.is_due  # of several, each may have its own passes
+        # of several, each may have its own passes
+        return len(self._optimizers) == 1 and self._guard.is_due
 
     def average(self) -> None:
         """Average the gradients at hand now; see `Replica.average`."""
@@ -183,23 +215,34 @@ class SynchronousReplica(Replica):
                 self._order.disarm()
 
     def _begin(self, number: int, what: str) -> None:
-        """Start the step of backward pass `number`, from which `what` comes; refuse it inside of another pass."""
+        """Start the step of backward pass `number`, from which `what` comes; refuse it inside of
+        another pass.
+        """
         if self._number is not None and not self._alone and not self._world.closed:
             raise UsageError(INTERRUPTED.format(what=what))
         if self._world.joined not in (None, self):
-            raise UsageError("another model of this world is in join(): ranks that left it answer for that model only")
+            raise UsageError(
+                "another model of this world is in join(): ranks that left it answer for that model"
+                " only"
+            )
         self._parameters.require_unchanged()
-        self._number, self._in_flight = number, []
+        self._number = number
+        self._in_flight = []
         self._engine.own_weight = self._riding.own_weight
         if not self._alone:
             steps, settings = self._guard.close(self._step)
-            late, first = int(number == LATE), self._engine.buckets[0].header
-            self._header = first._replace(late=late, optimizer_steps=steps, step=self._step, settings=settings)
+            late = int(number == LATE)
+            first = self._engine.buckets[0].header
+            self._header = first._replace(
+                late=late, optimizer_steps=steps, step=self._step, settings=settings
+            )
         if self._watched is not None:
             watch = partial(cast("Riders", self._engine.buckets[0].riders).watch, self._watched)
             self._looked = self._world.comm_thread.submit(watch)
         # In join() ranks may have left, so each step begins with the question who has data.
-        self._has_data = None if self._world.joined is None else self._engine.submit_has_data(True, self._step)
+        self._has_data = (
+            None if self._world.joined is None else self._engine.submit_has_data(True, self._step)
+        )
 
     def _submit(self, indices: Iterable[int], *, waits: bool = False) -> None:
         for i in indices:
@@ -221,7 +264,8 @@ class SynchronousReplica(Replica):
         """Send what is left, and wait until all averages are in ``param.grad``."""
         begin_s = perf_counter()
         self._submit(self._order.rest(), waits=True)
-        buffers = self._submit_buffers() if self._broadcasts_buffers else []  # which the backward pass may have changed
+        # which the backward pass may have changed
+        buffers = self._submit_buffers() if self._broadcasts_buffers else []
         if self._has_data:
             self._has_data.result()  # first: if it failed, the others only know that something did
         if self._looked:
@@ -251,19 +295,26 @@ class SynchronousReplica(Replica):
         buffers = [*self.model.buffers()]
         if [*map(_kind, buffers)] != self._buffer_kinds:
             raise UsageError(
-                f"the buffers' dtypes or shapes have changed since attach(), now {describe_buffers(self.model)}: "
-                "keep them as they are, or attach with broadcast_buffers=False"
+                "the buffers' dtypes or shapes have changed since attach(), now"
+                f" {describe_buffers(self.model)}: keep them as they are, or attach with"
+                " broadcast_buffers=False"
             )
         if self._flat_buffers is not None:
             self._flat_buffers.fill(buffers)
-            self._in_flight.append(self._engine.submit_broadcast(self._flat_buffers.flat, self._step))
+            self._in_flight.append(
+                self._engine.submit_broadcast(self._flat_buffers.flat, self._step)
+            )
         return buffers
 
     def _observe_order(self) -> None:
-        """Rebuild the buckets in the order in which rank 0's gradients became ready in this pass."""
+        """Rebuild the buckets in the order in which rank 0's gradients
+        became ready in this pass.
+        """
         self._riding.read()  # from memory that other buckets may take
         order = torch.tensor(self._order.places(), device="cpu")
-        self._world.comm_thread.submit(partial(self._engine.broadcast_now, order, self._step)).result()
+        self._world.comm_thread.submit(
+            partial(self._engine.broadcast_now, order, self._step)
+        ).result()
         self._reorder(order.tolist())
 
     def _reorder(self, places: Sequence[int]) -> None:
@@ -282,16 +333,20 @@ class SynchronousReplica(Replica):
     def join(self, *also: Stateful) -> Iterator[None]:
         """Let ranks run out of data at different times; collective, around the whole loop.
 
-        A rank that leaves the context early stays until all have left. Steps average over the ranks that still have
-        data. At the end all ranks get parameters, buffers, the optimizers' state and that of `also` from a rank that
-        worked to the end. Name learning rate schedulers and a `GradScaler` in `also`: each rank's have counted as many
-        steps as it had data for.
+        A rank that leaves the context early stays until all have left. Steps average over the ranks
+        that still have data. At the end all ranks get parameters, buffers, the optimizers' state
+        and that of `also` from a rank that worked to the end. Name learning rate schedulers and a
+        `GradScaler` in `also`: each rank's have counted as many steps as it had data for.
 
-        Costs one small all-reduce per step. Inside of it only `average` works; other collective calls raise
-        `UsageError`. So does ``join()`` inside another one, or for an algorithm that cannot go on without a rank.
+        Costs one small all-reduce per step. Inside of it only `average` works; other collective
+        calls raise `UsageError`. So does ``join()`` inside another one, or for an algorithm that
+        cannot go on without a rank.
         """
         if self._world.joined is not None:
-            raise UsageError("join() inside join(): one model of a world can be joined at a time, around its loop")
+            raise UsageError(
+                "join() inside join(): one model of a world can be joined at a time, around its"
+                " loop"
+            )
         self._engine.require_any_members()
         check_stateful(also, "join()")
         self._world.agree("join", also=", ".join(type(owner).__name__ for owner in also))
@@ -305,7 +360,9 @@ class SynchronousReplica(Replica):
             self._engine.members = tuple(range(self._world.size))
 
     def _outlast(self, also: Sequence[Stateful]) -> None:
-        """Take part in steps until nobody has data, then take the state of a rank that worked to the end."""
+        """Take part in steps until nobody has data, then take the state of a rank that worked to
+        the end.
+        """
         last = self._engine.members
         self._engine.submit_has_data(False, self._step).result()
         while self._engine.members:
@@ -314,21 +371,31 @@ class SynchronousReplica(Replica):
             self._engine.submit_has_data(False, self._step).result()
         self._copies.find()  # an optimizer may make them in its first step
         overwrite_model(self._world, self.model, self._step, last[0])
-        overwrite_states(self._world, [*self._optimizers, *also, *self._copies.owners()], self._step, last[0])
+        overwrite_states(
+            self._world, [*self._optimizers, *also, *self._copies.owners()], self._step, last[0]
+        )
         self._guard.restart(also)
         self._riding.read()
         wish = self._riding.known_to_stop or (self._world.rank,) * self._riding.wants_stop
-        asked = gather_integers(self._world, wish[0] if wish else -1)  # of steps in which this rank had no data, too
+        # of steps in which this rank had no data, too
+        asked = gather_integers(self._world, wish[0] if wish else -1)
         self._riding.known_to_stop = tuple(sorted({*asked.values()} - {-1}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the rest; with feedback, each rank saves its own."""
-        state, quantizer = super().state_dict(), self._engine.quantizer
+        """Return what a checkpoint needs besides the rest; with feedback,
+        each rank saves its own.
+        """
+        state = super().state_dict()
+        quantizer = self._engine.quantizer
         if quantizer is None:
             return state
         order = [name for name, _ in self._params] if self._order_is_observed else None
         ours = {"order": order, "norm": quantizer.norm, "rank": self._world.rank}
-        return state | ours | {"residuals": {name: part.clone() for name, part in self._engine.residuals().items()}}
+        return (
+            state
+            | ours
+            | {"residuals": {name: part.clone() for name, part in self._engine.residuals().items()}}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of `state`; see `Replica.load_state_dict`."""
@@ -344,7 +411,11 @@ class SynchronousReplica(Replica):
         """Let the same values share scales as before, if the parameters have the same names."""
         place = {name: i for i, (name, _) in enumerate(self._params)}
         order = [place[name] for name in names or () if name in place]
-        if self._world.all_equal("the order of gradients", str(order)) and len(order) == len(place) and not self._alone:
+        if (
+            self._world.all_equal("the order of gradients", str(order))
+            and len(order) == len(place)
+            and not self._alone
+        ):
             self._reorder(order)
 
     def consolidate(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Second copies of weights that an optimizer keeps, such as fp32 masters of bf16 parameters.
 
-Such an optimizer writes its copies over the parameters in each step. So whatever commrt writes to a parameter must
-reach its copies too, or the next step undoes it.
+Such an optimizer writes its copies over the parameters in each step. So whatever commrt writes to a
+parameter must reach its copies too, or the next step undoes it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 DEEPEST = 12
-"""Steps from an optimizer to a copy; ``optimizer.inner.state[param]["master"]`` is four steps away."""
+"""Steps from an optimizer to a copy; ``optimizer.inner.state[param]["master"]`` is four steps away.
+"""
 Path = tuple[tuple[bool, Any], ...]
 """How to get from an optimizer to a tensor: (is an attribute, name or key) of each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A tensor with the values of `param`, or a part of a flat one; looked up each time, as it may be replaced."""
+    """A tensor with the values of `param`, or a part of a flat one; looked up each time, as it may
+    be replaced.
+    """
 
     name: str
     """The same on all ranks."""
@@ -52,7 +55,9 @@ class _Copy:
 
     @torch.no_grad()
     def stands_for_param(self) -> bool:
-        """Return True while the copy is what the parameter is, but for rounding; on a GPU this waits."""
+        """Return True while the copy is what the parameter is, but for rounding; on a GPU this
+        waits.
+        """
         copy = self.tensor()
         if copy is None or not copy.is_floating_point():
             return False
@@ -62,7 +67,9 @@ class _Copy:
 
 
 class WeightCopies:
-    """The copies that were found in `optimizers`: in their state, and in attributes, lists, dicts and flat tensors."""
+    """The copies that were found in `optimizers`: in their state, and in attributes, lists, dicts
+    and flat tensors.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}
@@ -75,19 +82,25 @@ class WeightCopies:
         return [self] if self.found else []
 
     def find(self) -> None:
-        """Look for more copies: tensors that hold the values of all parameters they stand for, as they are now."""
+        """Look for more copies: tensors that hold the values of all parameters they stand for, as
+        they are now.
+        """
         self._drop_others()
         for optimizer in self._numbers:
             self._find_in(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Look for copies after steps 1, 2, 4, 8 and so on of `optimizer`, which may make them in any step."""
+        """Look for copies after steps 1, 2, 4, 8 and so on of `optimizer`, which may make them in
+        any step.
+        """
         self._steps[optimizer] += 1
         if self._steps[optimizer].bit_count() == 1:
             self._find_in(optimizer)
 
     def _drop_others(self) -> None:
-        """Forget what only began as a copy, such as an average of the weights, or weights that others are drawn to."""
+        """Forget what only began as a copy, such as an average of the weights, or weights that
+        others are drawn to.
+        """
         self.found = {place: copy for place, copy in self.found.items() if copy.stands_for_param()}
 
     def _find_in(self, optimizer: Optimizer) -> None:
@@ -100,7 +113,9 @@ class WeightCopies:
         """Return each copy of `params`, its parameter, and what that is now."""
         self._drop_others()
         wanted = {id(param) for param in params}
-        pairs = ((each.tensor(), each.param) for each in self.found.values() if id(each.param) in wanted)
+        pairs = (
+            (each.tensor(), each.param) for each in self.found.values() if id(each.param) in wanted
+        )
         return [(copy, param, param.detach().clone()) for copy, param in pairs if copy is not None]
 
     @torch.no_grad()
@@ -132,10 +147,16 @@ class WeightCopies:
 def _copies_in(optimizer: Optimizer, number: int) -> Iterator[_Copy]:
     """Yield the copies in `optimizer`, the one with this `number`.
 
-    Tensors that are kept alike, such as ``state[param]["master"]`` of all parameters or the items of a list, are copies
-    if all of them hold their parameters' values. So none is taken for one by chance.
+    Tensors that are kept alike, such as ``state[param]["master"]`` of all parameters or the items
+    of a list, are copies if all of them hold their parameters' values. So none is taken for one by
+    chance.
     """
-    own = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    own = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    ]
     numbers = {id(param): i for i, param in enumerate(own)}
     families = defaultdict[tuple[object, ...], list[tuple[Path, Tensor]]](list)
     for path, tensor in _tensors(optimizer, (), {id(optimizer)}):
@@ -147,7 +168,9 @@ def _copies_in(optimizer: Optimizer, number: int) -> Iterator[_Copy]:
     for family in families.values():
         for path, param, begin in _paired(family, own, numbers):
             names = (str(key) for _, key in path if isinstance(key, str))
-            yield _Copy(f"{number}.{'.'.join(names)} of {numbers[id(param)]}", optimizer, path, param, begin)
+            yield _Copy(
+                f"{number}.{'.'.join(names)} of {numbers[id(param)]}", optimizer, path, param, begin
+            )
 
 
 def _tensors(value: object, path: Path, seen: set[int]) -> Iterator[tuple[Path, Tensor]]:
@@ -174,7 +197,9 @@ def _tensors(value: object, path: Path, seen: set[int]) -> Iterator[tuple[Path, 
 def _paired(
     family: Sequence[tuple[Path, Tensor]], own: Sequence[Tensor], numbers: Mapping[int, int]
 ) -> list[tuple[Path, Tensor, int | None]]:
-    """Return each path with its parameter, if `family` are copies; with a place in the tensor if that is flat."""
+    """Return each path with its parameter, if `family` are copies; with a place in the tensor if
+    that is flat.
+    """
     narrow = [param for param in own if param.dtype.itemsize < torch.float32.itemsize]
     named = [key for path, _ in family for _, key in path if id(key) in numbers]
     for params in (named,) if named else (own, narrow):
@@ -183,8 +208,12 @@ def _paired(
     return []
 
 
-def _in_order(family: Sequence[tuple[Path, Tensor]], params: Sequence[Tensor]) -> list[tuple[Path, Tensor, int | None]]:
-    """Return the pairs if each of `family` holds the next of `params` that it can, or several of them, flat."""
+def _in_order(
+    family: Sequence[tuple[Path, Tensor]], params: Sequence[Tensor]
+) -> list[tuple[Path, Tensor, int | None]]:
+    """Return the pairs if each of `family` holds the next of `params` that it can, or several of
+    them, flat.
+    """
     pairs: list[tuple[Path, Tensor, int | None]] = []
     next_one = 0
     for path, tensor in family:
@@ -196,13 +225,18 @@ def _in_order(family: Sequence[tuple[Path, Tensor]], params: Sequence[Tensor]) -
             return []
         begins = accumulate((param.numel() for param in covered), initial=0)
         is_flat = len(covered) > 1
-        pairs += [(path, param, begin if is_flat else None) for param, begin in zip(covered, begins, strict=False)]
+        pairs += [
+            (path, param, begin if is_flat else None)
+            for param, begin in zip(covered, begins, strict=False)
+        ]
     varied = any(bool((param != param.flatten()[:1]).any()) for _, param, _ in pairs)
     return pairs if varied else []  # many things are all zeros
 
 
 def _covered(tensor: Tensor, params: Sequence[Tensor], begin: int) -> Sequence[Tensor]:
-    """Return the parameters, from number `begin` on, whose values `tensor` holds: one, or several if it is flat."""
+    """Return the parameters, from number `begin` on, whose values `tensor` holds: one, or several
+    if it is flat.
+    """
     if _is_copy(params[begin], tensor):
         return params[begin : begin + 1]
     if tensor.dim() != 1:
@@ -221,7 +255,8 @@ def _is_copy(param: Tensor, tensor: Tensor) -> bool:
         return False
     if tensor.is_meta or tensor.data_ptr() == param.data_ptr():
         return False
-    ours, theirs = param.detach(), tensor.detach().to(param.device, param.dtype)
+    ours = param.detach()
+    theirs = tensor.detach().to(param.device, param.dtype)
     if ours.shape != theirs.shape:  # one of them is flat
         return theirs.is_contiguous() and torch.equal(theirs.flatten(), ours.flatten())
     return torch.equal(theirs, ours)

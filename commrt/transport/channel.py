@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets and shared memory between the ranks of one host: how ranks connect, and what they tell each other.
+"""Sockets and shared memory between the ranks of one host: how ranks connect, and what they tell
+each other.
 
-To connect, each rank listens for higher ranks and calls lower ones. Its sockets have names in Linux's abstract
-namespace, so no file is left behind. A name is a hash of a secret, which is on the store only, and of the rank that is
-called. So a caller is known by the name of its socket: a name can be read from ``/proc/net/unix`` while it is in use,
-but nobody else can guess it before, or take it then.
+To connect, each rank listens for higher ranks and calls lower ones. Its sockets have names in
+Linux's abstract namespace, so no file is left behind. A name is a hash of a secret, which is on the
+store only, and of the rank that is called. So a caller is known by the name of its socket: a name
+can be read from ``/proc/net/unix`` while it is in use, but nobody else can guess it before, or take
+it then.
 
 Packets, which arrive whole and in order::
 
@@ -14,10 +16,11 @@ Packets, which arrive whole and in order::
     R nbytes                          your next offer is refused: I expect this many bytes
     F number                          unmap my segment of this number
 
-They lie in memory that both map (`commrt.transport.packet_queue`), or on a machine that may reorder stores travel on
-the socket. Always on the socket are::
+They lie in memory that both map (`commrt.transport.packet_queue`), or on a machine that may reorder
+stores travel on the socket. Always on the socket are::
 
-    S number                          my segment of this number, with its descriptor, before it is offered from
+    S number                          my segment of this number, with its descriptor; before
+                                      anything in it is offered
     Q 0                               my packets lie in this memory, with its descriptor
     W 0                               wake up
 
@@ -66,22 +69,28 @@ NUMBER = struct.Struct("<cQ")
 OFFER = struct.Struct("<QQQ")
 CALL = struct.Struct("<cI")
 SMALL_NBYTES = 16 << 10
-"""Messages up to this size travel in packets: below, an offer and its answer take longer than two copies more."""
+"""Messages up to this size travel in packets: below, an offer and its answer take longer than two
+copies more.
+"""
 PACKET_NBYTES = CALL.size + SMALL_NBYTES
 KEEP_NO_FILE: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 """Else a mapping opens its file once more, for as long as it lives."""
 DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
-def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
+def connect(
+    store: Store, rank: int, members: Sequence[int], timeout_s: float
+) -> dict[int, socket.socket]:
     """Return a socket to each other member.
 
     Raises `DeadlineExceeded`, `PeerLost` for a rank that came and left, and `TransportError` on
     all ranks if one of them can open no sockets.
     """
-    deadline, own = clock.now_s() + timeout_s, secrets.token_bytes(SECRET_NBYTES)
+    deadline = clock.now_s() + timeout_s
+    own = secrets.token_bytes(SECRET_NBYTES)
     with ExitStack() as opened:
-        sockets, problem = dict[int, socket.socket](), ""
+        sockets = dict[int, socket.socket]()
+        problem = ""
         try:
             listener = opened.enter_context(_socket(_name(own)))
             listener.listen(socket.SOMAXCONN)  # other programs may call too
@@ -101,10 +110,15 @@ def connect(store: Store, rank: int, members: Sequence[int], timeout_s: float) -
         for peer, end in sockets.items():
             _call(end, others[peer].secret, Place(rank, peer))
         callers = {_name(others[peer].secret, rank): peer for peer in members if peer > rank}
-        sockets |= {peer: opened.enter_context(end) for peer, end in _accepted(listener, callers, deadline)}
+        sockets |= {
+            peer: opened.enter_context(end) for peer, end in _accepted(listener, callers, deadline)
+        }
         listener.close()
         if missing := [*callers.values()]:
-            what = f"ranks {missing} came and did not connect within {timeout_s:g} s: look at their output"
+            what = (
+                f"ranks {missing} came and did not connect within {timeout_s:g} s: look at their"
+                " output"
+            )
             raise DeadlineExceeded(what, Place(rank, missing[0]))
         opened.pop_all()
     return sockets
@@ -116,7 +130,10 @@ def _call(end: socket.socket, secret: bytes, place: Place) -> None:
         end.setblocking(False)  # the listener's queue has room for all ranks
         end.connect(_name(secret))
     except OSError as error:
-        what = "the peer listens no more: it failed while the world was starting; look at its own output"
+        what = (
+            "the peer listens no more: it failed while the world was starting; look at its own"
+            " output"
+        )
         raise PeerLost(what, place) from error
 
 
@@ -135,7 +152,9 @@ def _parse_caller(data: bytes) -> _Caller:
 def _accepted(
     listener: socket.socket, callers: dict[bytes, int], deadline: float
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Yield `callers`, by name, as they call, and remove them, until the deadline is over; hang up on all others."""
+    """Yield `callers`, by name, as they call, and remove them, until the deadline is over; hang up
+    on all others.
+    """
     while callers and (left_s := deadline - clock.now_s()) > 0:
         listener.settimeout(min(left_s, clock.slice_s))
         with suppress(TimeoutError):
@@ -153,7 +172,9 @@ def _socket(name: bytes) -> socket.socket:
 
 
 def _name(secret: bytes, called: int | None = None) -> bytes:
-    """Return the name of the socket with which the rank of `secret` calls the rank `called`, or listens."""
+    """Return the name of the socket with which the rank of `secret` calls the rank `called`, or
+    listens.
+    """
     return b"\0commrt-" + sha256(secret + str(called).encode()).hexdigest().encode()
 
 
@@ -203,7 +224,9 @@ class Channel:
         self._uses_memory = IS_ORDERED
 
     def post(self, packets: Iterable[Packet], call: int) -> None:
-        """Send `packets` for `call`; the peer comes to map the segments in which bytes are offered."""
+        """Send `packets` for `call`;
+        the peer comes to map the segments in which bytes are offered.
+        """
         for content, segment, nbytes in packets:
             if segment is not None:
                 self.untaken.append(nbytes)
@@ -219,9 +242,13 @@ class Channel:
             self._send(NUMBER.pack(b"F", number))
 
     def source(self, offer: Offer, dtype: torch.dtype) -> Tensor:
-        """Return the offered bytes, in the peer's memory, as a tensor of `dtype` that may be unaligned."""
+        """Return the offered bytes, in the peer's memory, as a tensor of `dtype` that may be
+        unaligned.
+        """
         memory = self._mapped[offer.segment]
-        return torch.frombuffer(memory, dtype=dtype, count=offer.nbytes // dtype.itemsize, offset=offer.offset)
+        return torch.frombuffer(
+            memory, dtype=dtype, count=offer.nbytes // dtype.itemsize, offset=offer.offset
+        )
 
     def acknowledge(self, count: int) -> None:
         """Tell the peer that `count` more of its offers were copied."""
@@ -255,7 +282,9 @@ class Channel:
             self.unsent.popleft()
 
     def _open_memory(self) -> None:
-        """Tell the peer where our packets will lie; where the system gives no memory they travel on the socket."""
+        """Tell the peer where our packets will lie; where the system gives no memory they travel on
+        the socket.
+        """
         try:
             fd = os.memfd_create("commrt-packets")
             try:
@@ -283,9 +312,11 @@ class Channel:
         return True
 
     def _wake(self, least: int) -> None:
-        """Wake the peer if it sleeps, and waits for what this end has just done: its state is `least`, or a later one.
+        """Wake the peer if it sleeps, and waits for what this end has just done: its state is
+        `least`, or a later one.
 
-        If its state is not known, it sleeps. If the socket takes nothing, the peer will wake up anyway.
+        If its state is not known, it sleeps. If the socket takes nothing, the peer will wake up
+        anyway.
         """
         fence()
         if self._read is None or self._read.state >= least:
@@ -298,13 +329,18 @@ class Channel:
 
     @property
     def has_news(self) -> bool:
-        """True if a packet is there, or room for one that waits; only where they lie in memory. Costs 0.2 us."""
+        """True if a packet is there, or room for one that waits; only where they lie in memory.
+
+        Costs 0.2 us.
+        """
         if self._read is not None and self._read.has_packet:
             return True
         return bool(self.unsent) and self._written is not None and self._written.has_more_room
 
     def doze(self) -> bool:
-        """Tell the peer that this end falls asleep; return True if there are news: then it must not."""
+        """Tell the peer that this end falls asleep; return True if there are news: then it must
+        not.
+        """
         if self._written is not None:
             self._written.say(WAITS_FOR_ROOM if self.unsent else WAITS_FOR_PACKETS)
             fence()
@@ -323,10 +359,16 @@ class Channel:
     def _hear(self) -> bool:
         """Read one packet from the socket, return False if there is none."""
         try:
-            packet, extra, _, _ = self._socket.recvmsg(PACKET_NBYTES, DESCRIPTOR_NBYTES, socket.MSG_CMSG_CLOEXEC)
-        except (BlockingIOError, ConnectionResetError):  # a reset is reported once, before what can still be read
+            packet, extra, _, _ = self._socket.recvmsg(
+                PACKET_NBYTES, DESCRIPTOR_NBYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except (
+            BlockingIOError,
+            ConnectionResetError,
+        ):  # a reset is reported once, before what can still be read
             return False
-        kind, fds = packet[:1], [fd for *_, found in extra for fd in array.array("i", found)]
+        kind = packet[:1]
+        fds = [fd for *_, found in extra for fd in array.array("i", found)]
         if kind == b"S":
             self._mapped[NUMBER.unpack(packet)[1]] = _mapped(*fds)
         elif kind == b"Q":
@@ -344,7 +386,9 @@ class Channel:
         return bool(packet)
 
     def receive(self) -> bool:
-        """Read one packet; return False if there is none, on the socket only where packets travel there."""
+        """Read one packet; return False if there is none, on the socket only where packets travel
+        there.
+        """
         if self._read is None:
             return self._hear()
         packet = self._read.get()
@@ -376,12 +420,16 @@ class Channel:
             self.expected_nbytes = number
 
     def shut_down(self) -> None:
-        """End the connection, from any thread, even if a forked child holds it too; what others may be using stays."""
+        """End the connection, from any thread, even if a forked child holds it too; what others may
+        be using stays.
+        """
         with suppress(OSError):  # the peer was first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Release the socket and the mappings without ending the connection, which a forked child must leave alone."""
+        """Release the socket and the mappings without ending the connection, which a forked child
+        must leave alone.
+        """
         self._socket.close()
         self._mapped.clear()
         for queue in (self._written, self._read):
@@ -402,7 +450,9 @@ def _mapped(fd: int) -> mmap.mmap:
 def _memory_of_queue(fd: int) -> memoryview:
     """Return the memory of a queue, which keeps no descriptor: a rank has two for each peer."""
     try:
-        packets = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=QUEUE_NBYTES, dtype=torch.uint8)
+        packets = torch.from_file(
+            f"/proc/self/fd/{fd}", shared=True, size=QUEUE_NBYTES, dtype=torch.uint8
+        )
     except RuntimeError as error:  # torch's, of the system
         raise OSError(str(error).partition("\n")[0]) from error
     return packets.numpy().data
@@ -424,7 +474,11 @@ class Segment(NamedTuple):
 
 
 class Arena:
-    """Allocates tensors from the segments of one rank; a segment is freed with the last tensor in it. Thread-safe."""
+    """Allocates tensors from the segments of one rank; a segment is freed with the last tensor in
+    it.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self.freed: deque[int] = deque()
@@ -442,14 +496,20 @@ class Arena:
         nbytes = numel * dtype.itemsize
         with self._lock:
             if self._memory is None or self._used + nbytes > len(self._memory):
-                self._memory, self._used = self._new_segment(nbytes), 0
-            start, self._used = self._used, aligned(self._used + nbytes)
+                self._memory = self._new_segment(nbytes)
+                self._used = 0
+            start = self._used
+            self._used = aligned(self._used + nbytes)
             return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def find(self, data: Tensor) -> tuple[Segment, int] | None:
-        """Return the segment that holds `data` and the offset in it in bytes, or None for other memory."""
+        """Return the segment that holds `data` and the offset in it in bytes, or None for other
+        memory.
+        """
         address = data.data_ptr()
-        segment = next((each for each in tuple(self._segments.values()) if address in each.addresses), None)
+        segment = next(
+            (each for each in tuple(self._segments.values()) if address in each.addresses), None
+        )
         return None if segment is None else (segment, address - segment.addresses.start)
 
     def _new_segment(self, nbytes: int) -> mmap.mmap:
@@ -463,7 +523,8 @@ class Arena:
             raise
         start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self._segments[number] = Segment(number, fd, range(start, start + len(memory)))
-        # Each tensor references the mapping, so this runs when the last tensor is gone, on any thread.
+        # Each tensor references the mapping, so this runs when the last tensor is gone, on any
+        # thread.
         weakref.finalize(memory, _free, number, self._segments, self.freed).atexit = False
         return memory
 

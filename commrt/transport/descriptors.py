@@ -2,8 +2,8 @@
 """The file descriptors of this process: how many it may have, and those that strangers take.
 
 Gloo listens for as long as its transport lives (torch 2.14). It accepts every connection, keeps it,
-and aborts a process without free descriptors. The sockets are Gloo's, so they cannot be closed here.
-A filter in the kernel drops what arrives for them; connections that exist are not affected.
+and aborts a process without free descriptors. The sockets are Gloo's, so they cannot be closed
+here. A filter in the kernel drops what arrives for them; connections that exist are not affected.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets between processes, through torch's Gloo backend: the CPU transport between hosts, alone or with `shared`.
+"""Sockets between processes, through torch's Gloo backend: the CPU transport between hosts, alone
+or with `shared`.
 
-The Gloo backend object is our own, on the given store. ``torch.distributed`` is never initialised, so your own process
-groups are not touched.
+The Gloo backend object is our own, on the given store. ``torch.distributed`` is never initialised,
+so your own process groups are not touched.
 
-Gloo matches messages by tag and does not compare sizes. Each message's tag is made of its number between the two ranks,
-its size and its call: that keeps the order, and ranks that disagree end in a deadline instead of wrong data.
+Gloo matches messages by tag and does not compare sizes. Each message's tag is made of its number
+between the two ranks, its size and its call: that keeps the order, and ranks that disagree end in a
+deadline instead of wrong data.
 """
 
 from __future__ import annotations
@@ -38,11 +40,22 @@ from commrt.store.launcher import variable
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import clock
 from commrt.transport.descriptors import refuse_connections
-from commrt.transport.protocol import CPU, EndLoan, Exchange, P2PGroup, Tag, Transport, require_cpu, split_self
+from commrt.transport.protocol import (
+    CPU,
+    EndLoan,
+    Exchange,
+    P2PGroup,
+    Tag,
+    Transport,
+    require_cpu,
+    split_self,
+)
 from commrt.transport.shared import SharedTransport
 
 UNUSED_TAG = (1 << 31) - 1
-"""The largest of Gloo's tags, which torch passes as a signed int: nobody sends with it; see `GlooTransport.close`."""
+"""The largest of Gloo's tags, which torch passes as a signed int: nobody sends with it; see
+`GlooTransport.close`.
+"""
 POLL_S = 0.001
 """How long a failed group asks each of its other transfers for its result."""
 
@@ -58,9 +71,10 @@ class _Transfer(NamedTuple):
 class GlooTransport(Transport):
     """One rank of a group of processes; a `Transport` for CPU tensors.
 
-    Connects to all other `members` through a `store` that nobody used before; raises `TransportError` if one does not
-    come. `address` is what this rank listens on, None for Gloo's own choice (``GLOO_SOCKET_IFNAME``). If `lazy`, it
-    waits for nobody, and two ranks connect when they first exchange.
+    Connects to all other `members` through a `store` that nobody used before; raises
+    `TransportError` if one does not come. `address` is what this rank listens on, None for Gloo's
+    own choice (``GLOO_SOCKET_IFNAME``). If `lazy`, it waits for nobody, and two ranks connect when
+    they first exchange.
     """
 
     kind = "gloo"
@@ -76,17 +90,23 @@ class GlooTransport(Transport):
         *,
         lazy: bool = False,
     ) -> None:
-        self.rank, self.members, self.timeout_s = rank, members, timeout_s
+        self.rank = rank
+        self.members = members
+        self.timeout_s = timeout_s
         self._sent = {peer: count() for peer in members}
         self._received = {peer: count() for peer in members}
-        self._lazy, self._gloo = lazy, cast("Any", None)
-        self._used = set(() if lazy else range(len(members)))  # places of members to which a connection may lead
+        self._lazy = lazy
+        self._gloo = cast("Any", None)
+        # places of members to which a connection may lead
+        self._used = set(() if lazy else range(len(members)))
         self._connect(store, address)
         release_in_forked_child(self)
 
     def _connect(self, store: Store, address: str | None) -> None:
         """Connect once all ranks can listen; with lazy connections, only listen."""
-        begun_s, devices, problem = clock.now_s(), list[Any](), ""
+        begun_s = clock.now_s()
+        devices = list[Any]()
+        problem = ""
         try:
             devices = _devices(address, lazy=self._lazy)
         except (OSError, RuntimeError, MemoryError) as error:
@@ -100,7 +120,8 @@ class GlooTransport(Transport):
                     "open files and memory",
                     Place(self.rank, rank),
                 )
-        place, ranks = self.members.index(self.rank), len(self.members)
+        place = self.members.index(self.rank)
+        ranks = len(self.members)
         left_s = max(begun_s + self.timeout_s - clock.now_s(), POLL_S)
         try:
             make = partial(ProcessGroupGloo, store, place, ranks, _options(devices, left_s))
@@ -118,7 +139,8 @@ class GlooTransport(Transport):
             refuse_connections(call_store(addresses, rank=self.rank))
 
     def _gather(self, store: Store, problem: str) -> dict[int, str]:
-        said, limit_s = PrefixStore("listens", store), self.timeout_s
+        said = PrefixStore("listens", store)
+        limit_s = self.timeout_s
         request = partial(gather, said, self.rank, self.members, [problem], limit_s, _parse_problem)
         return call_store(request, limit_s, self.rank)
 
@@ -132,7 +154,9 @@ class GlooTransport(Transport):
         return super().allocate(numel, dtype)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
-        """Begin one send or receive with Gloo's own tags, not in order with groups; None receives from any rank."""
+        """Begin one send or receive with Gloo's own tags, not in order with groups; None receives
+        from any rank.
+        """
         gloo = self._gloo  # of which no reference may stay: connections live as long as one
         if gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, peer))
@@ -140,7 +164,8 @@ class GlooTransport(Transport):
             begun = gloo.recv_anysource([data], tag)
             self._used.update(range(len(self.members)))
         else:
-            place, post = self.members.index(peer), gloo.send if is_send else gloo.recv
+            place = self.members.index(peer)
+            post = gloo.send if is_send else gloo.recv
             begun = post([data], place, tag)
             self._used.add(place)
         return cast("Work", begun)
@@ -150,23 +175,32 @@ class GlooTransport(Transport):
         return lambda tag: start(tag)()
 
     def bind_start(self, group: P2PGroup) -> Callable[[Tag], Callable[[], None]]:
-        """Bind `group` so that a run only starts its transfers, and returns the function that waits for them."""
+        """Bind `group` so that a run only starts its transfers, and returns the function that waits
+        for them.
+        """
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*rest.sends, *rest.recvs):
             require_cpu(message.data.device)
-        transfers = [_Transfer(peer, data, False, self._received[peer]) for peer, data, _ in rest.recvs]
+        transfers = [
+            _Transfer(peer, data, False, self._received[peer]) for peer, data, _ in rest.recvs
+        ]
         transfers += [_Transfer(peer, data, True, self._sent[peer]) for peer, data, _ in rest.sends]
         return partial(self._start, transfers, copies, rest.hop)
 
     def _start(
-        self, transfers: Sequence[_Transfer], copies: Sequence[tuple[Tensor, Tensor]], hop: int, tag: Tag
+        self,
+        transfers: Sequence[_Transfer],
+        copies: Sequence[tuple[Tensor, Tensor]],
+        hop: int,
+        tag: Tag,
     ) -> Callable[[], None]:
         place = tag.place(self.rank, hop)
         if self._gloo is None:
             raise TransportClosed("the transport was closed", place)
         for source, target in copies:
             target.copy_(source)
-        begun, failed = list[tuple[_Transfer, Work]](), list[tuple[_Transfer, Exception]]()
+        begun = list[tuple[_Transfer, Work]]()
+        failed = list[tuple[_Transfer, Exception]]()
         deadline = clock.now_s() + self.timeout_s
 
         def finish() -> None:
@@ -176,62 +210,88 @@ class GlooTransport(Transport):
                 try:
                     work.wait(timedelta(seconds=max(left_s, POLL_S)))
                 except RuntimeError as error:
-                    failed.append((transfer, error.with_traceback(None)))  # which would keep `begun` alive
+                    # which would keep `begun` alive
+                    failed.append((transfer, error.with_traceback(None)))
             if failed:
                 raise self._explained(failed, place) from failed[0][1]
 
         for transfer in transfers:
-            number = (next(transfer.numbers) * 0x9E3779B1 ^ transfer.data.nbytes ^ tag.call) % UNUSED_TAG
+            number = (
+                next(transfer.numbers) * 0x9E3779B1 ^ transfer.data.nbytes ^ tag.call
+            ) % UNUSED_TAG
             try:
-                begun.append((transfer, self.post(transfer.data, transfer.peer, number, is_send=transfer.is_send)))
+                begun.append(
+                    (
+                        transfer,
+                        self.post(transfer.data, transfer.peer, number, is_send=transfer.is_send),
+                    )
+                )
             except (RuntimeError, TransportClosed) as error:
                 failed.append((transfer, error.with_traceback(None)))
                 finish()  # raises
         return finish
 
-    def _explained(self, failed: Sequence[tuple[_Transfer, Exception]], place: Place) -> TransportError:
-        """Return the error that names the peer: of a broken connection if there is one, otherwise of a late rank."""
+    def _explained(
+        self, failed: Sequence[tuple[_Transfer, Exception]], place: Place
+    ) -> TransportError:
+        """Return the error that names the peer: of a broken connection if there is one, otherwise
+        of a late rank.
+        """
         transfer, error = next((each for each in failed if not _is_late(each[1])), failed[0])
         place = replace(place, peer=transfer.peer, nbytes=transfer.data.nbytes)
         if self._gloo is None:
             return TransportClosed("this rank gave the transport up during the transfer", place)
         if not _is_late(error):
-            what = "the connection to the peer broke: its process ended or gave up; look at its own output"
+            what = (
+                "the connection to the peer broke: its process ended or gave up; look at its own"
+                " output"
+            )
             return PeerLost(what, place)
         peers = sorted({each.peer for each, _ in failed})
-        what = f"no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped, or running another program"
+        what = (
+            f"no answer from ranks {peers} within {self.timeout_s:g} s: slow, stopped, or running"
+            " another program"
+        )
         return DeadlineExceeded(what, place)
 
     def close(self) -> None:
-        """Close all connections, even if somebody references them; peers that wait for this rank see them break.
+        """Close all connections, even if somebody references them; peers that wait for this rank
+        see them break.
 
-        Gloo's own ``abort`` and ``shutdown`` leave the sockets open (torch 2.13). A receive that times out closes
-        them. It fails at once on a connection that is already broken, so every peer is tried; of lazy connections
-        those that this rank has used, as a receive would make others.
+        Gloo's own ``abort`` and ``shutdown`` leave the sockets open (torch 2.13). A receive that
+        times out closes them. It fails at once on a connection that is already broken, so every
+        peer is tried; of lazy connections those that this rank has used, as a receive would make
+        others.
         """
-        gloo, self._gloo = self._gloo, None
+        gloo = self._gloo
+        self._gloo = None
         own = self.members.index(self.rank)
         for place in self._used - {own} if gloo is not None else ():
             with suppress(RuntimeError):
-                gloo.recv([torch.empty(1, device=CPU)], place, UNUSED_TAG).wait(timedelta(seconds=POLL_S))
+                gloo.recv([torch.empty(1, device=CPU)], place, UNUSED_TAG).wait(
+                    timedelta(seconds=POLL_S)
+                )
 
     abort = close
 
     def leave_to_parent(self) -> None:
         """Never touch the connections again in a forked child, not even to free them.
 
-        Gloo's threads do not exist there, and its destructor waits for them (torch 2.13). It would also take the
-        sockets out of the epoll set that the child shares with the parent.
+        Gloo's threads do not exist there, and its destructor waits for them (torch 2.13). It would
+        also take the sockets out of the epoll set that the child shares with the parent.
         """
-        gloo, self._gloo = self._gloo, None
+        gloo = self._gloo
+        self._gloo = None
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
 
 
 class HierarchicalTransport(Transport):
-    """One rank of several on each of several hosts: shared memory within a host, Gloo between hosts.
+    """One rank of several on each of several hosts: shared memory within a host, Gloo between
+    hosts.
 
-    Both parts of a group run at the same time: Gloo's own threads serve the sockets, so transfers between hosts start
-    first, and this thread copies within the host meanwhile. Of all `members`, `neighbours` are on this host.
+    Both parts of a group run at the same time: Gloo's own threads serve the sockets, so transfers
+    between hosts start first, and this thread copies within the host meanwhile. Of all `members`,
+    `neighbours` are on this host.
     """
 
     kind = "shared and gloo"
@@ -245,12 +305,16 @@ class HierarchicalTransport(Transport):
         address: str | None,
         neighbours: Sequence[int],
     ) -> None:
-        self.rank, self.members, self.timeout_s = rank, members, timeout_s
+        self.rank = rank
+        self.members = members
+        self.timeout_s = timeout_s
         self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
         self._local: Transport = self._remote
         try:
             if len(neighbours) > 1:  # a rank alone on its host may have no shared memory
-                self._local = SharedTransport(PrefixStore("shared", store), rank, neighbours, timeout_s)
+                self._local = SharedTransport(
+                    PrefixStore("shared", store), rank, neighbours, timeout_s
+                )
         except BaseException:
             self._remote.close()  # others may be connected already, and wait for this rank
             raise
@@ -261,7 +325,8 @@ class HierarchicalTransport(Transport):
 
     def bind(self, group: P2PGroup) -> Exchange:
         near, far = group.parted(self._local.members)
-        run_local, start_remote = self._local.bind(near), self._remote.bind_start(far)
+        run_local = self._local.bind(near)
+        start_remote = self._remote.bind_start(far)
 
         def run(tag: Tag) -> EndLoan | None:
             self._local.timeout_s = self._remote.timeout_s = self.timeout_s
@@ -272,9 +337,11 @@ class HierarchicalTransport(Transport):
                 try:
                     if isinstance(error, DeadlineExceeded):
                         with suppress(DeadlineExceeded):
-                            finish_remote()  # raises for a lost peer, which may be why the local one is late
+                            # raises for a lost peer, which may be why the local one is late
+                            finish_remote()
                 finally:
-                    self._remote.abort()  # or transfers could still write to memory that the caller frees
+                    # or transfers could still write to memory that the caller frees
+                    self._remote.abort()
                 raise
             finish_remote()
             return return_borrowed
@@ -296,7 +363,9 @@ def _devices(address: str | None, *, lazy: bool) -> list[Any]:
     if address:
         return [ProcessGroupGloo.create_device(hostname=address, **how)]
     if interfaces := variable("GLOO_SOCKET_IFNAME"):
-        return [ProcessGroupGloo.create_device(interface=each, **how) for each in interfaces.split(",")]
+        return [
+            ProcessGroupGloo.create_device(interface=each, **how) for each in interfaces.split(",")
+        ]
     return [ProcessGroupGloo.create_default_device(**how)]
 
 
@@ -318,5 +387,7 @@ def _parse_problem(text: bytes) -> str:
 
 
 def _is_late(error: Exception) -> bool:
-    """Return True for a timeout, also in the words of the transfers that Gloo ends after the first one."""
+    """Return True for a timeout, also in the words of the transfers that Gloo ends after the first
+    one.
+    """
     return "Timed out" in str(error) or "Application timeout" in str(error)

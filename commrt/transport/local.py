@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads of one process as ranks: the reference transport, with NCCL's semantics and no buffering.
 
-A send completes when its receive takes it. A schedule that would deadlock on GPUs deadlocks here too, and the error
-at its deadline prints which rank waits for which.
+A send completes when its receive takes it. A schedule that would deadlock on GPUs deadlocks here
+too, and the error at its deadline prints which rank waits for which.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Fabric:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._sends, self._recvs = (defaultdict[tuple[int, int], deque[_Post]](deque) for _ in range(2))
+        self._sends, self._recvs = (
+            defaultdict[tuple[int, int], deque[_Post]](deque) for _ in range(2)
+        )
         """What waits from one rank to another, oldest first."""
         self.gone: set[int] = set()  # ranks that have left
 
@@ -73,14 +75,26 @@ class Fabric:
                     raise TransportClosed("this rank closed its transport", place(waiting[0]))
                 for post in waiting:
                     if post.peer in self.gone:
-                        raise PeerLost("the peer left before this transfer: look at its own error", place(post))
+                        raise PeerLost(
+                            "the peer left before this transfer: look at its own error", place(post)
+                        )
                 self._changed.wait(min(deadline - clock.now_s(), clock.slice_s))
-                if clock.now_s() >= deadline and (late := [post for post in waiting if not post.done]):
-                    what = f"no transfer with ranks {sorted({post.peer for post in late})} within {timeout_s:g} s"
-                    raise DeadlineExceeded(f"{what}; who waits for whom: {self._waits()}", place(late[0]))
+                if clock.now_s() >= deadline and (
+                    late := [post for post in waiting if not post.done]
+                ):
+                    what = (
+                        f"no transfer with ranks {sorted({post.peer for post in late})} within"
+                        f" {timeout_s:g} s"
+                    )
+                    raise DeadlineExceeded(
+                        f"{what}; who waits for whom: {self._waits()}", place(late[0])
+                    )
             for post in posts:
                 if post.mismatch:
-                    what = f"the two ends of a transfer differ in call, size or dtype: {OTHER_PROGRAMS}"
+                    what = (
+                        "the two ends of a transfer differ in call, size or dtype:"
+                        f" {OTHER_PROGRAMS}"
+                    )
                     raise post.mismatch(what, place(post))
 
     def _post(self, rank: int, group: P2PGroup, call: int) -> list[_Post]:
@@ -96,9 +110,11 @@ class Fabric:
         return posts
 
     def _match(self, src: int, dst: int) -> None:
-        sends, recvs = self._sends[src, dst], self._recvs[src, dst]
+        sends = self._sends[src, dst]
+        recvs = self._recvs[src, dst]
         while sends and recvs:
-            send, recv = sends.popleft(), recvs.popleft()
+            send = sends.popleft()
+            recv = recvs.popleft()
             if send.call != recv.call:
                 send.mismatch = recv.mismatch = CallMismatch
             elif send.data.numel() != recv.data.numel() or send.data.dtype != recv.data.dtype:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """NCCL's sends and receives between GPUs: the GPU transport.
 
-Running a bound group issues NCCL's on the calling thread's current stream, and returns when they are queued; later work
-on that stream sees what arrived. Bytes travel as NCCL_INT8, so every dtype works. It is one NCCL group if no rank has
-many messages, and several otherwise (`program.nccl_groups`): NCCL cuts a large group into kernels, at another place on
-each rank, and kernels may then wait for each other for ever. No group of ours is cut (decision 0034).
+Running a bound group issues NCCL's on the calling thread's current stream, and returns when they
+are queued; later work on that stream sees what arrived. Bytes travel as NCCL_INT8, so every dtype
+works. It is one NCCL group if no rank has many messages, and several otherwise
+(`program.nccl_groups`): NCCL cuts a large group into kernels, at another place on each rank, and
+kernels may then wait for each other for ever. No group of ours is cut (decision 0034).
 
-NCCL has no deadlines, and no rank learns from it that another has given up (NVIDIA/nccl#279). A watchdog thread
-enforces the deadlines, reads from the store which ranks have left, and aborts the communicator to end what waits in it.
+NCCL has no deadlines, and no rank learns from it that another has given up (NVIDIA/nccl#279). A
+watchdog thread enforces the deadlines, reads from the store which ranks have left, and aborts the
+communicator to end what waits in it.
 """
 
 from __future__ import annotations
@@ -26,23 +28,42 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
+from commrt.errors import (
+    DeadlineExceeded,
+    PeerLost,
+    Place,
+    TransportClosed,
+    TransportError,
+    UsageError,
+)
 from commrt.threads.comm_thread import release_in_forked_child
 from commrt.threads.deadline import clock
 from commrt.threads.future import Future, start_call
 from commrt.threads.streams import DONE, StreamEvent, streams_of
-from commrt.transport.nccl_communicator import Binding, Communicator, ShutdownNotices, create, load, uncut, watch
+from commrt.transport.nccl_communicator import (
+    Binding,
+    Communicator,
+    ShutdownNotices,
+    create,
+    load,
+    uncut,
+    watch,
+)
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport, split_self
 
 READ_NOTICES_S = 0.1
 """Age of a pending group from which the store is read for ranks that have left."""
 MAX_PENDING = 256
-"""Exchanges, of one group each but for wide hops; too many fill NCCL's queues, and it hangs (NVIDIA/nccl#2353)."""
+"""Exchanges, of one group each but for wide hops; too many fill NCCL's queues, and it hangs
+(NVIDIA/nccl#2353).
+"""
 POLL_S = 0.0005
 """Between two looks at a pending group that is waited for."""
 FREE_S = 10.0
 """Time to free a communicator: other ranks of this host must come, and what is queued must end."""
-HELD_UP = "the stream is held up by something else: is another library's collective waiting on this GPU"
+HELD_UP = (
+    "the stream is held up by something else: is another library's collective waiting on this GPU"
+)
 BUSY_S = 0.2
 """Time that an abort waits for a call in progress: a first exchange may wait inside of it."""
 
@@ -71,14 +92,17 @@ class Pending:
 
 
 class NcclTransport(Transport):
-    """One rank of an NCCL communicator; a `Transport` for tensors on `device`, the thread's current one by default.
+    """One rank of an NCCL communicator; a `Transport` for tensors on `device`, the thread's current
+    one by default.
 
-    Connects to all other `members` through a `store` that only this communicator uses. Raises `DeadlineExceeded` with
-    the ranks that do not come, `UsageError` for an NCCL that cannot be used or a GPU that two ranks chose.
+    Connects to all other `members` through a `store` that only this communicator uses. Raises
+    `DeadlineExceeded` with the ranks that do not come, `UsageError` for an NCCL that cannot be used
+    or a GPU that two ranks chose.
 
-    A group's error is raised by the group, or if it had returned already, by the next group or by `close`; then
-    `on_failure` is called first. All groups come from one thread at a time. Other communicators of the same GPU, such
-    as ``torch.distributed``'s, need the same order of calls on every rank (NVIDIA/nccl#1766).
+    A group's error is raised by the group, or if it had returned already, by the next group or by
+    `close`; then `on_failure` is called first. All groups come from one thread at a time. Other
+    communicators of the same GPU, such as ``torch.distributed``'s, need the same order of calls on
+    every rank (NVIDIA/nccl#1766).
     """
 
     kind = "nccl"
@@ -94,8 +118,12 @@ class NcclTransport(Transport):
         binding: Binding | None = None,
         on_failure: Callable[[TransportError], None] | None = None,
     ) -> None:
-        self.rank, self.members, self.timeout_s = rank, members, timeout_s
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        self.rank = rank
+        self.members = members
+        self.timeout_s = timeout_s
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        )
         self._nccl = load() if binding is None else binding
         self._streams = streams_of(self.device)
         self._notices = ShutdownNotices(store, rank)
@@ -109,28 +137,40 @@ class NcclTransport(Transport):
         self._failure: TransportError | None = None
         self._raised = False  # whether a caller has got the failure
         self._closed = self._capturing = False
-        self._communicator = create(store, rank, members, timeout_s, self.device, self._streams, self._nccl)
+        self._communicator = create(
+            store, rank, members, timeout_s, self.device, self._streams, self._nccl
+        )
         self._graphs = Graphs()
         """To be freed before the communicator, which waits for them."""
         self._freeing = watch(self._check, self._streams.use)
-        self._abandon = weakref.finalize(self, _abandon, self._freeing, self._in_use, self._graphs, self._communicator)
+        self._abandon = weakref.finalize(
+            self, _abandon, self._freeing, self._in_use, self._graphs, self._communicator
+        )
         release_in_forked_child(self)
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
         self._require_device(device or self.device)
         return super().allocate(numel, dtype, self.device)
 
     allocate_shared = allocate
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """Prepare `group`; two sends and two receives cost the host 5 us, without NCCL's own time and an event."""
+        """Prepare `group`; two sends and two receives cost the host 5 us, without NCCL's own time
+        and an event.
+        """
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*group.sends, *group.recvs):
             self._require_device(message.data.device)
         self._require_open(group.hop)
-        send, recv = self._communicator.send, self._communicator.recv
+        send = self._communicator.send
+        recv = self._communicator.recv
         groups = [
-            [*(self._call(send, each) for each in some.sends), *(self._call(recv, each) for each in some.recvs)]
+            [
+                *(self._call(send, each) for each in some.sends),
+                *(self._call(recv, each) for each in some.recvs),
+            ]
             for some in uncut(rest, self.rank, self.members)
         ]
 
@@ -146,7 +186,8 @@ class NcclTransport(Transport):
         return run
 
     def _call(self, issue: Callable[..., None], message: P2PMessage) -> Callable[[int], None]:
-        nbytes, nccl_rank = message.data.nbytes, self.members.index(message.peer)
+        nbytes = message.data.nbytes
+        nccl_rank = self.members.index(message.peer)
         return partial(issue, message.data.data_ptr(), nbytes, self._nccl.NCCL_INT8, nccl_rank)
 
     def _queue(self, issue: Callable[[], None], group: P2PGroup, tag: Tag) -> None:
@@ -154,7 +195,9 @@ class NcclTransport(Transport):
         peers = group.peers
         for peer in peers:
             self._counts[peer] += 1
-        pending = Pending(group, tag, clock.now_s(), self.timeout_s, {peer: self._counts[peer] for peer in peers})
+        pending = Pending(
+            group, tag, clock.now_s(), self.timeout_s, {peer: self._counts[peer] for peer in peers}
+        )
         self._pending.append(pending)
         try:
             with suppress(IndexError):  # fewer are pending
@@ -163,7 +206,10 @@ class NcclTransport(Transport):
                 self._require_open(group.hop, tag)  # the watchdog may have aborted it
                 issue()
             pending.end = self._streams.record_event()
-        except (RuntimeError, KeyError) as error:  # KeyError: CuPy has no name for NCCL's statuses above 6
+        except (
+            RuntimeError,
+            KeyError,
+        ) as error:  # KeyError: CuPy has no name for NCCL's statuses above 6
             raise self._explained(error, pending) from error
         finally:
             pending.end = pending.end or DONE
@@ -193,10 +239,13 @@ class NcclTransport(Transport):
                 raise self._explained(error, pending) from error
             raise RuntimeError(str(error)) from error
         finally:
-            self._capturing, pending.end = False, DONE
+            self._capturing = False
+            pending.end = DONE
         return None if graph is None else self._replay_of(graph, work, group)
 
-    def _replay_of(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], group: P2PGroup) -> Exchange:
+    def _replay_of(
+        self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], group: P2PGroup
+    ) -> Exchange:
         def replay(tag: Tag, _kept: object = work) -> None:  # with all memory that the graph uses
             self._require_open(group.hop, tag)
             self._queue(graph.replay, group, tag)
@@ -212,13 +261,20 @@ class NcclTransport(Transport):
 
     def _require_device(self, device: torch.device) -> None:
         if device != self.device:
-            raise UsageError(f"this transport moves tensors on {self.device}, not those on {device}: move them there")
+            raise UsageError(
+                f"this transport moves tensors on {self.device}, not those on {device}: move them"
+                " there"
+            )
 
     def _explained(self, error: Exception, pending: Pending) -> TransportError:
         """Return the reason for an error of NCCL, which only says that a group has ended."""
         place = self._place(pending)
-        what = f"NCCL refused the transfers ({error}): run with NCCL_DEBUG=WARN; the ranks may run different programs"
-        self._fail(TransportError(what, place))  # no effect if it has failed or was closed: then that is the reason
+        what = (
+            f"NCCL refused the transfers ({error}): run with NCCL_DEBUG=WARN; the ranks may run"
+            " different programs"
+        )
+        # no effect if it has failed or was closed: then that is the reason
+        self._fail(TransportError(what, place))
         if self._failure is not None:
             return self._raising(self._failure)
         return TransportClosed("this rank gave the transport up during the transfer", place)
@@ -228,7 +284,9 @@ class NcclTransport(Transport):
         return failure
 
     def _place(self, pending: Pending) -> Place:
-        """Return the place of the first receive, or send: NCCL does not report which peer is late."""
+        """Return the place of the first receive, or send:
+        NCCL does not report which peer is late.
+        """
         for first in (*pending.group.recvs, *pending.group.sends):
             return pending.tag.place(self.rank, pending.group.hop, first.peer, first.data.nbytes)
         return pending.tag.place(self.rank, pending.group.hop)
@@ -241,7 +299,9 @@ class NcclTransport(Transport):
             failure = self._find_failure()
         except (RuntimeError, KeyError) as error:
             what = f"the GPU or NCCL failed ({error}): look at the output of all ranks"
-            failure = TransportError(what, self._place(self._pending[0]) if self._pending else Place(self.rank))
+            failure = TransportError(
+                what, self._place(self._pending[0]) if self._pending else Place(self.rank)
+            )
         if failure is not None and self._fail(failure) and self._on_failure is not None:
             self._on_failure(failure)
 
@@ -258,19 +318,32 @@ class NcclTransport(Transport):
         pending = self._pending[0]
         age_s = clock.now_s() - pending.begin_s
         if age_s > pending.timeout_s:
-            what = f"no transfer with ranks {sorted(pending.group.peers)} within {pending.timeout_s:g} s"
-            return DeadlineExceeded(f"{what}: slow, stopped, or running another program", self._place(pending))
-        return self._lost_peer(pending.counts, pending.tag, pending.group.hop) if age_s > READ_NOTICES_S else None
+            what = (
+                f"no transfer with ranks {sorted(pending.group.peers)} within"
+                f" {pending.timeout_s:g} s"
+            )
+            return DeadlineExceeded(
+                f"{what}: slow, stopped, or running another program", self._place(pending)
+            )
+        return (
+            self._lost_peer(pending.counts, pending.tag, pending.group.hop)
+            if age_s > READ_NOTICES_S
+            else None
+        )
 
     def _lost_peer(self, counts: Mapping[int, int], tag: Tag, hop: int) -> PeerLost | None:
-        """Return the error for a peer that left without its part in what `counts` count: NCCL does not report it."""
+        """Return the error for a peer that left without its part in what `counts` count: NCCL does
+        not report it.
+        """
         if (peer := self._notices.left_early(counts)) is None:
             return None
         what = "the peer left before this transfer: look at its own error"
         return PeerLost(what, tag.place(self.rank, hop, peer))
 
     def _fail(self, error: TransportError) -> bool:
-        """Abort because of `error`; return False if the transport had failed or been closed before."""
+        """Abort because of `error`;
+        return False if the transport had failed or been closed before.
+        """
         with self._failing:
             if self._failure is not None or self._closed:
                 return False
@@ -284,7 +357,9 @@ class NcclTransport(Transport):
             _abort(self._in_use, self._graphs, self._communicator)
 
     def _may_free(self) -> bool:
-        """Stop the watchdog; return True for the first caller only, since a communicator is freed once."""
+        """Stop the watchdog; return True for the first caller only, since a communicator is freed
+        once.
+        """
         self._freeing.set()
         return self._abandon.detach() is not None
 
@@ -295,7 +370,9 @@ class NcclTransport(Transport):
             raise self._raising(self._failure)
 
     def _wait_for(self, pending: Pending) -> None:
-        """Wait until `pending` is complete: the watchdog ends it, unless the stream waits for something else."""
+        """Wait until `pending` is complete: the watchdog ends it, unless the stream waits for
+        something else.
+        """
         end_s = pending.begin_s + pending.timeout_s + 2 * FREE_S
         try:
             while not pending.is_over:
@@ -307,7 +384,9 @@ class NcclTransport(Transport):
             self._fail(TransportError(what, self._place(pending)))
 
     def close(self) -> None:
-        """Wait until all queued groups are complete, then free the communicator, even after an error."""
+        """Wait until all queued groups are complete, then free the communicator, even after an
+        error.
+        """
         if self._closed:
             return
         try:
@@ -315,8 +394,10 @@ class NcclTransport(Transport):
         finally:
             self._closed = True
             if self._may_free():
-                self._notices.announce(self._counts)  # a rank that waits for this one would not free its own
-                with self._in_use, suppress(TimeoutError):  # a rank of this host does not come: a thread waits on
+                # a rank that waits for this one would not free its own
+                self._notices.announce(self._counts)
+                # a rank of this host does not come: a thread waits on
+                with self._in_use, suppress(TimeoutError):
                     _free(self._graphs)
                     start_call(self._communicator.destroy).result(FREE_S)
 
@@ -328,7 +409,8 @@ class NcclTransport(Transport):
     def leave_to_parent(self) -> None:
         """Never free the communicator in a forked child: that would end the parent's.
 
-        Takes no lock, as a thread that is not here may have held it, such as the watchdog that of its event.
+        Takes no lock, as a thread that is not here may have held it, such as the watchdog that of
+        its event.
         """
         self._closed = True
         if self._abandon.detach() is not None:
@@ -338,10 +420,11 @@ class NcclTransport(Transport):
 def _abandon(
     freeing: threading.Event, in_use: threading.Lock, graphs: Graphs, communicator: Communicator
 ) -> Future[None] | None:
-    """Abort the communicator of a transport that was collected, before CuPy frees it and waits for other ranks.
+    """Abort the communicator of a transport that was collected, before CuPy frees it and waits for
+    other ranks.
 
-    Whoever happens to collect may hold what an abort waits for, so a thread of its own aborts. At the end of the
-    interpreter nobody holds anything, and no thread can be started (Python 3.12).
+    Whoever happens to collect may hold what an abort waits for, so a thread of its own aborts. At
+    the end of the interpreter nobody holds anything, and no thread can be started (Python 3.12).
     """
     freeing.set()
     if threading.main_thread().is_alive():
@@ -357,7 +440,10 @@ def _free(graphs: Graphs) -> None:
 
 
 def _abort(in_use: threading.Lock, graphs: Graphs, communicator: Communicator) -> None:
-    """Abort `communicator`. Nobody uses it meanwhile, except for a call that waits inside and is ended by this."""
+    """Abort `communicator`.
+
+    Nobody uses it meanwhile, except for a call that waits inside and is ended by this.
+    """
     idle = in_use.acquire(timeout=BUSY_S)
     freed = start_call(communicator.abort)
     if not idle:

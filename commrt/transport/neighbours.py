@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that ranks of one host map of each other: pages of words, and segments for buffers.
 
-Each rank has a page with a word for every member, into which that member writes how far it has come. A rank reads a
-number that its peer has written to its page before it trusts the mapping: drivers have been wrong about what they can
-reach.
+Each rank has a page with a word for every member, into which that member writes how far it has
+come. A rank reads a number that its peer has written to its page before it trusts the mapping:
+drivers have been wrong about what they can reach.
 """
 
 from __future__ import annotations
@@ -38,17 +38,21 @@ LARGER = 2
 class PeerMemory:
     """Memory of the GPU `device` that other processes of its host can map, and meetings in it.
 
-    A handle stands for a whole allocation of ``cudaMalloc``, so each segment is one. Neither torch's allocator nor
-    CuPy's pool gives such memory.
+    A handle stands for a whole allocation of ``cudaMalloc``, so each segment is one. Neither
+    torch's allocator nor CuPy's pool gives such memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         import cupy  # noqa: PLC0415  # slow to import, and absent without a GPU
 
-        self._cupy, self._runtime, self._device = cupy, cupy.cuda.runtime, device
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._device = device
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a segment, a uint8 array [nbytes], of zeros, by one ``cudaMalloc``, which may wait for the GPU."""
+        """Return a segment, a uint8 array [nbytes], of zeros, by one ``cudaMalloc``, which may wait
+        for the GPU.
+        """
         with torch.cuda.device(self._device):
             memory = self._allocated(nbytes)
             self._runtime.memset(memory.ptr, 0, nbytes)
@@ -56,7 +60,9 @@ class PeerMemory:
         return self._array(memory, nbytes)
 
     def _allocated(self, nbytes: int) -> Any:
-        """Return memory, even if torch must give up some that it keeps; raises torch's ``OutOfMemoryError``."""
+        """Return memory, even if torch must give up some that it keeps; raises torch's
+        ``OutOfMemoryError``.
+        """
         try:
             return self._cupy.cuda.Memory(nbytes)
         except RuntimeError:  # CuPy's, of the driver
@@ -64,11 +70,15 @@ class PeerMemory:
         try:
             return self._cupy.cuda.Memory(nbytes)
         except RuntimeError as error:
-            what = f"{self._device} has no {nbytes:,} bytes left for a buffer that travels ({error})"
+            what = (
+                f"{self._device} has no {nbytes:,} bytes left for a buffer that travels ({error})"
+            )
             raise torch.OutOfMemoryError(what) from error
 
     def _array(self, memory: Any, nbytes: int) -> Any:
-        return self._cupy.ndarray(nbytes, self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
+        return self._cupy.ndarray(
+            nbytes, self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0)
+        )
 
     def again(self, segment: Any) -> Any:
         """Return another array of the same memory, which keeps it alive."""
@@ -80,13 +90,16 @@ class PeerMemory:
             return bytes(self._runtime.ipcGetMemHandle(segment.data.ptr))
 
     def open(self, handle: bytes, nbytes: int) -> Any:
-        """Return a peer's segment, a uint8 array [nbytes]; raises `RuntimeError` where that cannot be.
+        """Return a peer's segment, a uint8 array [nbytes]; raises `RuntimeError` where that cannot
+        be.
 
         The memory counts as this device's, wherever it is.
         """
         with torch.cuda.device(self._device):
             address = self._runtime.ipcOpenMemHandle(handle)
-        memory = self._cupy.cuda.UnownedMemory(address, nbytes, owner=None, device_id=self._device.index)
+        memory = self._cupy.cuda.UnownedMemory(
+            address, nbytes, owner=None, device_id=self._device.index
+        )
         return self._array(memory, nbytes)
 
     def close(self, segment: Any) -> None:
@@ -99,7 +112,9 @@ class PeerMemory:
         return torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def meet(self, plan: MeetingPlan) -> Callable[[], None]:
-        """Return what queues a meeting each time it is called: one launch of one warp of a loaded kernel."""
+        """Return what queues a meeting each time it is called: one launch of one warp of a loaded
+        kernel.
+        """
         return cast("Callable[[], None]", on_gpu("meet")(plan))
 
     def synchronize(self) -> None:
@@ -135,39 +150,60 @@ class _Segment:
 
 
 class Neighbours:
-    """The members of one rank's host that read each other's memory. Collective, through a store of its own.
+    """The members of one rank's host that read each other's memory. Collective, through a store of
+    its own.
 
-    `ranks` is empty on all members of a host if one of them cannot map another's memory; then `refusal` says why.
+    `ranks` is empty on all members of a host if one of them cannot map another's memory; then
+    `refusal` says why.
     """
 
     def __init__(
-        self, store: Store, rank: int, members: Sequence[int], timeout_s: float, memory: PeerMemory, host: str
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        timeout_s: float,
+        memory: PeerMemory,
+        host: str,
     ) -> None:
-        self._store, self.rank, self.members, self.memory = store, rank, members, memory
+        self._store = store
+        self.rank = rank
+        self.members = members
+        self.memory = memory
         self._used: dict[int, _Segment] = {}  # by address
         self._free: list[_Segment] = []
         self._lock = threading.RLock()  # any thread may allocate, or let go of a buffer
         self._keeps = True  # segments that nobody uses any more, for other buffers
         self._opened: dict[str, Any] = {}  # segments of peers, by handle
         self._shares = 0
-        self._page, self._pages = memory.allocate((len(members) + 1) * WORD_NBYTES), dict[int, Any]()
+        self._page = memory.allocate((len(members) + 1) * WORD_NBYTES)
+        self._pages = dict[int, Any]()
         nonce = secrets.randbits(62)
         _nonce_of(self._page).fill_(nonce)
         self.memory.synchronize()
-        handle, verdict = "", ""
+        handle = ""
+        verdict = ""
         try:
             handle = self.memory.handle(self._page).hex()
         except RuntimeError as error:
             verdict = f"the memory of rank {self.rank} cannot be mapped ({error})"
         own = _Page(host, handle, nonce)
         pages = gather(PrefixStore("pages", store), rank, members, own, timeout_s, _parse_page)
-        there = {peer: page for peer, page in pages.items() if page.host == host and peer != self.rank}
+        there = {
+            peer: page for peer, page in pages.items() if page.host == host and peer != self.rank
+        }
         try:
-            self._pages = {peer: self._opened_page(page) for peer, page in there.items() if page.handle}
+            self._pages = {
+                peer: self._opened_page(page) for peer, page in there.items() if page.handle
+            }
         except RuntimeError as error:
             verdict = f"rank {self.rank} cannot map the memory of another rank ({error})"
-        verdicts = gather(PrefixStore("verdicts", store), rank, members, verdict, timeout_s, _parse_verdict)
-        self.refusal = next((verdicts[peer] for peer in sorted([*there, rank]) if verdicts[peer]), "")
+        verdicts = gather(
+            PrefixStore("verdicts", store), rank, members, verdict, timeout_s, _parse_verdict
+        )
+        self.refusal = next(
+            (verdicts[peer] for peer in sorted([*there, rank]) if verdicts[peer]), ""
+        )
         self.ranks: Sequence[int] = sorted(there)
         """The others, in ascending order."""
         if self.refusal:
@@ -193,14 +229,19 @@ class Neighbours:
         return from_dlpack(page)[begin : begin + 4].view(torch.int32)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros [numel] in a segment that peers can map; it is used again when nobody uses it any more.
+        """Return zeros [numel] in a segment that peers can map; it is used again when nobody uses
+        it any more.
 
         Waits for the device, as ``cudaMalloc`` may.
         """
         nbytes = max(1, numel) * dtype.itemsize
         with self._lock:
-            fits = [segment for segment in self._free if nbytes <= segment.nbytes <= LARGER * nbytes]
-            segment = min(fits, key=lambda segment: segment.nbytes) if fits else self._new_segment(nbytes)
+            fits = [
+                segment for segment in self._free if nbytes <= segment.nbytes <= LARGER * nbytes
+            ]
+            segment = (
+                min(fits, key=lambda segment: segment.nbytes) if fits else self._new_segment(nbytes)
+            )
             if fits:
                 self._free.remove(segment)
                 self.memory.synchronize()  # peers, or this rank, may still read it
@@ -226,10 +267,15 @@ class Neighbours:
         for segment in tuple(self._used.values()):
             if 0 <= (begin := buffer.data_ptr() - segment.address) < segment.nbytes:
                 return _Place(segment.handle, segment.nbytes, begin, buffer.nbytes)
-        raise UsageError("this buffer is in no memory that peers can map: allocate it with allocate_shared()")
+        raise UsageError(
+            "this buffer is in no memory that peers can map: allocate it with allocate_shared()"
+        )
 
     def share(self, buffers: Sequence[Tensor], timeout_s: float) -> list[dict[int, Tensor]]:
-        """Return for each of `buffers` that of each neighbour. Collective; all from `allocate`, in one order."""
+        """Return for each of `buffers` that of each neighbour.
+
+        Collective; all from `allocate`, in one order.
+        """
         self._shares += 1
         own = [self._place(buffer) for buffer in buffers]
         here = sorted([self.rank, *self.ranks])  # a rank that is alone on its host shares nothing
@@ -237,7 +283,9 @@ class Neighbours:
         shared = gather(store, self.rank, here, own, timeout_s, _parse_places)
         for peer in self.ranks:
             if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
-                raise SizeMismatch(f"rank {peer} shares buffers of other sizes: start all ranks with the same code")
+                raise SizeMismatch(
+                    f"rank {peer} shares buffers of other sizes: start all ranks with the same code"
+                )
         return [
             {peer: self._theirs(shared[peer][number], buffer) for peer in self.ranks}
             for number, buffer in enumerate(buffers)
@@ -255,10 +303,13 @@ class Neighbours:
     def close(self, linger_s: float) -> None:
         """Unmap all memory of peers, and give up this rank's.
 
-        What a peer has not unmapped within `linger_s` is not freed before this process ends. With 0, after a failure,
-        nobody is waited for: a lost rank never unmaps, and the driver keeps what others have mapped.
+        What a peer has not unmapped within `linger_s` is not freed before this process ends. With
+        0, after a failure, nobody is waited for: a lost rank never unmaps, and the driver keeps
+        what others have mapped.
         """
-        opened, self._opened, self._pages = self._opened, {}, {}
+        opened = self._opened
+        self._opened = {}
+        self._pages = {}
         for segment in opened.values():
             self.memory.close(segment)
         try:
@@ -275,7 +326,9 @@ class Neighbours:
     def _wait_until_unmapped(self, limit_s: float) -> None:
         self._store.set(f"unmapped/{self.rank}", "")
         if limit_s:
-            self._store.wait([f"unmapped/{peer}" for peer in self.ranks], timedelta(seconds=limit_s))
+            self._store.wait(
+                [f"unmapped/{peer}" for peer in self.ranks], timedelta(seconds=limit_s)
+            )
 
 
 def _nonce_of(page: Any) -> Tensor:
@@ -294,5 +347,10 @@ def _parse_verdict(data: bytes) -> str:
 
 def _parse_places(data: bytes) -> list[_Place]:
     places = [_Place(*typed(place, str, int, int, int)) for place in json.loads(data)]
-    require(all(bytes.fromhex(each.handle) and each.begin + each.nbytes <= each.segment_nbytes for each in places))
+    require(
+        all(
+            bytes.fromhex(each.handle) and each.begin + each.nbytes <= each.segment_nbytes
+            for each in places
+        )
+    )
     return places

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets from one process to another of its host, in memory that both map: no call waits, or enters the kernel.
+"""Packets from one process to another of its host, in memory that both map: no call waits, or
+enters the kernel.
 
-One process writes, the other one reads. A packet lies behind its length. The writer then counts it, in one store of 8
-bytes, so the reader finds it whole or not at all. That needs a processor that keeps stores in order, and loads: x86.
+One process writes, the other one reads. A packet lies behind its length. The writer then counts it,
+in one store of 8 bytes, so the reader finds it whole or not at all. That needs a processor that
+keeps stores in order, and loads: x86.
 
-Who waits looks here for a while, and then falls asleep: it says so, and looks once more. Who has written a packet, or
-made room for one, looks whether the other one sleeps, and wakes it up. On both sides a `fence` lies between the two, so
-at least one of them sees what the other has done.
+Who waits looks here for a while, and then falls asleep: it says so, and looks once more. Who has
+written a packet, or made room for one, looks whether the other one sleeps, and wakes it up. On both
+sides a `fence` lies between the two, so at least one of them sees what the other has done.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ CAPACITY_NBYTES = 64 << 10
 WORD_NBYTES = 8
 LINE_WORDS = 8
 """Words of a cache line. What the writer and the reader write lies in different ones."""
-WRITTEN, STATE = 0, 1
+WRITTEN = 0
+STATE = 1
 """Words of the writer: bytes that it has written so far, and what it does."""
 READ = LINE_WORDS
 """The word of the reader: bytes that it has read so far."""
@@ -36,14 +39,19 @@ SKIP = (1 << 64) - 1
 """In place of a length: the next packet lies at the front."""
 
 FRONT_NBYTES = CAPACITY_NBYTES // 2
-"""Once all was read, the next packet lies at the front if more than this was used: few packets touch few pages."""
+"""Once all was read, the next packet lies at the front if more than this was used: few packets
+touch few pages.
+"""
 
 _fence = Lock()
 
 
 def fence() -> None:
-    """Let no load that follows be done before a store that precedes, on this thread; takes 0.1 us."""
-    if _fence.acquire(blocking=False):  # an atomic operation of the processor, and so a fence, even if it fails
+    """Let no load that follows be done before a store that precedes, on this thread;
+    takes 0.1 us.
+    """
+    # an atomic operation of the processor, and so a fence, even if it fails
+    if _fence.acquire(blocking=False):
         _fence.release()
 
 
@@ -58,7 +66,9 @@ class PacketQueue:
 
     def put(self, packet: bytes) -> bool:
         """Write `packet`; return False if there is no room for it. Of the writer."""
-        words, nbytes, offset = self._words, len(packet), self._at % CAPACITY_NBYTES
+        words = self._words
+        nbytes = len(packet)
+        offset = self._at % CAPACITY_NBYTES
         need = _padded(nbytes)
         stays = offset + need <= CAPACITY_NBYTES
         if stays and offset > FRONT_NBYTES:
@@ -85,17 +95,25 @@ class PacketQueue:
         return self._words[READ] != self._read
 
     def say(self, state: int) -> None:
-        """Tell the reader that this process sleeps, and what it waits for, or that it is `AWAKE`. Of the writer."""
+        """Tell the reader that this process sleeps, and what it waits for, or that it is `AWAKE`.
+
+        Of the writer.
+        """
         self._words[STATE] = state
 
     def get(self) -> bytes | None:
-        """Return the next packet, None if there is none now; raises `ValueError` for what is none. Of the reader."""
-        words, at = self._words, self._at
+        """Return the next packet, None if there is none now; raises `ValueError` for what is none.
+
+        Of the reader.
+        """
+        words = self._words
+        at = self._at
         if words[WRITTEN] == at:
             return None
         offset = at % CAPACITY_NBYTES
         if words[FIRST + offset // WORD_NBYTES] == SKIP:
-            at, offset = at + CAPACITY_NBYTES - offset, 0
+            at = at + CAPACITY_NBYTES - offset
+            offset = 0
         word = FIRST + offset // WORD_NBYTES
         nbytes = words[word]
         require(offset + _padded(nbytes) <= CAPACITY_NBYTES)

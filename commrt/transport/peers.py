@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers' memory: buffers of the GPUs of one host, which all its ranks map and read where they lie.
 
-Windows beside NCCL, which carries all other groups. In a window a hop is a meeting and kernels that read
-(`commrt.runtime.reading`). In a meeting a rank tells its peers how far it has come, by a word in their memory, and
-waits for theirs, on the device. The counters lie on the device too, so a graph repeats what calls do. A meeting has a
-deadline. One that fails takes back what the rank told, so that no peer reads what later kernels overwrite; after it, no
-kernel tells anything any more.
+Windows beside NCCL, which carries all other groups. In a window a hop is a meeting and kernels that
+read (`commrt.runtime.reading`). In a meeting a rank tells its peers how far it has come, by a word
+in their memory, and waits for theirs, on the device. The counters lie on the device too, so a graph
+repeats what calls do. A meeting has a deadline. One that fails takes back what the rank told, so
+that no peer reads what later kernels overwrite; after it, no kernel tells anything any more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ WHY_NOT = "slow, stopped, waiting for another rank, or running another program"
 class PeersTransport(NcclTransport):
     """NCCL, and windows for the ranks of this host: `neighbours`, of which there is at least one.
 
-    The error of a meeting is raised as that of a group. All exchanges come from one thread at a time, on one stream.
+    The error of a meeting is raised as that of a group. All exchanges come from one thread at a
+    time, on one stream.
     """
 
     kind = "peers' memory and nccl"
@@ -55,7 +56,8 @@ class PeersTransport(NcclTransport):
         binding: Binding | None = None,
         on_failure: Callable[[TransportError], None] | None = None,
     ) -> None:
-        self._neighbours, self._memory = neighbours, neighbours.memory
+        self._neighbours = neighbours
+        self._memory = neighbours.memory
         self._begun = deque([(0, CAPTURE)], BEGUN_KEPT)
         """(number, tag) of each program that was queued, the latest last."""
         self._captured: list[Sequence[int]] = []
@@ -63,19 +65,28 @@ class PeersTransport(NcclTransport):
         self._host = self._memory.host_words(len(HOST_WORDS))
         self._words = self._host.numpy()
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
-        self._begins = {peer: torch.zeros(1, dtype=torch.int32, device=device) for peer in neighbours.ranks}
+        self._begins = {
+            peer: torch.zeros(1, dtype=torch.int32, device=device) for peer in neighbours.ranks
+        }
         """By peer, int32 [1]: see `MeetingPlan.counts`."""
         self._stalled: tuple[int, float] = 0, 0.0  # how many had ended, and since when no other has
         self._is_unmapped = False
-        super().__init__(store, neighbours.rank, neighbours.members, timeout_s, device, binding, on_failure)
+        super().__init__(
+            store, neighbours.rank, neighbours.members, timeout_s, device, binding, on_failure
+        )
 
-    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    def allocate_shared(
+        self, numel: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
         """Return an allocation of its own; waits for the device."""
         self._require_device(device or self.device)
         return self._neighbours.allocate(numel, dtype)
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        return [Window(peers, self.bind_meeting) for peers in self._neighbours.share(buffers, self.timeout_s)]
+        return [
+            Window(peers, self.bind_meeting)
+            for peers in self._neighbours.share(buffers, self.timeout_s)
+        ]
 
     def bind_meeting(
         self,
@@ -89,8 +100,9 @@ class PeersTransport(NcclTransport):
     ) -> Exchange:
         """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
 
-        A program begins with its `first` meeting and ends with its `last` one, after which positions begin anew.
-        One that `looks` fails if an exchange before it, by other means, has been given up.
+        A program begins with its `first` meeting and ends with its `last` one, after which
+        positions begin anew. One that `looks` fails if an exchange before it, by other means, has
+        been given up.
         """
         self._require_open(hop)
         begun = [ranks] if first else []
@@ -123,7 +135,9 @@ class PeersTransport(NcclTransport):
         self._captured = []
         return super().capture(work, group)
 
-    def _replay_of(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], group: P2PGroup) -> Exchange:
+    def _replay_of(
+        self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], group: P2PGroup
+    ) -> Exchange:
         captured = self._captured
 
         def replay(tag: Tag, _kept: object = work) -> None:
@@ -138,7 +152,9 @@ class PeersTransport(NcclTransport):
         return replay
 
     def _note(self, begun: Sequence[Sequence[int]], tag: Tag, hop: int) -> None:
-        """Note that programs begin, given the ranks that each meets; raises an error of those before them."""
+        """Note that programs begin, given the ranks that each meets; raises an error of those
+        before them.
+        """
         self._note_failure()
         self._require_open(hop, tag)
         for ranks in begun:
@@ -158,13 +174,17 @@ class PeersTransport(NcclTransport):
         if not (word := int(self._words[FAILED])):
             return None
         hop, peer = divmod(word - 1, PLACES)
-        latest, ended = self._begun[-1], self._words[ENDED]  # programs end in order
+        # programs end in order
+        latest = self._begun[-1]
+        ended = self._words[ENDED]
         _, tag = next((each for each in tuple(self._begun) if each[0] > ended), latest)
         what = f"rank {peer} did not come within {self.timeout_s:g} s, or gave up: {WHY_NOT}"
         return DeadlineExceeded(what, tag.place(self.rank, hop, peer))
 
     def _stalled_meeting(self) -> TransportError | None:
-        """Return the error for a peer that left without its part in what is queued; looked up if nothing moves."""
+        """Return the error for a peer that left without its part in what is queued; looked up if
+        nothing moves.
+        """
         (ended, since_s), (queued, latest) = self._stalled, self._begun[-1]
         if ended != self._words[ENDED] or ended == queued:
             self._stalled = int(self._words[ENDED]), clock.now_s()
@@ -181,22 +201,34 @@ class PeersTransport(NcclTransport):
         """Wait for what is queued on this thread's stream."""
         if self._failure is None:
             end = self._streams.record_event()
-            self._wait_for(Pending(P2PGroup([], []), self._begun[-1][1], clock.now_s(), self.timeout_s, {}, end))
+            self._wait_for(
+                Pending(
+                    P2PGroup([], []), self._begun[-1][1], clock.now_s(), self.timeout_s, {}, end
+                )
+            )
         self._note_failure()
         super().wait()
 
     def close(self) -> None:
-        """Wait until the device has done all work, then unmap the memory of peers, even after an error."""
+        """Wait until the device has done all work, then unmap the memory of peers, even after an
+        error.
+        """
         if self._is_unmapped:
             return
-        self._is_unmapped, was_open, is_idle = True, not self._closed, False
+        self._is_unmapped = True
+        was_open = not self._closed
+        is_idle = False
         try:
             start_call(self._memory.synchronize).result(self.timeout_s + 2 * FREE_S)
             is_idle = True
         except TimeoutError:
             self._fail(DeadlineExceeded(HELD_UP, Place(self.rank)))
         except RuntimeError as error:
-            self._fail(TransportError(f"the GPU failed ({error}): look at the output of all ranks", Place(self.rank)))
+            self._fail(
+                TransportError(
+                    f"the GPU failed ({error}): look at the output of all ranks", Place(self.rank)
+                )
+            )
         self._note_failure()
         try:
             super().close()
@@ -219,11 +251,13 @@ def connect(
     *,
     on_failure: Callable[[TransportError], None],
 ) -> NcclTransport:
-    """Connect a rank by NCCL, with windows in peers' memory where the ranks of its host can map it. Collective.
+    """Connect a rank by NCCL, with windows in peers' memory where the ranks of its host can map it.
+    Collective.
 
     Raises `UsageError` where they cannot and COMMRT_TRANSPORT asks for it.
     """
-    host, own = host_identity() or f"none that rank {rank} can share", PrefixStore("peers", clone_connection(store))
+    host = host_identity() or f"none that rank {rank} can share"
+    own = PrefixStore("peers", clone_connection(store))
     neighbours = Neighbours(own, rank, members, timeout_s, PeerMemory(device), host)
     own = PrefixStore("nccl", store)
     try:
@@ -237,8 +271,13 @@ def connect(
         raise
     if neighbours.refusal and chosen_transport() == "peers":
         transport.abort()
-        what = f"COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory: {neighbours.refusal}. Unset it"
+        what = (
+            "COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory:"
+            f" {neighbours.refusal}. Unset it"
+        )
         raise UsageError(what)
     if why := neighbours.refusal:
-        _log.info("GPUs of this host exchange through NCCL, not through each other's memory: %s", why)
+        _log.info(
+            "GPUs of this host exchange through NCCL, not through each other's memory: %s", why
+        )
     return transport

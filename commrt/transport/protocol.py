@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a transport: groups of sends and receives between ranks, each completed as a unit.
+"""The interface of a transport: groups of sends and receives between ranks, each completed as a
+unit.
 
 A rank may have several transports. As one, they are a `TransportByDevice`.
 
 The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 
-* a group holds all that one rank sends and receives in one hop; its transfers with different peers are independent;
-* the k-th send from one rank to another matches the k-th receive there; messages carry no tags. Where the medium has
-  room, they carry the number of their call, and two ends that differ in it fail: shared memory and threads of one
-  process raise `CallMismatch`, Gloo waits until the deadline, NCCL does not compare;
-* a send may wait for its receive: put both in one group, or two ranks that send first wait for each other;
+* a group holds all that one rank sends and receives in one hop; its transfers with different peers
+  are independent;
+* the k-th send from one rank to another matches the k-th receive there; messages carry no tags.
+  Where the medium has room, they carry the number of their call, and two ends that differ in it
+  fail: shared memory and threads of one process raise `CallMismatch`, Gloo waits until the
+  deadline, NCCL does not compare;
+* a send may wait for its receive: put both in one group, or two ranks that send first wait for each
+  other;
 * both ends of a transfer give the same size;
 * only one thread at a time uses a transport.
 """
@@ -31,7 +35,9 @@ CPU = torch.device("cpu")
 
 
 class Tag(NamedTuple):
-    """Label of a transfer in errors and traces; of it, only `call` is sent, where the medium has room for it."""
+    """Label of a transfer in errors and traces; of it, only `call` is sent, where the medium has
+    room for it.
+    """
 
     step: int
     """The training step."""
@@ -40,7 +46,9 @@ class Tag(NamedTuple):
     call: int = 0
     """32 bits that both ends must give alike, such as a checksum of what the caller asked for."""
 
-    def place(self, rank: int, hop: int, peer: int | None = None, nbytes: int | None = None) -> Place:
+    def place(
+        self, rank: int, hop: int, peer: int | None = None, nbytes: int | None = None
+    ) -> Place:
         """Return where in the run `rank` is, for errors."""
         return Place(rank, peer, self.step, self.bucket, hop, nbytes)
 
@@ -52,19 +60,25 @@ class P2PMessage(NamedTuple):
     data: Tensor
     """[numel] contiguous; a send reads it and a receive overwrites it while the group runs."""
     group: int | None = None
-    """Which of several NCCL groups carries it, the same at both ends: see `commrt.program.nccl_groups`."""
+    """Which of several NCCL groups carries it, the same at both ends: see
+    `commrt.program.nccl_groups`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class P2PGroup:
-    """All messages that one rank sends and receives in one hop, in the order agreed with each peer."""
+    """All messages that one rank sends and receives in one hop,
+    in the order agreed with each peer.
+    """
 
     sends: Sequence[P2PMessage]
     recvs: Sequence[P2PMessage]
     hop: int = 0
     """Number of the hop in the schedule, for errors."""
     reads: bool = False
-    """True if the caller only reads what it receives, which may be borrowed from the sender until it is returned."""
+    """True if the caller only reads what it receives, which may be borrowed from the sender until
+    it is returned.
+    """
 
     @property
     def peers(self) -> set[int]:
@@ -74,18 +88,25 @@ class P2PGroup:
     def parted(self, ranks: Collection[int]) -> tuple[P2PGroup, P2PGroup]:
         """Return the messages with `ranks`, and all others."""
         sends, recvs = ([m for m in side if m.peer in ranks] for side in (self.sends, self.recvs))
-        other_sends, other_recvs = ([m for m in side if m.peer not in ranks] for side in (self.sends, self.recvs))
-        return replace(self, sends=sends, recvs=recvs), replace(self, sends=other_sends, recvs=other_recvs)
+        other_sends, other_recvs = (
+            [m for m in side if m.peer not in ranks] for side in (self.sends, self.recvs)
+        )
+        return replace(self, sends=sends, recvs=recvs), replace(
+            self, sends=other_sends, recvs=other_recvs
+        )
 
 
 EndLoan = Callable[[], None]
-"""Tells senders that their memory was read, and returns when all transfers are complete; raises `TransportError`."""
+"""Tells senders that their memory was read, and returns when all transfers are complete; raises
+`TransportError`.
+"""
 
 Exchange = Callable[[Tag], EndLoan | None]
 """Runs a bound group once: returns when all its transfers are complete, or raises `TransportError`.
 
-Of a group that `reads`, it may set the tensors of receives to the senders' memory (``Tensor.set_``), and return when
-all is there to be read: then it returns what the caller must call before the next group.
+Of a group that `reads`, it may set the tensors of receives to the senders' memory
+(``Tensor.set_``), and return when all is there to be read: then it returns what the caller must
+call before the next group.
 """
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -95,61 +116,83 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 class Transport(ABC):
     """Runs groups of messages. Every implementation passes `commrt.testing.conformance`.
 
-    What is not abstract here suits ordinary memory, without windows, where nothing is queued or captured.
+    What is not abstract here suits ordinary memory, without windows, where nothing is queued or
+    captured.
     """
 
     kind: str
     """Name of the medium, such as ``gloo``."""
     rank: int
     members: Sequence[int]
-    """Ranks that this transport connects, in ascending order: some of the world's once one is lost."""
+    """Ranks that this transport connects, in ascending order: some of the world's once one is lost.
+    """
     timeout_s: float
-    """Deadline of one group, which then raises `DeadlineExceeded`. May be changed between groups."""
+    """Deadline of one group, which then raises `DeadlineExceeded`. May be changed between groups.
+    """
     one_host: bool = False
     """True if it needs all members on one host."""
     can_move_receives: bool = True
-    """True if the tensor of a receive may be set (``Tensor.set_``) to other memory of its size between two runs."""
+    """True if the tensor of a receive may be set (``Tensor.set_``) to other memory of its size
+    between two runs.
+    """
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return zeros [numel] in the memory that this transport moves fastest; it lives as long as its tensors.
+        """Return zeros [numel] in the memory that this transport moves fastest; it lives as long as
+        its tensors.
 
-        Tensors in any other memory can be sent and received too. Raises `UsageError` for a device out of reach.
+        Tensors in any other memory can be sent and received too. Raises `UsageError` for a device
+        out of reach.
         """
         return zeros(numel, dtype, device)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return zeros [numel] in memory that `share` can show to peers; may wait for the device."""
+        """Return zeros [numel] in memory that `share` can show to peers;
+        may wait for the device.
+        """
         return self.allocate(numel, dtype, device)
 
     @abstractmethod
     def bind(self, group: P2PGroup) -> Exchange:
-        """Prepare `group` once, to run it many times; raises `UsageError` for messages that `split_self` refuses."""
+        """Prepare `group` once, to run it many times; raises `UsageError` for messages that
+        `split_self` refuses.
+        """
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
-        """Record what `work` queues on the device, and return a function that queues all of it again.
+        """Record what `work` queues on the device, and return a function that queues all of it
+        again.
 
-        That function keeps `work` alive, with all memory that it uses. `group` holds the messages that `work`
-        exchanges. Returns None if this transport queues nothing. Raises `RuntimeError` if the device refuses.
+        That function keeps `work` alive, with all memory that it uses. `group` holds the messages
+        that `work` exchanges. Returns None if this transport queues nothing. Raises `RuntimeError`
+        if the device refuses.
         """
         return None
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """Return windows of `buffers`, all from `allocate_shared`; none if peers cannot read them. Collective."""
+        """Return windows of `buffers`, all from `allocate_shared`; none if peers cannot read them.
+
+        Collective.
+        """
         return ()
 
     def wait(self) -> None:  # noqa: B027  # most queue nothing
-        """Wait until all queued groups are complete; raises an error that no call has raised yet."""
+        """Wait until all queued groups are complete;
+        raises an error that no call has raised yet.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Release everything; later groups raise `TransportClosed`. Safe to call twice.
 
-        What was sent arrives. Peers that still wait for this rank fail as soon as the medium reports its end.
+        What was sent arrives. Peers that still wait for this rank fail as soon as the medium
+        reports its end.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Fail the group that runs on another thread with `TransportClosed`; from any thread. Call `close` too."""
+        """Fail the group that runs on another thread with `TransportClosed`; from any thread.
+
+        Call `close` too.
+        """
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
@@ -167,7 +210,8 @@ class Window(NamedTuple):
     """A buffer of this rank that peers read where it lies, and the same buffer of each of them."""
 
     peers: Mapping[int, Tensor]
-    """By rank, its buffer, of the dtype of this rank's; for ranks of this host. Never write to it."""
+    """By rank, its buffer, of the dtype of this rank's; for ranks of this host. Never write to it.
+    """
     bind: Callable[..., Exchange]
     """`commrt.transport.peers.PeersTransport.bind_meeting`."""
 
@@ -180,26 +224,39 @@ def point(target: Tensor, memory: Tensor) -> None:
 def require_cpu(device: torch.device) -> None:
     """Raise `UsageError` for a `device` that a transport of host memory cannot reach."""
     if device.type != "cpu":
-        raise UsageError(f"this transport moves CPU tensors, not those on {device}: move them to the CPU")
+        raise UsageError(
+            f"this transport moves CPU tensors, not those on {device}: move them to the CPU"
+        )
 
 
-def split_self(group: P2PGroup, rank: int, members: Sequence[int]) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:
-    """Return `group` without messages from `rank` to itself, and those as (source, target) pairs to copy.
+def split_self(
+    group: P2PGroup, rank: int, members: Sequence[int]
+) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:
+    """Return `group` without messages from `rank` to itself, and those as (source, target) pairs to
+    copy.
 
-    Drops empty messages, since both ends know that they are empty. Raises `UsageError` for a rank outside `members`,
-    and for a message to itself without its other end.
+    Drops empty messages, since both ends know that they are empty. Raises `UsageError` for a rank
+    outside `members`, and for a message to itself without its other end.
     """
     if strangers := sorted(peer for peer in group.peers if peer not in members):
         whole = list(members) == list(range(len(members)))
         known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
-        raise UsageError(f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}")
-    own_sends, own_recvs = ([m.data for m in side if m.peer == rank] for side in (group.sends, group.recvs))
+        raise UsageError(
+            f"hop {group.hop} names ranks {strangers}, but there are only ranks {known}"
+        )
+    own_sends, own_recvs = (
+        [m.data for m in side if m.peer == rank] for side in (group.sends, group.recvs)
+    )
     if [len(data) for data in own_sends] != [len(data) for data in own_recvs]:
         raise UsageError(
-            f"hop {group.hop}: rank {rank} sends itself {len(own_sends)} messages and receives {len(own_recvs)}, or "
-            "their sizes differ: put each send to itself and its receive in the same group"
+            f"hop {group.hop}: rank {rank} sends itself {len(own_sends)} messages and receives"
+            f" {len(own_recvs)}, or their sizes differ: put each send to itself and its receive in"
+            " the same group"
         )
-    sends, recvs = ([m for m in side if m.peer != rank and m.data.numel()] for side in (group.sends, group.recvs))
+    sends, recvs = (
+        [m for m in side if m.peer != rank and m.data.numel()]
+        for side in (group.sends, group.recvs)
+    )
     return replace(group, sends=sends, recvs=recvs), list(zip(own_sends, own_recvs, strict=True))
 
 
@@ -211,17 +268,23 @@ class TransportByDevice(Transport):
 
     def __init__(self, host: Transport, places: int | None = None) -> None:
         """There are more `places` than members of `host` if ranks may come later."""
-        self.rank, self._timeout_s = host.rank, host.timeout_s
+        self.rank = host.rank
+        self._timeout_s = host.timeout_s
         self.places = len(host.members) if places is None else places
         self._by_device: dict[torch.device, Transport] = {}
         self.add(CPU, host)
 
     def add(self, device: torch.device, transport: Transport) -> None:
-        """Use `transport` for tensors on `device` from now on, and close its predecessor; bound groups stay bound."""
-        before, transport.timeout_s = self._by_device.get(device), self._timeout_s
+        """Use `transport` for tensors on `device` from now on, and close its predecessor; bound
+        groups stay bound.
+        """
+        before = self._by_device.get(device)
+        transport.timeout_s = self._timeout_s
         self._by_device[device] = transport
         host = self._by_device[CPU]
-        self.members, self.one_host, self.can_move_receives = host.members, host.one_host, host.can_move_receives
+        self.members = host.members
+        self.one_host = host.one_host
+        self.can_move_receives = host.can_move_receives
         self.kind = " and ".join(each.kind for each in reversed(self._by_device.values()))
         if before is not None:
             with suppress(TransportError):  # it was raised, or nobody waits for it any more
@@ -236,7 +299,9 @@ class TransportByDevice(Transport):
         """Raise `UsageError` if another GPU than `device` has a transport."""
         for other in self.gpus:
             if other != device:
-                raise UsageError(f"this rank exchanges on {other} already, and has one GPU: move the model to it")
+                raise UsageError(
+                    f"this rank exchanges on {other} already, and has one GPU: move the model to it"
+                )
 
     def reaches(self, device: torch.device) -> bool:
         """Return True if a transport can move tensors on `device`, or none is needed."""
@@ -271,8 +336,8 @@ class TransportByDevice(Transport):
     def _of(self, device: torch.device) -> Transport:
         if not self.reaches(device):
             raise UsageError(
-                f"no transport for tensors on {device} yet: call world.connect({str(device)!r}) on every rank first, "
-                "or attach() a model on that device"
+                f"no transport for tensors on {device} yet: call world.connect({str(device)!r}) on"
+                " every rank first, or attach() a model on that device"
             )
         return self._by_device.get(device, self._by_device[CPU])
 
@@ -291,7 +356,9 @@ class TransportByDevice(Transport):
             transport.abort()
 
     def abort_host(self) -> None:
-        """End what waits in host memory only; transports of GPUs keep the error that no call has raised yet."""
+        """End what waits in host memory only; transports of GPUs keep the error that no call has
+        raised yet.
+        """
         self._by_device[CPU].abort()
 
 
@@ -310,7 +377,9 @@ class NullTransport(Transport):
     kind = "nothing yet"
 
     def __init__(self, rank: int, members: Sequence[int], timeout_s: float) -> None:
-        self.rank, self.members, self.timeout_s = rank, members, timeout_s
+        self.rank = rank
+        self.members = members
+        self.timeout_s = timeout_s
 
     def bind(self, group: P2PGroup) -> Exchange:
         raise TransportClosed("the other ranks have not admitted this rank yet", Place(self.rank))

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory between the processes of one Linux host: at most one copy, from the sender's memory to the receiver's.
+"""Shared memory between the processes of one Linux host: at most one copy, from the sender's memory
+to the receiver's.
 
-A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a send waits for its
-receive, as on NCCL. Sends from `SharedTransport.allocate` need no other copy; other memory is first copied to a shared
-segment. Offers and small messages meet in memory (`commrt.transport.channel`); small ones are complete when they are
-sent. Who waits looks there for a while, then sleeps on the sockets, so a process that ends is noticed, however it ends.
+A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a
+send waits for its receive, as on NCCL. Sends from `SharedTransport.allocate` need no other copy;
+other memory is first copied to a shared segment. Offers and small messages meet in memory
+(`commrt.transport.channel`); small ones are complete when they are sent. Who waits looks there for
+a while, then sleeps on the sockets, so a process that ends is noticed, however it ends.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ from commrt.transport.protocol import (
 )
 
 LOOK_S = 100e-6
-"""So long a rank that waits looks for what a peer writes, before it sleeps: to sleep and to wake up takes longer."""
+"""So long a rank that waits looks for what a peer writes, before it sleeps: to sleep and to wake up
+takes longer.
+"""
 Where = Callable[..., Place]
 """(peer, nbytes) -> the place of a transfer of a group."""
 
@@ -64,21 +68,30 @@ class _PeerExchange:
     packets: Sequence[Packet]
     targets: Sequence[Tensor]
     originals: Sequence[Tensor] | None
-    """[receives] the same memory, if a receive may be the peer's memory until `return_borrowed`; None if it may not."""
+    """[receives] the same memory, if a receive may be the peer's memory until `return_borrowed`;
+    None if it may not.
+    """
     received: int = 0
     call: int = 0
     lent: bool = False
-    """True from `begin` to `return_borrowed` if receives may be the peer's memory. The peer reads our sends as long."""
+    """True from `begin` to `return_borrowed` if receives may be the peer's memory.
+
+    The peer reads our sends as long.
+    """
     borrowed: int = 0
     """Number of receives that are."""
 
     def begin(self, call: int) -> None:
         """Make all offers, and send all small messages."""
-        self.received, self.call, self.lent = 0, call, self.originals is not None
+        self.received = 0
+        self.call = call
+        self.lent = self.originals is not None
         self.channel.post(self.packets, call)
 
     def progress(self, where: Where) -> bool:
-        """Read a packet and receive what can be received; return True if all is complete, in a loan all receives."""
+        """Read a packet and receive what can be received; return True if all is complete, in a loan
+        all receives.
+        """
         channel = self.channel
         if channel.unsent:
             channel.flush()
@@ -93,9 +106,12 @@ class _PeerExchange:
                 return False
 
     def _take_offers(self, where: Where) -> None:
-        channel, offers, copied = self.channel, self.channel.offers, 0
+        channel = self.channel
+        offers = self.channel.offers
+        copied = 0
         while offers and self.received < len(self.targets):
-            offer, target = offers[0], self.targets[self.received]
+            offer = offers[0]
+            target = self.targets[self.received]
             if (offer.call, offer.nbytes) != (self.call, target.nbytes):
                 raise self._mismatch(where)
             if offer.message is not None:
@@ -113,16 +129,22 @@ class _PeerExchange:
 
     def _mismatch(self, where: Where) -> TransportError:
         """Return how the two ends differ; tell the peer."""
-        place, expected = self.place(where), self.channel.expected_nbytes
+        place = self.place(where)
+        expected = self.channel.expected_nbytes
         if expected is not None:
             own = [*self.channel.untaken, "other"][0]
             what = f"this rank sends {own} bytes and the peer expects {expected}"
         elif self.channel.offers[0].call != self.call:
-            what = "the peer makes another call: make the same calls in the same order on every rank"
+            what = (
+                "the peer makes another call: make the same calls in the same order on every rank"
+            )
             return CallMismatch(what, place)
         else:
             self.channel.refuse(self.targets[self.received].nbytes)
-            what = f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects {place.nbytes}"
+            what = (
+                f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects"
+                f" {place.nbytes}"
+            )
         return SizeMismatch(f"{what}: {OTHER_PROGRAMS}", place)
 
     def return_borrowed(self) -> None:
@@ -131,7 +153,8 @@ class _PeerExchange:
             for target, original in zip(self.targets, self.originals or (), strict=True):
                 point(target, original)
             self.channel.acknowledge(self.borrowed)
-        self.lent, self.borrowed = False, 0
+        self.lent = False
+        self.borrowed = 0
 
     def place(self, where: Where) -> Place:
         """Return the place of the first transfer that is not complete, in a group at `where`."""
@@ -142,15 +165,20 @@ class _PeerExchange:
 class SharedTransport(Transport):
     """One rank of a group of processes on one host; a `Transport` for CPU tensors.
 
-    Connects to all other `members` through a `store` that nobody else uses; raises `DeadlineExceeded` with the ranks
-    that do not come. All ranks must have the same `commrt.store.client.host_identity`.
+    Connects to all other `members` through a `store` that nobody else uses; raises
+    `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
+    `commrt.store.client.host_identity`.
     """
 
     kind = "shared"
     one_host = True
 
-    def __init__(self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0, *_: object) -> None:
-        self.rank, self.members, self.timeout_s = rank, members, timeout_s
+    def __init__(
+        self, store: Store, rank: int, members: Sequence[int], timeout_s: float = 300.0, *_: object
+    ) -> None:
+        self.rank = rank
+        self.members = members
+        self.timeout_s = timeout_s
         self._arena = Arena()
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
         self._failure: TransportError | None = None
@@ -165,7 +193,8 @@ class SharedTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
         """Return zeros [numel] in memory from which sends need no copy on this side."""
         require_cpu(device)
-        if numel * dtype.itemsize <= SMALL_NBYTES:  # it travels in packets: a group may need no files for a segment
+        # it travels in packets: a group may need no files for a segment
+        if numel * dtype.itemsize <= SMALL_NBYTES:
             return super().allocate(numel, dtype)
         return self._share(numel, dtype)
 
@@ -174,8 +203,9 @@ class SharedTransport(Transport):
             return self._arena.allocate(numel, dtype)
         except OSError as error:
             raise TransportError(
-                f"this rank has no shared memory for a buffer ({error}): is there a limit on memory, "
-                "on open files or on the size of files (`ulimit -v`, `-n`, `-f`, or the container's)",
+                f"this rank has no shared memory for a buffer ({error}): is there a limit on"
+                " memory, on open files or on the size of files (`ulimit -v`, `-n`, `-f`, or the"
+                " container's)",
                 Place(self.rank, nbytes=numel * dtype.itemsize),
             ) from error
 
@@ -193,21 +223,29 @@ class SharedTransport(Transport):
             if not exchanges:
                 return None
             self._run(exchanges, where, methodcaller("begin", tag.call))
-            return partial(self._run, exchanges, where, _PeerExchange.return_borrowed) if group.reads else None
+            return (
+                partial(self._run, exchanges, where, _PeerExchange.return_borrowed)
+                if group.reads
+                else None
+            )
 
         return run
 
-    def _stage(self, sends: Sequence[P2PMessage]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    def _stage(
+        self, sends: Sequence[P2PMessage]
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """Return where peers find each of `sends`, and (source, target) pairs to copy there first.
 
-        All groups share one staging buffer: they run one at a time, and end when every offer was copied.
+        All groups share one staging buffer: they run one at a time, and end when every offer was
+        copied.
         """
         large = [m.data for m in sends if m.data.nbytes > SMALL_NBYTES]
         outside = {id(data): data for data in large if self._arena.find(data) is None}
         need = sum(aligned(data.nbytes) for data in outside.values())
         if need > len(self._staging):
             self._staging = self._share(max(need, 2 * len(self._staging)), torch.uint8)
-        slots, at = {}, 0
+        slots = {}
+        at = 0
         for key, data in outside.items():
             slots[key] = self._staging[at : at + data.nbytes]
             at += aligned(data.nbytes)
@@ -216,7 +254,11 @@ class SharedTransport(Transport):
 
     def _exchanges(self, group: P2PGroup, memory: Sequence[Tensor]) -> Iterator[_PeerExchange]:
         for peer in dict.fromkeys(m.peer for m in (*group.sends, *group.recvs)):
-            packets = [self._packet(data) for data, m in zip(memory, group.sends, strict=True) if m.peer == peer]
+            packets = [
+                self._packet(data)
+                for data, m in zip(memory, group.sends, strict=True)
+                if m.peer == peer
+            ]
             targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
             originals = [target.detach() for target in targets] if group.reads else None
             yield _PeerExchange(peer, self._channels[peer], packets, targets, originals)
@@ -232,12 +274,19 @@ class SharedTransport(Transport):
         if self._closed:
             raise TransportClosed("the transport was closed", where())
         if self._failure is not None:
-            raise TransportClosed("an earlier exchange failed; start a new world", where()) from self._failure
+            raise TransportClosed(
+                "an earlier exchange failed; start a new world", where()
+            ) from self._failure
 
     def _run(
-        self, exchanges: Mapping[int, _PeerExchange], where: Where, start: Callable[[_PeerExchange], None]
+        self,
+        exchanges: Mapping[int, _PeerExchange],
+        where: Where,
+        start: Callable[[_PeerExchange], None],
     ) -> None:
-        """Call `start` with each of `exchanges`, by descriptor, and return when all are complete."""
+        """Call `start` with each of `exchanges`, by descriptor,
+        and return when all are complete.
+        """
         try:
             while self._arena.freed:
                 number = self._arena.freed.popleft()
@@ -254,7 +303,9 @@ class SharedTransport(Transport):
         """Serve each peer that has sent something, until all of `exchanges` are complete."""
         deadline = clock.now_s() + self.timeout_s
         waiting = dict(exchanges)
-        ready, has_slept = list(waiting), False  # packets may be here already
+        # packets may be here already
+        ready = list(waiting)
+        has_slept = False
         while True:
             for fd in ready:
                 if self._progress(waiting[fd], where, has_slept=has_slept):
@@ -267,11 +318,18 @@ class SharedTransport(Transport):
                 ready = _sleep(waiting, deadline - clock.now_s())
             if not ready and clock.now_s() > deadline:
                 late = sorted(waiting.values(), key=lambda exchange: exchange.peer)
-                what = f"no answer from ranks {[exchange.peer for exchange in late]} within {self.timeout_s:g} s"
-                raise DeadlineExceeded(f"{what}: slow, stopped, or running another program", late[0].place(where))
+                what = (
+                    f"no answer from ranks {[exchange.peer for exchange in late]} within"
+                    f" {self.timeout_s:g} s"
+                )
+                raise DeadlineExceeded(
+                    f"{what}: slow, stopped, or running another program", late[0].place(where)
+                )
 
     def _look(self, waiting: Mapping[int, _PeerExchange]) -> list[int]:
-        """Look for a while whether peers have written something; return the descriptors of those that have."""
+        """Look for a while whether peers have written something; return the descriptors of those
+        that have.
+        """
         end_s = perf_counter() + LOOK_S
         while True:
             if ready := [fd for fd, exchange in waiting.items() if exchange.channel.has_news]:
@@ -290,10 +348,15 @@ class SharedTransport(Transport):
                 return True  # though the peer may be gone: its last small messages were here
         except OSError as error:
             self._require_open(partial(exchange.place, where))
-            what = f"the peer's memory cannot be used here ({error}): is there a limit on open files or on memory"
+            what = (
+                f"the peer's memory cannot be used here ({error}): is there a limit on open files"
+                " or on memory"
+            )
             raise TransportError(what, exchange.place(where)) from error
         except MALFORMED as error:
-            what = "the peer sent a malformed packet: start all ranks with the same version of commrt"
+            what = (
+                "the peer sent a malformed packet: start all ranks with the same version of commrt"
+            )
             raise TransportError(what, exchange.place(where)) from error
         if not exchange.channel.is_open:
             self._require_open(partial(exchange.place, where))
@@ -302,7 +365,10 @@ class SharedTransport(Transport):
         return False
 
     def close(self) -> None:
-        """End all connections; peers that wait for this rank raise `PeerLost` at once. Allocated memory stays."""
+        """End all connections; peers that wait for this rank raise `PeerLost` at once.
+
+        Allocated memory stays.
+        """
         self.abort()
         for channel in self._channels.values():
             channel.release()
@@ -310,20 +376,26 @@ class SharedTransport(Transport):
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
     def abort(self) -> None:
-        """End all connections, from any thread; memory in use by a running group stays until `close`."""
+        """End all connections, from any thread; memory in use by a running group stays until
+        `close`.
+        """
         self._closed = True
         for channel in self._channels.values():
             channel.shut_down()
 
     def leave_to_parent(self) -> None:
-        """Release the sockets in a forked child, so that the parent's end still ends the connections."""
+        """Release the sockets in a forked child, so that the parent's end still ends the
+        connections.
+        """
         self._closed = True
         for channel in self._channels.values():
             channel.release()
 
 
 def _sleep(waiting: Mapping[int, _PeerExchange], left_s: float) -> list[int]:
-    """Sleep for at most `left_s` seconds, and return the descriptors of peers that have sent something."""
+    """Sleep for at most `left_s` seconds, and return the descriptors of peers that have sent
+    something.
+    """
     if left_s <= 0:
         return []
     channels = {fd: exchange.channel for fd, exchange in waiting.items()}
@@ -341,4 +413,5 @@ def _sleep(waiting: Mapping[int, _PeerExchange], left_s: float) -> list[int]:
 
 def _on_cpu(data: Tensor) -> Tensor:
     require_cpu(data.device)
-    return data.detach() if data.requires_grad else data  # the very tensor, which may be set to other memory
+    # the very tensor, which may be set to other memory
+    return data.detach() if data.requires_grad else data

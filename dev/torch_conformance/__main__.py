@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run torch's tests on a backend and print a table: `python -m torch_conformance --backend commrt --ranks 4`."""
+"""Run torch's tests on a backend and print a table: `python -m torch_conformance --backend commrt
+--ranks 4`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tempfile import TemporaryDirectory
 from torch_conformance.outcome import FAILED, Outcome, table
 
 GRACE_S = 30.0
-"""Seconds beyond a test's limit, at which torch ends its ranks, after which this process counts as hung."""
+"""Seconds beyond a test's limit, at which torch ends its ranks, after which this process counts as
+hung.
+"""
 
 
 def main() -> int:
@@ -29,7 +33,11 @@ def main() -> int:
             outcomes += run_under_gloo(options, Path(folder, "named.json"))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {"backend": options.backend, "ranks": options.ranks, "outcomes": [asdict(one) for one in outcomes]}
+        record = {
+            "backend": options.backend,
+            "ranks": options.ranks,
+            "outcomes": [asdict(one) for one in outcomes],
+        }
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     sys.stdout.write(table(outcomes) + "\n")
     return int(any(outcome.state == FAILED and not outcome.refused for outcome in outcomes))
@@ -38,13 +46,23 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     """Return the command's options."""
     parser = argparse.ArgumentParser(prog="python -m torch_conformance", description=__doc__)
-    parser.add_argument("--backend", default="commrt", help="gloo, or a package with a module c10d (commrt)")
+    parser.add_argument(
+        "--backend", default="commrt", help="gloo, or a package with a module c10d (commrt)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="processes per test (4)")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="run tests whose name has a match for this")
-    parser.add_argument("--together", action="store_true", help="run them one after the other in one group")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a test is ended (120)")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="run tests whose name has a match for this"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="run them one after the other in one group"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds after which a test is ended (120)"
+    )
     parser.add_argument("--out", type=Path, help="file for all outcomes, as JSON")
-    parser.add_argument("--logs", type=Path, default=Path("build/conformance"), help="folder for what ranks print")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("build/conformance"), help="folder for what ranks print"
+    )
     parser.add_argument("--under", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.under = options.under or options.backend
@@ -52,7 +70,9 @@ def arguments() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, folder: str) -> list[Outcome]:
-    """Run tests in this process, which forks the ranks; torch's file is imported under the name `options.under`."""
+    """Run tests in this process, which forks the ranks; torch's file is imported under the name
+    `options.under`.
+    """
     os.environ |= {
         "BACKEND": options.under,
         "CONFORMANCE_GROUP": options.backend,
@@ -79,7 +99,9 @@ def run(options: argparse.Namespace, folder: str) -> list[Outcome]:
 
 def run_under_gloo(options: argparse.Namespace, out: Path) -> list[Outcome]:
     """Run tests that need BACKEND=gloo, in a process of its own."""
-    values = {name: getattr(options, name) for name in ("backend", "ranks", "only", "limit", "logs")}
+    values = {
+        name: getattr(options, name) for name in ("backend", "ranks", "only", "limit", "logs")
+    }
     given = [f"--{name}={value}" for name, value in values.items()]
     command = [sys.executable, "-m", "torch_conformance", *given, "--under=gloo", f"--out={out}"]
     subprocess.run(command, check=False, stdout=subprocess.DEVNULL)

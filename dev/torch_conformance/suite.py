@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's `distributed_test` as one class of tests that runs on the backend under test.
 
-torch's module reads BACKEND, WORLD_SIZE and INIT_METHOD while it is imported, so set them before you import this one.
-CONFORMANCE_GROUP names the backend of the process group: another one than BACKEND for the tests that are `NAMED`.
+torch's module reads BACKEND, WORLD_SIZE and INIT_METHOD while it is imported, so set them before
+you import this one. CONFORMANCE_GROUP names the backend of the process group: another one than
+BACKEND for the tests that are `NAMED`.
 
-Each test runs that torch runs with Gloo or MPI, also where a decorator names these instead of a feature. torch's
-decorators mark a test as skipped; they do not change it. To learn what torch would run with another backend, this
-module loads torch's file once more under that backend's name and reads the marks. A test that is marked for us only
-gets a wrapper without the mark. Tests that torch skips for all backends, for an open issue or for lack of a GPU, stay
-skipped.
+Each test runs that torch runs with Gloo or MPI, also where a decorator names these instead of a
+feature. torch's decorators mark a test as skipped; they do not change it. To learn what torch would
+run with another backend, this module loads torch's file once more under that backend's name and
+reads the marks. A test that is marked for us only gets a wrapper without the mark. Tests that torch
+skips for all backends, for an open issue or for lack of a GPU, stay skipped.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from torch.testing._internal.common_distributed import DistTestCases
 
 from torch_conformance.outcome import FAILED, PASSED, SKIPPED, Outcome
 
-BACKEND, GROUP = os.environ["BACKEND"], os.environ["CONFORMANCE_GROUP"]
-logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.WARNING)  # a line for each process
+BACKEND = os.environ["BACKEND"]
+GROUP = os.environ["CONFORMANCE_GROUP"]
+# a line for each process
+logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.WARNING)
 START = os.environ.get("CONFORMANCE_START", "fork")
 RULES = ("gloo", "mpi")
 """Backends whose tests run as well."""
@@ -43,26 +46,31 @@ NAMED = frozenset(
     f"test_accumulate_gradients_no_sync{suffix}"
     for suffix in ("", "_grad_is_view", "_allreduce_hook", "_allreduce_with_then_hook")
 )
-"""Tests whose body makes no model unless BACKEND is "gloo", "mpi" or "nccl". With another name they fail in an
-UnboundLocalError, so they run with BACKEND=gloo on a group of the backend under test."""
+"""Tests whose body makes no model unless BACKEND is "gloo", "mpi" or "nccl". With another name they
+fail in an UnboundLocalError, so they run with BACKEND=gloo on a group of the backend under test.
+"""
 _MARKS = ("__unittest_skip__", "__unittest_skip_why__")
 
 if GROUP != "gloo":
     import_module(f"{GROUP}.c10d")
-    # Gloo is in each of these tables. The tests that need a GPU find out by themselves that there is none.
+    # Gloo is in each of these tables. The tests that need a GPU find out by themselves that there
+    # is none.
     for feature in ("plugin", "ddp", "subgroup", "gpu", "cuda"):
         DistTestCases.backend_feature[feature].add(GROUP)
 
 distributed_test = import_module("torch.testing._internal.distributed.distributed_test")
-TESTS = tuple(name for name in vars(distributed_test.DistributedTest._DistTestBase) if name.startswith("test"))
+TESTS = tuple(
+    name for name in vars(distributed_test.DistributedTest._DistTestBase) if name.startswith("test")
+)
 """All of torch's tests, in the order in which the file has them."""
 
 
 class Conformance(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
     """One process per rank for each test, as in torch's own runner.
 
-    torch starts each rank as a new Python, which takes seconds for the imports. Here the parent imports them once, then
-    forks each rank. `CONFORMANCE_START=spawn` in the environment starts ranks as torch does.
+    torch starts each rank as a new Python, which takes seconds for the imports. Here the parent
+    imports them once, then forks each rank. `CONFORMANCE_START=spawn` in the environment starts
+    ranks as torch does.
     """
 
     test_together: Any = None
@@ -86,19 +94,26 @@ class Conformance(distributed_test.TestDistBackend, distributed_test.Distributed
         Path(self.file_name).unlink(missing_ok=True)
 
     def _test_all_reduce_helper(self, *given: Any, **options: Any) -> None:
-        """Run torch's helper, and check the result; torch's helper takes it as its seventh argument and ignores it."""
+        """Run torch's helper, and check the result; torch's helper takes it as its seventh argument
+        and ignores it.
+        """
         self._expected = given[6]
         super()._test_all_reduce_helper(*given, **options)
         self._expected = None
 
-    def call_dist_op(self, title: str, is_async: bool, op: Any, *arguments: Any, **options: Any) -> None:
+    def call_dist_op(
+        self, title: str, is_async: bool, op: Any, *arguments: Any, **options: Any
+    ) -> None:
         super().call_dist_op(title, is_async, op, *arguments, **options)
         if self._expected is not None:
             torch.testing.assert_close(arguments[0], torch.full_like(arguments[0], self._expected))
 
     @classmethod
     def put_together(cls, tests: Sequence[str]) -> str:
-        """Make a test that runs several, one after the other, in one group of the same ranks. Return its name."""
+        """Make a test that runs several, one after the other, in one group of the same ranks.
+
+        Return its name.
+        """
 
         def test_together(self: Conformance) -> None:
             for name in tests:
@@ -121,11 +136,16 @@ class Conformance(distributed_test.TestDistBackend, distributed_test.Distributed
         run(rank, test_name, file_name, pipe, **options)
 
     @classmethod
-    def _run_on_other_group(cls, rank: int, test_name: str, file_name: str, pipe: Any, **_: Any) -> None:
+    def _run_on_other_group(
+        cls, rank: int, test_name: str, file_name: str, pipe: Any, **_: Any
+    ) -> None:
         """Do what torch's `_run` does, on a group of the backend CONFORMANCE_GROUP."""
         self = cls(test_name)
-        self.rank, self.file_name = rank, file_name
-        seconds = distributed_test.CUSTOM_PG_TIMEOUT.get(test_name, distributed_test.default_pg_timeout)
+        self.rank = rank
+        self.file_name = file_name
+        seconds = distributed_test.CUSTOM_PG_TIMEOUT.get(
+            test_name, distributed_test.default_pg_timeout
+        )
         place = {"init_method": self.init_method, "world_size": int(self.world_size), "rank": rank}
         dist.init_process_group(GROUP, timeout=timedelta(seconds=seconds), **place)
         self._barrier()
@@ -142,7 +162,10 @@ def _process(more: dict[str, Any], **options: Any) -> Any:
 
 
 def chosen(pattern: str) -> list[str]:
-    """Let the tests of Gloo and MPI run too. Return those with a match for `pattern` that this BACKEND is for."""
+    """Let the tests of Gloo and MPI run too.
+
+    Return those with a match for `pattern` that this BACKEND is for.
+    """
     for backend in RULES:
         for test in not_skipped(tests_for(backend)):
             if is_skipped(Conformance, test):
@@ -163,7 +186,9 @@ def not_skipped(tests: type) -> list[str]:
 
 def tests_for(backend: str) -> type:
     """Return torch's tests as they are when BACKEND is `backend`."""
-    spec: Any = spec_from_file_location(f"distributed_test_for_{backend}", distributed_test.__file__)
+    spec: Any = spec_from_file_location(
+        f"distributed_test_for_{backend}", distributed_test.__file__
+    )
     module: Any = module_from_spec(spec)
     os.environ["BACKEND"] = backend
     try:
@@ -186,15 +211,23 @@ def without_mark(test: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def run(name: str, log: Path) -> Outcome:
-    """Run one test on its own ranks, of which torch looks at the exit code of rank 0, this at all."""
-    case, result, start = Conformance(name), unittest.TestResult(), time.monotonic()
+    """Run one test on its own ranks, of which torch looks at the exit code of rank 0,
+    this at all.
+    """
+    case = Conformance(name)
+    result = unittest.TestResult()
+    start = time.monotonic()
     case.log = str(log)
     unittest.TestSuite([case]).run(result)
-    state, reason = PASSED, ""
+    state = PASSED
+    reason = ""
     if result.skipped:
-        state, reason = SKIPPED, result.skipped[0][1]
+        state = SKIPPED
+        reason = result.skipped[0][1]
     elif bad := [*result.errors, *result.failures]:
-        state, reason = FAILED, bad[0][1]
+        state = FAILED
+        reason = bad[0][1]
     elif len(set(case.exit_codes)) > 1 and name != "test_ddp_has_finalized":
-        state, reason = FAILED, f"The ranks' exit codes differ: {case.exit_codes}"
+        state = FAILED
+        reason = f"The ranks' exit codes differ: {case.exit_codes}"
     return Outcome(name, state, round(time.monotonic() - start, 2), reason)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add pages to the site that are not in docs/: files from elsewhere in the repository, and the help of `commrt`."""
+"""Add pages to the site that are not in docs/: files from elsewhere in the repository, and the help
+of `commrt`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ ELSEWHERE = {
     "bench/README.md": "bench.md",
     "kernels/README.md": "kernels.md",
     "studies/README.md": "studies.md",
-    **{f"studies/{path.parent.name}/README.md": f"studies/{path.parent.name}.md" for path in STUDIES},
+    **{
+        f"studies/{path.parent.name}/README.md": f"studies/{path.parent.name}.md"
+        for path in STUDIES
+    },
 }
 """Page of the site, by file of the repository."""
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
@@ -46,12 +51,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Point links to pages of the site; show only the text of links to other files."""
     here = page.file.src_uri
-    source = next((source for source, other in ELSEWHERE.items() if other == here != "index.md"), f"docs/{here}")
+    source = next(
+        (source for source, other in ELSEWHERE.items() if other == here != "index.md"),
+        f"docs/{here}",
+    )
 
     def led(link: re.Match[str]) -> str:
-        text, target, anchor = link[1], link[2], link[3] or ""
+        text = link[1]
+        target = link[2]
+        anchor = link[3] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        inside = ELSEWHERE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        inside = ELSEWHERE.get(
+            path, path.removeprefix("docs/") if path.startswith("docs/") else None
+        )
         if inside is None:
             return text
         kept = "" if inside == "index.md" else anchor  # index.md has other headings than the README
@@ -85,7 +97,9 @@ def _row(parameter: Parameter, hint: Any) -> str:
     kind, info = get_args(hint)
     kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type)]
     offered = [str(one.value) for each in kinds if issubclass(each, Enum) for one in each]
-    told = (info.help or "").replace("|", "\\|") + (f" One of {', '.join(offered)}." if offered else "")
+    told = (info.help or "").replace("|", "\\|") + (
+        f" One of {', '.join(offered)}." if offered else ""
+    )
     default = info.show_default if isinstance(info.show_default, str) else parameter.default
     _is_observed = not any(default is nothing for nothing in (None, False, Parameter.empty))
     shown = str(getattr(default, "value", default)) if _is_observed else ""
@@ -97,4 +111,6 @@ def _name(parameter: Parameter, info: Any) -> str:
     if isinstance(info, typer.models.ArgumentInfo):
         return parameter.name.upper()
     declared = (one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str))
-    return next((one for one in declared if one.startswith("--")), f"--{parameter.name.replace('_', '-')}")
+    return next(
+        (one for one in declared if one.startswith("--")), f"--{parameter.name.replace('_', '-')}"
+    )

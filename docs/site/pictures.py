@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the pictures of the pages anew: ``make pictures``. Those of measurements are drawn by what measures."""
+"""Draw the pictures of the pages anew: ``make pictures``.
+
+Those of measurements are drawn by what measures.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ from grid_schedules import Grid, backward  # noqa: E402
 def period(algorithm: Gossip, ranks: int, steps: int) -> Schedule:
     """So many steps of gossip as one schedule."""
     parts = [algorithm.schedule(step, ranks) for step in range(steps)]
-    return reduce(lambda one, other: one.then(other), parts).named(f"gossip, {steps} training steps")
+    return reduce(lambda one, other: one.then(other), parts).named(
+        f"gossip, {steps} training steps"
+    )
 
 
 def of_the_tutorial(ranks: int) -> Schedule:
@@ -51,8 +56,17 @@ def first_of(arrivals_s: np.ndarray, backups: int) -> Figure:
         axes.barh(rank, seconds, 0.62, color="#4292c6" if rank in counted else "#fdae6b")
     end = float(arrivals_s[order[needed - 1]])
     axes.axvline(end, color="#cb181d", lw=1.5)
-    axes.text(end + 0.03, -0.75, f"the step is made by the first {needed}", color="#cb181d", fontsize=9, va="center")
-    axes.set_yticks(range(len(arrivals_s)), [f"rank {rank}" for rank in range(len(arrivals_s))], fontsize=8)
+    axes.text(
+        end + 0.03,
+        -0.75,
+        f"the step is made by the first {needed}",
+        color="#cb181d",
+        fontsize=9,
+        va="center",
+    )
+    axes.set_yticks(
+        range(len(arrivals_s)), [f"rank {rank}" for rank in range(len(arrivals_s))], fontsize=8
+    )
     axes.set_ylim(len(arrivals_s) - 0.4, -1.3)
     axes.set_xlabel("s until the gradient is ready")
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -71,7 +85,9 @@ def main() -> None:
         "swing": draw_schedule(of_the_tutorial(8)),
         "broadcast": draw_schedule(tree.broadcast(8)),
         "summa": draw_schedule(backward(Grid(2, 2))),
-        "backup_workers": first_of(np.array([1.02, 0.97, 1.05, 2.61, 0.99, 1.04, 1.01, 1.08]), backups=1),
+        "backup_workers": first_of(
+            np.array([1.02, 0.97, 1.05, 2.61, 0.99, 1.04, 1.01, 1.08]), backups=1
+        ),
     }
     for name, figure in drawn.items():
         file = PICTURES / f"{name}.svg"

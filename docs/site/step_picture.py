@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what a GPU did in one training step, of a record of ``make gpu-link``: ``python docs/site/step_picture.py``.
+"""Draw what a GPU did in one training step, of a record of ``make gpu-link``: ``python
+docs/site/step_picture.py``.
 
-A panel is a way to train, a row a stream of rank 0's GPU, a bar its kernels of one class. The last row of
-commrt's panels shows the host's communication thread, which queues each bucket.
+A panel is a way to train, a row a stream of rank 0's GPU, a bar its kernels of one class. The last
+row of commrt's panels shows the host's communication thread, which queues each bucket.
 """
 
 from __future__ import annotations
@@ -51,20 +52,30 @@ Bars = dict[str, list[tuple[float, float]]]
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("record", nargs="?", type=Path, help="by default the newest of bench/results")
+    parser.add_argument(
+        "record", nargs="?", type=Path, help="by default the newest of bench/results"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures" / "gpu_step.svg")
     options = parser.parse_args()
     path = options.record or newest()
     if path is None or not path.exists():
-        print(f"no record {path or 'bench/results/*-profile.json'}: run make gpu-link on a machine with a GPU")
+        print(
+            f"no record {path or 'bench/results/*-profile.json'}: run make gpu-link on a machine"
+            " with a GPU"
+        )
         return 1
     record = json.loads(path.read_text())
     shown = {way: profile for way, profile in record["profiles"].items() if profile["kernels"]}
     if not shown:
-        print(f"{path} holds no kernels, as it was made without a GPU: run make gpu-link on a machine with one")
+        print(
+            f"{path} holds no kernels, as it was made without a GPU: run make gpu-link on a machine"
+            " with one"
+        )
         return 1
     rcParams.update({"svg.hashsalt": "commrt", "svg.fonttype": "none", "font.family": "sans-serif"})
-    drawn(record, shown).savefig(options.out, metadata={"Date": None} if options.out.suffix == ".svg" else None)
+    drawn(record, shown).savefig(
+        options.out, metadata={"Date": None} if options.out.suffix == ".svg" else None
+    )
     print(f"{options.out}: {options.out.stat().st_size / 1000:.0f} KB, of {path.name}")
     return 0
 
@@ -77,7 +88,9 @@ def newest() -> Path | None:
 def drawn(record: dict[str, Any], shown: dict[str, dict[str, Any]]) -> Figure:
     """Return the picture: all panels on one scale of time."""
     rows = [dict(rows_of(profile, record["classes"])) for profile in shown.values()]
-    figure = Figure(figsize=(10, 0.9 + sum(0.7 + 0.3 * len(each) for each in rows)), layout="constrained")
+    figure = Figure(
+        figsize=(10, 0.9 + sum(0.7 + 0.3 * len(each) for each in rows)), layout="constrained"
+    )
     heights = [1.0 + len(each) for each in rows]
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (way, profile), each in zip(panels, shown.items(), rows, strict=True):
@@ -85,10 +98,17 @@ def drawn(record: dict[str, Any], shown: dict[str, dict[str, Any]]) -> Figure:
     panels[-1].set_xlabel("ms")
     panels[-1].set_xlim(0, max(profile["us"] for profile in shown.values()) / 1e3)
     there = {kind for each in rows for bars in each.values() for kind in bars}
-    handles = [Patch(color=COLOURS[kind], label=LABELS.get(kind, kind)) for kind in COLOURS if kind in there]
+    handles = [
+        Patch(color=COLOURS[kind], label=LABELS.get(kind, kind))
+        for kind in COLOURS
+        if kind in there
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     about = record["about"]
-    figure.suptitle(f"A step of {about['workload'].split(',')[0]} on rank 0 of two ranks, {about['gpu']}", fontsize=11)
+    figure.suptitle(
+        f"A step of {about['workload'].split(',')[0]} on rank 0 of two ranks, {about['gpu']}",
+        fontsize=11,
+    )
     return figure
 
 
@@ -99,15 +119,28 @@ def rows_of(profile: dict[str, Any], classes: Sequence[str]) -> Iterator[tuple[s
         for kind, number, begin_us, us in profile["kernels"]:
             if number == stream:
                 bars.setdefault(classes[kind], []).append((begin_us / 1e3, us / 1e3))
-        yield name_of(stream, bars), {kind: joined(each, profile["us"] / 1e3) for kind, each in bars.items()}
-    queued = [(begin_us / 1e3, us / 1e3) for name, begin_us, us in profile["host"] if name.startswith("bucket")]
+        yield (
+            name_of(stream, bars),
+            {kind: joined(each, profile["us"] / 1e3) for kind, each in bars.items()},
+        )
+    queued = [
+        (begin_us / 1e3, us / 1e3)
+        for name, begin_us, us in profile["host"]
+        if name.startswith("bucket")
+    ]
     if queued:
         yield "host", {"host": queued}
 
 
 def name_of(stream: int, bars: Bars) -> str:
     """Return what a stream is for, by what runs on it."""
-    what = "training" if stream == 0 else "exchange" if {"pack", "meet", "reduce"} & {*bars} else "NCCL"
+    what = (
+        "training"
+        if stream == 0
+        else "exchange"
+        if {"pack", "meet", "reduce"} & {*bars}
+        else "NCCL"
+    )
     return f"{what}, stream {stream}"
 
 

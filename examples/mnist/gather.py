@@ -14,7 +14,9 @@ def gather(world: commrt.World, topic: str, text: str) -> dict[int, str]:
 
 
 def gather_on_first(world: commrt.World, topic: str, text: str) -> list[str] | None:
-    """Return the texts of all ranks that are left on the first of them, None on the others; collective."""
+    """Return the texts of all ranks that are left on the first of them, None on the others;
+    collective.
+    """
     is_first = world.rank == world.members[0]
     texts = _texts(world, topic, text, is_first)
     return [*texts.values()] if is_first else None

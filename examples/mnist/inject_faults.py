@@ -20,7 +20,8 @@ from commrt.errors import UsageError
 
 __all__ = ["Fault", "Injection", "check", "extra_s", "parse"]
 
-LONGEST_S, MOST_TIMES = 2e6, 1e6
+LONGEST_S = 2e6
+MOST_TIMES = 1e6
 FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "slow": (
         ("prob", "seconds"),
@@ -33,7 +34,9 @@ FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """By kind of fault, the fields of each of its forms."""
 EXAMPLES = {
-    "slow": "slow:prob=0.1,seconds=0.5 or slow:prob=0.03,low=5,high=20, with rank=2 for one rank alone",
+    "slow": (
+        "slow:prob=0.1,seconds=0.5 or slow:prob=0.03,low=5,high=20, with rank=2 for one rank alone"
+    ),
     "kill": "kill:rank=3,step=20",
     "stop": "stop:rank=1,step=30,seconds=5",
 }
@@ -45,7 +48,10 @@ os.kill(worker, signal.SIGSTOP)
 if not select.select([0], [], [], seconds)[0]:
     os.kill(worker, signal.SIGCONT)
 """
-"""Run by another process, since a stopped one cannot resume itself. It ends with the worker, whose pipe it reads."""
+"""Run by another process, since a stopped one cannot resume itself.
+
+It ends with the worker, whose pipe it reads.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,9 @@ class Fault:
     """A fault of one kind; None for fields that it does not have."""
 
     kind: str
-    """slow: a step of the rank (or of every rank) takes longer, with probability `prob`. kill, stop: the rank gets
-    SIGKILL or SIGSTOP when `step` begins."""
+    """slow: a step of the rank (or of every rank) takes longer, with probability `prob`. kill,
+    stop: the rank gets SIGKILL or SIGSTOP when `step` begins.
+    """
     rank: int | None = None
     step: int | None = None
     prob: float | None = None
@@ -89,20 +96,29 @@ def parse(text: str) -> Fault:
     """
     kind, _, rest = text.partition(":")
     if kind not in FIELDS:
-        raise UsageError(f"--inject {text}: no fault is called {kind!r}: choose one of {', '.join(sorted(FIELDS))}")
+        raise UsageError(
+            f"--inject {text}: no fault is called {kind!r}: choose one of"
+            f" {', '.join(sorted(FIELDS))}"
+        )
     parts = [part.partition("=") for part in rest.split(",")]
     fields = {name: value for name, _, value in parts}
     if len(fields) < len(parts) or {*fields} not in [{*form} for form in FIELDS[kind]]:
-        raise UsageError(f"--inject {text}: a field is missing, unknown or given twice: write {EXAMPLES[kind]}")
+        raise UsageError(
+            f"--inject {text}: a field is missing, unknown or given twice: write {EXAMPLES[kind]}"
+        )
     try:
-        numbers = {name: int(value) if name in WHOLE else float(value) for name, value in fields.items()}
+        numbers = {
+            name: int(value) if name in WHOLE else float(value) for name, value in fields.items()
+        }
     except ValueError as error:
         raise UsageError(f"--inject {text}: {error}: write {EXAMPLES[kind]}") from None
     return Fault(kind, **numbers)  # type: ignore[arg-type]  # see WHOLE
 
 
 def check(fault: Fault, workers: int, steps: int) -> None:
-    """Raise `UsageError` if `fault` cannot happen in a run of `workers` workers and `steps` steps."""
+    """Raise `UsageError` if `fault` cannot happen in a run of `workers`
+    workers and `steps` steps.
+    """
     limits: dict[str, tuple[float, float]] = {
         "rank": (0, workers - 1),
         "step": (0, steps - 1),
@@ -114,11 +130,18 @@ def check(fault: Fault, workers: int, steps: int) -> None:
     for name, (least, most) in limits.items():
         value = getattr(fault, name)
         if value is not None and not least <= value <= most:
-            raise UsageError(f"--inject {fault.kind}: {name}={value:g} must be in {least:g}..{most:g} in this run")
+            raise UsageError(
+                f"--inject {fault.kind}: {name}={value:g} must be in {least:g}..{most:g} in"
+                " this run"
+            )
 
 
-def extra_s(faults: Sequence[Fault], seed: int, rank: int, step: int, usual_s: float = 0.0) -> float:
-    """Return how much longer `rank` computes in `step`, which usually takes `usual_s`; the same in each run."""
+def extra_s(
+    faults: Sequence[Fault], seed: int, rank: int, step: int, usual_s: float = 0.0
+) -> float:
+    """Return how much longer `rank` computes in `step`, which usually takes `usual_s`; the same in
+    each run.
+    """
     return sum(
         fault.extra_s(Random(f"{seed} {number} {rank} {step}"), usual_s)
         for number, fault in enumerate(faults)
@@ -127,10 +150,15 @@ def extra_s(faults: Sequence[Fault], seed: int, rank: int, step: int, usual_s: f
 
 
 class Injection:
-    """Makes `faults` happen to one rank, whose training loop calls these methods. Steps count from 0."""
+    """Makes `faults` happen to one rank, whose training loop calls these methods.
+
+    Steps count from 0.
+    """
 
     def __init__(self, faults: Sequence[Fault], seed: int, rank: int) -> None:
-        self._faults, self._seed, self._rank = faults, seed, rank
+        self._faults = faults
+        self._seed = seed
+        self._rank = rank
         self._step = -1
         self._began_s = 0.0
         self._computed_s: list[float] = []  # sorted
@@ -147,7 +175,9 @@ class Injection:
                 fault.strike()
 
     def compute(self) -> None:
-        """Sleep for as long as faults slow this step down; call it between forward and backward pass."""
+        """Sleep for as long as faults slow this step down; call it between forward and backward
+        pass.
+        """
         computed = self._computed_s
         usual_s = computed[len(computed) // 2] if computed else 0.0
         if seconds := extra_s(self._faults, self._seed, self._rank, self._step, usual_s):

@@ -22,9 +22,24 @@ from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.tools.pictures.files import require_writable
 from commrt.tools.planning.wires import require_carried
 
-__all__ = ["ALGORITHMS", "BACKUP", "DDP", "DIRECT", "FP32", "GOSSIP", "LOCAL", "WIRES", "Job", "LocalSettings"]
+__all__ = [
+    "ALGORITHMS",
+    "BACKUP",
+    "DDP",
+    "DIRECT",
+    "FP32",
+    "GOSSIP",
+    "LOCAL",
+    "WIRES",
+    "Job",
+    "LocalSettings",
+]
 
-GOSSIP, LOCAL, BACKUP, DIRECT, DDP = "gossip", "local", "backup", "direct", "ddp"
+GOSSIP = "gossip"
+LOCAL = "local"
+BACKUP = "backup"
+DIRECT = "direct"
+DDP = "ddp"
 ALGORITHMS: Mapping[str, Callable[[], commrt.Algorithm]] = {
     **catalogue.ALGORITHMS,
     GOSSIP: commrt.Gossip,
@@ -60,7 +75,9 @@ class LocalSettings(NamedTuple):
         """Return local SGD with these options; raises `UsageError`. Codes travel by `Direct`."""
         values = self._asdict() | {"outer": None if self.outer is None else _outer(self.outer)}
         values |= {"inner": commrt.Direct()} if wire in QUANTIZERS else {}
-        return commrt.local_sgd.LocalSGD(**{name: value for name, value in values.items() if value is not None})
+        return commrt.local_sgd.LocalSGD(
+            **{name: value for name, value in values.items() if value is not None}
+        )
 
 
 def _outer(text: str) -> commrt.local_sgd.Nesterov:
@@ -103,13 +120,15 @@ class Job:
             raise UsageError(f"no algorithm is called {self.algorithm!r}: choose one of {names}")
         if not workers <= self.batch_size <= TRAIN_IMAGES:
             raise UsageError(
-                f"--batch-size {self.batch_size}: each of {workers} workers needs an image, and there are "
-                f"{TRAIN_IMAGES} to train on"
+                f"--batch-size {self.batch_size}: each of {workers} workers needs an image, and"
+                f" there are {TRAIN_IMAGES} to train on"
             )
         for option, value in (("--lr", self.lr), ("--bucket-cap-mb", self.bucket_cap_mb)):
             if not 0 <= value < inf:
                 raise UsageError(f"{option} {value:g}: give a finite number, 0 or more")
-        require_deadlines(**{"--timeout-s": self.timeout_s, "--start-timeout-s": self.start_timeout_s})
+        require_deadlines(
+            **{"--timeout-s": self.timeout_s, "--start-timeout-s": self.start_timeout_s}
+        )
         Timeouts.of(self.timeout_s, self.start_timeout_s)
         recipes.require_fit(self.recipe_name, self.batch_size, self.epochs)
         if self.algorithm == BACKUP:
@@ -124,7 +143,9 @@ class Job:
         if self.algorithm != DDP:
             require_carried(self.chosen(), workers, self.wire)
         elif self.wire in QUANTIZERS:
-            raise UsageError(f"--wire {self.wire} is not for ddp: take fp32, bf16 or fp16, or --algorithm direct")
+            raise UsageError(
+                f"--wire {self.wire} is not for ddp: take fp32, bf16 or fp16, or --algorithm direct"
+            )
 
     @property
     def has_codes(self) -> bool:
@@ -142,16 +163,24 @@ class Job:
             return self.local.algorithm(self.wire)
         if self.algorithm != BACKUP:
             return ALGORITHMS[self.algorithm]()
-        return commrt.BackupWorkers(self.backups, commrt.Direct() if self.has_codes else commrt.Torus2D())
+        return commrt.BackupWorkers(
+            self.backups, commrt.Direct() if self.has_codes else commrt.Torus2D()
+        )
 
     def compared(self, algorithm: str) -> Job:
-        """Return this job with another algorithm; DDP has no codes, and takes fp32 instead of them."""
+        """Return this job with another algorithm; DDP has no codes,
+        and takes fp32 instead of them.
+        """
         wire = FP32 if algorithm == DDP and self.has_codes else self.wire
         return replace(self, algorithm=algorithm, trace=None, wire=wire)
 
     def unwise(self, workers: int) -> list[str]:
         """Return what speaks against the settings, in sentences."""
-        return self.local.algorithm(self.wire).unwise(self.steps(workers)) if self.algorithm == LOCAL else []
+        return (
+            self.local.algorithm(self.wire).unwise(self.steps(workers))
+            if self.algorithm == LOCAL
+            else []
+        )
 
     def steps(self, workers: int) -> int:
         """Return the number of steps of the run."""
@@ -159,8 +188,12 @@ class Job:
 
     def batches(self, place: tuple[int, int]) -> BatchSizeControl:
         """Return the batches of `place` = (rank, workers)."""
-        return recipes.batches(self.recipe, place, self.batch_size // place[1], self.epochs, self.seed)
+        return recipes.batches(
+            self.recipe, place, self.batch_size // place[1], self.epochs, self.seed
+        )
 
     def outlives(self, workers: int) -> int:
         """Return how many of `workers` workers may die without ending the run."""
-        return {GOSSIP: workers - 1, LOCAL: workers - 1, BACKUP: self.backups}.get(self.algorithm, 0)
+        return {GOSSIP: workers - 1, LOCAL: workers - 1, BACKUP: self.backups}.get(
+            self.algorithm, 0
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``--recipe`` names: an optimizer, its learning rate over the epochs, and the sizes of batches."""
+"""What ``--recipe`` names: an optimizer, its learning rate over the epochs, and the sizes of
+batches.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,14 @@ class Recipe(NamedTuple):
             return SGD(model.parameters(), lr=lr, momentum=0.9)
         from pytorch_optimizer import LARS  # noqa: PLC0415  # an extra, see `require_fit`
 
-        large: Optimizer = LARS(model.parameters(), lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.01)
+        large: Optimizer = LARS(
+            model.parameters(), lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.01
+        )
         return large
 
-    def rate(self, optimizer: Optimizer, control: BatchSizeControl, epochs: int) -> LRScheduler | Rate:
+    def rate(
+        self, optimizer: Optimizer, control: BatchSizeControl, epochs: int
+    ) -> LRScheduler | Rate:
         """Return the learning rate's schedule; call its `step` after each update."""
         if self.is_large:
             return Rate(optimizer, control, epochs, warmup_epochs=min(1.0, epochs / 4))
@@ -59,20 +65,30 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def require_fit(name: str, batch_size: int, epochs: int) -> None:
-    """Raise `UsageError` if recipe `name` needs more images than there are, or a missing package."""
+    """Raise `UsageError` if recipe `name` needs more images than there are,
+    or a missing package.
+    """
     recipe = RECIPES[name]
-    largest = max(size for since, size in recipe.sizes(batch_size, epochs).items() if since < epochs)
+    largest = max(
+        size for since, size in recipe.sizes(batch_size, epochs).items() if since < epochs
+    )
     if largest > TRAIN_IMAGES:
         raise UsageError(
-            f"--batch-size {batch_size} grows to {largest} with --recipe {name}, but there are only {TRAIN_IMAGES} "
-            f"training images: give at most {TRAIN_IMAGES // recipe.growth}"
+            f"--batch-size {batch_size} grows to {largest} with --recipe {name}, but there are only"
+            f" {TRAIN_IMAGES} training images: give at most {TRAIN_IMAGES // recipe.growth}"
         )
     if recipe.is_large and find_spec("pytorch_optimizer") is None:
-        raise UsageError(f"--recipe {name} needs LARS from pytorch-optimizer: pip install 'commrt[recipe]'")
+        raise UsageError(
+            f"--recipe {name} needs LARS from pytorch-optimizer: pip install 'commrt[recipe]'"
+        )
 
 
-def batches(recipe: Recipe, place: tuple[int, int], share: int, epochs: int, seed: int = 0) -> BatchSizeControl:
+def batches(
+    recipe: Recipe, place: tuple[int, int], share: int, epochs: int, seed: int = 0
+) -> BatchSizeControl:
     """Return the batches of `place` = (rank, workers); the first ones have `share` images."""
     rank, workers = place
-    samples: DistributedSampler[int] = DistributedSampler(range(TRAIN_IMAGES), workers, rank, seed=seed, drop_last=True)
+    samples: DistributedSampler[int] = DistributedSampler(
+        range(TRAIN_IMAGES), workers, rank, seed=seed, drop_last=True
+    )
     return BatchSizeControl(samples, recipe.sizes(share, epochs))

@@ -32,7 +32,9 @@ class Result:
     steps: int
     test_accuracy: float
     disagreement: float
-    """Relative distance of the farthest replica from the mean at the end, before they were made equal."""
+    """Relative distance of the farthest replica from the mean at the end, before they were made
+    equal.
+    """
     replicas_equal: bool
     images_per_second: float
     step_seconds: float
@@ -45,17 +47,29 @@ class Result:
     late: dict[int, int]
     """By rank, gradients that came too late and were dropped."""
     saved_seconds: float
-    """Seconds that all would have waited for late gradients; two late ones in one step count twice."""
+    """Seconds that all would have waited for late gradients;
+    two late ones in one step count twice.
+    """
 
 
 def result_of(
-    job: Job, world: commrt.World, replica: commrt.Replica | DdpReplica, model: nn.Module, test: Images, part: Part
+    job: Job,
+    world: commrt.World,
+    replica: commrt.Replica | DdpReplica,
+    model: nn.Module,
+    test: Images,
+    part: Part,
 ) -> Result:
     """Make all replicas equal, test the model, and return the result; collective."""
-    steps, disagreement = max(part.steps, 1), replica.disagreement()
+    steps = max(part.steps, 1)
+    disagreement = replica.disagreement()
     replica.consolidate()
-    stats, mark, knows = replica.stats(), fingerprint(model), job.algorithm != DDP
-    texts = gather(world, "told", json.dumps([stats.steps - stats.counted, stats.late_s, part.images]))
+    stats = replica.stats()
+    mark = fingerprint(model)
+    knows = job.algorithm != DDP
+    texts = gather(
+        world, "told", json.dumps([stats.steps - stats.counted, stats.late_s, part.images])
+    )
     told = {rank: json.loads(text) for rank, text in texts.items()}
     with torch.no_grad():
         right = model(test.pixels).argmax(dim=1) == test.digits

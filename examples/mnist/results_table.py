@@ -16,8 +16,14 @@ ROWS: tuple[Row, ...] = (
     ("images/s", lambda r: f"{r.images_per_second:,.0f}"),
     ("step time", lambda r: f"{r.step_seconds * 1e3:.2f} ms"),
     ("waited in a step", lambda r: f"{r.exposed_comm_seconds * 1e3:.2f} ms"),
-    ("communication in all", lambda r: "-" if r.comm_seconds is None else f"{r.comm_seconds * 1e3:.2f} ms"),
-    ("sent per rank and step", lambda r: "-" if r.bytes_sent_per_step is None else f"{r.bytes_sent_per_step:,} B"),
+    (
+        "communication in all",
+        lambda r: "-" if r.comm_seconds is None else f"{r.comm_seconds * 1e3:.2f} ms",
+    ),
+    (
+        "sent per rank and step",
+        lambda r: "-" if r.bytes_sent_per_step is None else f"{r.bytes_sent_per_step:,} B",
+    ),
     ("replicas apart before the end", lambda r: f"{r.disagreement:.2g}"),
     ("bitwise equal at the end", lambda r: "yes" if r.replicas_equal else "NO"),
 )
@@ -28,19 +34,26 @@ LATE_ROWS: tuple[Row, ...] = (
     ),
     ("not waited for them", lambda r: f"{r.saved_seconds:.1f} s"),
 )
-LOST_ROWS: tuple[Row, ...] = (("lost workers", lambda r: ", ".join(f"rank {rank}" for rank in r.lost) or "none"),)
+LOST_ROWS: tuple[Row, ...] = (
+    ("lost workers", lambda r: ", ".join(f"rank {rank}" for rank in r.lost) or "none"),
+)
 
 
 def _title(results: Sequence[Result]) -> str:
     """Return what all runs have in common, as one line."""
     first = results[0]
     recipe = "" if first.recipe == "plain" else f", recipe {first.recipe}"
-    return f"{first.workers} worker{'s' * (first.workers > 1)}, {first.steps} steps, {first.wire} wire{recipe}"
+    return (
+        f"{first.workers} worker{'s' * (first.workers > 1)}, {first.steps} steps, {first.wire}"
+        f" wire{recipe}"
+    )
 
 
 def heading(result: Result, first: Result) -> str:
     """Return the algorithm, and the wire if it is not that of the first run."""
-    return result.algorithm if result.wire == first.wire else f"{result.algorithm}, {result.wire} wire"
+    return (
+        result.algorithm if result.wire == first.wire else f"{result.algorithm}, {result.wire} wire"
+    )
 
 
 def _rows(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:

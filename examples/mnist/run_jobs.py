@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run jobs one after the other, by local workers or as a rank of a launcher; show progress and a table."""
+"""Run jobs one after the other, by local workers or as a rank of a launcher; show progress and a
+table.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,19 @@ __all__ = ["Progress", "TrainRank", "default_algorithm", "run"]
 
 TORUS = "torus2d"
 Progress = Callable[[int, float, commrt.training.Stats], None]
-"""Called after each step with the number of steps done, the loss, and the totals of communication."""
+"""Called after each step with the number of steps done, the loss,
+and the totals of communication.
+"""
 TrainRank = Callable[[Job, tuple[Images, Images], Progress], Result]
 
 
-def run(train_rank: TrainRank, job: Job, compare: Sequence[str], workers: int, as_json: bool) -> None:
+def run(
+    train_rank: TrainRank, job: Job, compare: Sequence[str], workers: int, as_json: bool
+) -> None:
     """Train `job`, then the same with each algorithm of `compare`, and print the results."""
     launch = launched()
-    jobs, size = [job, *map(job.compared, compare)], launch.size if launch else workers
+    jobs = [job, *map(job.compared, compare)]
+    size = launch.size if launch else workers
     for each in jobs:
         each.check(size)
     chosen_transport()  # refuses a bad COMMRT_TRANSPORT
@@ -58,7 +65,10 @@ def default_algorithm(wire: str) -> str:
         return TORUS
     launch = launched()
     if launch is None or launch.rank == 0:
-        print(f"commrt: --wire {wire} travels by --algorithm {DIRECT}: codes do not add", file=sys.stderr)
+        print(
+            f"commrt: --wire {wire} travels by --algorithm {DIRECT}: codes do not add",
+            file=sys.stderr,
+        )
     return DIRECT
 
 
@@ -69,9 +79,13 @@ def _warnings(jobs: Sequence[Job], workers: int) -> list[str]:
 
 def _train_all(train_rank: TrainRank, jobs: Sequence[Job]) -> list[Result]:
     """Run all `jobs` as one rank; rank 0 shows progress on standard error."""
-    launch, data, results = launched(), load(), []
+    launch = launched()
+    data = load()
+    results = []
     for job in jobs:
-        with _bar(job, launch.size if launch else 1, shown=launch is None or launch.rank == 0) as show:
+        with _bar(
+            job, launch.size if launch else 1, shown=launch is None or launch.rank == 0
+        ) as show:
             results.append(train_rank(job, data, show))
     return results
 
@@ -88,9 +102,12 @@ def _start(train_rank: TrainRank, jobs: Sequence[Job], workers: int) -> list[Res
 def _run_by_workers(train_rank: TrainRank, job: Job, workers: int) -> Result:
     """Return the result of the first surviving worker; workers without a result are lost."""
     try:
-        results = run_workers(workers, lambda: _train_all(train_rank, [job])[0], job.outlives(workers))
+        results = run_workers(
+            workers, lambda: _train_all(train_rank, [job])[0], job.outlives(workers)
+        )
     finally:
-        Console(stderr=True).show_cursor()  # the worker that hid it for its progress bar may have been killed
+        # the worker that hid it for its progress bar may have been killed
+        Console(stderr=True).show_cursor()
     first = results[min(results)]
     return replace(first, lost=tuple(sorted({*range(workers)} - results.keys() | {*first.lost})))
 
@@ -108,7 +125,9 @@ def _bar(job: Job, workers: int, shown: bool) -> Iterator[Progress]:
         task = bar.add_task(job.algorithm, total=job.steps(workers), loss=float("nan"), late="")
 
         def show(step: int, loss: float, stats: commrt.training.Stats) -> None:
-            late = f", {stats.dropped} dropped, {stats.saved_s:.1f} s saved" if stats.dropped else ""
+            late = (
+                f", {stats.dropped} dropped, {stats.saved_s:.1f} s saved" if stats.dropped else ""
+            )
             bar.update(task, completed=step, loss=loss, late=late)
 
         yield show

@@ -30,11 +30,18 @@ class Part(NamedTuple):
 
 
 class RunRecorder:
-    """Counts images and seconds of one rank, and records its timeline if `trace` names a file for it."""
+    """Counts images and seconds of one rank, and records its timeline if `trace` names a file for
+    it.
+    """
 
-    def __init__(self, world: commrt.World, replica: commrt.Replica | DdpReplica, trace: str | None) -> None:
-        self._world, self._replica, self._trace = world, replica, trace
-        self._first_step, self._images = replica.step, 0
+    def __init__(
+        self, world: commrt.World, replica: commrt.Replica | DdpReplica, trace: str | None
+    ) -> None:
+        self._world = world
+        self._replica = replica
+        self._trace = trace
+        self._first_step = replica.step
+        self._images = 0
         self._timeline = Timeline(world.rank)
         if trace is not None:
             world.recorder = self._timeline
@@ -60,8 +67,13 @@ class RunRecorder:
             self._images += images
 
     def stop(self) -> Part:
-        """End the recording; the first rank that is left writes the timelines of all ranks. Collective."""
-        part = Part(self._replica.step - self._first_step, self._images, perf_counter() - self._begin_s)
+        """End the recording; the first rank that is left writes the timelines of all ranks.
+
+        Collective.
+        """
+        part = Part(
+            self._replica.step - self._first_step, self._images, perf_counter() - self._begin_s
+        )
         if self._trace is not None:
             self._world.recorder = None
             self._write(self._trace)

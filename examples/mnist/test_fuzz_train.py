@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is typed after ``train.py``: it works, or it is refused with exit code 2 and one line."""
+"""Whatever is typed after ``train.py``: it works,
+or it is refused with exit code 2 and one line.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ import re
 import pytest
 import run_jobs
 from commands import ended
-from fuzzed_lines import ALGORITHM, COUNT, FILE, LOCAL, RANKS, SIZE, drawn_options, mostly, told_or_refused
+from fuzzed_lines import (
+    ALGORITHM,
+    COUNT,
+    FILE,
+    LOCAL,
+    RANKS,
+    SIZE,
+    drawn_options,
+    mostly,
+    told_or_refused,
+)
 from fuzzing import TEXTS, cases, in_time, met
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +34,9 @@ OPTIONS = {
     "--wire": mostly("bf16", "int2", "float8"), "--bucket-cap-mb": SIZE, "--timeout-s": SIZE,
     "--start-timeout-s": SIZE, "--trace": FILE, "--json": None, **LOCAL,
     "--outer": mostly("0.7,0.9", "1,0", "0.7", "nan,0", "1e400,0", "0.7,0.9,1", ","),
-    "--inject": mostly("kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2", "stop:rank=0"),
+    "--inject": mostly(
+        "kill:rank=0,step=1", "slow:prob=0.1,seconds=1", "kill:rank=1,step=2", "stop:rank=0"
+    ),
 }  # fmt: skip
 
 
@@ -53,7 +67,11 @@ PARTS = st.builds("{}={}".format, FIELDS, mostly("0", "1", "0.5")) | TEXTS
 
 @cases(100)
 @given(
-    st.builds("{}:{}".format, mostly("kill", "slow", "stop", bad=TEXTS), st.lists(PARTS, max_size=5).map(",".join))
+    st.builds(
+        "{}:{}".format,
+        mostly("kill", "slow", "stop", bad=TEXTS),
+        st.lists(PARTS, max_size=5).map(",".join),
+    )
     | TEXTS
 )
 def test_a_fault_of_any_text_is_one_or_is_refused_in_words(text):

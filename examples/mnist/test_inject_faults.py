@@ -18,8 +18,10 @@ from inject_faults import Fault, Injection, check, extra_s, parse
 
 from commrt.errors import UsageError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
-WORKERS, STEPS = 4, 62
+# nothing that is forked here computes
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+WORKERS = 4
+STEPS = 62
 
 
 def slow(prob, **fields):
@@ -79,7 +81,9 @@ def test_what_is_no_fault_is_one_sentence(text, says):
     ],
 )
 def test_what_cannot_happen_in_a_run_is_one_sentence(text, says):
-    with pytest.raises(UsageError, match=f"^--inject {text.partition(':')[0]}: {says}.* in this run$"):
+    with pytest.raises(
+        UsageError, match=f"^--inject {text.partition(':')[0]}: {says}.* in this run$"
+    ):
         check(parse(text), WORKERS, STEPS)
 
 
@@ -90,7 +94,11 @@ def times(faults, seed=0, rank=0, usual_s=0.01, steps=2000):
 def test_slowness_is_the_same_in_each_run_and_another_for_each_seed_rank_and_fault():
     fault = slow(0.3, low=5, high=20)
     assert times([fault]) == times([fault])
-    for other in (times([fault], seed=1), times([fault], rank=1), times([Fault("kill", 0, 0), fault])):
+    for other in (
+        times([fault], seed=1),
+        times([fault], rank=1),
+        times([Fault("kill", 0, 0), fault]),
+    ):
         assert other != times([fault])
 
 
@@ -103,7 +111,13 @@ def test_slowness_comes_as_often_and_lasts_as_long_as_asked():
     assert min(struck) == pytest.approx(0.04, abs=0.01)
     assert max(struck) == pytest.approx(0.19, abs=0.01)
     assert times(
-        [slow(1, seconds=0.5), slow(1, seconds=0.25, rank=0), slow(1, seconds=8, rank=1), slow(0, seconds=9)], steps=2
+        [
+            slow(1, seconds=0.5),
+            slow(1, seconds=0.25, rank=0),
+            slow(1, seconds=8, rank=1),
+            slow(0, seconds=9),
+        ],
+        steps=2,
     ) == [0.75, 0.75]
 
 
@@ -122,7 +136,8 @@ def test_how_long_a_step_usually_takes_is_the_median_of_what_this_rank_has_compu
 
 
 def test_a_fault_strikes_only_the_rank_and_the_step_that_it_names(monkeypatch):
-    struck, faults = [], [Fault("kill", 1, 2), Fault("kill", 0, 1), Fault("kill", 1, 0)]
+    struck = []
+    faults = [Fault("kill", 1, 2), Fault("kill", 0, 1), Fault("kill", 1, 0)]
     monkeypatch.setattr(Fault, "strike", lambda fault: struck.append(fault))  # noqa: PLW0108  # a method
     injected = Injection(faults, 0, 1)
     seen = []
@@ -141,7 +156,8 @@ def forked(body):
     return pid
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12: nothing that is forked computes
+# of Python 3.12: nothing that is forked computes
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_stopped_process_continues_and_a_killed_one_does_not():
     begin_s = monotonic()
     stopped = forked(Fault("stop", 0, 0, seconds=2.0).strike)
@@ -171,7 +187,16 @@ def trained(*args):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_gossip_goes_on_without_a_killed_worker_and_says_who_was_lost():
-    args = ["--workers", "3", "--algorithm", "gossip", "--inject", "kill:rank=0,step=4", "--compare", "gossip"]
+    args = [
+        "--workers",
+        "3",
+        "--algorithm",
+        "gossip",
+        "--inject",
+        "kill:rank=0,step=4",
+        "--compare",
+        "gossip",
+    ]
     result = trained(*args)
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout)
@@ -195,7 +220,16 @@ def test_backup_workers_lose_no_step_to_a_killed_worker_and_a_slow_one():
 
 @pytest.mark.processes
 def test_an_all_reduce_ends_with_a_killed_worker_long_before_a_deadline():
-    args = ["--workers", "2", "--algorithm", "torus2d", "--inject", "kill:rank=1,step=4", "--timeout-s", "1000"]
+    args = [
+        "--workers",
+        "2",
+        "--algorithm",
+        "torus2d",
+        "--inject",
+        "kill:rank=1,step=4",
+        "--timeout-s",
+        "1000",
+    ]
     result = trained(*args)
     assert (result.returncode, result.stdout) == (1, "")
     says = "commrt: worker 1 was killed by SIGKILL: this run needs all of its 2 workers; "

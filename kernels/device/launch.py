@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch compiled kernels with little work per call: a kept handle, and plain integers for addresses.
+"""Launch compiled kernels with little work per call: a kept handle, and plain integers for
+addresses.
 
 Triton's own launch checks every argument, its alignment, the device and the options each time.
 """
@@ -26,7 +27,9 @@ from commrt.kernels.tables import Tables
 from commrt.quantizer import Quantizer
 
 Launch = Callable[..., None]
-"""``launch(programs, *arguments)`` on the current stream of the kernel's device; addresses and numbers as integers."""
+"""``launch(programs, *arguments)`` on the current stream of the kernel's device; addresses and
+numbers as integers.
+"""
 
 
 @cache
@@ -55,8 +58,12 @@ _loading = threading.Lock()
 
 
 def launch_of(variant: Variant, device: torch.device) -> Launch:
-    """Return the launch of `variant` on `device`, compiled and loaded once; it needs `device` as the current one."""
-    there: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Return the launch of `variant` on `device`, compiled and loaded once; it needs `device` as
+    the current one.
+    """
+    there: AbstractContextManager[object] = (
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    )
     with _loading, there:  # Triton's handle is there before its code is loaded
         return _loaded(variant, device)
 
@@ -64,29 +71,47 @@ def launch_of(variant: Variant, device: torch.device) -> Launch:
 @cache
 def _loaded(variant: Variant, device: torch.device) -> Launch:
     kernel = compiled(variant, arch_of(device))  # of this device alone: its code is loaded there
-    run, index = kernel.run, device.index  # `run` loads the code and makes the launcher
-    function, metadata = kernel.function, kernel.packed_metadata
+    # `run` loads the code and makes the launcher
+    run = kernel.run
+    index = device.index
+    function = kernel.function
+    metadata = kernel.packed_metadata
     constants = tuple(value for _, value in variant.constants)
     current_stream: Callable[[int], Any] = driver.active.get_current_stream
 
     def launch(programs: int, *arguments: int) -> None:
-        run(programs, 1, 1, current_stream(index), function, metadata, None, None, None, *arguments, *constants)
+        run(
+            programs,
+            1,
+            1,
+            current_stream(index),
+            function,
+            metadata,
+            None,
+            None,
+            None,
+            *arguments,
+            *constants,
+        )
 
     return launch
 
 
 def require_aligned(*buffers: Tensor) -> None:
-    """Raise `ValueError` for a buffer that does not begin at a multiple of 16 bytes, as the kernels are told."""
+    """Raise `ValueError` for a buffer that does not begin at a multiple of 16 bytes, as the kernels
+    are told.
+    """
     for address in (buffer.data_ptr() for buffer in buffers):
         if address % WIDEST_NBYTES:
             raise ValueError(
-                f"a buffer on a GPU begins at {address:#x}, which is no multiple of {WIDEST_NBYTES} bytes: pass one "
-                "that is not a view into the middle of another, or its clone()"
+                f"a buffer on a GPU begins at {address:#x}, which is no multiple of {WIDEST_NBYTES}"
+                " bytes: pass one that is not a view into the middle of another, or its clone()"
             )
 
 
 def add_launch(out: Tensor, summands: Sequence[Tensor]) -> Bound:
-    """Return a launch that computes ``out = cast(summands[0] + ...)``; `out` is one of them, and others may be peers'.
+    """Return a launch that computes ``out = cast(summands[0] + ...)``; `out` is one of them, and
+    others may be peers'.
 
     Up to 9 summands need at most 64 registers, 17 need 57.
     """
@@ -100,13 +125,16 @@ def add_launch(out: Tensor, summands: Sequence[Tensor]) -> Bound:
 
 
 def spacing(received: Sequence[Tensor]) -> int:
-    """Return the distance between two of `received` in granules; raises `ValueError` if it differs."""
+    """Return the distance between two of `received` in granules;
+    raises `ValueError` if it differs.
+    """
     nbytes = GRANULE * received[0].element_size()
     addresses = [part.data_ptr() for part in received]
     step = addresses[1] - addresses[0] if len(addresses) > 1 else 0
     if step % nbytes or any(there - here != step for here, there in pairwise(addresses)):
         raise ValueError(
-            f"received buffers must lie evenly, a multiple of {nbytes} bytes apart: they are at {addresses}"
+            f"received buffers must lie evenly, a multiple of {nbytes} bytes apart: they are at"
+            f" {addresses}"
         )
     return step // nbytes
 
@@ -125,13 +153,17 @@ def mix_launch(out: Tensor, received: Tensor, weight: float) -> Bound:
         out.data_ptr(),
         factor.data_ptr(),
     )
-    return Bound(launch_of(variant, out.device), tables.tiles, arguments, (tables, factor, out, received))
+    return Bound(
+        launch_of(variant, out.device), tables.tiles, arguments, (tables, factor, out, received)
+    )
 
 
 def quantize_launch(
     values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None
 ) -> Callable[[int], None]:
-    """Return a launch, given the key of random numbers, that codes `values` and keeps what is lost in `residual`."""
+    """Return a launch, given the key of random numbers, that codes `values` and keeps what is lost
+    in `residual`.
+    """
     left = values if residual is None else residual  # not touched without feedback
     require_aligned(values, codes, left)
     launch = launch_of(variants.quantize(quantizer, feedback=residual is not None), values.device)
@@ -149,10 +181,18 @@ def dequantize_launch(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Bo
 
 
 def add_quantized_launch(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> Bound:
-    """Return a launch that adds what `received` codes stand for; they are evenly spaced in memory."""
+    """Return a launch that adds what `received` codes stand for;
+    they are evenly spaced in memory.
+    """
     require_aligned(values, *received)
     launch = launch_of(variants.add_quantized(quantizer), values.device)
-    arguments = (values.data_ptr(), received[0].data_ptr(), spacing(received), len(received), values.numel())
+    arguments = (
+        values.data_ptr(),
+        received[0].data_ptr(),
+        spacing(received),
+        len(received),
+        values.numel(),
+    )
     return Bound(launch, _tiles(values, quantizer), arguments, (values, *received))
 
 
@@ -162,10 +202,17 @@ def _tiles(values: Tensor, quantizer: Quantizer) -> int:
 
 def meet_launch(plan: MeetingPlan) -> Bound:
     """Return a launch of the meeting of `plan`; see `meet_kernel`."""
-    device, peers = plan.state.device, len(plan.needs)
+    device = plan.state.device
+    peers = len(plan.needs)
     rows = (plan.outboxes, plan.inboxes, plan.counts)
     tables = [torch.tensor([word.data_ptr() for word in row], device=device) for row in rows]
     needs = torch.tensor([*plan.needs, *plan.ranks], dtype=torch.int32, device=device)
     memory = (*tables, needs, plan.state, plan.host)
-    arguments = (*(part.data_ptr() for part in memory), plan.position, plan.last, plan.number, int(plan.looks))
+    arguments = (
+        *(part.data_ptr() for part in memory),
+        plan.position,
+        plan.last,
+        plan.number,
+        int(plan.looks),
+    )
     return Bound(launch_of(variants.meet(peers), device), 1, arguments, (*memory, *rows))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meet: tell peers how far this rank has come, and wait until they are far enough; with a deadline.
 
-Peers tell by a release, and are heard by an acquire, at the scope of the whole system. So what a peer's kernels wrote
-before it told is there for this rank's next kernel.
+Peers tell by a release, and are heard by an acquire, at the scope of the whole system. So what a
+peer's kernels wrote before it told is there for this rank's next kernel.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ def _tell(address, position):
 
 @triton.jit
 def _heard(address):
-    """Read what a peer has told, before all that this rank reads later; the same for all threads of the warp."""
+    """Read what a peer has told, before all that this rank reads later; the same for all threads of
+    the warp.
+    """
     return tl.inline_asm_elementwise(
-        "{ .reg .u32 there; ld.acquire.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0, 31, -1; }",
+        "{ .reg .u32 there; ld.acquire.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0,"
+        " 31, -1; }",
         "=r,l",
         [address],
         dtype=tl.int32,
@@ -51,9 +54,12 @@ def _heard(address):
 
 @triton.jit
 def _glimpsed(address):
-    """Read what a peer has told, before or after other reads; the same for all threads of the warp."""
+    """Read what a peer has told, before or after other reads;
+    the same for all threads of the warp.
+    """
     return tl.inline_asm_elementwise(
-        "{ .reg .u32 there; ld.relaxed.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0, 31, -1; }",
+        "{ .reg .u32 there; ld.relaxed.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0,"
+        " 31, -1; }",
         "=r,l",
         [address],
         dtype=tl.int32,
@@ -66,8 +72,9 @@ def _glimpsed(address):
 def _seen(address):
     """Read a word that the host may write at any time; the same for all threads of the warp."""
     return tl.inline_asm_elementwise(
-        "{ .reg .u64 word; .reg .b32 low, high; ld.volatile.global.u64 word, [$1]; mov.b64 {low, high}, word;"
-        " shfl.sync.idx.b32 low, low, 0, 31, -1; shfl.sync.idx.b32 high, high, 0, 31, -1; mov.b64 $0, {low, high}; }",
+        "{ .reg .u64 word; .reg .b32 low, high; ld.volatile.global.u64 word, [$1]; mov.b64 {low,"
+        " high}, word; shfl.sync.idx.b32 low, low, 0, 31, -1; shfl.sync.idx.b32 high, high, 0, 31,"
+        " -1; mov.b64 $0, {low, high}; }",
         "=l,l",
         [address],
         dtype=tl.int64,
@@ -81,7 +88,8 @@ def _now_ns():
     """Read the clock of the device; the same for all threads of the warp."""
     return tl.inline_asm_elementwise(
         "{ .reg .u64 now; .reg .b32 low, high; mov.u64 now, %globaltimer; mov.b64 {low, high}, now;"
-        " shfl.sync.idx.b32 low, low, 0, 31, -1; shfl.sync.idx.b32 high, high, 0, 31, -1; mov.b64 $0, {low, high}; }",
+        " shfl.sync.idx.b32 low, low, 0, 31, -1; shfl.sync.idx.b32 high, high, 0, 31, -1; mov.b64"
+        " $0, {low, high}; }",
         "=l",
         [],
         dtype=tl.int64,
@@ -116,7 +124,9 @@ def _first_gone_back(inboxes, counts, PEERS: tl.constexpr):
 
 @triton.jit
 def _first_missing(inboxes, counts, needs, host, PEERS: tl.constexpr):
-    """Wait for all peers; return 1 and the place of the first that did not come in time, 0 if all came."""
+    """Wait for all peers; return 1 and the place of the first that did not come in time, 0 if all
+    came.
+    """
     begin = _now_ns()
     look = begin + LOOK_NS
     missing = 0
@@ -136,12 +146,25 @@ def _first_missing(inboxes, counts, needs, host, PEERS: tl.constexpr):
 
 
 @triton.jit
-def meet_kernel(outboxes, inboxes, counts, needs, state, host, position, last, number, looks, PEERS: tl.constexpr):
-    """Tell `PEERS` peers, then wait for each; does nothing once a meeting has failed. See `MeetingPlan`.
+def meet_kernel(
+    outboxes,
+    inboxes,
+    counts,
+    needs,
+    state,
+    host,
+    position,
+    last,
+    number,
+    looks,
+    PEERS: tl.constexpr,
+):
+    """Tell `PEERS` peers, then wait for each; does nothing once a meeting has failed. See
+    `MeetingPlan`.
 
-    `outboxes` and `inboxes` [PEERS] are addresses of what this rank tells a peer, and what the peer tells it. Both
-    count from `counts` [PEERS] on, which a meeting with `last` moves on. `needs` [2, PEERS] is 0 for a peer that need
-    not be waited for; then come the ranks.
+    `outboxes` and `inboxes` [PEERS] are addresses of what this rank tells a peer, and what the peer
+    tells it. Both count from `counts` [PEERS] on, which a meeting with `last` moves on. `needs` [2,
+    PEERS] is 0 for a peer that need not be waited for; then come the ranks.
     """
     if tl.load(state) == 0:
         missing = _first_gone_back(inboxes, counts, PEERS)

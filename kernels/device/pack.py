@@ -25,7 +25,9 @@ def pack_kernel(
     TILE: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """A tile of a tensor, times ``scale[0]``, cast, to its place on `wire`; zeros where the address is 0."""
+    """A tile of a tensor, times ``scale[0]``, cast, to its place on `wire`; zeros where the address
+    is 0.
+    """
     tensor, first, count = tile_of(tensors, numbers, counts, TILE)
     address = tl.load(addresses + tensor)
     source = pointer(address, first, DTYPE, ALIGN)
@@ -33,12 +35,14 @@ def pack_kernel(
     factor = tl.where(address != 0, tl.load(scale), 0.0)  # or zeros would become -0.0, or NaN
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
-    readable = tl.where(address != 0, whole, 0)  # one comparison per access, where `and` would be two
+    # one comparison per access, where `and` would be two
+    readable = tl.where(address != 0, whole, 0)
     values = tl.load(source + element, mask=element < readable, other=0.0)
     scaled = values.to(tl.float32) * factor
     tl.store(target + element, scaled.to(wire.dtype.element_ty), mask=element < whole)
     if whole < count:
         left = whole + tl.arange(0, 8)
-        tail = tl.load(source + left, mask=(left < count) & (address != 0), other=0.0).to(tl.float32) * factor
+        there = (left < count) & (address != 0)
+        tail = tl.load(source + left, mask=there, other=0.0).to(tl.float32) * factor
         tl.store(target + left, tail.to(wire.dtype.element_ty), mask=left < count)
     store_header(wire, tl.load(header) if HELD else header, tensor, first, address)

@@ -24,25 +24,34 @@ ALIGNMENTS = (16, 8, 4, 2)
 class TritonPacking:
     """A `Repeatable` in Triton.
 
-    The constructor compiles the kernels that pack and unpack, in about 0.1 s each unless Triton's cache has them; other
-    options compile at their first use. A call then allocates nothing and waits for nothing. It copies addresses to
-    the device only if a tensor has moved since the last call. CUDA graphs can capture `pack_aimed` and `unpack_aimed`.
-    The wire's device must be the thread's current one.
+    The constructor compiles the kernels that pack and unpack, in about 0.1 s each unless Triton's
+    cache has them; other options compile at their first use. A call then allocates nothing and
+    waits for nothing. It copies addresses to the device only if a tensor has moved since the last
+    call. CUDA graphs can capture `pack_aimed` and `unpack_aimed`. The wire's device must be the
+    thread's current one.
     """
 
     def __init__(self, wire: Tensor, layout: Layout, dtype: torch.dtype) -> None:
         require_aligned(wire)
         self.tables = Tables(layout, sizes_for(arch_of(wire.device)).tile, wire.device)
-        self._dtype, self._wire, self._flags = dtype, wire, layout.flags(wire)
+        self._dtype = dtype
+        self._wire = wire
+        self._flags = layout.flags(wire)
         self._riders = layout.riders(wire) if layout.riding else None
-        self._scale, self._weight = _Scalar(wire.device), _Scalar(wire.device)
+        self._scale = _Scalar(wire.device)
+        self._weight = _Scalar(wire.device)
         self._header = 0  # of captured launches, and the same on the device
         self._held = torch.zeros(1, dtype=torch.int64, device=wire.device)
-        self._stages: dict[int, Tensor] = {}  # aligned copies, by index, of tensors that once were not aligned
+        # aligned copies, by index, of tensors that once were not aligned
+        self._stages: dict[int, Tensor] = {}
         self._staged: dict[int, Tensor] = {}  # those used by the captured launches now
-        mark = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=wire.is_cuda)  # written by the GPU, read here
-        self._mark, self._seen = mark.data_ptr(), mark.numpy()  # the array keeps the memory
-        self._nothing = torch.zeros(1, dtype=torch.int64, device=wire.device)  # a table of one absent tensor
+        # written by the GPU, read here
+        mark = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=wire.is_cuda)
+        # the array keeps the memory
+        self._mark = mark.data_ptr()
+        self._seen = mark.numpy()
+        # a table of one absent tensor
+        self._nothing = torch.zeros(1, dtype=torch.int64, device=wire.device)
         self._nowhere = (*[self._nothing.data_ptr()] * len(self.tables.columns), wire.data_ptr())
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
         self._columns = WeakKeyDictionary[Parts, Tensor]()  # of places
@@ -54,7 +63,9 @@ class TritonPacking:
 
     @property
     def mismatched(self) -> bool:
-        """See `Packing.mismatched`: read from pinned memory that the kernel writes, without waiting."""
+        """See `Packing.mismatched`: read from pinned memory that the kernel writes, without
+        waiting.
+        """
         return bool(self._seen[0])
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
@@ -70,8 +81,12 @@ class TritonPacking:
         present: list[bool] = (self._flags != 0).tolist()
         return present
 
-    def unpack(self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS) -> None:
-        """See `Packing.unpack`: one launch, which writes even if the headers differ, as the host cannot know yet."""
+    def unpack(
+        self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS
+    ) -> None:
+        """See `Packing.unpack`: one launch, which writes even if the headers differ, as the host
+        cannot know yet.
+        """
         self.tables.point_at(tensors)
         launch = self._kernel(variants.unpack, self.tables.align, far=bool(parts))
         launch(self.tables.tiles, *self._read(parts), header, self._mark)
@@ -83,17 +98,24 @@ class TritonPacking:
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
         """See `Repeatable.repeated`."""
-        staged, self._staged = self._staged, {}
+        staged = self._staged
+        self._staged = {}
         for place, stage in staged.items():
             cast("Tensor", tensors[place]).copy_(stage)
         _note_written(tensor for place, tensor in enumerate(tensors) if place not in staged)
 
     def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """See `Repeatable.aim`: one launch for a header that has changed, and the same copies as `pack` for the rest.
+        """See `Repeatable.aim`: one launch for a header that has changed, and the same copies as
+        `pack` for the rest.
 
-        A captured launch reads 16 bytes at once. Tensors that are less aligned are copied here, and back by `repeated`.
+        A captured launch reads 16 bytes at once. Tensors that are less aligned are copied here, and
+        back by `repeated`.
         """
-        odd = [i for i, tensor in enumerate(tensors) if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES]
+        odd = [
+            i
+            for i, tensor in enumerate(tensors)
+            if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES
+        ]
         self._staged = {place: self._stage(place, cast("Tensor", tensors[place])) for place in odd}
         if odd:
             tensors = [self._staged.get(place, tensor) for place, tensor in enumerate(tensors)]
@@ -138,17 +160,23 @@ class TritonPacking:
 
     def pack_aimed(self) -> None:
         """See `Repeatable.pack_aimed`."""
-        self._held_pack()(self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address)
+        self._held_pack()(
+            self.tables.tiles, *self._fixed, self._held.data_ptr(), self._scale.address
+        )
 
     def unpack_aimed(self, parts: Parts = NO_PARTS) -> None:
         """See `Repeatable.unpack_aimed`."""
-        self._held_unpack(parts)(self.tables.tiles, *self._read(parts), self._held.data_ptr(), self._mark)
+        self._held_unpack(parts)(
+            self.tables.tiles, *self._read(parts), self._held.data_ptr(), self._mark
+        )
 
     def compare_aimed(self) -> None:
         """See `Repeatable.compare_aimed`: one launch of one program."""
         self._held_unpack(NO_PARTS)(1, *self._nowhere, self._held.data_ptr(), self._mark)
 
-    def mix(self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float) -> None:
+    def mix(
+        self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float
+    ) -> None:
         """See `Packing.mix`: one launch."""
         require_aligned(received, sent)
         self.tables.point_at(tensors)
@@ -157,7 +185,9 @@ class TritonPacking:
         launch(self.tables.tiles, *self._fixed[:-1], *wires, self._weight.at(weight))
         _note_written(tensors)
 
-    def _kernel(self, make: Callable[..., Variant], align: int, inputs: int = 1, **options: bool) -> Launch:
+    def _kernel(
+        self, make: Callable[..., Variant], align: int, inputs: int = 1, **options: bool
+    ) -> Launch:
         key = (make, align, *[name for name, is_so in options.items() if is_so])
         if (launch := self._kernels.get(key)) is None:
             sizes = sizes_for(arch_of(self._wire.device), inputs, align)
@@ -174,11 +204,14 @@ class _Scalar:
     """A number in GPU memory, written when it changes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._place, self._known = torch.zeros(1, device=device), 0.0
+        self._place = torch.zeros(1, device=device)
+        self._known = 0.0
         self.address = self._place.data_ptr()
 
     def at(self, value: float) -> int:
-        """Return the address of `value`, written in stream order by a kernel, without a copy from the host."""
+        """Return the address of `value`, written in stream order by a kernel, without a copy from
+        the host.
+        """
         if value != self._known:
             self._place.fill_(value)
             self._known = value

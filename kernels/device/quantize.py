@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes: values to codes of few bits and back, as `commrt.kernels.quantize` defines them; one program per tile.
+"""Codes: values to codes of few bits and back, as `commrt.kernels.quantize` defines them; one
+program per tile.
 
-A thread takes the same 4 columns of all 8 blocks of a tile. Bits that share a byte lie whole blocks apart, and so do
-values that share a counter of random numbers, so threads exchange nothing but the largest value of each block.
+A thread takes the same 4 columns of all 8 blocks of a tile. Bits that share a byte lie whole blocks
+apart, and so do values that share a counter of random numbers, so threads exchange nothing but the
+largest value of each block.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def quantize_kernel(
     usable = finite & (bits > 0)
     y = x * tl.where(usable, tl.div_rn(1.0, tl.where(usable, step, 1.0)), 0.0)[:, None]
     if IS_FLOAT:
-        code = tl.where(finite[:, None], _to_float8(y), 0x38)  # 1 times a scale that is not finite is not finite
+        # 1 times a scale that is not finite is not finite
+        code = tl.where(finite[:, None], _to_float8(y), 0x38)
         q = _from_float8(code)
     else:
         if STOCHASTIC:
@@ -74,7 +77,9 @@ def quantize_kernel(
 
 
 @triton.jit
-def dequantize_kernel(codes, values, numel, BLOCK: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr):
+def dequantize_kernel(
+    codes, values, numel, BLOCK: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr
+):
     """A tile of ``values = dequantized(codes)``."""
     first, count = _place(numel, BLOCK)
     _write(values + first, _decoded(_tile(codes, BLOCK, BITS), BLOCK, BITS, IS_FLOAT), count, BLOCK)
@@ -91,7 +96,9 @@ def add_quantized_kernel(
     BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
 ):
-    """A tile of ``values += dequantized(received[0]) + ...``; the `rows` received lie `stride` granules apart."""
+    """A tile of ``values += dequantized(received[0]) + ...``; the `rows` received lie `stride`
+    granules apart.
+    """
     first, count = _place(numel, BLOCK)
     total = _read(values + first, count, BLOCK)
     source = _tile(received, BLOCK, BITS)
@@ -166,10 +173,15 @@ def _scales(x, MOST: tl.constexpr):
 @triton.jit
 def _uniform(key, BLOCK: tl.constexpr):
     """Numbers from [0, 1); number j of counter k of a tile is for value k of its quarter j."""
-    counter = tl.program_id(0) * (2 * BLOCK) + (tl.arange(0, 2) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    counter = (
+        tl.program_id(0) * (2 * BLOCK)
+        + (tl.arange(0, 2) * BLOCK)[:, None]
+        + tl.arange(0, BLOCK)[None, :]
+    )
     zero = counter * 0
     a, b, c, d = tl.philox(key, counter, zero, zero, zero)
-    words = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), [2, 3, 0, 1])  # [a b, c d] of [2, BLOCK]
+    # [a b, c d] of [2, BLOCK]
+    words = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), [2, 3, 0, 1])
     words = tl.reshape(words, [BLOCKS, BLOCK])
     return (words >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
@@ -180,7 +192,9 @@ def _to_float8(y):
     signed = y.to(tl.int32, bitcast=True)
     bits = signed & 0x7FFFFFFF
     normal = (bits - EXPONENTS + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    small = (bits.to(tl.float32, bitcast=True) + SUBNORMAL).to(tl.int32, bitcast=True) - SUBNORMAL_BITS
+    small = (bits.to(tl.float32, bitcast=True) + SUBNORMAL).to(
+        tl.int32, bitcast=True
+    ) - SUBNORMAL_BITS
     return tl.where(bits < LEAST_NORMAL_BITS, small, normal) | ((signed >> 24) & 0x80)
 
 
@@ -210,7 +224,9 @@ def _pack_plane(target, code, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl
 
 @triton.jit
 def _plane(codes, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Pointers to the bytes that hold `WIDTH` bits of each code, [WIDTH, BLOCK]; planes of more bits come first."""
+    """Pointers to the bytes that hold `WIDTH` bits of each code, [WIDTH, BLOCK]; planes of more
+    bits come first.
+    """
     return codes + BLOCK * (BITS & (16 - 2 * WIDTH)) + _places(WIDTH, BLOCK)
 
 

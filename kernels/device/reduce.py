@@ -21,9 +21,17 @@ def _sum(head, rest, first, offset, mask, COUNT: tl.constexpr, DTYPE: tl.constex
 
 @triton.jit
 def reduce_kernel(
-    head, rest, out, count, COUNT: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr
+    head,
+    rest,
+    out,
+    count,
+    COUNT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """A tile of ``out = cast(head + rest[0] + ...)``; `rest` [COUNT] are addresses, multiples of 16.
+    """A tile of ``out = cast(head + rest[0] + ...)``; `rest` [COUNT] are addresses, multiples of
+    16.
 
     `out` may be one of the summands.
     """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all kernels on tables share: where a tile is, and how its elements are reached 16 bytes at a time.
+"""What all kernels on tables share: where a tile is, and how its elements are reached 16 bytes at a
+time.
 
-A program works on one tile of one tensor. Its elements are all up to a multiple of 8, under a mask the compiler
-knows to be one (so it keeps wide accesses), and then up to 7 that are left, the tail.
+A program works on one tile of one tensor. Its elements are all up to a multiple of 8, under a mask
+the compiler knows to be one (so it keeps wide accesses), and then up to 7 that are left, the tail.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ HEADER = tl.constexpr(HEADER_NUMEL)
 
 @triton.jit
 def tile_of(tensors, numbers, counts, TILE: tl.constexpr):
-    """Whose tile this program's is, which element of that tensor it begins with, and how many it has."""
+    """Whose tile this program's is, which element of that tensor it begins with, and how many it
+    has.
+    """
     tile = tl.program_id(0)
-    return tl.load(tensors + tile), tl.load(numbers + tile).to(tl.int64) * TILE, tl.load(counts + tile)
+    return (
+        tl.load(tensors + tile),
+        tl.load(numbers + tile).to(tl.int64) * TILE,
+        tl.load(counts + tile),
+    )
 
 
 @triton.jit
 def pointer(address, first, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """A pointer to element `first` of what lies at `address`, which is a multiple of `ALIGN` bytes."""
+    """A pointer to element `first` of what lies at `address`,
+    which is a multiple of `ALIGN` bytes.
+    """
     start = address + first * (DTYPE.primitive_bitwidth // 8)
-    return tl.multiple_of(start.to(tl.pointer_type(DTYPE)), ALIGN)  # the cast would drop an earlier hint
+    # the cast would drop an earlier hint
+    return tl.multiple_of(start.to(tl.pointer_type(DTYPE)), ALIGN)
 
 
 @triton.jit
@@ -66,7 +76,9 @@ def store_header(wire, header, tensor, first, address):
 
 @triton.jit
 def note_mismatch(mismatch, wire, header):
-    """Set `mismatch` if what is not 0 in the wire's header is not what is set in `header`; by the first tile of all."""
+    """Set `mismatch` if what is not 0 in the wire's header is not what is set in `header`; by the
+    first tile of all.
+    """
     if tl.program_id(0) == 0:
         bit = tl.arange(0, HEADER)
         there = tl.load(wire + bit).to(tl.float32) != 0.0

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the kernels for given dtypes, alignments and sizes, before their first use.
 
-The signature, hints and options are the same with and without a GPU at hand, so what tests compile is what runs.
+The signature, hints and options are the same with and without a GPU at hand, so what tests compile
+is what runs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,18 @@ from commrt.quantizer import STOCHASTIC, Quantizer
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-TABLES = {"addresses": "*i64", "tensors": "*i32", "numbers": "*i32", "counts": "*i32", "places": "*i32"}
+TABLES = {
+    "addresses": "*i64",
+    "tensors": "*i32",
+    "numbers": "*i32",
+    "counts": "*i32",
+    "places": "*i32",
+}
 
 HEADER_TYPES = {False: "u64", True: "*u64"}
-"""Type of the header: a number, or the address of one in GPU memory, which a captured launch reads anew each time."""
+"""Type of the header: a number, or the address of one in GPU memory, which a captured launch reads
+anew each time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +52,24 @@ class Sizes:
 
 
 SIZES = {80: Sizes(4096, 4), 90: Sizes(4096, 4), 100: Sizes(4096, 4)}
-"""Sizes for aligned tensors, by compute capability (90 is 9.0); `bench/tune_kernels.py` prints this table.
+"""Sizes for aligned tensors, by compute capability (90 is 9.0); `bench/tune_kernels.py` prints this
+table.
 
-Chosen by registers and bytes in flight of the compiled kernels. On an H100, no other size is more than 2 % faster for
-all of ResNet-50's gradients, or more than 4 % for one of its buckets; 80 and 100 were not measured.
+Chosen by registers and bytes in flight of the compiled kernels. On an H100, no other size is more
+than 2 % faster for all of ResNet-50's gradients, or more than 4 % for one of its buckets; 80 and
+100 were not measured.
 """
 
 
 def sizes_for(arch: int, inputs: int = 1, align: int = 16) -> Sizes:
-    """Return the sizes of a kernel that reads `inputs` values per element, of tensors aligned to `align` bytes.
+    """Return the sizes of a kernel that reads `inputs` values per element, of tensors aligned to
+    `align` bytes.
 
-    With many inputs or narrow accesses there are twice or four times the warps, or a thread would need more than 64
-    registers, or spill. `dev/inspect_kernels.py` found the bounds.
+    With many inputs or narrow accesses there are twice or four times the warps, or a thread would
+    need more than 64 registers, or spill. `dev/inspect_kernels.py` found the bounds.
     """
-    sizes = SIZES[max((older for older in SIZES if older <= arch), default=min(SIZES))]  # or of an older architecture
+    # or of an older architecture
+    sizes = SIZES[max((older for older in SIZES if older <= arch), default=min(SIZES))]
     accesses = inputs * (16 // align)  # for 16 bytes of each input
     times = 4 if inputs > 6 or accesses > 12 else 2 if accesses > 3 else 1
     return Sizes(sizes.tile, sizes.warps * times)
@@ -73,16 +86,28 @@ class Variant:
     warps: int
 
 
-def pack(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, held: bool = False) -> Variant:
+def pack(
+    dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, held: bool = False
+) -> Variant:
     """Return the variant that packs."""
     types = TABLES | {"wire": POINTERS[wire], "header": HEADER_TYPES[held], "scale": "*fp32"}
-    return _variant(pack_kernel, types, _table(dtype, align, vector(wire), sizes) | {"HELD": held}, sizes.warps)
+    return _variant(
+        pack_kernel, types, _table(dtype, align, vector(wire), sizes) | {"HELD": held}, sizes.warps
+    )
 
 
 def unpack(
-    dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes, *, held: bool = False, far: bool = False
+    dtype: torch.dtype,
+    wire: torch.dtype,
+    align: int,
+    sizes: Sizes,
+    *,
+    held: bool = False,
+    far: bool = False,
 ) -> Variant:
-    """Return the variant that unpacks; with `far`, places are int64, and may lie in other memory than the wire."""
+    """Return the variant that unpacks; with `far`, places are int64, and may lie in other memory
+    than the wire.
+    """
     types = TABLES | ({"places": "*i64"} if far else {})
     types |= {"wire": POINTERS[wire], "header": HEADER_TYPES[held], "mismatch": "*i32"}
     constants = _table(dtype, align, vector(dtype, align), sizes) | {"HELD": held}
@@ -92,28 +117,43 @@ def unpack(
 def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes) -> Variant:
     """Return the variant that mixes a received wire of dtype `wire` into tensors of `dtype`."""
     types = TABLES | {"received": POINTERS[wire], "sent": POINTERS[wire], "weight": "*fp32"}
-    return _variant(mix_kernel, types, _table(dtype, align, vector(dtype, align), sizes), sizes.warps)
+    return _variant(
+        mix_kernel, types, _table(dtype, align, vector(dtype, align), sizes), sizes.warps
+    )
 
 
 def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
     """Return the variant that adds up one buffer of `dtype` and `count` others."""
     kind = POINTERS[dtype]
     types = {"head": kind, "rest": "*i64", "out": kind, "count": "i64"}
-    constants = {"COUNT": count, "DTYPE": DTYPES[dtype], "VECTOR": vector(dtype), "TILE": sizes.tile}
+    constants = {
+        "COUNT": count,
+        "DTYPE": DTYPES[dtype],
+        "VECTOR": vector(dtype),
+        "TILE": sizes.tile,
+    }
     return _variant(reduce_kernel, types, constants, sizes.warps)
 
 
 def quantize(quantizer: Quantizer, *, feedback: bool) -> Variant:
-    """Return the variant that codes fp32 values; without `feedback`, `residual` may be any address."""
+    """Return the variant that codes fp32 values; without `feedback`,
+    `residual` may be any address.
+    """
     types = {"values": "*fp32", "residual": "*fp32", "codes": "*u8", "numel": "i64", "key": "u64"}
-    constants = _codes(quantizer) | {"FEEDBACK": feedback, "STOCHASTIC": quantizer.rounding == STOCHASTIC}
+    constants = _codes(quantizer) | {
+        "FEEDBACK": feedback,
+        "STOCHASTIC": quantizer.rounding == STOCHASTIC,
+    }
     return _variant(quantize_kernel, types, constants, _warps(quantizer))
 
 
 def dequantize(quantizer: Quantizer) -> Variant:
     """Return the variant that dequantizes to fp32 values."""
     return _variant(
-        dequantize_kernel, {"codes": "*u8", "values": "*fp32", "numel": "i64"}, _codes(quantizer), _warps(quantizer)
+        dequantize_kernel,
+        {"codes": "*u8", "values": "*fp32", "numel": "i64"},
+        _codes(quantizer),
+        _warps(quantizer),
     )
 
 
@@ -128,7 +168,9 @@ def _codes(quantizer: Quantizer) -> dict[str, Any]:
 
 
 def _warps(quantizer: Quantizer) -> int:
-    """Return a warp for each 128 columns of a tile: a thread takes 4 columns of 8 blocks, so it has 32 values."""
+    """Return a warp for each 128 columns of a tile: a thread takes 4 columns of 8 blocks, so it has
+    32 values.
+    """
     return max(1, quantizer.block // 128)
 
 
@@ -141,7 +183,9 @@ def meet(peers: int) -> Variant:
 
 
 def vector(dtype: torch.dtype, align: int = WIDEST_NBYTES) -> int:
-    """Return the number of elements of `dtype` in a thread's widest store; loads take as many elements."""
+    """Return the number of elements of `dtype` in a thread's widest store; loads take as many
+    elements.
+    """
     return max(1, align // dtype.itemsize)
 
 
@@ -149,16 +193,23 @@ def _table(dtype: torch.dtype, align: int, vector: int, sizes: Sizes) -> dict[st
     return {"DTYPE": DTYPES[dtype], "ALIGN": align, "VECTOR": vector, "TILE": sizes.tile}
 
 
-def _variant(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int) -> Variant:
+def _variant(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int
+) -> Variant:
     return Variant(kernel, tuple(types.items()), tuple(constants.items()), warps)
 
 
 def compiled(variant: Variant, arch: int) -> CompiledKernel:
-    """Return `variant` compiled for compute capability `arch`: 0.1 s the first time, then from Triton's own cache."""
+    """Return `variant` compiled for compute capability `arch`: 0.1 s the first time, then from
+    Triton's own cache.
+    """
     types = dict(variant.types)
     signature = {name: types.get(name, "constexpr") for name in variant.kernel.arg_names}
     aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     hints = {(i,): [["tt.divisibility", WIDEST_NBYTES]] for i in aligned}
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=hints)
-    options = {"num_warps": variant.warps, "enable_fp_fusion": False}  # fused, last bits would differ from torch's
+    source = ASTSource(
+        fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=hints
+    )
+    # fused, last bits would differ from torch's
+    options = {"num_warps": variant.warps, "enable_fp_fusion": False}
     return compile_source(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -12,7 +12,7 @@ BUGS = {
     "tail off by one": ("pack", "left = whole + tl.arange(0, 8)", "left = whole + 1 + tl.arange(0, 8)"),
     "tail too long": ("pack", "mask=left < count)", "mask=left <= count)"),
     "whole part too long": ("tiles", "(count // 8) * 8", "((count + 7) // 8) * 8"),
-    "places written twice": ("tiles", "tl.load(counts + tile)\n", "tl.load(counts + tile) + 16\n"),
+    "places written twice": ("tiles", "tl.load(counts + tile),\n", "tl.load(counts + tile) + 16,\n"),
     "flag of an absent tensor": ("tiles", "tl.where(address != 0, 1.0, 0.0)", "tl.where(address == address, 1.0, 0.0)"),
     "header shifted": ("tiles", "tl.store(wire + bit,", "tl.store(wire + (bit ^ 1),"),
     "wrong place of a tensor": ("tiles", ".to(tl.int64) * GRAIN, GRAIN)", ".to(tl.int64) * 15, 1)"),

@@ -18,7 +18,8 @@ from commrt.tools.commands.simulate_backups import backups
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
-PRICE, MACHINE = "Prove, price and draw", "Look at a machine"
+PRICE = "Prove, price and draw"
+MACHINE = "Look at a machine"
 MAX_CHARACTERS = 1500
 """Of an error message."""
 
@@ -32,7 +33,10 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def commrt_(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Data-parallel training with collectives that are proven before they run.
@@ -53,24 +57,41 @@ _group(
     "simulate",
     "Estimate an exchange or a training step on a cluster.\n\n"
     "You do not need the cluster: its links are described in a file.",
-    {"exchange": simulate.exchange, "step": simulate.step, "local": simulate.local, "backups": backups},
+    {
+        "exchange": simulate.exchange,
+        "step": simulate.step,
+        "local": simulate.local,
+        "backups": backups,
+    },
 )
 _group(
     "plan",
     "Recommend settings for a job, and say why: algorithm, grid, wire and buckets on a cluster.",
-    {"exchange": plan.exchange, "step": plan.step, "backups": plan.backups, "collective": plan.collective},
+    {
+        "exchange": plan.exchange,
+        "step": plan.step,
+        "backups": plan.backups,
+        "collective": plan.collective,
+    },
 )
 _group(
     "draw",
     "Draw a schedule, a training step, or how algorithms scale.",
-    {"schedule": draw.schedule, "step": draw.step, "scaling": draw.scaling, "recorded": draw.recorded},
+    {
+        "schedule": draw.schedule,
+        "step": draw.step,
+        "scaling": draw.scaling,
+        "recorded": draw.recorded,
+    },
 )
 app.command(rich_help_panel=MACHINE)(probe)
 app.command(rich_help_panel=MACHINE)(doctor)
 
 
 def main(program: typer.Typer = app) -> None:
-    """Run `program`; print an error that commrt raised on purpose as one line, and exit with its code."""
+    """Run `program`; print an error that commrt raised on purpose as one line, and exit with its
+    code.
+    """
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be any bytes
     try:
         program()
@@ -80,7 +101,9 @@ def main(program: typer.Typer = app) -> None:
 
 
 def in_one_line(error: CommrtError) -> str:
-    """Return the message without control characters, which user input may contain, and shortened."""
+    """Return the message without control characters, which user input may contain,
+    and shortened.
+    """
     text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(error))
     half = MAX_CHARACTERS // 2
     return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

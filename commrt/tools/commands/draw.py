@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt draw``: pictures of a schedule, of a simulated or recorded training step, and of how algorithms scale."""
+"""``commrt draw``: pictures of a schedule, of a simulated or recorded training step, and of how
+algorithms scale.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.verify import choose
-from commrt.tools.pictures.drawing import draw_recorded_step, draw_scaling, draw_schedule, draw_simulated_step
+from commrt.tools.pictures.drawing import (
+    draw_recorded_step,
+    draw_scaling,
+    draw_schedule,
+    draw_simulated_step,
+)
 from commrt.tools.pictures.files import read_spans, require_picture, save_picture
 from commrt.tools.planning.bounds import ring_count
 from commrt.tools.planning.timeline import blocking_step, overlapped_step, phases
@@ -49,28 +56,39 @@ def schedule(
 def recorded(
     file: Annotated[str, typer.Argument(help="The timeline of a run, such as trace.json.")],
     out: opt.Out,
-    step: Annotated[int | None, typer.Option(min=0, show_default="a typical one", help="The step to draw.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, show_default="a typical one", help="The step to draw.")
+    ] = None,
 ) -> None:
     """Draw a step of a run."""
     require_picture(out)
     figure = draw_recorded_step(read_spans(file), Path(file).name, step)
     if figure is None:
-        raise UsageError(f"{file} holds no training step: record one, as examples/mnist/train.py --trace does")
+        raise UsageError(
+            f"{file} holds no training step: record one, as examples/mnist/train.py --trace does"
+        )
     _save(figure, out)
 
 
-def step(algorithm: opt.AlgorithmName, out: opt.Out, options: opt.StepOptions, shape: opt.ShapeOptions) -> None:
+def step(
+    algorithm: opt.AlgorithmName, out: opt.Out, options: opt.StepOptions, shape: opt.ShapeOptions
+) -> None:
     """Draw a simulated training step, and what of its exchange is not hidden."""
     cluster = Cluster.named(options.cluster)
     chosen = choose(algorithm, shape, cluster)
     require_picture(out)
     if isinstance(chosen, Gossip | LocalSGD):
-        raise UsageError(f"{algorithm} exchanges between steps: draw its schedule, or use commrt simulate")
+        raise UsageError(
+            f"{algorithm} exchanges between steps: draw its schedule, or use commrt simulate"
+        )
     found = StepEstimate.of(chosen, options, cluster)
-    pricing, nbytes = found.exchange.pricing, found.exchange.nbytes
+    pricing = found.exchange.pricing
+    nbytes = found.exchange.nbytes
     ways = {
         "after the\nbackward pass": blocking_step(pricing, nbytes, found.compute_s),
-        f"under it, buckets\nof {options.bucket_cap_mb:g} MB": overlapped_step(pricing, found.buckets, found.compute_s),
+        f"under it, buckets\nof {options.bucket_cap_mb:g} MB": overlapped_step(
+            pricing, found.buckets, found.compute_s
+        ),
     }
     place = f"{options.ranks:,} ranks of {cluster.name}"
     title = f"{found.workload.name} on {place}: {pricing.schedule.name}, {options.wire}"
@@ -80,7 +98,9 @@ def step(algorithm: opt.AlgorithmName, out: opt.Out, options: opt.StepOptions, s
 def scaling(
     out: opt.Out,
     model: opt.Model,
-    ranks: Annotated[int, typer.Option(min=1, max=65536, help="The largest number of ranks.")] = 4096,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=65536, help="The largest number of ranks.")
+    ] = 4096,
     cluster: opt.ClusterName = opt.CLUSTER,
     wire: opt.WireDtype = opt.Wire.fp32,
     batch: opt.Batch = None,
@@ -88,13 +108,17 @@ def scaling(
 ) -> None:
     """Draw the efficiency of all algorithms over the number of ranks."""
     require_picture(out)
-    place, workload = Cluster.named(cluster), opt.workload_of(model)
+    place = Cluster.named(cluster)
+    workload = opt.workload_of(model)
     compute_s, _ = opt.compute_of(workload, place, batch, compute_ms)
     nbytes = wire_nbytes(workload.numel, ITEMS[wire])
     most = min(place.ranks(), ranks)
     counts = [count for count in RANK_COUNTS if count <= most]
     if len(counts) < 2:
-        raise UsageError(f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give more")
+        raise UsageError(
+            f"{most:g} ranks: how algorithms scale is drawn from {RANK_COUNTS[0]} ranks on; give"
+            " more"
+        )
     efficiencies = {}
     left_out = {DIRECT} if ring_count(place) > 1 else {DIRECT, "rings"}  # one ring is the ring
     plain = [name for name in (*ALGORITHMS, GOSSIP) if name not in left_out]

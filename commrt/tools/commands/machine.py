@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor`` and ``commrt probe``: look at the machine, and measure the links of the world that they run in."""
+"""``commrt doctor`` and ``commrt probe``: look at the machine, and measure the links of the world
+that they run in.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ COLOURS = {"ok": "green", "absent": "yellow", "warning": "yellow", "problem": "r
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Do not start two processes that exchange data.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not start two processes that exchange data.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check this machine, and say what to fix.
 
-    Checks packages, host, GPUs and environment variables. Unless --quick is given, two processes exchange data for
-    up to 4 seconds. The exit code is 1 if training would fail.
+    Checks packages, host, GPUs and environment variables. Unless --quick is given, two processes
+    exchange data for up to 4 seconds. The exit code is 1 if training would fail.
     """
     findings = [*examine(quick)]
     ok = all(finding.verdict != "problem" for finding in findings)
@@ -55,7 +59,9 @@ def _show(findings: Sequence[checks.Finding]) -> None:
     table.columns[2].overflow = "fold"
     for finding in findings:
         verdict = f"[{COLOURS[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(finding.name, verdict, escape("\n".join(filter(None, (finding.detail, finding.advice)))))
+        table.add_row(
+            finding.name, verdict, escape("\n".join(filter(None, (finding.detail, finding.advice))))
+        )
     Console().print(table)
 
 
@@ -70,24 +76,38 @@ def examine(quick: bool = False) -> Iterator[checks.Finding]:
     except Exception as error:  # a missing library, or a build for another machine
         yield from checks.guarded("versions", lambda: checks.packages(checks.installed(), None))
         detail = f"cannot be imported: {type(error).__name__}: {error}"
-        yield checks.Finding("torch", "problem", detail, "Reinstall it: pip install --force-reinstall torch.")
+        yield checks.Finding(
+            "torch", "problem", detail, "Reinstall it: pip install --force-reinstall torch."
+        )
     else:
-        yield from checks.guarded("versions", lambda: checks.packages(checks.installed(), torch.version.cuda))
+        yield from checks.guarded(
+            "versions", lambda: checks.packages(checks.installed(), torch.version.cuda)
+        )
         launch = None
         with suppress(UsageError):  # the launcher's finding says it
             launch = launched()
         yield from doctor_machine.examine(launch, quick)
-    yield from checks.guarded("variables", lambda: checks.variables(os.environ, checks.interfaces()))
+    yield from checks.guarded(
+        "variables", lambda: checks.variables(os.environ, checks.interfaces())
+    )
 
 
 def _timeouts() -> Iterator[checks.Finding]:
-    yield checks.Finding("timeouts", "ok", f"{Timeouts.of(default_timeout_s())}, unless init() sets others")
+    yield checks.Finding(
+        "timeouts", "ok", f"{Timeouts.of(default_timeout_s())}, unless init() sets others"
+    )
 
 
 def probe(
-    out: Annotated[str, typer.Option(metavar="FILE", help="The file to write: a cluster description, .toml.")],
-    workers: Annotated[int, typer.Option(min=2, max=64, help="Local processes; ignored under a launcher.")] = 4,
-    timeout_s: Annotated[float, typer.Option(help="How long a rank waits for another one, in seconds.")] = 60.0,
+    out: Annotated[
+        str, typer.Option(metavar="FILE", help="The file to write: a cluster description, .toml.")
+    ],
+    workers: Annotated[
+        int, typer.Option(min=2, max=64, help="Local processes; ignored under a launcher.")
+    ] = 4,
+    timeout_s: Annotated[
+        float, typer.Option(help="How long a rank waits for another one, in seconds.")
+    ] = 60.0,
 ) -> None:
     """Measure the links between ranks, for simulate and plan.
 
@@ -97,7 +117,8 @@ def probe(
 
     require_writable("--out", out, "mine.toml", [".toml"])
     require_deadlines(**{"--timeout-s": timeout_s})
-    launch, path = launched(), Path(out)
+    launch = launched()
+    path = Path(out)
     cluster = probed(launch, workers, timeout_s)
     if launch is None or launch.rank == 0:  # one writes it
         text = replace(cluster, name=path.stem, about=f"{cluster.about} {_circumstances()}").text()
@@ -107,12 +128,14 @@ def probe(
 
 def _circumstances() -> str:
     """Return when, where and with which versions this was measured."""
-    day, versions = datetime.now(UTC).date(), f"commrt {commrt.__version__} and torch {version('torch')}"
+    day = datetime.now(UTC).date()
+    versions = f"commrt {commrt.__version__} and torch {version('torch')}"
     return f"On {day} (UTC), from {platform.node()}, with {versions}."
 
 
 def _sentence(cluster: Cluster, out: str) -> str:
-    within, between = cluster.within, cluster.between
+    within = cluster.within
+    between = cluster.between
     links = []
     if cluster.gpus_per_node > 1:
         links.append(f"{within.latency_us:.0f} us and {within.gbytes_per_s:.3g} GB/s inside a host")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take, groups of options that a command gets as one object, and JSON as it prints it."""
+"""Options that several commands take, groups of options that a command gets as one object, and JSON
+as it prints it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from commrt.tools.planning.timeline import efficiency_at
 from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import MODELS, MOST_NUMEL, TRANSFORMERS, Workload
 
-BATCH, CLUSTER = 32, "abci"
+BATCH = 32
+CLUSTER = "abci"
 _SHAPES = f"transformer:WIDTHxDEPTHxTOKENS, {', '.join(TRANSFORMERS)}"
 FORMS = f"{', '.join(MODELS)}, {_SHAPES}, a .json file of commrt.tools.workload_of(...).save"
 """What --model takes, besides a number of parameters."""
@@ -49,39 +52,74 @@ shape_option = partial(typer.Option, rich_help_panel="Shape of the algorithm")
 slow_option = partial(typer.Option, rich_help_panel="Backup workers: how slow ranks are")
 local_option = partial(typer.Option, rich_help_panel="Local SGD")
 
-Json = Annotated[bool, option("--json", help="Print one JSON object on standard output, and nothing else there.")]
+Json = Annotated[
+    bool, option("--json", help="Print one JSON object on standard output, and nothing else there.")
+]
 Seed = Annotated[int, option(min=0, help="Seed of all random numbers.")]
 AlgorithmName = Annotated[str, typer.Argument(help=f"{', '.join(ALGORITHMS)} or gossip.")]
 Out = Annotated[str, option(metavar="FILE", help="The picture: .svg, .png or .pdf.")]
 Ranks = Annotated[int, option(min=1, max=65536, help="Number of ranks.")]
-ClusterName = Annotated[str, option(metavar="NAME|FILE", help="A cluster that commrt ships, or a TOML file.")]
+ClusterName = Annotated[
+    str, option(metavar="NAME|FILE", help="A cluster that commrt ships, or a TOML file.")
+]
 Nbytes = Annotated[
-    float, option(min=0, callback=below(1e18), help="Bytes that each rank contributes, before they are quantized.")
+    float,
+    option(
+        min=0,
+        callback=below(1e18),
+        help="Bytes that each rank contributes, before they are quantized.",
+    ),
 ]
 Model = Annotated[str, option(help=f"The model that trains: {FORMS}, or a number of parameters.")]
 Batch = Annotated[
     int | None,
-    option(min=1, max=1_000_000_000, show_default="32", help="Images per rank, if the cluster's speed is known."),
+    option(
+        min=1,
+        max=1_000_000_000,
+        show_default="32",
+        help="Images per rank, if the cluster's speed is known.",
+    ),
 ]
 ComputeMs = Annotated[
-    float | None, option(min=0.001, callback=below(1e9), help="How long a step computes, in milliseconds.")
+    float | None,
+    option(min=0.001, callback=below(1e9), help="How long a step computes, in milliseconds."),
 ]
-WIRE_HELP = "The dtype that gradients travel in, or codes of few bits, which need direct: int8, int4, int2, float8."
+WIRE_HELP = (
+    "The dtype that gradients travel in, or codes of few bits, which need direct: int8, int4, int2,"
+    " float8."
+)
 WireDtype = Annotated[Wire, option(help=WIRE_HELP)]
-BucketCapMb = Annotated[float, option(min=0.001, callback=below(1e9), help="Size of a gradient bucket, in MiB.")]
+BucketCapMb = Annotated[
+    float, option(min=0.001, callback=below(1e9), help="Size of a gradient bucket, in MiB.")
+]
 
 MOST_STEPS = 1_000_000
 Period = Annotated[
     int | None,
-    local_option(min=1, max=MOST_STEPS, show_default="16", help="Steps that ranks train alone before they average."),
+    local_option(
+        min=1,
+        max=MOST_STEPS,
+        show_default="16",
+        help="Steps that ranks train alone before they average.",
+    ),
 ]
 Delay = Annotated[
     int | None,
-    local_option(min=0, max=MOST_STEPS, show_default="0", help="Steps, up to the period, until the average is used."),
+    local_option(
+        min=0,
+        max=MOST_STEPS,
+        show_default="0",
+        help="Steps, up to the period, until the average is used.",
+    ),
 ]
 Fragments = Annotated[
     int | None,
-    local_option(min=1, max=MOST_STEPS, show_default="1", help="Parts of the model that leave in turn in a period."),
+    local_option(
+        min=1,
+        max=MOST_STEPS,
+        show_default="1",
+        help="Parts of the model that leave in turn in a period.",
+    ),
 ]
 
 
@@ -97,7 +135,11 @@ class ExchangeOptions(NamedTuple):
     def wire_nbytes(self) -> float:
         """Return the bytes that travel: fewer if they are quantized."""
         quantizer = QUANTIZERS.get(self.wire)
-        return self.nbytes if quantizer is None else wire_nbytes(ceil(self.nbytes / GRADIENT_NBYTES), quantizer)
+        return (
+            self.nbytes
+            if quantizer is None
+            else wire_nbytes(ceil(self.nbytes / GRADIENT_NBYTES), quantizer)
+        )
 
 
 class StepOptions(NamedTuple):
@@ -113,7 +155,9 @@ class StepOptions(NamedTuple):
 
 
 class PlanOptions(NamedTuple):
-    """A training step whose algorithm and buckets are to be found, and whose wire is if none is given."""
+    """A training step whose algorithm and buckets are to be found, and whose wire is if none is
+    given.
+    """
 
     model: Model
     cluster: ClusterName = CLUSTER
@@ -126,7 +170,10 @@ class JitterOptions(NamedTuple):
     """How much the computing of ranks varies."""
 
     jitter: Annotated[
-        float | None, option(min=0, callback=below(1e9), help="How much computing varies: standard deviation / mean.")
+        float | None,
+        option(
+            min=0, callback=below(1e9), help="How much computing varies: standard deviation / mean."
+        ),
     ] = None
     steps: Annotated[int, option(min=1, help="With --jitter: number of steps to sample.")] = 50
     seed: Seed = 0
@@ -135,12 +182,21 @@ class JitterOptions(NamedTuple):
 class ShapeOptions(NamedTuple):
     """The shape of an algorithm; None if an option was not given."""
 
-    grid: Annotated[str | None, shape_option(help="For torus2d: ranks in a row x in a column, such as 4x3.")] = None
-    both_ways: Annotated[bool, shape_option("--both-ways", help="For torus2d: send half of it column-first.")] = False
-    topology: Annotated[str | None, shape_option(help="For gossip: dissemination or hypercube.")] = None
-    within: Annotated[int | None, shape_option(help="For gossip, direct, rings, double_tree: ranks of a node.")] = None
+    grid: Annotated[
+        str | None, shape_option(help="For torus2d: ranks in a row x in a column, such as 4x3.")
+    ] = None
+    both_ways: Annotated[
+        bool, shape_option("--both-ways", help="For torus2d: send half of it column-first.")
+    ] = False
+    topology: Annotated[
+        str | None, shape_option(help="For gossip: dissemination or hypercube.")
+    ] = None
+    within: Annotated[
+        int | None, shape_option(help="For gossip, direct, rings, double_tree: ranks of a node.")
+    ] = None
     rings: Annotated[
-        int | None, shape_option(min=1, show_default="one per network card", help="For rings: how many.")
+        int | None,
+        shape_option(min=1, show_default="one per network card", help="For rings: how many."),
     ] = None
 
     def given(self) -> dict[str, object]:
@@ -152,39 +208,58 @@ class ShapeOptions(NamedTuple):
 class CollectiveOptions(NamedTuple):
     """What a collective is proven with; None if an option was not given."""
 
-    schedule: Annotated[str | None, option(show_default="all", help="For a collective: which to prove.")] = None
-    root: Annotated[int | None, option(min=0, show_default="0", help="For broadcast, reduce, gather, scatter.")] = None
+    schedule: Annotated[
+        str | None, option(show_default="all", help="For a collective: which to prove.")
+    ] = None
+    root: Annotated[
+        int | None, option(min=0, show_default="0", help="For broadcast, reduce, gather, scatter.")
+    ] = None
 
 
 class BackupOptions(NamedTuple):
-    """How slow ranks are, and what training loses with some of them; None if an option was not given."""
+    """How slow ranks are, and what training loses with some of them; None if an option was not
+    given.
+    """
 
-    ranks: Annotated[int | None, option(min=1, max=65536, show_default="100", help="Number of ranks.")] = None
-    steps: Annotated[int | None, slow_option(min=1, show_default="10000", help="Number of steps to sample.")] = None
+    ranks: Annotated[
+        int | None, option(min=1, max=65536, show_default="100", help="Number of ranks.")
+    ] = None
+    steps: Annotated[
+        int | None, slow_option(min=1, show_default="10000", help="Number of steps to sample.")
+    ] = None
     seed: Seed = 0
     law: Annotated[
         LawName | None,
         slow_option(
             show_default="paper",
-            help="How long ranks take. paper: a fit to published figures, as recalled. exponential: a constant and an "
-            "exponential tail. slow: all equal, but 5 to 20 times as long in 3 % of steps.",
+            help=(
+                "How long ranks take. paper: a fit to published figures, as recalled. exponential:"
+                " a constant and an exponential tail. slow: all equal, but 5 to 20 times as long in"
+                " 3 % of steps."
+            ),
         ),
     ] = None
     parameters: Annotated[
-        list[str] | None, slow_option("--set", metavar="NAME=NUMBER", help="Set a parameter of the law; repeatable.")
+        list[str] | None,
+        slow_option("--set", metavar="NAME=NUMBER", help="Set a parameter of the law; repeatable."),
     ] = None
     times: Annotated[
         str | None,
         slow_option(
-            metavar="FILE", help="Use recorded times: a timeline, or JSON or CSV with each rank's seconds per step."
+            metavar="FILE",
+            help=(
+                "Use recorded times: a timeline, or JSON or CSV with each rank's seconds per step."
+            ),
         ),
     ] = None
     exponent: Annotated[
         float | None,
         slow_option(
             show_default="published counts with --law paper, else 1",
-            help="Updates to the goal fall as (gradients per update)^-EXPONENT: 1 if twice the batch halves them, "
-            "0 if it does not help.",
+            help=(
+                "Updates to the goal fall as (gradients per update)^-EXPONENT: 1 if twice the batch"
+                " halves them, 0 if it does not help."
+            ),
         ),
     ] = None
 
@@ -208,30 +283,47 @@ class LocalOptions(NamedTuple):
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` as typer reads it: each field of a group, which is a named tuple, is an option of its own."""
+    """Return `command` as typer reads it: each field of a group, which is a named tuple, is an
+    option of its own.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {
-        name: kind for name, kind in hints.items() if isinstance(kind, type) and issubclass(kind, tuple)
+        name: kind
+        for name, kind in hints.items()
+        if isinstance(kind, type) and issubclass(kind, tuple)
     }
 
     @wraps(command)
     def spread_out(**given: Any) -> None:
-        whole = {name: kind(**{field: given.pop(field) for field in kind._fields}) for name, kind in groups.items()}
+        whole = {
+            name: kind(**{field: given.pop(field) for field in kind._fields})
+            for name, kind in groups.items()
+        }
         command(**given, **whole)
 
     options = list[Parameter]()
     for name, parameter in signature(command).parameters.items():
-        options += _fields(groups[name]) if name in groups else [parameter.replace(annotation=hints[name])]
+        options += (
+            _fields(groups[name]) if name in groups else [parameter.replace(annotation=hints[name])]
+        )
     told: Any = spread_out
-    told.__signature__ = Signature([option.replace(kind=Parameter.KEYWORD_ONLY) for option in options])
+    told.__signature__ = Signature(
+        [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
+    )
     told.__annotations__ = {option.name: option.annotation for option in options}
     return spread_out
 
 
 def _fields(group: Any) -> list[Parameter]:
-    hints, default = get_type_hints(group, include_extras=True), group._field_defaults
+    hints = get_type_hints(group, include_extras=True)
+    default = group._field_defaults
     return [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default.get(name, Parameter.empty), annotation=hints[name])
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=default.get(name, Parameter.empty),
+            annotation=hints[name],
+        )
         for name in group._fields
     ]
 
@@ -239,15 +331,24 @@ def _fields(group: Any) -> list[Parameter]:
 def compute_of(
     workload: Workload, cluster: Cluster, batch: int | None, compute_ms: float | None
 ) -> tuple[float, float | None]:
-    """Return how long a step computes in seconds, and images per second of a rank with that batch if it is known."""
+    """Return how long a step computes in seconds, and images per second of a rank with that batch
+    if it is known.
+    """
     if compute_ms is not None:
         if batch is not None:
-            raise UsageError("--batch and --compute-ms both say how long a step computes: leave one out")
+            raise UsageError(
+                "--batch and --compute-ms both say how long a step computes: leave one out"
+            )
         return compute_ms / 1e3, None
     if workload.name not in cluster.compute:
         raise UsageError(
-            f"how long a step of {workload.name} computes on {cluster.name} is not known: give --compute-ms"
-            + (f", or --model, of which it knows {', '.join(cluster.compute)}" if cluster.compute else "")
+            f"how long a step of {workload.name} computes on {cluster.name} is not known: give"
+            " --compute-ms"
+            + (
+                f", or --model, of which it knows {', '.join(cluster.compute)}"
+                if cluster.compute
+                else ""
+            )
         )
     rate = cluster.compute[workload.name] * efficiency_at(cluster, batch or BATCH)
     return (batch or BATCH) / rate, rate
@@ -266,7 +367,9 @@ def workload_of(model: str) -> Workload:
     except (ValueError, OverflowError):
         numel = 0
     if not 0 < numel <= MOST_NUMEL:
-        raise UsageError(f"--model {model}: give {FORMS}, or a number of parameters, such as 25.6e6")
+        raise UsageError(
+            f"--model {model}: give {FORMS}, or a number of parameters, such as 25.6e6"
+        )
     return Workload.even(numel, parts=100)
 
 
@@ -276,8 +379,12 @@ def leave_out(why: str, options: Mapping[str, object]) -> None:
         raise UsageError(f"{why}: leave {given[0]} out")
 
 
-def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], bold: int | None = 0) -> Table:
-    """Return a table of numbers, whose first column names them; the row number `bold` stands out."""
+def table_of(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], bold: int | None = 0
+) -> Table:
+    """Return a table of numbers, whose first column names them;
+    the row number `bold` stands out.
+    """
     table = Table(title=title)
     for name in columns:
         table.add_column(name, justify="left" if name == columns[0] else "right", no_wrap=True)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan exchange``, ``step``, ``backups`` and ``collective``: what to use, and why. Needs no torch.
+"""``commrt plan exchange``, ``step``, ``backups`` and ``collective``: what to use, and why. Needs
+no torch.
 
-Backups are planned for late ranks that finish their gradients before they go on, as measured (docs/evidence.md).
+Backups are planned for late ranks that finish their gradients before they go on, as measured
+(docs/evidence.md).
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ from commrt.tools.commands import options as opt
 from commrt.tools.commands.simulate import quantizer_sentence
 from commrt.tools.commands.simulate_backups import estimate_backups
 from commrt.tools.planning.bounds import all_reduce_bound_s
-from commrt.tools.planning.planner import PYTHON_WIRES, BackupCost, Plan, exchange_plans, python_call, step_plans
+from commrt.tools.planning.planner import (
+    PYTHON_WIRES,
+    BackupCost,
+    Plan,
+    exchange_plans,
+    python_call,
+    step_plans,
+)
 from commrt.tools.planning.stragglers import step_time_s
 from commrt.tools.planning.timeline import LocalSteps, hiding_period
 from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing, require_carried
@@ -64,7 +73,9 @@ ONE_HOST = "host"
 DEVICE = "cpu"
 """Whose slices are priced: a cluster does not say whether its ranks have GPUs."""
 UNKNOWN = {"barrier", "all_to_all"}
-"""Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes of all."""
+"""Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes
+of all.
+"""
 
 
 def exchange(options: opt.ExchangeOptions, as_json: opt.Json = False) -> None:
@@ -83,27 +94,41 @@ def step(options: opt.PlanOptions, ranks: opt.Ranks = 4, as_json: opt.Json = Fal
 def backups(
     options: opt.PlanOptions,
     slow: opt.BackupOptions,
-    backups: Annotated[str, typer.Option(help="auto, or a number of ranks that a step does not wait for.")] = "auto",
+    backups: Annotated[
+        str, typer.Option(help="auto, or a number of ranks that a step does not wait for.")
+    ] = "auto",
     as_json: opt.Json = False,
 ) -> None:
-    """Recommend how many backup workers a training step has, and algorithm, wire and buckets with them."""
+    """Recommend how many backup workers a training step has, and algorithm, wire and buckets with
+    them.
+    """
     ranks, waitings = _waitings(backups, slow)
     _plan_step(options, ranks, as_json, waitings)
 
 
-def _plan_step(options: opt.PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost]) -> None:
-    cluster, workload = Cluster.named(options.cluster), opt.workload_of(options.model)
+def _plan_step(
+    options: opt.PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost]
+) -> None:
+    cluster = Cluster.named(options.cluster)
+    workload = opt.workload_of(options.model)
     wires = ["fp32", "bf16"] if options.wire is None else [options.wire.value]
     for number, wire in product({cost.backups for cost in waitings} - {0}, wires):
         require_carried(BackupWorkers(number, Direct()), ranks, wire)
     compute_s, _ = opt.compute_of(workload, cluster, options.batch, options.compute_ms)
-    plans = step_plans(cluster, ranks, workload, compute_s, wires, *([waitings] if waitings else []))
+    plans = step_plans(
+        cluster, ranks, workload, compute_s, wires, *([waitings] if waitings else [])
+    )
     local = None if waitings else _local(plans[0], ranks, cluster)
     _report(plans, cluster, ranks, workload.numel * GRADIENT_NBYTES, local, as_json)
 
 
 def _report(
-    plans: Sequence[Plan], cluster: Cluster, ranks: int, nbytes: float, local: dict[str, Any] | None, as_json: bool
+    plans: Sequence[Plan],
+    cluster: Cluster,
+    ranks: int,
+    nbytes: float,
+    local: dict[str, Any] | None,
+    as_json: bool,
 ) -> None:
     """Prove the best plan for an exchange of `nbytes` in fp32, and print all plans."""
     best = plans[0]
@@ -126,7 +151,10 @@ def _report(
     _show(f"{ranks:,} ranks of {cluster.name}", plans[:SHOWN])
     print(_reason(plans, cluster))
     if not is_proven:
-        print(f"not proven: that takes long for more than {PROVEN_RANKS:,} ranks; commrt verify proves fewer")
+        print(
+            f"not proven: that takes long for more than {PROVEN_RANKS:,} ranks; commrt verify"
+            " proves fewer"
+        )
     for line in (*_other_backups(plans), *_on_codes(best, ranks, nbytes, cluster)):
         print(line)
     print(best.python)
@@ -154,9 +182,16 @@ def _record(plan: Plan) -> dict[str, Any]:
 def _show(title: str, plans: Sequence[Plan]) -> None:
     """Print `plans` as a table, the first one in bold, without columns that are empty."""
     shown = {name: cell for name, cell in COLUMNS.items() if any(cell(plan) for plan in plans)}
-    widths = {name: max(len(name), *(len(cell(plan) or "-") for plan in plans)) for name, cell in shown.items()}
+    widths = {
+        name: max(len(name), *(len(cell(plan) or "-") for plan in plans))
+        for name, cell in shown.items()
+    }
     console = Console()
-    while console.is_terminal and len(shown) > FEWEST and sum(widths[name] + 3 for name in shown) >= console.width:
+    while (
+        console.is_terminal
+        and len(shown) > FEWEST
+        and sum(widths[name] + 3 for name in shown) >= console.width
+    ):
         shown.popitem()
     rows = ([cell(plan) or "-" for cell in shown.values()] for plan in plans)
     Console(width=max(console.width, MIN_WIDTH)).print(opt.table_of(title, [*shown], rows))
@@ -168,11 +203,19 @@ def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
     alike = [plan for plan in plans[1:] if (plan.wire, plan.backups) == (best.wire, best.backups)]
     others = [plan for plan in alike if plan.algorithm != best.algorithm]
     if not others:
-        what = f"no other schedule carries {best.wire}" if best.wire in QUANTIZERS else "nothing else was found"
+        what = (
+            f"no other schedule carries {best.wire}"
+            if best.wire in QUANTIZERS
+            else "nothing else was found"
+        )
         return f"{best.name}: {what} for {cluster.name}"
     other = next((plan for plan in others if isinstance(plan.algorithm, Ring | Rings)), others[0])
     sides = _gains(other.exchange_s - best.exchange_s, other.latency_s - best.latency_s, digits=2)
-    hidden = "" if best.step_s is None else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
+    hidden = (
+        ""
+        if best.step_s is None
+        else f"; in a step {1e3 * (other.seconds - best.seconds):.2f} ms less"
+    )
     known = f"{other.name} (as NCCL's rings)" if isinstance(other.algorithm, Rings) else other.name
     return f"{best.name} against {known}, all at once: {sides}{hidden}"
 
@@ -184,7 +227,10 @@ def _gains(seconds: float, latency_s: float, digits: int) -> str:
     '4 ms less for latencies and 1 ms more for bytes'
     """
     less_ms = {"latencies": 1e3 * latency_s, "bytes": 1e3 * (seconds - latency_s)}
-    sides = [f"{abs(ms):.{digits}f} ms {'less' if ms >= 0 else 'more'} for {what}" for what, ms in less_ms.items()]
+    sides = [
+        f"{abs(ms):.{digits}f} ms {'less' if ms >= 0 else 'more'} for {what}"
+        for what, ms in less_ms.items()
+    ]
     return " and ".join(sides)
 
 
@@ -196,21 +242,31 @@ def _on_codes(best: Plan, ranks: int, nbytes: float, cluster: Cluster) -> Iterat
     ways = f"{1e3 * best.exchange_s:.2f} ms; fp32 with {plain.name} {1e3 * plain.exchange_s:.2f} ms"
     yield f"{best.nbytes / 1e6:,.1f} MB of {best.wire}, all at once: {ways}"
     schedule = best.algorithm.schedule(0, ranks - best.backups)
-    yield quantizer_sentence(2 * WirePricing(schedule, cluster, QUANTIZERS[best.wire]).code_s(best.nbytes), cluster)
+    yield quantizer_sentence(
+        2 * WirePricing(schedule, cluster, QUANTIZERS[best.wire]).code_s(best.nbytes), cluster
+    )
     yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
 
 
 def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
-    """Return the local SGD that hides the exchange with the least delay, if much of the best step is exposed."""
+    """Return the local SGD that hides the exchange with the least delay, if much of the best step
+    is exposed.
+    """
     if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
         return None
-    pricing = WirePricing(best.algorithm.schedule(0, ranks), cluster, QUANTIZERS.get(best.wire or ""))
+    pricing = WirePricing(
+        best.algorithm.schedule(0, ranks), cluster, QUANTIZERS.get(best.wire or "")
+    )
     shortest, longest = LOCAL_PERIODS
-    steps = hiding_period(LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest)
+    steps = hiding_period(
+        LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest
+    )
     if steps is None or steps.hiding_delay is None:
         return None
     wire = f", wire={PYTHON_WIRES[best.wire]}" if best.wire in PYTHON_WIRES else ""
-    given = f"period={steps.period}, delay={steps.hiding_delay}, inner={python_call(best.name)}{wire}"
+    given = (
+        f"period={steps.period}, delay={steps.hiding_delay}, inner={python_call(best.name)}{wire}"
+    )
     return {
         "python": f"commrt.local_sgd.LocalSGD({given})",
         "period": steps.period,
@@ -222,8 +278,9 @@ def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
 def _local_sentence(local: Mapping[str, Any]) -> str:
     late = f"{local['delay']} step{'s' * (local['delay'] != 1)}"
     return (
-        f"{local['python']} would hide the exchange, with steps of {1e3 * local['step_seconds']:.2f} ms; weights are "
-        f"then up to {local['period']} steps apart and averages {late} late, so try the accuracy on your own model"
+        f"{local['python']} would hide the exchange, with steps of"
+        f" {1e3 * local['step_seconds']:.2f} ms; weights are then up to {local['period']} steps"
+        f" apart and averages {late} late, so try the accuracy on your own model"
     )
 
 
@@ -233,7 +290,10 @@ def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:
     for number in sorted({plan.backups for plan in plans} - {best.backups}):
         other = next(plan for plan in plans if plan.backups == number)
         ratio = f"{other.seconds / best.seconds:.2f} times as long"
-        yield f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name}, {ratio} to the goal"
+        yield (
+            f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name},"
+            f" {ratio} to the goal"
+        )
 
 
 def _waitings(backups: str, options: opt.BackupOptions) -> tuple[int, list[BackupCost]]:
@@ -252,16 +312,24 @@ def _waitings(backups: str, options: opt.BackupOptions) -> tuple[int, list[Backu
     updates = found.goal.iterations(needed) / found.goal.iterations(np.array([found.ranks]))
     if np.isnan(updates).any():
         fewest = needed[np.isnan(updates)].min()
-        raise UsageError(f"no count of updates is known for {fewest} gradients: give fewer backups, or --exponent")
+        raise UsageError(
+            f"no count of updates is known for {fewest} gradients: give fewer backups, or"
+            " --exponent"
+        )
     slower = step_time_s(found.times_s, needed) / float(np.median(found.times_s))
     columns = (column.tolist() for column in (found.ranks - needed, slower, updates))
     return found.ranks, [BackupCost(*row) for row in zip(*columns, strict=True)]
 
 
 def collective(
-    name: Annotated[str, typer.Argument(help=f"A collective of torch.distributed: {', '.join(COLLECTIVES)}.")],
+    name: Annotated[
+        str, typer.Argument(help=f"A collective of torch.distributed: {', '.join(COLLECTIVES)}.")
+    ],
     nbytes: Annotated[
-        float | None, typer.Option(min=0, callback=opt.below(1e18), help="Of the tensor that holds all ranks' pieces.")
+        float | None,
+        typer.Option(
+            min=0, callback=opt.below(1e18), help="Of the tensor that holds all ranks' pieces."
+        ),
     ] = None,
     ranks: opt.Ranks = 4,
     cluster: opt.ClusterName = ONE_HOST,
@@ -269,9 +337,13 @@ def collective(
 ) -> None:
     """Say which schedule the torch.distributed backend takes for a collective, and why."""
     if nbytes is None and name != "barrier":
-        raise UsageError("say how much is exchanged: --nbytes, of the tensor that holds all ranks' pieces")
+        raise UsageError(
+            "say how much is exchanged: --nbytes, of the tensor that holds all ranks' pieces"
+        )
     if ranks > MOST_RANKS:
-        raise UsageError(f"--ranks {ranks}: a collective is planned up to {MOST_RANKS:,} ranks, in some seconds")
+        raise UsageError(
+            f"--ranks {ranks}: a collective is planned up to {MOST_RANKS:,} ranks, in some seconds"
+        )
     chosen = Cluster.named(cluster)
     pieces = 1 if slots_of(name, ranks) == 1 else ranks
     piece_nbytes = 0 if name in UNKNOWN else ceil((nbytes or 0.0) / pieces)
@@ -293,12 +365,23 @@ def collective(
             "reason": _choice_reason(found),
         }
         titles = ("schedule", "seconds", "latency_seconds", "steps")
-        rows = [(each.name, each.price.seconds, _latency_s(each), each.price.steps) for each in found]
-        print(opt.json_of(record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]}))
+        rows = [
+            (each.name, each.price.seconds, _latency_s(each), each.price.steps) for each in found
+        ]
+        print(
+            opt.json_of(
+                record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]}
+            )
+        )
         return
     title = f"{name} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}"
     cells = (
-        (each.name, f"{1e3 * each.price.seconds:.3f}", f"{1e3 * _latency_s(each):.3f}", f"{each.price.steps:,}")
+        (
+            each.name,
+            f"{1e3 * each.price.seconds:.3f}",
+            f"{1e3 * _latency_s(each):.3f}",
+            f"{each.price.steps:,}",
+        )
         for each in found
     )
     Console().print(opt.table_of(title, ("schedule", "ms", "latencies", "steps"), cells))
@@ -313,7 +396,10 @@ def _priced(collective: str, priced_nbytes: int, slices: int) -> str:
         return "priced for empty pieces, as a rank does not know the sizes of all"
     if slices == 1:
         return f"priced for pieces of {priced_nbytes:,} bytes, as all sizes down to half of that"
-    return f"priced for one of {slices:,} slices, as pieces of {priced_nbytes:,} bytes; on GPUs slices are larger"
+    return (
+        f"priced for one of {slices:,} slices, as pieces of {priced_nbytes:,} bytes; on GPUs slices"
+        " are larger"
+    )
 
 
 def _latency_s(choice: Choice) -> float:
@@ -327,5 +413,7 @@ def _choice_reason(found: Sequence[Choice]) -> str:
     if not others:
         return f"{best.name}: the only schedule for so many ranks"
     other = others[0]
-    sides = _gains(other.price.seconds - best.price.seconds, _latency_s(other) - _latency_s(best), digits=3)
+    sides = _gains(
+        other.price.seconds - best.price.seconds, _latency_s(other) - _latency_s(best), digits=3
+    )
     return f"{best.name} against {other.name}: {sides}"

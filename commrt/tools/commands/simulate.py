@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt simulate exchange``, ``step`` and ``local``: what an exchange and a training step take. Needs no torch."""
+"""``commrt simulate exchange``, ``step`` and ``local``: what an exchange and a training step take.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -51,24 +54,34 @@ class ExchangeEstimate:
 
     @cached_property
     def pricing(self) -> WirePricing:
-        """Return the pricing of the first step's schedule; raises `UsageError` if it cannot carry the wire's codes."""
+        """Return the pricing of the first step's schedule; raises `UsageError` if it cannot carry
+        the wire's codes.
+        """
         require_carried(self.algorithm, self.ranks, self.wire)
-        return WirePricing(self.algorithm.schedule(0, self.ranks), self.cluster, QUANTIZERS.get(self.wire))
+        return WirePricing(
+            self.algorithm.schedule(0, self.ranks), self.cluster, QUANTIZERS.get(self.wire)
+        )
 
     @cached_property
     def price(self) -> Price:
-        """Return the price of all bytes at once. Partners of gossip change, so there it is the mean of two periods."""
+        """Return the price of all bytes at once.
+
+        Partners of gossip change, so there it is the mean of two periods.
+        """
         first = self.pricing.price(self.nbytes)
         if not isinstance(self.algorithm, Gossip):
             return first
         steps = range(1, 2 * self.algorithm.period(self.ranks))
-        others = (WirePricing(self.algorithm.schedule(step, self.ranks), self.cluster) for step in steps)
+        others = (
+            WirePricing(self.algorithm.schedule(step, self.ranks), self.cluster) for step in steps
+        )
         finish_s = [first.finish_s, *(other.price(self.nbytes).finish_s for other in others)]
         return Price(np.full(self.ranks, np.mean([each.max() for each in finish_s])), first.steps)
 
     def record(self) -> dict[str, Any]:
         """Return the estimate for JSON."""
-        price, bound = self.price, exchange_bound_s if isinstance(self.algorithm, Gossip) else all_reduce_bound_s
+        price = self.price
+        bound = exchange_bound_s if isinstance(self.algorithm, Gossip) else all_reduce_bound_s
         bound_s = bound(self.cluster, self.ranks, self.nbytes)
         known: dict[str, Any] = {
             "algorithm": str(self.algorithm),
@@ -113,9 +126,11 @@ class StepEstimate:
 
     def times_s(self) -> dict[str, float]:
         """Return the time of a step by when it exchanges."""
-        exchange, compute_s = self.exchange, self.compute_s
+        exchange = self.exchange
+        compute_s = self.compute_s
         if isinstance(exchange.algorithm, Gossip):  # of weights, which exist only after the step
-            exchange_s, rest_s = exchange.price.seconds, (1 - FORWARD) * compute_s
+            exchange_s = exchange.price.seconds
+            rest_s = (1 - FORWARD) * compute_s
             return {
                 "after the step": compute_s + exchange_s,
                 "under the next forward pass": rest_s + max(compute_s - rest_s, exchange_s),
@@ -128,7 +143,8 @@ class StepEstimate:
     def record(self) -> dict[str, Any]:
         """Return the estimate for JSON."""
         exchanges: list[dict[str, Any]] = [
-            {"when": when} | times(step_s, self.compute_s) for when, step_s in self.times_s().items()
+            {"when": when} | times(step_s, self.compute_s)
+            for when, step_s in self.times_s().items()
         ]
         best = max(each["efficiency"] for each in exchanges[:2])
         return self.exchange.record() | {
@@ -136,28 +152,43 @@ class StepEstimate:
             "wire": self.exchange.wire,
             "compute_seconds": self.compute_s,
             "exchanges": exchanges,
-            "images_per_second": None if self.rate is None else self.rate * self.exchange.ranks * best,
+            "images_per_second": (
+                None if self.rate is None else self.rate * self.exchange.ranks * best
+            ),
         }
 
     def jitter_record(self, jitter: float, steps: int, seed: int) -> dict[str, Any]:
         """Return for JSON what ranks of unequal speed cost; raises `UsageError`."""
-        algorithm, ranks, law = self.exchange.algorithm, self.exchange.ranks, Jitter(self.compute_s, jitter)
+        algorithm = self.exchange.algorithm
+        ranks = self.exchange.ranks
+        law = Jitter(self.compute_s, jitter)
         times_s = law.sample(default_rng(seed), steps, ranks)
         if isinstance(algorithm, Gossip):
             ways = (replace(algorithm, staleness=late, weight=None) for late in (0, 1))
-            now, late = (gossip_efficiency(times_s, way, self.exchange.price.seconds) for way in ways)
-            return {"jitter": asdict(law), "efficiency_with_jitter": now, "efficiency_one_step_late": late}
+            now, late = (
+                gossip_efficiency(times_s, way, self.exchange.price.seconds) for way in ways
+            )
+            return {
+                "jitter": asdict(law),
+                "efficiency_with_jitter": now,
+                "efficiency_one_step_late": late,
+            }
         efficiency = mean_efficiency(self.exchange.pricing, self.buckets, times_s)
         return {"jitter": asdict(law), "efficiency_with_jitter": efficiency}
 
 
 def exchange(
-    algorithm: opt.AlgorithmName, options: opt.ExchangeOptions, shape: opt.ShapeOptions, as_json: opt.Json = False
+    algorithm: opt.AlgorithmName,
+    options: opt.ExchangeOptions,
+    shape: opt.ShapeOptions,
+    as_json: opt.Json = False,
 ) -> None:
     """Estimate how long an exchange takes, and what no schedule can beat."""
     cluster = Cluster.named(options.cluster)
     chosen = _chosen(algorithm, shape, cluster, options.ranks)
-    record = ExchangeEstimate(chosen, options.ranks, cluster, options.wire_nbytes, options.wire).record()
+    record = ExchangeEstimate(
+        chosen, options.ranks, cluster, options.wire_nbytes, options.wire
+    ).record()
     if as_json:
         print(opt.json_of(record))
         return
@@ -174,9 +205,10 @@ def _chosen(name: str, shape: opt.ShapeOptions, cluster: Cluster, ranks: int) ->
 def _show(record: dict[str, Any], cluster: Cluster) -> None:
     optimal = "" if record["of_optimal"] is None else f", {record['of_optimal']:.2f}x of optimal"
     print(
-        f"{record['algorithm']} on {record['ranks']:,} ranks of {cluster.name}: {record['nbytes'] / 1e6:,.1f} MB in "
-        f"{record['steps']:,} steps and {1e3 * record['seconds']:.3f} ms (no schedule is below "
-        f"{1e3 * record['lower_bound_seconds']:.3f} ms{optimal})"
+        f"{record['algorithm']} on {record['ranks']:,} ranks of {cluster.name}:"
+        f" {record['nbytes'] / 1e6:,.1f} MB in {record['steps']:,} steps and"
+        f" {1e3 * record['seconds']:.3f} ms (no schedule is below"
+        f" {1e3 * record['lower_bound_seconds']:.3f} ms{optimal})"
     )
     if "coding_seconds" in record:
         print(quantizer_sentence(record["coding_seconds"], cluster))
@@ -185,7 +217,10 @@ def _show(record: dict[str, Any], cluster: Cluster) -> None:
 def quantizer_sentence(seconds: float, cluster: Cluster) -> str:
     """Return what of the price is for turning values into codes and back."""
     if cluster.code_gbytes_per_s is None:
-        return f"quantizing is taken to need no time: {cluster.name} has no code_gbytes_per_s; commrt probe measures it"
+        return (
+            f"quantizing is taken to need no time: {cluster.name} has no code_gbytes_per_s; commrt"
+            " probe measures it"
+        )
     return f"{1e3 * seconds:.3f} ms of it is for turning values into codes and back"
 
 
@@ -200,7 +235,8 @@ def step(
     most_steps = MOST_JITTER_TIMES // options.ranks
     if jitter.steps > most_steps:
         raise UsageError(
-            f"{jitter.steps:,} steps of {options.ranks:,} ranks are too many: give up to --steps {most_steps}"
+            f"{jitter.steps:,} steps of {options.ranks:,} ranks are too many: give up to --steps"
+            f" {most_steps}"
         )
     cluster = Cluster.named(options.cluster)
     estimate = StepEstimate.of(_chosen(algorithm, shape, cluster, options.ranks), options, cluster)
@@ -216,24 +252,43 @@ def step(
 
 
 def _show_steps(record: dict[str, Any]) -> None:
-    title = f"{record['model']}, {record['wire']} wire, {1e3 * record['compute_seconds']:.2f} ms to compute"
-    Console().print(step_table(title, "exchange", {each["when"]: each for each in record["exchanges"]}))
+    title = (
+        f"{record['model']}, {record['wire']} wire, {1e3 * record['compute_seconds']:.2f} ms to"
+        " compute"
+    )
+    Console().print(
+        step_table(title, "exchange", {each["when"]: each for each in record["exchanges"]})
+    )
     if "jitter" in record:
         late = record.get("efficiency_one_step_late")
         also = "" if late is None else f"; one step late {late:.1%}"
         variation = record["jitter"]["variation"]
-        print(f"if computing varies by {variation:.0%}: efficiency {record['efficiency_with_jitter']:.1%}{also}")
+        print(
+            f"if computing varies by {variation:.0%}: efficiency"
+            f" {record['efficiency_with_jitter']:.1%}{also}"
+        )
 
 
 def times(step_s: float, compute_s: float) -> dict[str, float]:
     """Return for JSON how long a step takes, and how well it uses its ranks."""
-    return {"step_seconds": step_s, "exposed_seconds": step_s - compute_s, "efficiency": compute_s / step_s}
+    return {
+        "step_seconds": step_s,
+        "exposed_seconds": step_s - compute_s,
+        "efficiency": compute_s / step_s,
+    }
 
 
-def step_table(title: str, heading: str, rows: Mapping[str, Mapping[str, Any]], asked: str | None = None) -> Table:
+def step_table(
+    title: str, heading: str, rows: Mapping[str, Mapping[str, Any]], asked: str | None = None
+) -> Table:
     """Return a table of `times`, the row that was `asked` for in bold."""
     cells = [
-        (name, f"{1e3 * row['step_seconds']:.2f}", f"{1e3 * row['exposed_seconds']:.2f}", f"{row['efficiency']:.1%}")
+        (
+            name,
+            f"{1e3 * row['step_seconds']:.2f}",
+            f"{1e3 * row['exposed_seconds']:.2f}",
+            f"{row['efficiency']:.1%}",
+        )
         for name, row in rows.items()
     ]
     bold = None if asked is None else [*rows].index(asked)
@@ -245,7 +300,9 @@ def local(options: opt.StepOptions, local: opt.LocalOptions, as_json: opt.Json =
     algorithm = local.algorithm(options.wire)
     found = StepEstimate.of(algorithm.inner, options, Cluster.named(options.cluster))
     exchange = found.exchange
-    steps = LocalSteps.priced(exchange.pricing, exchange.nbytes, found.compute_s, algorithm.period, algorithm.fragments)
+    steps = LocalSteps.priced(
+        exchange.pricing, exchange.nbytes, found.compute_s, algorithm.period, algorithm.fragments
+    )
     record = _local_record(algorithm, found, steps)
     if as_json:
         print(opt.json_of(record))
@@ -254,7 +311,8 @@ def local(options: opt.StepOptions, local: opt.LocalOptions, as_json: opt.Json =
 
 
 def _local_record(algorithm: LocalSGD, step: StepEstimate, steps: LocalSteps) -> dict[str, Any]:
-    exchange, compute_s = step.exchange, step.compute_s
+    exchange = step.exchange
+    compute_s = step.compute_s
     synchronous_s = overlapped_step(exchange.pricing, step.buckets, compute_s).seconds
     return {
         "algorithm": str(algorithm),
@@ -269,13 +327,17 @@ def _local_record(algorithm: LocalSGD, step: StepEstimate, steps: LocalSteps) ->
         "delay": algorithm.delay,
         "fragments": algorithm.fragments,
         "synchronous": times(synchronous_s, compute_s),
-        "delays": [{"delay": delay} | times(steps.step_s(delay), compute_s) for delay in delays_to_try(algorithm)],
+        "delays": [
+            {"delay": delay} | times(steps.step_s(delay), compute_s)
+            for delay in delays_to_try(algorithm)
+        ],
         "hiding_delay": steps.hiding_delay,
     }
 
 
 def delays_to_try(algorithm: LocalSGD) -> list[int]:
-    """Return 0, the powers of two below the period, the period, and the delay of `algorithm`, in order.
+    """Return 0, the powers of two below the period, the period, and the delay of `algorithm`, in
+    order.
 
     >>> delays_to_try(LocalSGD(period=10, delay=3))
     [0, 1, 2, 3, 4, 8, 10]
@@ -285,19 +347,31 @@ def delays_to_try(algorithm: LocalSGD) -> list[int]:
 
 
 def _show_local(record: dict[str, Any], exchange: ExchangeEstimate, algorithm: LocalSGD) -> None:
-    cluster, size = exchange.cluster, f"{record['nbytes'] / 1e6:,.1f} MB"
+    cluster = exchange.cluster
+    size = f"{record['nbytes'] / 1e6:,.1f} MB"
     parts = f", in {record['fragments']:,} fragments" * (record["fragments"] > 1)
     place = f"{record['ranks']:,} ranks of {cluster.name}"
-    print(f"{algorithm.inner} on {place}: {size} in {1e3 * record['seconds']:.3f} ms once per period{parts}")
+    print(
+        f"{algorithm.inner} on {place}: {size} in {1e3 * record['seconds']:.3f} ms once per"
+        f" period{parts}"
+    )
     if exchange.pricing.quantizer is not None:
-        coding_s = 2 * algorithm.fragments * exchange.pricing.code_s(exchange.nbytes / algorithm.fragments)
+        coding_s = (
+            2 * algorithm.fragments * exchange.pricing.code_s(exchange.nbytes / algorithm.fragments)
+        )
         print(quantizer_sentence(coding_s, cluster))
     title = (
-        f"{record['model']}, {record['wire']} wire, {1e3 * record['compute_seconds']:.2f} ms to compute, "
-        f"period {record['period']:,}"
+        f"{record['model']}, {record['wire']} wire, {1e3 * record['compute_seconds']:.2f} ms to"
+        f" compute, period {record['period']:,}"
     )
-    rows = {"synchronous": record["synchronous"], **{str(each["delay"]): each for each in record["delays"]}}
+    rows = {
+        "synchronous": record["synchronous"],
+        **{str(each["delay"]): each for each in record["delays"]},
+    }
     Console().print(step_table(title, "delay", rows, str(record["delay"])))
     hiding = record["hiding_delay"]
-    print(f"smallest delay that hides the exchange: {'none within the period' if hiding is None else hiding}")
+    print(
+        "smallest delay that hides the exchange:"
+        f" {'none within the period' if hiding is None else hiding}"
+    )
     print(f"{cluster.name}: {' '.join(cluster.about.split())}")

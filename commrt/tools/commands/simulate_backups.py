@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt simulate backups``: steps that wait for some of the ranks, and how many backups to use. Needs no torch."""
+"""``commrt simulate backups``: steps that wait for some of the ranks, and how many backups to use.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,23 @@ LAWS: dict[str, Sampled] = {
     "exponential": stragglers.Exponential(),
     "slow": stragglers.SlowSteps(),
 }
-RANKS, STEPS, MOST_TIMES = 100, 10_000, 20_000_000
+RANKS = 100
+STEPS = 10_000
+MOST_TIMES = 20_000_000
 """Defaults, and the most times of ranks in steps: they fit into memory several times over."""
-FEW, GROWTH = 12, 1.25
-"""Every number of backups up to the first is tried; after it, each one tried is so many times the one before."""
+FEW = 12
+GROWTH = 1.25
+"""Every number of backups up to the first is tried; after it, each one tried is so many times the
+one before.
+"""
 COLUMNS = {
     "quorum": "wait for",
     "backups": "backups",
     "kth_time_s": "step, s",  # mean, if all ranks begin each step together
     "hours": "hours",  # to the goal
     "relative_time": "time",  # to the goal, compared with waiting for all
-    "late_finish_step_s": "step, s *",  # mean, if a late rank finishes its gradient before it goes on
+    # mean, if a late rank finishes its gradient before it goes on
+    "late_finish_step_s": "step, s *",
     "late_finish_relative_time": "time *",
 }
 """Titles of columns."""
@@ -61,17 +70,24 @@ class BackupEstimate:
         """Return columns [ranks] for quorums of 1 to all ranks."""
         return {
             "kth_time_s": self.choice.kth_s,
-            "hours": self.choice.goal_s * (1 / 3600 if isinstance(self.goal, stragglers.Published) else np.nan),
+            "hours": (
+                self.choice.goal_s
+                * (1 / 3600 if isinstance(self.goal, stragglers.Published) else np.nan)
+            ),
             "relative_time": self.choice.goal_s / float(self.choice.goal_s[-1]),
         }
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row by names of `COLUMNS` for each split that is tried, the one without backups last."""
+        """Return a row by names of `COLUMNS` for each split that is tried, the one without backups
+        last.
+        """
         tried = {*range(FEW + 1), self.ranks - self.choice.best}
         while (larger := ceil(GROWTH * max(tried))) <= (self.ranks - 1) // 2:
             tried.add(larger)
-        needed = np.array([self.ranks - number for number in sorted(tried, reverse=True) if number < self.ranks])
+        needed = np.array(
+            [self.ranks - number for number in sorted(tried, reverse=True) if number < self.ranks]
+        )
         late_s = stragglers.step_time_s(self.times_s, needed)
         late = late_s * self.goal.iterations(needed) / self.choice.goal_s[-1]
         known = [column[needed - 1] for column in self.per_quorum.values()]
@@ -82,13 +98,19 @@ class BackupEstimate:
     def best_if_late_finish(self) -> dict[str, Any]:
         """Return the row of the best quorum that backup workers may have, of those tried."""
         allowed = [row for row in self.rows if row["backups"] <= (self.ranks - 1) // 2]
-        return min(reversed(allowed), key=lambda row: np.nan_to_num(row["late_finish_relative_time"], nan=inf))
+        return min(
+            reversed(allowed),
+            key=lambda row: np.nan_to_num(row["late_finish_relative_time"], nan=inf),
+        )
 
     def record(self) -> dict[str, Any]:
         """Return all of it for JSON."""
         choice = self.choice
         parameters = {"file": self.options.times} if self.law is None else asdict(self.law)
-        columns = {name: None if np.isnan(each).all() else each.tolist() for name, each in self.per_quorum.items()}
+        columns = {
+            name: None if np.isnan(each).all() else each.tolist()
+            for name, each in self.per_quorum.items()
+        }
         return {
             "ranks": self.ranks,
             "steps": len(self.times_s),
@@ -110,26 +132,35 @@ class BackupEstimate:
         times = f"sampled, {self.law}{fitted * (self.law == LAWS['paper'])}"
         if self.law is None:
             times = f"recorded, {self.options.times}"
-        updates = "a line between Inception's with 50 and with 100 gradients each, published, as recalled"
+        updates = (
+            "a line between Inception's with 50 and with 100 gradients each, published, as recalled"
+        )
         if isinstance(self.goal, stragglers.Scaling):
             updates = f"assumed to fall as (gradients per update)^-{self.goal.exponent:g}"
         return f"times: {times}; updates: {updates}"
 
 
 def estimate_backups(options: BackupOptions) -> BackupEstimate:
-    """Read or sample times, then choose a quorum; raises `UsageError` if the options do not fit together."""
+    """Read or sample times, then choose a quorum; raises `UsageError` if the options do not fit
+    together.
+    """
     rng = default_rng(options.seed)
     law = _law(options) if options.times is None else None
-    times_s = _recorded(options, options.times or "") if law is None else _sampled(law, options, rng)
+    times_s = (
+        _recorded(options, options.times or "") if law is None else _sampled(law, options, rng)
+    )
     goal = _goal(options, times_s.shape[1])
     return BackupEstimate(options, law, goal, times_s, stragglers.choose(times_s, goal, rng))
 
 
 def _sampled(law: Sampled, options: BackupOptions, rng: Generator) -> stragglers.Times:
-    ranks, steps = options.ranks or RANKS, options.steps or STEPS
+    ranks = options.ranks or RANKS
+    steps = options.steps or STEPS
     if ranks * steps > MOST_TIMES:
         most = MOST_TIMES // ranks
-        raise UsageError(f"{steps:,} steps of {ranks:,} ranks are too many: give up to --steps {most}")
+        raise UsageError(
+            f"{steps:,} steps of {ranks:,} ranks are too many: give up to --steps {most}"
+        )
     return law.sample(rng, steps, ranks)
 
 
@@ -139,7 +170,9 @@ def _recorded(options: BackupOptions, file: str) -> stragglers.Times:
     times_s = read_times(file)
     ranks = times_s.shape[1]
     if options.ranks not in {None, ranks}:
-        raise UsageError(f"{file} holds times of {ranks} ranks, not of {options.ranks}: leave --ranks out")
+        raise UsageError(
+            f"{file} holds times of {ranks} ranks, not of {options.ranks}: leave --ranks out"
+        )
     return times_s
 
 
@@ -152,7 +185,9 @@ def _law(options: BackupOptions) -> Sampled:
             if name in parameters:
                 parameters[name] = float(number)
                 continue
-        raise UsageError(f"--set {text}: write NAME=NUMBER, where NAME is one of {', '.join(parameters)}")
+        raise UsageError(
+            f"--set {text}: write NAME=NUMBER, where NAME is one of {', '.join(parameters)}"
+        )
     return type(law)(**parameters)
 
 
@@ -162,8 +197,9 @@ def _goal(options: BackupOptions, ranks: int) -> stragglers.Goal:
         return stragglers.Scaling(1.0 if options.exponent is None else options.exponent)
     if np.isnan(stragglers.Published().iterations(np.array([ranks]))[0]):
         raise UsageError(
-            f"the published counts of updates are for 50 to 100 gradients each, and say nothing of {ranks} ranks: give "
-            "--exponent, 1 if twice the batch halves the updates, 0 if it does not help"
+            "the published counts of updates are for 50 to 100 gradients each, and say nothing of"
+            f" {ranks} ranks: give --exponent, 1 if twice the batch halves the updates, 0 if it"
+            " does not help"
         )
     return stragglers.Published()
 
@@ -174,8 +210,11 @@ def backups(options: BackupOptions, as_json: Json = False) -> None:
     if as_json:
         print(json_of(found.record()))
         return
-    rows, best = found.rows, found.best_if_late_finish
-    shown = {name: title for name, title in COLUMNS.items() if not all(isnan(row[name]) for row in rows)}
+    rows = found.rows
+    best = found.best_if_late_finish
+    shown = {
+        name: title for name, title in COLUMNS.items() if not all(isnan(row[name]) for row in rows)
+    }
     cells = ([_cell(row[name]) for name in shown] for row in rows)
     title = f"{found.ranks} ranks, {len(found.times_s):,} steps"
     Console().print(table_of(title, [*shown.values()], cells, rows.index(best)))
@@ -190,9 +229,12 @@ def _cell(value: float) -> str:
 
 
 def _advice(found: BackupEstimate, best: dict[str, Any]) -> str:
-    choice, (low, high) = found.choice, (found.ranks - quorum for quorum in reversed(found.choice.likely))
+    choice, (low, high) = (
+        found.choice,
+        (found.ranks - quorum for quorum in reversed(found.choice.likely)),
+    )
     return (
-        f"use {best['backups']} backups: the goal takes {best['late_finish_relative_time']:.2f} of the time without\n"
-        f"the published rule, by which all begin each step together, says {found.ranks - choice.best} ({low} to {high} "
-        "in 90 % of resamplings)"
+        f"use {best['backups']} backups: the goal takes {best['late_finish_relative_time']:.2f} of"
+        " the time without\nthe published rule, by which all begin each step together, says"
+        f" {found.ranks - choice.best} ({low} to {high} in 90 % of resamplings)"
     )

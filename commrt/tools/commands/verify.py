@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt verify``: prove schedules of an algorithm or a collective, and print their cost. Needs no torch."""
+"""``commrt verify``: prove schedules of an algorithm or a collective, and print their cost.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,20 @@ MOST_RANKS_IN_ORDER = 256
 WITHIN = Gossip | Direct | Rings | DoubleTree
 
 
-def choose(name: str, shape: ShapeOptions, cluster: Cluster | None = None, *, backups: int | None = None) -> Algorithm:
-    """Return the algorithm that the options describe; raises `UsageError` if they do not fit together.
+def choose(
+    name: str, shape: ShapeOptions, cluster: Cluster | None = None, *, backups: int | None = None
+) -> Algorithm:
+    """Return the algorithm that the options describe; raises `UsageError` if they do not fit
+    together.
 
     Rings and double trees fit the nodes of the `cluster`, if their options do not say otherwise.
     """
     algorithm = by_name(name)
     given: dict[str, tuple[Any, bool]] = {
-        "--grid and --both-ways are for torus2d": (Torus2D, shape.grid is not None or shape.both_ways),
+        "--grid and --both-ways are for torus2d": (
+            Torus2D,
+            shape.grid is not None or shape.both_ways,
+        ),
         "--topology is for gossip": (Gossip, shape.topology is not None),
         "--within is for gossip, direct, rings and double_tree": (WITHIN, shape.within is not None),
         "--rings is for rings": (Rings, shape.rings is not None),
@@ -54,7 +63,9 @@ def choose(name: str, shape: ShapeOptions, cluster: Cluster | None = None, *, ba
     }
     for rule, (kind, is_given) in given.items():
         if is_given and not isinstance(algorithm, kind):
-            raise UsageError(f"{rule}, not for {name}: leave {'it' if ' is ' in rule else 'them'} out")
+            raise UsageError(
+                f"{rule}, not for {name}: leave {'it' if ' is ' in rule else 'them'} out"
+            )
     if backups is not None:
         return BackupWorkers(backups)
     if isinstance(algorithm, Torus2D):
@@ -73,13 +84,19 @@ def _of_nodes(algorithm: Algorithm, shape: ShapeOptions, cluster: Cluster | None
         return Rings(shape.rings or cards, within)
     if isinstance(algorithm, DoubleTree):
         return DoubleTree(within or 1)
-    return Direct(shape.within) if isinstance(algorithm, Direct) and shape.within is not None else algorithm
+    return (
+        Direct(shape.within)
+        if isinstance(algorithm, Direct) and shape.within is not None
+        else algorithm
+    )
 
 
 def _grid(text: str) -> tuple[int, int]:
     sides = re.fullmatch(r"(\d+)x(\d+)", text)
     if sides is None:
-        raise UsageError(f"--grid {text!r} is not a grid: write it as 4x3, ranks in a row x ranks in a column")
+        raise UsageError(
+            f"--grid {text!r} is not a grid: write it as 4x3, ranks in a row x ranks in a column"
+        )
     return int(sides[1]), int(sides[2])
 
 
@@ -87,7 +104,10 @@ def verify(
     algorithm: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(ALGORITHMS)}, gossip, local or backup. Or a collective: {', '.join(COLLECTIVES)}."
+            help=(
+                f"{', '.join(ALGORITHMS)}, gossip, local or backup. Or a collective:"
+                f" {', '.join(COLLECTIVES)}."
+            )
         ),
     ],
     collective: CollectiveOptions,
@@ -105,7 +125,9 @@ def verify(
     """
     schedule, root = collective
     if algorithm in COLLECTIVES:
-        leave_out("a collective takes --schedule and --root", shape.given() | {"--backups": backups})
+        leave_out(
+            "a collective takes --schedule and --root", shape.given() | {"--backups": backups}
+        )
         ok = _verify_collective(algorithm, schedule, ranks, root, show, as_json)
     else:
         leave_out(f"{algorithm} is no collective", {"--schedule": schedule, "--root": root})
@@ -115,7 +137,8 @@ def verify(
 
 
 def _verify_algorithm(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
-    """Verify the schedule of `algorithm` on `ranks` ranks and print the result; return True if it is correct.
+    """Verify the schedule of `algorithm` on `ranks` ranks and print the result; return True if it
+    is correct.
 
     For gossip, verify each step of two periods, and print what a period does as a whole.
     """
@@ -123,10 +146,14 @@ def _verify_algorithm(algorithm: Algorithm, ranks: int, show: bool, as_json: boo
     schedules = [algorithm.schedule(step, ranks) for step in range(steps)]
     proofs = [replay.verify(schedule, _spec(algorithm, schedule)) for schedule in schedules]
     worst = next((proof for proof in proofs if not proof.ok), proofs[0])
-    mixed = _mixing(algorithm, schedules[: steps // PERIODS]) if isinstance(algorithm, Gossip) else {}
+    mixed = (
+        _mixing(algorithm, schedules[: steps // PERIODS]) if isinstance(algorithm, Gossip) else {}
+    )
     if as_json:
         shown = {"shown": [str(each) for each in schedules]} if show else {}
-        record = {"algorithm": repr(algorithm)} | _record(worst, schedules[proofs.index(worst)]) | mixed
+        record = (
+            {"algorithm": repr(algorithm)} | _record(worst, schedules[proofs.index(worst)]) | mixed
+        )
         print(json_of(record | shown))
         return worst.ok
     if show:
@@ -145,7 +172,9 @@ def _verify_collective(
         raise UsageError(f"{collective} has no root: leave --root out")
     root = root or 0
     offered = candidates(collective, ranks, root)
-    schedules = offered if name is None else {name: require_candidate(collective, name, ranks, root)}
+    schedules = (
+        offered if name is None else {name: require_candidate(collective, name, ranks, root)}
+    )
     proofs = {
         each: replay.verify(schedule, collective_of(collective, ranks, schedule.chunks, root))
         for each, schedule in schedules.items()
@@ -153,7 +182,9 @@ def _verify_collective(
     ok = all(proof.ok for proof in proofs.values())
     if as_json:
         records = {
-            each: _record(proof, schedules[each]) | ({"shown": str(schedules[each])} if show else {})
+            each: (
+                _record(proof, schedules[each]) | ({"shown": str(schedules[each])} if show else {})
+            )
             for each, proof in proofs.items()
         }
         print(json_of({"ok": ok, "schedules": records}))
@@ -171,7 +202,9 @@ def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:
 
 
 def _mixing(algorithm: Gossip, period: Sequence[Schedule]) -> dict[str, Any]:
-    """Return what the steps of `period` do as a whole, and after how many steps each rank has met all others."""
+    """Return what the steps of `period` do as a whole, and after how many steps each rank has met
+    all others.
+    """
     met = None
     if algorithm.rotate:
         of_rows = replace(algorithm, within=1)  # a row acts as one rank
@@ -180,19 +213,34 @@ def _mixing(algorithm: Gossip, period: Sequence[Schedule]) -> dict[str, Any]:
 
 
 def _mixing_sentence(mixed: dict[str, Any], within: int) -> str:
-    shares, period, met = (mixed["smallest"], mixed["largest"]), mixed["period"], mixed["met_all_after"]
-    share = "exactly the mean" if shares == (1, 1) else "{:.3g} to {:.3g} times its share of each".format(*shares)
+    shares = (mixed["smallest"], mixed["largest"])
+    period = mixed["period"]
+    met = mixed["met_all_after"]
+    share = (
+        "exactly the mean"
+        if shares == (1, 1)
+        else "{:.3g} to {:.3g} times its share of each".format(*shares)
+    )
     who = "ranks" if within == 1 else f"rows of {within}"
-    meet = "never meet all others directly" if met is None else f"have met all others directly after {met} steps"
+    meet = (
+        "never meet all others directly"
+        if met is None
+        else f"have met all others directly after {met} steps"
+    )
     return (
-        f"after {period} step{'s' * (period != 1)} every rank holds {share}; {mixed['second_singular_value']:.3g} of "
-        f"the differences between ranks is left at most; {who} {meet}"
+        f"after {period} step{'s' * (period != 1)} every rank holds {share};"
+        f" {mixed['second_singular_value']:.3g} of the differences between ranks is left at most;"
+        f" {who} {meet}"
     )
 
 
 def _additions(schedule: Schedule) -> Additions | None:
-    """Return in which order `schedule` adds; None if it mixes, and for so many ranks that it takes too long."""
-    if schedule.ranks > MOST_RANKS_IN_ORDER or any((step.combine == MIX).any() for step in schedule.steps()):
+    """Return in which order `schedule` adds; None if it mixes, and for so many ranks that it takes
+    too long.
+    """
+    if schedule.ranks > MOST_RANKS_IN_ORDER or any(
+        (step.combine == MIX).any() for step in schedule.steps()
+    ):
         return None
     return order_of_additions(schedule)
 
@@ -230,7 +278,7 @@ def _report(proof: Proof, schedule: Schedule) -> str:
 def _sentence(proof: Proof) -> str:
     cost = proof.traffic
     return (
-        f"{proof.schedule} on {proof.ranks} ranks is a correct {proof.collective}: {cost.steps} steps, "
-        f"{cost.transfers} transfers, {float(cost.bytes_per_rank):.4g} of the buffer sent by the busiest rank, "
-        f"at most {cost.max_peers} peers at once"
+        f"{proof.schedule} on {proof.ranks} ranks is a correct {proof.collective}: {cost.steps}"
+        f" steps, {cost.transfers} transfers, {float(cost.bytes_per_rank):.4g} of the buffer sent"
+        f" by the busiest rank, at most {cost.max_peers} peers at once"
     )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor``: what ranks find on this host. Files, processors, a real exchange, GPUs and NCCL."""
+"""``commrt doctor``: what ranks find on this host.
+
+Files, processors, a real exchange, GPUs and NCCL.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +32,40 @@ from commrt.store.launcher import Launch, chosen_transport
 from commrt.testing.processes import run_workers
 from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
 
-FILES_ALONE, FILES_PER_PEER = 40, 6
-"""Upper bounds of what ranks of 2 to 8 processes hold: 14, and 4 (Gloo) or 5 (shared memory) for each peer."""
-RANKS, LIMIT_S = 2, 4.0
+FILES_ALONE = 40
+FILES_PER_PEER = 6
+"""Upper bounds of what ranks of 2 to 8 processes hold: 14, and 4 (Gloo) or 5 (shared memory) for
+each peer.
+"""
+RANKS = 2
+LIMIT_S = 4.0
 """Of the exchange, which takes a quarter of a second on an idle machine."""
 SERIES = {256: 21, 64 << 10: 11, 4 << 20: 7}
 """How often each number of bytes is reduced; one more run before these warms up."""
 EXCHANGE_ADVICE = {
-    "shared": "Try COMMRT_TRANSPORT=gloo: if it works, something forbids shared memory between processes.",
-    "gloo": "Check that no firewall or sandbox keeps processes of this host from connecting over 127.0.0.1.",
+    "shared": (
+        "Try COMMRT_TRANSPORT=gloo: if it works, something forbids shared memory between processes."
+    ),
+    "gloo": (
+        "Check that no firewall or sandbox keeps processes of this host from connecting over"
+        " 127.0.0.1."
+    ),
 }
 DRIVER = Path("/dev/nvidiactl")
 """Exists if NVIDIA's driver is loaded."""
 COMPILED_FROM = (8, 0)
-"""Oldest compute capability for which the Triton kernels have been compiled and inspected; see `dev/`."""
+"""Oldest compute capability for which the Triton kernels have been compiled and inspected; see
+`dev/`.
+"""
 NCCL_AT_LEAST = 21800
 """The oldest NCCL that CuPy 14 works with, as NCCL encodes 2.18.0."""
 
 
 def examine(launch: Launch | None, quick: bool) -> Iterator[Finding]:
-    """Yield all findings of this module. The exchange forks, so it comes before checks that load a driver or NCCL."""
+    """Yield all findings of this module.
+
+    The exchange forks, so it comes before checks that load a driver or NCCL.
+    """
     yield from guarded("transport", transport)
     yield from guarded("open files", lambda: files(launch))
     yield from guarded("processors", lambda: processors(launch, torch.get_num_threads()))
@@ -60,9 +77,12 @@ def examine(launch: Launch | None, quick: bool) -> Iterator[Finding]:
 
 def transport() -> Iterator[Finding]:
     """Yield the transport that ``init()`` would choose."""
-    asked, shares_memory = chosen_transport(), host_identity() is not None
+    asked = chosen_transport()
+    shares_memory = host_identity() is not None
     if (named := transport_called(asked)) is not None and named.one_host and not shares_memory:
-        detail = f"COMMRT_TRANSPORT={asked}, but this platform lacks memfd_create or abstract sockets"
+        detail = (
+            f"COMMRT_TRANSPORT={asked}, but this platform lacks memfd_create or abstract sockets"
+        )
         yield Finding("transport", "problem", detail, "Unset it.")
     elif asked:
         yield Finding("transport", "ok", f"COMMRT_TRANSPORT={asked}")
@@ -78,7 +98,11 @@ def files(launch: Launch | None) -> Iterator[Finding]:
     needed = needed_files(size)
     if 0 <= limit < needed:
         detail = f"at most {limit} in a process, but a rank of {size} needs about {needed}"
-        more = "in this shell" if most < 0 or most >= needed else "as administrator: the hard limit is too low as well"
+        more = (
+            "in this shell"
+            if most < 0 or most >= needed
+            else "as administrator: the hard limit is too low as well"
+        )
         yield Finding("open files", "problem", detail, f"Raise it with ulimit -n {needed}, {more}.")
     else:
         shown = "no limit" if limit < 0 else f"at most {limit:,} in a process"
@@ -91,14 +115,21 @@ def needed_files(ranks: int) -> int:
 
 
 def processors(launch: Launch | None, threads: int) -> Iterator[Finding]:
-    """Compare the processors with the ranks of this host, which compute with `threads` threads each."""
-    count, ranks = cpus(), 1 if launch is None else max(launch.local_size, 1)
+    """Compare the processors with the ranks of this host, which compute with `threads` threads
+    each.
+    """
+    count = cpus()
+    ranks = 1 if launch is None else max(launch.local_size, 1)
     detail = f"{count:g} for {ranks} rank{'s' * (ranks > 1)} with {threads} threads each"
     if ranks > count:
         detail += ": ranks wait for a processor, which distorts timings"
-        yield Finding("processors", "warning", detail, f"Start {count:g} ranks here, or expect slow steps.")
+        yield Finding(
+            "processors", "warning", detail, f"Start {count:g} ranks here, or expect slow steps."
+        )
     elif ranks * threads > count:
-        advice = f"Set OMP_NUM_THREADS={max(int(count // ranks), 1)}, or call torch.set_num_threads."
+        advice = (
+            f"Set OMP_NUM_THREADS={max(int(count // ranks), 1)}, or call torch.set_num_threads."
+        )
         yield Finding("processors", "warning", f"{detail}: threads wait for a processor", advice)
     else:
         yield Finding("processors", "ok", detail)
@@ -115,7 +146,9 @@ class Exchanged(NamedTuple):
 
 
 def exchange() -> Iterator[Finding]:
-    """Let two forked processes all-reduce over the transport that ``init()`` would choose, and check the sums."""
+    """Let two forked processes all-reduce over the transport that ``init()`` would choose, and
+    check the sums.
+    """
     schedule = ring.all_reduce(RANKS)
     prove(schedule, all_reduce(RANKS, schedule.chunks))
     asked = (transport_called(chosen_transport()) or suited([host_identity()])).kind
@@ -126,7 +159,12 @@ def exchange() -> Iterator[Finding]:
     except (UsageError, DisagreementError) as error:
         yield Finding("exchange", "problem", str(error), "Do what the message says.")
     except CommrtError as error:
-        yield Finding("exchange", "problem", f"two processes could not exchange: {error}", EXCHANGE_ADVICE[asked])
+        yield Finding(
+            "exchange",
+            "problem",
+            f"two processes could not exchange: {error}",
+            EXCHANGE_ADVICE[asked],
+        )
     else:
         yield _judged(schedule.name, results[0], sum(each.wrong for each in results.values()))
     finally:
@@ -136,12 +174,15 @@ def exchange() -> Iterator[Finding]:
 def measure(schedule: Schedule) -> Exchanged:
     """Run the exchange in one of the processes."""
     torch.set_num_threads(1)
-    medians_s, wrong = dict[int, float](), 0
+    medians_s = dict[int, float]()
+    wrong = 0
     with init(LIMIT_S, start_timeout_s=LIMIT_S) as world:
         for nbytes, times in SERIES.items():
-            buffer, seconds = world.transport.allocate(nbytes // 4, torch.float32), list[float]()
+            buffer = world.transport.allocate(nbytes // 4, torch.float32)
+            seconds = list[float]()
             values = torch.arange(buffer.numel(), device="cpu") % 1000
-            total = world.size * (world.size + 1) / 2 * values  # small whole numbers, so sums are exact
+            # small whole numbers, so sums are exact
+            total = world.size * (world.size + 1) / 2 * values
             for _ in range(times + 1):
                 buffer.copy_((world.rank + 1) * values)
                 begin_s = perf_counter()
@@ -154,18 +195,28 @@ def measure(schedule: Schedule) -> Exchanged:
 
 def _judged(schedule: str, first: Exchanged, wrong: int) -> Finding:
     if wrong:
-        detail = f"two processes all-reduced over {first.transport}, and {wrong:,} elements are wrong"
-        return Finding("exchange", "problem", detail, "Do not train here. Report it with this output.")
-    small, large = min(SERIES), max(SERIES)
-    latency_us, gbytes_per_s = 1e6 * first.median_s[small], large / first.median_s[large] / 1e9
+        detail = (
+            f"two processes all-reduced over {first.transport}, and {wrong:,} elements are wrong"
+        )
+        return Finding(
+            "exchange", "problem", detail, "Do not train here. Report it with this output."
+        )
+    small = min(SERIES)
+    large = max(SERIES)
+    latency_us = 1e6 * first.median_s[small]
+    gbytes_per_s = large / first.median_s[large] / 1e9
     facts = {"transport": first.transport, "latency_us": latency_us, "gbytes_per_s": gbytes_per_s}
-    times = f"{small} B in {latency_us:.0f} us, {large >> 20} MiB at {gbytes_per_s:.2f} GB/s sent by each"
+    times = (
+        f"{small} B in {latency_us:.0f} us, {large >> 20} MiB at {gbytes_per_s:.2f} GB/s sent by"
+        " each"
+    )
     detail = f"two processes all-reduced along a proven {schedule} over {first.transport}: {times}"
     return Finding("exchange", "ok", detail, facts=facts)
 
 
 def gpus(cuda: ModuleType, built_for: str | None, driver: Path = DRIVER) -> Iterator[Finding]:
-    """Yield a finding for each GPU, then one for their links. `cuda` is torch.cuda, `built_for` torch's CUDA version.
+    """Yield a finding for each GPU, then one for their links. `cuda` is torch.cuda, `built_for`
+    torch's CUDA version.
 
     A query that fails becomes a finding too.
     """
@@ -179,18 +230,30 @@ def gpus(cuda: ModuleType, built_for: str | None, driver: Path = DRIVER) -> Iter
     if not driver.exists():
         yield Finding("gpu", "absent", "no CUDA device", "commrt runs on the CPU here.")
     elif built_for is None:
-        detail = "NVIDIA's driver is loaded, but this torch was built without CUDA: commrt runs on the CPU"
+        detail = (
+            "NVIDIA's driver is loaded, but this torch was built without CUDA: commrt runs on"
+            " the CPU"
+        )
         yield Finding("gpu", "warning", detail, "Install a build of torch with CUDA.")
     else:
-        detail = f"NVIDIA's driver is loaded, but torch for CUDA {built_for} can use no GPU: commrt runs on the CPU"
-        advice = "Look at CUDA_VISIBLE_DEVICES, and compare the driver's CUDA version (nvidia-smi) with torch's."
+        detail = (
+            f"NVIDIA's driver is loaded, but torch for CUDA {built_for} can use no GPU: commrt runs"
+            " on the CPU"
+        )
+        advice = (
+            "Look at CUDA_VISIBLE_DEVICES, and compare the driver's CUDA version (nvidia-smi) with"
+            " torch's."
+        )
         yield Finding("gpu", "warning", detail, advice)
 
 
 def _gpu(cuda: ModuleType, number: int) -> Iterator[Finding]:
     device = cuda.get_device_properties(number)
     run_kernel(number)
-    detail = f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}"
+    detail = (
+        f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute capability"
+        f" {device.major}.{device.minor}"
+    )
     if (device.major, device.minor) < COMPILED_FROM:
         detail += ": commrt's kernels were compiled for 8.0 and later only"
         yield Finding(f"gpu {number}", "warning", detail, "Run make gpu before you rely on it.")
@@ -199,29 +262,49 @@ def _gpu(cuda: ModuleType, number: int) -> Iterator[Finding]:
 
 
 def run_kernel(number: int) -> None:
-    """Run one of torch's kernels on a GPU; raises an error if torch was not built for it, or its memory is full."""
+    """Run one of torch's kernels on a GPU; raises an error if torch was not built for it, or its
+    memory is full.
+    """
     torch.zeros(1, device=f"cuda:{number}").add_(1).item()
 
 
 def _links(cuda: ModuleType, count: int) -> Iterator[Finding]:
     peer = cuda.can_device_access_peer
-    apart = [f"{a} and {b}" for a, b in combinations(range(count), 2) if not (peer(a, b) and peer(b, a))]
+    apart = [
+        f"{a} and {b}" for a, b in combinations(range(count), 2) if not (peer(a, b) and peer(b, a))
+    ]
     if apart:
-        detail = f"no peer access between GPUs {', '.join(apart)}: ranks of this host exchange through NCCL only"
-        yield Finding("gpu links", "warning", detail, "nvidia-smi topo -m shows how they are connected.")
+        detail = (
+            f"no peer access between GPUs {', '.join(apart)}: ranks of this host exchange through"
+            " NCCL only"
+        )
+        yield Finding(
+            "gpu links", "warning", detail, "nvidia-smi topo -m shows how they are connected."
+        )
     else:
-        yield Finding("gpu links", "ok", f"each of {count} GPUs can read the memory of all others, and ranks do")
+        yield Finding(
+            "gpu links",
+            "ok",
+            f"each of {count} GPUs can read the memory of all others, and ranks do",
+        )
 
 
 def nccl() -> Iterator[Finding]:
     """Load the NCCL that GPUs would use, and yield one finding about its version and its copies."""
     if find_spec("cupy") is None:
-        yield Finding("nccl", "absent", "commrt reaches it through CuPy, which is not installed", "Only GPUs need it.")
+        yield Finding(
+            "nccl",
+            "absent",
+            "commrt reaches it through CuPy, which is not installed",
+            "Only GPUs need it.",
+        )
         return
     from commrt.transport.nccl_communicator import load, named  # noqa: PLC0415  # imports CuPy
 
     binding = load()
-    runtime, torchs, copies = binding.get_version(), _nccl_of_torch(), nccl_files()
+    runtime = binding.get_version()
+    torchs = _nccl_of_torch()
+    copies = nccl_files()
     linked = f"torch links {torchs}" if torchs else "torch has none of its own"
     detail = f"{named(runtime)}, CuPy was built with {named(binding.get_build_version())}, {linked}"
     if runtime < NCCL_AT_LEAST:

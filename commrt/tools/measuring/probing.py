@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the links of a running world, for ``commrt probe``: a latency and a bandwidth per kind of link.
+"""Measures the links of a running world, for ``commrt probe``: a latency and a bandwidth per kind
+of link.
 
-Ranks pass messages around rings. All rings over one kind of link run at the same time, since in schedules all ranks
-are busy too, and share network cards and cores. Many rounds follow each other, since in schedules the slowest neighbour
-counts again and again. So the latency contains what the runtime and the host take for an exchange. Where there are
-GPUs, messages go from one GPU to another through NCCL.
+Ranks pass messages around rings. All rings over one kind of link run at the same time, since in
+schedules all ranks are busy too, and share network cards and cores. Many rounds follow each other,
+since in schedules the slowest neighbour counts again and again. So the latency contains what the
+runtime and the host take for an exchange. Where there are GPUs, messages go from one GPU to another
+through NCCL.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Line(NamedTuple):
 
 
 def ring_shift(rings: Rings, ranks: int) -> Schedule:
-    """Return a schedule in which each rank sends a third of the buffer to the next of its ring, all at once.
+    """Return a schedule in which each rank sends a third of the buffer to the next of its ring, all
+    at once.
 
     >>> print(ring_shift([(0, 2), (1, 3, 4)], 5))
     ring_shift: 5 ranks, 3 chunks
@@ -63,8 +66,11 @@ def ring_shift(rings: Rings, ranks: int) -> Schedule:
     """
     src = np.array([rank for ring in rings for rank in ring])
     dst = np.array([rank for ring in rings for rank in (*ring[1:], ring[0])])
-    # A rank must not send the chunk that it receives; the last one of an odd ring is both the sender and the receiver.
-    lo = np.array([2 if rank == ring[-1] else place % 2 for ring in rings for place, rank in enumerate(ring)])
+    # A rank must not send the chunk that it receives; the last one of an odd ring is both the
+    # sender and the receiver.
+    lo = np.array(
+        [2 if rank == ring[-1] else place % 2 for ring in rings for place, rank in enumerate(ring)]
+    )
     return Schedule("ring_shift", ranks, 3, lambda: iter([Step.of(src, dst, lo, lo + 1, COPY)]))
 
 
@@ -82,36 +88,52 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
     if len({*firsts}) != len(runs) or any(list(run) != [run[0]] * per_host for run in runs):
         places = [[*dict.fromkeys(hosts)].index(host) for host in hosts]
         raise UsageError(
-            f"ranks lie on hosts as {places}: a cluster file has as many on each, and fills one after the other; start "
-            "them so"
+            f"ranks lie on hosts as {places}: a cluster file has as many on each, and fills one"
+            " after the other; start them so"
         )
     return per_host
 
 
 def probed(launch: Launch | None, workers: int, timeout_s: float) -> Cluster:
-    """Return what the ranks of `launch` measure; without one of several ranks, what `workers` local workers do."""
+    """Return what the ranks of `launch` measure; without one of several ranks, what `workers` local
+    workers do.
+    """
 
     def measured() -> Cluster:
         with init(timeout_s) as world:
             return probe(world)
 
-    return measured() if launch is not None and launch.size > 1 else run_workers(workers, measured)[0]
+    return (
+        measured() if launch is not None and launch.size > 1 else run_workers(workers, measured)[0]
+    )
 
 
 def probe(world: World) -> Cluster:
-    """Measure the links of `world`, of two ranks or more. Collective; takes seconds, and all ranks return the same."""
+    """Measure the links of `world`, of two ranks or more.
+
+    Collective; takes seconds, and all ranks return the same.
+    """
     per_host = ranks_per_host(_hosts(world))
     across = [list(range(place, world.size, per_host)) for place in range(per_host)]
     inside = [list(range(first, first + per_host)) for first in range(0, world.size, per_host)]
     within = _measure(world, inside) if per_host > 1 else None
-    pair = _measure(world, [inside[0][:2]]) if per_host > 2 and "shared" in world.transport.kind else None
+    pair = (
+        _measure(world, [inside[0][:2]])
+        if per_host > 2 and "shared" in world.transport.kind
+        else None
+    )
     alone = _measure(world, across[:1]) if world.size > per_host else None
     shared = _measure(world, across) if alone is not None and per_host > 1 else alone
     # A kind of link that does not exist is never used: let it be like the other one.
-    far, near = cast("Line", alone or within), cast("Line", within or alone)
+    far = cast("Line", alone or within)
+    near = cast("Line", within or alone)
     link = Link(1e6 * near.latency_s, near.bytes_per_s / 1e9)
     if pair is not None:  # ranks that share memory share its bandwidth
-        link = Link(link.latency_us, max(pair.bytes_per_s, near.bytes_per_s) / 1e9, per_host * near.bytes_per_s / 1e9)
+        link = Link(
+            link.latency_us,
+            max(pair.bytes_per_s, near.bytes_per_s) / 1e9,
+            per_host * near.bytes_per_s / 1e9,
+        )
     return _cluster(world, per_host, link, far, shared)
 
 
@@ -121,7 +143,8 @@ def _cluster(world: World, per_host: int, within: Link, far: Line, shared: Line 
     nics = max(round(of_host_bytes_per_s / far.bytes_per_s), 1)
     device = _device(world)
     add_s_per_byte, code_s_per_byte = (
-        sum(all_gather(world, measure(device))) / world.size for measure in (_add_s_per_byte, _code_s_per_byte)
+        sum(all_gather(world, measure(device))) / world.size
+        for measure in (_add_s_per_byte, _code_s_per_byte)
     )
     way = "NCCL" if device.type == "cuda" else world.transport.kind
     return Cluster(
@@ -133,7 +156,11 @@ def _cluster(world: World, per_host: int, within: Link, far: Line, shared: Line 
             _rounded(within.gbytes_per_s),
             None if within.bus_gbytes_per_s is None else _rounded(within.bus_gbytes_per_s),
         ),
-        between=Between(_rounded(1e6 * (shared or far).latency_s), _rounded(of_host_bytes_per_s / nics / 1e9), nics),
+        between=Between(
+            _rounded(1e6 * (shared or far).latency_s),
+            _rounded(of_host_bytes_per_s / nics / 1e9),
+            nics,
+        ),
         nodes=1 if world.size == per_host else None,
         message_us=_rounded(_message_us(world)),
         reduce_gbytes_per_s=_rounded(1e-9 / add_s_per_byte),
@@ -160,7 +187,9 @@ def _measure(world: World, rings: Rings) -> Line:
 
 
 def _timer(world: World, schedule: Schedule, nbytes: int) -> Callable[[], float]:
-    """Return a task for the communication thread that returns the seconds of a round, with chunks of `nbytes`."""
+    """Return a task for the communication thread that returns the seconds of a round, with chunks
+    of `nbytes`.
+    """
     buffer = world.transport.allocate(schedule.chunks * nbytes // 4, torch.float32, _device(world))
     bound = bind(program(schedule, world.rank), buffer, world.transport)
     rounds = ROUNDS[nbytes]
@@ -176,7 +205,9 @@ def _timer(world: World, schedule: Schedule, nbytes: int) -> Callable[[], float]
 
 
 def _message_us(world: World) -> float:
-    """Return what each further message takes, in a step in which all ranks exchange with all others."""
+    """Return what each further message takes, in a step in which all ranks exchange with all
+    others.
+    """
     if world.size < 3:
         return 0.0
     ring = [list(range(world.size))]
@@ -187,22 +218,28 @@ def _message_us(world: World) -> float:
     excess_s = []
     for number in range(SERIES + 1):
         world.agree(f"probe messages {number}")
-        excess_s.append(world.comm_thread.submit(all_at_once).result() - world.comm_thread.submit(alone).result())
+        excess_s.append(
+            world.comm_thread.submit(all_at_once).result()
+            - world.comm_thread.submit(alone).result()
+        )
     slowest_s = max(all_gather(world, median(excess_s[1:])))
     return float(f"{max(1e6 * slowest_s / (2 * world.size - 4), 0.0):.3g}")
 
 
 def fit_line(nbytes: Sequence[int], times_s: Sequence[float]) -> Line:
-    """Return the line with the least relative errors, so that short messages count as much as long ones.
+    """Return the line with the least relative errors, so that short messages count as much as long
+    ones.
 
     >>> fit_line([1_000, 2_000, 1_000_000], [0.002, 0.003, 1.001])
     Line(latency_s=0.001, bytes_per_s=1000000.0)
     """
-    sizes, times = np.array(nbytes, float), np.array(times_s)
+    sizes = np.array(nbytes, float)
+    times = np.array(times_s)
     parts = np.stack([1 / times, sizes / times], axis=1)
     latency_s, s_per_byte = np.linalg.lstsq(parts, np.ones(len(times)))[0].tolist()
     if latency_s < 0 or s_per_byte <= 0:
-        latency_s, s_per_byte = 0.0, float(times[-1] / sizes[-1])
+        latency_s = 0.0
+        s_per_byte = float(times[-1] / sizes[-1])
     return Line(float(f"{latency_s:.6g}"), float(f"{1 / s_per_byte:.6g}"))
 
 
@@ -215,7 +252,9 @@ def all_gather(world: World, value: float) -> list[float]:
 
 
 def _device(world: World) -> torch.device:
-    """Connect and return this rank's GPU, or return the CPU where there is none: where gradients would lie."""
+    """Connect and return this rank's GPU, or return the CPU where there is none: where gradients
+    would lie.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
@@ -229,11 +268,18 @@ def _add_s_per_byte(device: torch.device) -> float:
 
 
 def _code_s_per_byte(device: torch.device) -> float:
-    """Return the mean time of quantizing, adding what codes stand for, and dequantizing, per byte of fp32 values."""
-    quantizer, values = Int4(), torch.randn(TIMED_NUMEL, device=device)
+    """Return the mean time of quantizing, adding what codes stand for, and dequantizing, per byte
+    of fp32 values.
+    """
+    quantizer = Int4()
+    values = torch.randn(TIMED_NUMEL, device=device)
     codes = torch.zeros(quantizer.nbytes(TIMED_NUMEL), dtype=torch.uint8, device=device)
     quantize = quantizing(values, codes, quantizer, torch.zeros_like(values))
-    passes = (lambda: quantize(0)), adding_quantized(values, [codes], quantizer), dequantizing(codes, values, quantizer)
+    passes = (
+        (lambda: quantize(0)),
+        adding_quantized(values, [codes], quantizer),
+        dequantizing(codes, values, quantizer),
+    )
     return sum(_typical_s(each, values) for each in passes) / len(passes) / values.nbytes
 
 
@@ -250,5 +296,6 @@ def _typical_s(work: Callable[[], object], out: Tensor) -> float:
 
 def _hosts(world: World) -> list[str]:
     here = host_identity() or f"rank {world.rank}"
-    store, everyone = PrefixStore("probe", world.store), range(world.size)
+    store = PrefixStore("probe", world.store)
+    everyone = range(world.size)
     return [*gather(store, world.rank, everyone, here, world.timeout_s, json.loads).values()]

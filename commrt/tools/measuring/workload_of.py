@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a model's workload for the cost model: layers in order of execution, their parameters and multiplications."""
+"""Read a model's workload for the cost model: layers in order of execution, their parameters and
+multiplications.
+"""
 
 from __future__ import annotations
 
@@ -34,36 +36,52 @@ class _Call(NamedTuple):
 
 
 def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Workload:
-    """Return the workload of `model`, for ``commrt plan step --model`` and `Workload.buckets`; raises `UsageError`.
+    """Return the workload of `model`, for ``commrt plan step --model`` and `Workload.buckets`;
+    raises `UsageError`.
 
-    `batch` is an example input: a tensor, a tuple of arguments, or a dict of keyword arguments. It lies on the model's
-    device, which may be meta. The first dimension of its first tensor counts samples. `name` defaults to the class.
+    `batch` is an example input: a tensor, a tuple of arguments, or a dict of keyword arguments. It
+    lies on the model's device, which may be meta. The first dimension of its first tensor counts
+    samples. `name` defaults to the class.
 
-    The model runs once, in eval mode and without gradients. Its buffers, modes and random numbers stay as they are.
+    The model runs once, in eval mode and without gradients. Its buffers, modes and random numbers
+    stay as they are.
 
-    A layer is a module with trainable parameters. Its work is the multiplications per sample from its begin to the
-    begin of the next layer, so products without parameters belong to the layer before. Shared parameters count once,
-    where they are used first. Parameters that are frozen have no gradient to exchange. Products of matrices,
-    convolutions, attention and recurrent layers are counted, and everything else is free.
+    A layer is a module with trainable parameters. Its work is the multiplications per sample from
+    its begin to the begin of the next layer, so products without parameters belong to the layer
+    before. Shared parameters count once, where they are used first. Parameters that are frozen have
+    no gradient to exchange. Products of matrices, convolutions, attention and recurrent layers are
+    counted, and everything else is free.
 
-    An `nn.Linear` that runs once, with one row for each sample, also has its shape, for ``studies/hybrid_parallelism``.
+    An `nn.Linear` that runs once, with one row for each sample, also has its shape, for
+    ``studies/hybrid_parallelism``.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> workload_of(model, torch.zeros(16, 4), name="mlp").layers[1].facts()
     {'numel': 18, 'work': 16.0, 'inputs': 8, 'outputs': 2}
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"workload_of() of a {type(model).__name__}: give a torch.nn.Module, then an example batch")
+        raise UsageError(
+            f"workload_of() of a {type(model).__name__}: give a torch.nn.Module, then an example"
+            " batch"
+        )
     model = getattr(model, "_orig_mod", model)  # torch.compile's module holds the model
     label = type(model).__name__ if name is None else name
     _require_readable(model, label)
     samples = _samples(batch, label)
     calls, flops = _run(model, batch, label)
-    begins, numels = zip(*((call, numel) for call, numel in _fresh_numels(model, calls) if numel), strict=True)
-    works = ((end - begin) / 2 / samples for begin, end in pairwise((0, *(call.flops for call in begins[1:]), flops)))
+    begins, numels = zip(
+        *((call, numel) for call, numel in _fresh_numels(model, calls) if numel), strict=True
+    )
+    works = (
+        (end - begin) / 2 / samples
+        for begin, end in pairwise((0, *(call.flops for call in begins[1:]), flops))
+    )
     times = Counter(call.module for call in calls)
     shapes = (_shape(call, samples) if times[call.module] == 1 else (None, None) for call in begins)
-    return Workload(label, tuple(Layer(n, work, *shape) for n, work, shape in zip(numels, works, shapes, strict=True)))
+    return Workload(
+        label,
+        tuple(Layer(n, work, *shape) for n, work, shape in zip(numels, works, shapes, strict=True)),
+    )
 
 
 def _shape(call: _Call, samples: int) -> tuple[int | None, int | None]:
@@ -76,13 +94,18 @@ def _shape(call: _Call, samples: int) -> tuple[int | None, int | None]:
 
 def _require_readable(model: nn.Module, label: str) -> None:
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise UsageError(f"{label} is compiled by TorchScript, which hides its layers: give the model as it was before")
+        raise UsageError(
+            f"{label} is compiled by TorchScript, which hides its layers: give the model as it was"
+            " before"
+        )
     if any(is_lazy(parameter) for parameter in model.parameters()):
-        raise UsageError(f"{label} has lazy parameters, whose sizes are not known yet: run the model once first")
+        raise UsageError(
+            f"{label} has lazy parameters, whose sizes are not known yet: run the model once first"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
-            f"{label} has no parameters that need a gradient, so there is nothing to exchange: give a model with some, "
-            "or call requires_grad_() on those that you train"
+            f"{label} has no parameters that need a gradient, so there is nothing to exchange: give"
+            " a model with some, or call requires_grad_() on those that you train"
         )
 
 
@@ -92,8 +115,8 @@ def _samples(batch: Batch, label: str) -> int:
     tensor = next((each for each in values if isinstance(each, Tensor) and each.ndim), None)
     if tensor is None or not tensor.shape[0]:
         raise UsageError(
-            f"the batch for {label} holds no samples: give a tensor, a tuple or a dict of tensors, with one sample at "
-            "least in the first dimension"
+            f"the batch for {label} holds no samples: give a tensor, a tuple or a dict of tensors,"
+            " with one sample at least in the first dimension"
         )
     return tensor.shape[0]
 
@@ -105,17 +128,21 @@ def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _run(model: nn.Module, batch: Batch, label: str) -> tuple[list[_Call], int]:
-    """Run `model` once; return the begin of each module's forward pass, and the operations of all."""
+    """Run `model` once; return the begin of each module's forward pass,
+    and the operations of all.
+    """
     positional, named = _arguments(batch)
     buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
-    counter, calls = FlopCounterMode(display=False, custom_mapping=UNCOUNTED), [_Call(model, 0)]
+    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
+    calls = [_Call(model, 0)]
     with _as_it_was(model), _recorded(model, calls, counter), counter:
         try:
             functional_call(model, buffers, positional, named)
         except Exception as error:
             raise UsageError(
-                f"{label} does not take the batch ({type(error).__name__}: {error!s:.300}): give what its forward "
-                "takes, on the model's device: a tensor, a tuple of arguments, or a dict of keyword arguments"
+                f"{label} does not take the batch ({type(error).__name__}: {error!s:.300}): give"
+                " what its forward takes, on the model's device: a tensor, a tuple of arguments,"
+                " or a dict of keyword arguments"
             ) from error
     return calls, counter.get_total_flops()
 
@@ -139,10 +166,18 @@ def _recorded(model: nn.Module, calls: list[_Call], counter: FlopCounterMode) ->
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put `model` into eval mode without gradients; put modes and random numbers back afterwards."""
-    modes, is_fast = {module: module.training for module in model.modules()}, torch.backends.mha.get_fastpath_enabled()
-    gpus = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
-    torch.backends.mha.set_fastpath_enabled(False)  # it is one operation, which the counter does not know
+    """Put `model` into eval mode without gradients;
+    put modes and random numbers back afterwards.
+    """
+    modes = {module: module.training for module in model.modules()}
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    gpus = {
+        parameter.device.index
+        for parameter in model.parameters()
+        if parameter.device.type == "cuda"
+    }
+    # it is one operation, which the counter does not know
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         for module in modes:
             module.training = False
@@ -160,14 +195,20 @@ def _fresh_numels(model: nn.Module, calls: Sequence[_Call]) -> Iterator[tuple[_C
     _place(model, model, places)
     seen = set[nn.Parameter]()
     for call in calls:
-        owned = [each for module in places.pop(call.module, ()) for each in module.parameters(recurse=False)]
+        owned = [
+            each
+            for module in places.pop(call.module, ())
+            for each in module.parameters(recurse=False)
+        ]
         fresh = {each for each in owned if each.requires_grad} - seen
         seen |= fresh
         yield call, sum(each.numel() for each in fresh)
 
 
 def _place(module: nn.Module, place: nn.Module, places: dict[nn.Module, list[nn.Module]]) -> None:
-    """Add `module` and all inside it to the nearest module around it that was called: it uses their parameters."""
+    """Add `module` and all inside it to the nearest module around it that was called: it uses their
+    parameters.
+    """
     place = module if module in places else place
     places[place].append(module)
     for child in module.children():
@@ -178,7 +219,9 @@ def _attention_flops(query: Shape, key: Shape, value: Shape, *_: object, **__: o
     return 2 * prod(query[:-1]) * key[-2] * (key[-1] + value[-1])
 
 
-def _onednn_rnn_flops(rows: Shape, of_input: Shape, of_state: Shape, *_: object, **__: object) -> int:
+def _onednn_rnn_flops(
+    rows: Shape, of_input: Shape, of_state: Shape, *_: object, **__: object
+) -> int:
     return 2 * prod(rows[:-1]) * (prod(of_input) + prod(of_state))
 
 
@@ -187,7 +230,7 @@ def _cudnn_rnn_flops(rows: Shape, weights: Sequence[Shape], *_: object, **__: ob
 
 
 UNCOUNTED = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,  # noqa: SLF001  # no other name
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (_attention_flops),  # noqa: SLF001  # no other name
     torch.ops.aten.mkldnn_rnn_layer: _onednn_rnn_flops,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,  # noqa: SLF001  # likewise
 }

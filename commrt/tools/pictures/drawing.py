@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-MAX_RANKS, MAX_STEPS = 64, 130
+MAX_RANKS = 64
+MAX_STEPS = 130
 SIZE_LIMIT = f"a picture can show {MAX_RANKS} ranks and {MAX_STEPS} steps"
 
 
@@ -49,14 +50,17 @@ def label_ranks(axes: Axes, title: str, ranks: Sequence[int], what: str) -> None
 
 
 def draw_schedule(schedule: Schedule) -> Figure:
-    """Draw a line per rank, a column per step, and an arrow per transfer in the colour of its first chunk.
+    """Draw a line per rank, a column per step, and an arrow per transfer in the colour of its first
+    chunk.
 
-    Dashed arrows are copied at the receiver, the others are added or mixed. Raise `UsageError` for a schedule that is
-    too large for a picture.
+    Dashed arrows are copied at the receiver, the others are added or mixed. Raise `UsageError` for
+    a schedule that is too large for a picture.
     """
     steps = _require_small(schedule)
     figure, axes = new_figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
-    from matplotlib import colormaps  # noqa: PLC0415  # after new_figure, which says what to install
+    from matplotlib import (  # noqa: PLC0415
+        colormaps,
+    )  # after new_figure, which says what to install
 
     colours = colormaps["turbo"](np.linspace(0.05, 0.95, max(schedule.chunks, 2)))
     for number, step in enumerate(steps):
@@ -66,8 +70,13 @@ def draw_schedule(schedule: Schedule) -> Figure:
         axes.text((begin + end) / 2, -0.75, name, ha="center", va="bottom", fontsize=9)
     axes.set_xlim(0, max(len(steps), 1))
     axes.set_ylim(schedule.ranks - 0.4, -1.3)
-    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)], fontsize=8)
-    axes.set_xticks([number + 0.5 for number in range(len(steps))], [str(number) for number in range(len(steps))])
+    axes.set_yticks(
+        range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)], fontsize=8
+    )
+    axes.set_xticks(
+        [number + 0.5 for number in range(len(steps))],
+        [str(number) for number in range(len(steps))],
+    )
     axes.set_xlabel("step")
     title = f"{schedule.name}: {schedule.ranks} ranks, {schedule.chunks} chunks, {len(steps)} steps"
     axes.set_title(title, fontsize=11)
@@ -77,7 +86,9 @@ def draw_schedule(schedule: Schedule) -> Figure:
 
 
 def _require_small(schedule: Schedule) -> list[Step]:
-    """Return all steps; raise `UsageError` before making more ranks or steps than a picture can show."""
+    """Return all steps; raise `UsageError` before making more ranks or steps than a picture can
+    show.
+    """
     if schedule.ranks > MAX_RANKS:
         raise UsageError(f"{schedule.name} has {schedule.ranks} ranks: {SIZE_LIMIT}")
     steps = [step.canonical() for step in islice(schedule.checked_steps(), MAX_STEPS + 1)]
@@ -90,13 +101,23 @@ def _draw_transfers(axes: Axes, number: int, step: Step, ranks: int, colours: np
     for rank in range(ranks):
         axes.plot([number, number + 1], [rank, rank], color="0.85", lw=0.6, zorder=1)
     arrow = {"arrowstyle": "-|>", "lw": 1.4, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}
-    for src, dst, lo, combine in zip(*(c.tolist() for c in (step.src, step.dst, step.lo, step.combine)), strict=True):
+    for src, dst, lo, combine in zip(
+        *(c.tolist() for c in (step.src, step.dst, step.lo, step.combine)), strict=True
+    ):
         look = {"color": colours[lo], "ls": "-" if combine != COPY else (0, (4, 2))}
-        axes.annotate("", xy=(number + 0.9, dst), xytext=(number + 0.1, src), arrowprops=arrow | look, zorder=3)
+        axes.annotate(
+            "",
+            xy=(number + 0.9, dst),
+            xytext=(number + 0.1, src),
+            arrowprops=arrow | look,
+            zorder=3,
+        )
 
 
 def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, str]]:
-    """Return begin, end and name of each run of steps with the same transfers and the same way to combine."""
+    """Return begin, end and name of each run of steps with the same transfers and the same way to
+    combine.
+    """
 
     def traits(number: int) -> tuple[bytes, bytes, str]:
         step = steps[number]
@@ -108,8 +129,12 @@ def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, str]]:
         yield numbers[0], numbers[-1] + 1, name
 
 
-def draw_scaling(title: str, rank_counts: Sequence[int], efficiencies: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw the efficiency of a training step (0 to 1) against the number of ranks, a line per algorithm."""
+def draw_scaling(
+    title: str, rank_counts: Sequence[int], efficiencies: Mapping[str, Sequence[float]]
+) -> Figure:
+    """Draw the efficiency of a training step (0 to 1) against the number of ranks, a line per
+    algorithm.
+    """
     figure, axes = new_figure(7.5, 4.6)
     for (name, efficiency), marker in zip(efficiencies.items(), MARKERS, strict=False):
         axes.plot(rank_counts, [100 * each for each in efficiency], f"{marker}-", label=name, ms=5)
@@ -128,7 +153,10 @@ COLOURS = {
     "hop": "#fd8d3c",
     "combine": "#6a51a3",
 }
-"""By name of a range, each drawn over those before it. Green parts of a bucket are packing and unpacking."""
+"""By name of a range, each drawn over those before it.
+
+Green parts of a bucket are packing and unpacking.
+"""
 NEXT_HOP = "#fdbe85"
 """Neighbouring exchanges alternate between this colour and that of a hop."""
 COMM_RANGES = {"bucket", "hop", "combine"}
@@ -138,7 +166,9 @@ MIN_NAMED_SHARE = 0.06
 """A bar shows its name if it takes at least this share of the picture's width."""
 
 
-def draw_simulated_step(title: str, ways: Mapping[str, StepTime], phases: Sequence[Phase]) -> Figure:
+def draw_simulated_step(
+    title: str, ways: Mapping[str, StepTime], phases: Sequence[Phase]
+) -> Figure:
     """Draw the slowest rank of a simulated step, once for each way to place the exchange.
 
     The exchange of the first way is divided into `phases`.
@@ -155,34 +185,45 @@ def draw_simulated_step(title: str, ways: Mapping[str, StepTime], phases: Sequen
 
 def _draw_slowest_rank(axes: Axes, top: float, step: StepTime, phases: Sequence[Phase]) -> None:
     rank = int(step.end_s.argmax())
-    computed_ms, end_ms = 1e3 * step.computed_s[rank], 1e3 * step.end_s[rank]
+    computed_ms = 1e3 * step.computed_s[rank]
+    end_ms = 1e3 * step.end_s[rank]
     forward_ms = FORWARD * computed_ms
     _draw_bar(axes, top, 0.0, forward_ms, COLOURS["forward"], "forward")
     _draw_bar(axes, top, forward_ms, computed_ms, COLOURS["backward"], "backward")
     for number, act in enumerate(step.buckets):
         begin_ms, packed_ms, exchanged_ms, unpacked_ms = (1e3 * times[rank] for times in act[1:])
         _draw_bar(axes, top + 0.95, begin_ms, unpacked_ms, COLOURS["bucket"])
-        parts = [(packed_ms + 1e3 * phase.begin_s, packed_ms + 1e3 * phase.end_s) for phase in phases]
+        parts = [
+            (packed_ms + 1e3 * phase.begin_s, packed_ms + 1e3 * phase.end_s) for phase in phases
+        ]
         for place, part in enumerate(parts or [(packed_ms, exchanged_ms)], start=number):
             _draw_bar(axes, top + 0.95, *part, (COLOURS["hop"], NEXT_HOP)[place % 2])
-    axes.plot([computed_ms, end_ms], [top + 1.72] * 2, color=COLOURS["wait"], lw=3, solid_capstyle="butt")
+    axes.plot(
+        [computed_ms, end_ms], [top + 1.72] * 2, color=COLOURS["wait"], lw=3, solid_capstyle="butt"
+    )
     label = f"{end_ms - computed_ms:.2f} ms not hidden, efficiency {step.efficiency:.1%}"
     axes.text(end_ms, top - 0.08, label, ha="right", va="bottom", fontsize=9, color=COLOURS["wait"])
     if phases:
         axes.text(end_ms, top + 1.85, f"steps: {_named(phases)}", ha="right", va="top", fontsize=9)
 
 
-def _draw_bar(axes: Axes, top: float, begin_ms: float, end_ms: float, colour: str, label: str = "") -> None:
+def _draw_bar(
+    axes: Axes, top: float, begin_ms: float, end_ms: float, colour: str, label: str = ""
+) -> None:
     axes.broken_barh([(begin_ms, end_ms - begin_ms)], (top, 0.6), color=colour, ec="w", lw=0.4)
     if end_ms - begin_ms > MIN_NAMED_SHARE * axes.get_xlim()[1]:
         axes.text((begin_ms + end_ms) / 2, top + 0.3, label, ha="center", va="center", fontsize=9)
 
 
 def _named(phases: Sequence[Phase]) -> str:
-    """Return the steps of each phase, or if there are many, of all that add and of all that copy."""
+    """Return the steps of each phase, or if there are many,
+    of all that add and of all that copy.
+    """
     counts = [(phase.steps, phase.adds) for phase in phases]
     if len(counts) > MAX_NAMED_PHASES:
-        counts = [(sum(steps for steps, adds in counts if adds is kind), kind) for kind in (True, False)]
+        counts = [
+            (sum(steps for steps, adds in counts if adds is kind), kind) for kind in (True, False)
+        ]
     return ", ".join(f"{steps} {'adding' if adds else 'copying'}" for steps, adds in counts)
 
 
@@ -198,8 +239,11 @@ class _Window(NamedTuple):
         return self.end_ms - self.begin_ms
 
 
-def draw_recorded_step(spans: Sequence[TimelineSpan], name: str, step: int | None = None) -> Figure | None:
-    """Draw `step` of a recorded run, or a step of median duration; return None if `spans` hold no step.
+def draw_recorded_step(
+    spans: Sequence[TimelineSpan], name: str, step: int | None = None
+) -> Figure | None:
+    """Draw `step` of a recorded run, or a step of median duration; return None if `spans` hold no
+    step.
 
     Raise `UsageError` for too many ranks, or if `spans` do not hold `step`.
     """
@@ -208,24 +252,35 @@ def draw_recorded_step(spans: Sequence[TimelineSpan], name: str, step: int | Non
         return None
     if step is not None and step not in windows:
         raise UsageError(f"--step {step}: {name} holds steps {min(windows)} to {max(windows)}")
-    return _draw_window(spans, _typical([*windows.values()]) if step is None else windows[step], name)
+    return _draw_window(
+        spans, _typical([*windows.values()]) if step is None else windows[step], name
+    )
 
 
 def _windows(spans: Sequence[TimelineSpan]) -> list[_Window]:
-    """Return each step, from the first rank that ended the step before to the last rank that ended this one."""
-    updates: defaultdict[int, list[float]] = defaultdict(list)  # by rank, the ends of its optimizer steps in ms
+    """Return each step, from the first rank that ended the step before to the last rank that ended
+    this one.
+    """
+    # by rank, the ends of its optimizer steps in ms
+    updates: defaultdict[int, list[float]] = defaultdict(list)
     ends_ms: defaultdict[int, list[float]] = defaultdict(list)  # by step
     for span in sorted(spans, key=lambda span: span.end_ms):
         if span.name == "optimizer":
             updates[span.rank].append(span.end_ms)
     for span in spans:
         if span.name == "wait" and span.step is not None:
-            ends_ms[span.step].append(next((end for end in updates[span.rank] if end > span.end_ms), span.end_ms))
-    if not ends_ms:  # waits of gossip and DDP have no step number: count the optimizer's steps of each rank
+            ends_ms[span.step].append(
+                next((end for end in updates[span.rank] if end > span.end_ms), span.end_ms)
+            )
+    # waits of gossip and DDP have no step number: count the optimizer's steps of each rank
+    if not ends_ms:
         for rank_ends_ms in updates.values():
             for step, end_ms in enumerate(rank_ends_ms):
                 ends_ms[step].append(end_ms)
-    return [_Window(step, min(ends_ms[before]), max(ends_ms[step])) for before, step in pairwise(sorted(ends_ms))]
+    return [
+        _Window(step, min(ends_ms[before]), max(ends_ms[step]))
+        for before, step in pairwise(sorted(ends_ms))
+    ]
 
 
 def _typical(windows: Sequence[_Window]) -> _Window:
@@ -239,24 +294,40 @@ def _draw_window(spans: Sequence[TimelineSpan], window: _Window, name: str) -> F
     ranks = sorted({span.rank for span in spans})
     if len(ranks) > MAX_RANKS:
         raise UsageError(f"{len(ranks)} ranks are too many for a picture: at most {MAX_RANKS}")
-    shown = [span for span in spans if span.end_ms > window.begin_ms and span.begin_ms < window.end_ms]
+    shown = [
+        span for span in spans if span.end_ms > window.begin_ms and span.begin_ms < window.end_ms
+    ]
     figure, axes = new_figure(10, 1.3 + 0.75 * len(ranks))
     for place, rank in enumerate(ranks):
         for kind in COLOURS:
-            _draw_ranges(axes, 2.4 * place, kind, [s for s in shown if (s.rank, s.name) == (rank, kind)], window)
-    axes.set_yticks([2.4 * place + 0.95 for place in range(len(ranks))], [f"rank {rank}" for rank in ranks])
+            _draw_ranges(
+                axes,
+                2.4 * place,
+                kind,
+                [s for s in shown if (s.rank, s.name) == (rank, kind)],
+                window,
+            )
+    axes.set_yticks(
+        [2.4 * place + 0.95 for place in range(len(ranks))], [f"rank {rank}" for rank in ranks]
+    )
     axes.set_ylim(2.4 * len(ranks), -0.3)
     axes.set_xlim(0, window.width_ms)
     _label_time(axes, f"{name}, step {window.step}: {window.width_ms:.2f} ms")
-    from matplotlib.patches import Patch  # noqa: PLC0415  # after new_figure, which says what to install
+    from matplotlib.patches import (  # noqa: PLC0415
+        Patch,
+    )  # after new_figure, which says what to install
 
     there = [kind for kind in COLOURS if kind in {span.name for span in shown}]
     handles = [Patch(color=COLOURS[kind], label=LEGEND.get(kind, kind)) for kind in there]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9
+    )
     return figure
 
 
-def _draw_ranges(axes: Axes, top: float, kind: str, spans: Sequence[TimelineSpan], window: _Window) -> None:
+def _draw_ranges(
+    axes: Axes, top: float, kind: str, spans: Sequence[TimelineSpan], window: _Window
+) -> None:
     """Draw one kind of ranges of one rank: communication below the rest, waits as a thin bar."""
     if spans:
         top += 1.0 if kind in COMM_RANGES else 0.0

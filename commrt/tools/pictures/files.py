@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of commands: pictures that they write, and recorded timelines and step times that they read.
+"""Files of commands: pictures that they write, and recorded timelines and step times that they
+read.
 
 What cannot be written is refused before the work starts.
 """
@@ -31,27 +32,34 @@ MAX_COUNT = 1e15
 """Largest rank, step or time in microseconds (30 years)."""
 MAX_STEP_S = 1e9
 TIMES_FORMAT = (
-    "give a timeline, such as examples/mnist/train.py --trace writes, or write one list of seconds per step, one "
-    "number per rank, as JSON [[1.2, 1.3], [1.1, 4.0]] or as lines of CSV"
+    "give a timeline, such as examples/mnist/train.py --trace writes, or write one list of seconds"
+    " per step, one number per rank, as JSON [[1.2, 1.3], [1.1, 4.0]] or as lines of CSV"
 )
 
 
 def require_writable(option: str, path: str, example: str, endings: Sequence[str] = ()) -> None:
-    """Raise `UsageError` if no file can be written at `path`, the value of `option`; `example` is a file name.
+    """Raise `UsageError` if no file can be written at `path`, the value of `option`; `example` is a
+    file name.
 
     With `endings` the name must end in one of them.
     """
     if not path:
-        raise UsageError(f'{option} "": the name of the file is empty: give one, such as {option} {example}')
+        raise UsageError(
+            f'{option} "": the name of the file is empty: give one, such as {option} {example}'
+        )
     file = Path(path)
     if endings and file.suffix not in endings:
         raise UsageError(f"{option} {path}: give a file that ends in {', '.join(endings)}")
     try:
-        folder, exists, is_folder = file.resolve().parent, file.exists(), file.is_dir()
+        folder = file.resolve().parent
+        exists = file.exists()
+        is_folder = file.is_dir()
     except OSError as error:  # a name that is too long, for instance
         raise UsageError(f"{option}: no file can have this name: {error.strerror}") from error
     if not folder.is_dir():
-        raise UsageError(f"{option} {path} cannot be written: there is no folder {folder}, make it first")
+        raise UsageError(
+            f"{option} {path} cannot be written: there is no folder {folder}, make it first"
+        )
     if is_folder:
         raise UsageError(f"{option} {path} is a folder: give a file, such as {file / example}")
     if not os.access(file if exists else folder, os.W_OK):
@@ -87,7 +95,9 @@ class TimelineSpan(NamedTuple):
 
 
 def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a trace for ``chrome://tracing`` and ui.perfetto.dev: a process per rank, a row per thread."""
+    """Return a trace for ``chrome://tracing`` and ui.perfetto.dev: a process per rank, a row per
+    thread.
+    """
     rows = list(events)
     threads = {(row["pid"], row["tid"]): row["thread"] for row in rows}
     names = [
@@ -102,7 +112,9 @@ def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_spans(file: str) -> list[TimelineSpan]:
-    """Return all ranges in `file`, a timeline as `chrome_trace` makes it; raise `UsageError` for another file."""
+    """Return all ranges in `file`, a timeline as `chrome_trace` makes it; raise `UsageError` for
+    another file.
+    """
     text = read_text(file)
     try:
         return spans_of(json.loads(text)["traceEvents"])
@@ -111,38 +123,55 @@ def read_spans(file: str) -> list[TimelineSpan]:
 
 
 def spans_of(events: Iterable[dict[str, Any]]) -> list[TimelineSpan]:
-    """Return the ranges among `events` in Chrome's trace format; raise KeyError or TypeError for malformed events."""
+    """Return the ranges among `events` in Chrome's trace format; raise KeyError or TypeError for
+    malformed events.
+    """
     return [_parse_span(event) for event in events if event["ph"] == "X"]
 
 
 def _parse_span(event: dict[str, Any]) -> TimelineSpan:
-    rank, name, step = event["pid"], event["name"], dict(event["args"]).get("step")
-    begin_us, width_us = event["ts"], event["dur"]
+    rank = event["pid"]
+    name = event["name"]
+    step = dict(event["args"]).get("step")
+    begin_us = event["ts"]
+    width_us = event["dur"]
     is_valid = isinstance(name, str) and type(rank) is int and (step is None or type(step) is int)
-    if not (is_valid and all(0 <= number < MAX_COUNT for number in (rank, step or 0, begin_us, width_us))):
-        raise TypeError(f"name must be a text, and pid, ts, dur and args.step numbers from 0 to {MAX_COUNT:g}")
+    if not (
+        is_valid
+        and all(0 <= number < MAX_COUNT for number in (rank, step or 0, begin_us, width_us))
+    ):
+        raise TypeError(
+            f"name must be a text, and pid, ts, dur and args.step numbers from 0 to {MAX_COUNT:g}"
+        )
     return TimelineSpan(rank, name, begin_us / 1e3, (begin_us + width_us) / 1e3, step)
 
 
 def compute_times_s(spans: Sequence[TimelineSpan]) -> list[list[float]]:
-    """Return [steps][ranks]: seconds from the begin of the forward to the end of the backward pass, without waits.
+    """Return [steps][ranks]: seconds from the begin of the forward to the end of the backward pass,
+    without waits.
 
     The list has as many steps as every rank has made, without the first `WARMUP_STEPS`.
     """
     by_rank: defaultdict[int, list[float]] = defaultdict(list)
     begin_ms = dict[int, float]()
-    for span in sorted(spans, key=lambda span: (span.end_ms, -span.begin_ms)):  # inner ranges before outer ones
+    # inner ranges before outer ones
+    for span in sorted(spans, key=lambda span: (span.end_ms, -span.begin_ms)):
         if span.name == "forward":
             begin_ms[span.rank] = span.begin_ms
         elif span.rank in begin_ms and span.name == "wait":
             begin_ms[span.rank] += span.end_ms - span.begin_ms
         elif span.rank in begin_ms and span.name == "backward":
             by_rank[span.rank].append((span.end_ms - begin_ms.pop(span.rank)) / 1e3)
-    return [list(step) for step in zip(*(by_rank[rank][WARMUP_STEPS:] for rank in sorted(by_rank)), strict=False)]
+    return [
+        list(step)
+        for step in zip(*(by_rank[rank][WARMUP_STEPS:] for rank in sorted(by_rank)), strict=False)
+    ]
 
 
 def read_times(path: str) -> Times:
-    """Return the step times in `path`: a timeline, JSON or CSV; raise `UsageError` that names the malformed place."""
+    """Return the step times in `path`: a timeline, JSON or CSV; raise `UsageError` that names the
+    malformed place.
+    """
     text = read_text(path, "utf-8-sig").strip()
     steps = _parse_json(path, text) if text.startswith(("[", "{")) else _parse_csv(path, text)
     if not steps:
@@ -150,11 +179,16 @@ def read_times(path: str) -> Times:
     ranks = len(steps[0])
     for number, step in enumerate(steps):
         if len(step) != ranks or not step:
-            raise UsageError(f"{path}: step {number} has {len(step)} times, step 0 has {ranks}: give each rank's")
+            raise UsageError(
+                f"{path}: step {number} has {len(step)} times, step 0 has {ranks}: give each rank's"
+            )
         for rank, value in enumerate(step):
             if not 0 < _number(value) < MAX_STEP_S:
                 place = f"{path}: step {number}, rank {rank}"
-                raise UsageError(f"{place}: {value!r:.80} is no number of seconds above 0 and below {MAX_STEP_S:g}")
+                raise UsageError(
+                    f"{place}: {value!r:.80} is no number of seconds above 0 and below"
+                    f" {MAX_STEP_S:g}"
+                )
     return np.array(steps, dtype=np.float64)
 
 

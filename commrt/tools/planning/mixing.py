@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well gossip mixes: what a rank holds after a period, as shares of what all ranks held before."""
+"""How well gossip mixes: what a rank holds after a period,
+as shares of what all ranks held before.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ class Mixing:
     second_singular_value: float
     """Part of the differences between ranks that is left: 0 if all hold the mean."""
     smallest: float
-    """Smallest share times ranks: 1 is the mean, 0 means that some rank has nothing from some other."""
+    """Smallest share times ranks: 1 is the mean, 0 means that some rank has nothing from some
+    other.
+    """
     largest: float
     """Largest share times ranks."""
 
 
 def mixing(schedules: Iterable[Schedule], total: int = 1) -> Mixing:
-    """Return what `schedules`, run one after the other, make of all ranks' values; each is divided by `total`.
+    """Return what `schedules`, run one after the other, make of all ranks' values; each is divided
+    by `total`.
 
     >>> from commrt.algorithms.gossip import dissemination
     >>> mixing([dissemination(4, 0), dissemination(4, 1)])
@@ -48,7 +53,8 @@ def mixing(schedules: Iterable[Schedule], total: int = 1) -> Mixing:
 
 
 def steps_to_meet_all(algorithm: Algorithm, ranks: int, most: int) -> int | None:
-    """Return after how many steps every rank has received from every other directly; None if more than `most`.
+    """Return after how many steps every rank has received from every other directly; None if more
+    than `most`.
 
     If chunks go to different ranks, receiving one of them counts.
     """
@@ -62,12 +68,16 @@ def steps_to_meet_all(algorithm: Algorithm, ranks: int, most: int) -> int | None
 
 
 def _shares(schedule: Schedule) -> Shares:
-    ranks, chunks = schedule.ranks, schedule.chunks
+    ranks = schedule.ranks
+    chunks = schedule.chunks
     shares = np.repeat(np.eye(ranks)[:, None, :], chunks, axis=1)
     for step in schedule.checked_steps():
         before = shares.copy()
-        for src, dst, lo, hi, combine, weight in zip(*(column.tolist() for column in step.columns), strict=True):
-            received, own = before[src, lo:hi], shares[dst, lo:hi]
+        for src, dst, lo, hi, combine, weight in zip(
+            *(column.tolist() for column in step.columns), strict=True
+        ):
+            received = before[src, lo:hi]
+            own = shares[dst, lo:hi]
             if combine == COPY:
                 own[:] = received
             else:

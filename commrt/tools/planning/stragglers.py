@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stragglers: models of how long ranks compute, and how many ranks a step should wait for.
 
-With a smaller quorum a step ends sooner, and its update is worth less. J. Chen et al., "Revisiting Distributed
-Synchronous SGD" (2016), choose the quorum that makes the mean time of a step times the number of updates smallest.
-Numbers of that paper are given from memory.
+With a smaller quorum a step ends sooner, and its update is worth less. J. Chen et al., "Revisiting
+Distributed Synchronous SGD" (2016), choose the quorum that makes the mean time of a step times the
+number of updates smallest. Numbers of that paper are given from memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Times = NDArray[np.float64]
 PerRank = NDArray[np.float64]
 """[ranks]: for a quorum of 1, 2, ... ranks."""
 PUBLISHED = {50: 137.5e3, 100: 76.2e3}
-"""Gradients per update -> updates until Inception converged, with 6 backups: published, from memory."""
+"""Gradients per update -> updates until Inception converged, with 6 backups: published, from
+memory.
+"""
 RESAMPLES = 100
 LEAST = 1e-9
 """The smallest time, rate or exponent."""
@@ -30,10 +32,11 @@ LEAST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class HeavyTails:
-    """A normal body, sometimes a Pareto tail after it, and a factor that all ranks of a step have in common.
+    """A normal body, sometimes a Pareto tail after it, and a factor that all ranks of a step have
+    in common.
 
-    The defaults are a fit to two percentages published for 100 machines: within 2 s, 98 gradients were there in 80 %
-    of steps, and all in 30 %. The fit gives 85 % and 27 %.
+    The defaults are a fit to two percentages published for 100 machines: within 2 s, 98 gradients
+    were there in 80 % of steps, and all in 30 %. The fit gives 85 % and 27 %.
     """
 
     common_sd: float = 0.08
@@ -49,7 +52,9 @@ class HeavyTails:
 
     def __post_init__(self) -> None:
         _within(0, 1, common_sd=self.common_sd, tail_chance=self.tail_chance)
-        _within(0, inf, body_s=self.body_s, body_sd_s=self.body_sd_s, tail_scale_s=self.tail_scale_s)
+        _within(
+            0, inf, body_s=self.body_s, body_sd_s=self.body_sd_s, tail_scale_s=self.tail_scale_s
+        )
         _within(LEAST, inf, floor_s=self.floor_s, tail_exponent=self.tail_exponent)
         _within(self.floor_s, inf, cap_s=self.cap_s)
 
@@ -81,7 +86,9 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class SlowSteps:
-    """Injected delays: all ranks take `base_s`, but each, with `chance`, `low` to `high` times that, uniformly."""
+    """Injected delays: all ranks take `base_s`, but each, with `chance`, `low` to `high` times
+    that, uniformly.
+    """
 
     base_s: float = 1.0
     chance: float = 0.03
@@ -115,7 +122,9 @@ class Jitter:
 
     def sample(self, rng: Generator, steps: int, ranks: int) -> Times:
         """Return random times of `steps` steps."""
-        times_s: Times = self.base_s * np.exp(rng.normal(0.0, np.sqrt(np.log1p(self.variation**2)), (steps, ranks)))
+        times_s: Times = self.base_s * np.exp(
+            rng.normal(0.0, np.sqrt(np.log1p(self.variation**2)), (steps, ranks))
+        )
         return times_s
 
 
@@ -130,16 +139,19 @@ def kth_time_s(times_s: Times) -> PerRank:
 
 
 def step_time_s(times_s: Times, needed: ArrayLike) -> PerRank:
-    """Return the mean time of a step, for each quorum size in `needed`, if late ranks are not interrupted.
+    """Return the mean time of a step, for each quorum size in `needed`, if late ranks are not
+    interrupted.
 
-    A late rank finishes the gradient that is no longer needed, then begins one for the step that the others are at; it
-    may miss several steps. `kth_time_s`, the published way, lets all ranks begin every step together.
+    A late rank finishes the gradient that is no longer needed, then begins one for the step that
+    the others are at; it may miss several steps. `kth_time_s`, the published way, lets all ranks
+    begin every step together.
 
     >>> step_time_s(np.array([[1.0, 3.0], [1.0, 3.0], [1.0, 3.0]]), [1, 2]).tolist()
     [1.0, 3.0]
     """
     last = np.atleast_1d(np.asarray(needed))[:, None] - 1
-    free_s, now_s = np.zeros((len(last), times_s.shape[1])), np.zeros((len(last), 1))
+    free_s = np.zeros((len(last), times_s.shape[1]))
+    now_s = np.zeros((len(last), 1))
     for step_s in times_s:
         begin_s = np.maximum(free_s, now_s)
         ready_s = begin_s + step_s
@@ -151,20 +163,24 @@ def step_time_s(times_s: Times, needed: ArrayLike) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The paper's number of updates for Inception: known at 50 and 100 gradients per update, a line between.
+    """The paper's number of updates for Inception: known at 50 and 100 gradients per update, a line
+    between.
 
     >>> Published().iterations(np.array([50, 96, 100])).tolist()
     [137500.0, 81104.0, 76200.0]
     """
 
     def iterations(self, needed: NDArray[np.int64]) -> PerRank:
-        """Return the updates until the goal for each number of gradients per update; nan below 50 and above 100."""
+        """Return the updates until the goal for each number of gradients per update; nan below 50
+        and above 100.
+        """
         return np.interp(needed, [*PUBLISHED], [*PUBLISHED.values()], left=np.nan, right=np.nan)
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Updates fall as a power of the gradients per update: 1 if twice the batch halves them, 0 if it does not help.
+    """Updates fall as a power of the gradients per update: 1 if twice the batch halves them, 0 if
+    it does not help.
 
     >>> Scaling(0.5).iterations(np.array([1, 4])).tolist()
     [1.0, 0.5]
@@ -175,8 +191,8 @@ class Scaling:
     def __post_init__(self) -> None:
         if not 0 <= self.exponent <= 1:
             raise UsageError(
-                f"an exponent of {self.exponent:g}: give one between 0, where more gradients per update do not help, "
-                "and 1, where twice as many halve the updates"
+                f"an exponent of {self.exponent:g}: give one between 0, where more gradients per"
+                " update do not help, and 1, where twice as many halve the updates"
             )
 
     def iterations(self, needed: NDArray[np.int64]) -> PerRank:
@@ -195,7 +211,10 @@ class QuorumChoice:
     kth_s: PerRank
     """Mean time of the k-th gradient of a step."""
     goal_s: PerRank
-    """Time to the goal if the k-th gradient ends each step; nan where unknown. In seconds if the goal is in updates."""
+    """Time to the goal if the k-th gradient ends each step; nan where unknown.
+
+    In seconds if the goal is in updates.
+    """
     best: int
     """Gradients that a step should wait for."""
     likely: tuple[int, int]
@@ -203,10 +222,13 @@ class QuorumChoice:
 
 
 def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
-    """Return the quorum with the least time to the goal; `rng` resamples the steps, as a whole, for `likely`."""
+    """Return the quorum with the least time to the goal; `rng` resamples the steps, as a whole, for
+    `likely`.
+    """
     steps, ranks = times_s.shape
     iterations = goal.iterations(np.arange(1, ranks + 1))
-    arrivals_s, kth_s = np.sort(times_s, axis=1), kth_time_s(times_s)
+    arrivals_s = np.sort(times_s, axis=1)
+    kth_s = kth_time_s(times_s)
     drawn = (arrivals_s[rng.integers(steps, size=steps)] for _ in range(RESAMPLES))
     again = sorted(_best(each.mean(axis=0) * iterations) for each in drawn)
     likely = again[RESAMPLES // 20], again[-RESAMPLES // 20]
@@ -215,12 +237,18 @@ def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
 
 
 def _best(goal_s: PerRank) -> int:
-    """Return the quorum of the least time; of equal ones the largest, as its gradients cost nothing."""
+    """Return the quorum of the least time; of equal ones the largest, as its gradients cost
+    nothing.
+    """
     return len(goal_s) - int(np.nanargmin(goal_s[::-1]))
 
 
 def _within(least: float, most: float, **values: float) -> None:
     for name, value in values.items():
         if not (least <= value <= most and value < inf):
-            limit = f"between {least:g} and {most:g}" if most < inf else f"at least {least:g}, and finite"
+            limit = (
+                f"between {least:g} and {most:g}"
+                if most < inf
+                else f"at least {least:g}, and finite"
+            )
             raise UsageError(f"{name} is {value:g}: it must be {limit}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated training steps: how much of the exchange the backward pass hides, and how slow ranks delay the others.
+"""Simulated training steps: how much of the exchange the backward pass hides, and how slow ranks
+delay the others.
 
-In an all-reduce every rank waits for the slowest. In gossip a rank waits for one other, which waited for one other in
-the step before. So delays spread slowly, and mostly pass before they meet.
+In an all-reduce every rank waits for the slowest. In gossip a rank waits for one other, which
+waited for one other in the step before. So delays spread slowly, and mostly pass before they meet.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class StepTime:
     @property
     def end_s(self) -> Seconds:
         """Time at which each rank can use its gradients."""
-        return np.maximum(self.computed_s, self.buckets[-1].end_s) if self.buckets else self.computed_s
+        return (
+            np.maximum(self.computed_s, self.buckets[-1].end_s) if self.buckets else self.computed_s
+        )
 
     @property
     def seconds(self) -> float:
@@ -82,7 +85,8 @@ class Phase(NamedTuple):
 
 def phases(pricing: WirePricing, nbytes: float) -> list[Phase]:
     """Return the phases of the schedule, for ranks that begin together."""
-    begin_s, chunk_nbytes = pricing.code_s(nbytes), pricing.moved_nbytes(nbytes) / pricing.schedule.chunks
+    begin_s = pricing.code_s(nbytes)
+    chunk_nbytes = pricing.moved_nbytes(nbytes) / pricing.schedule.chunks
     found = list[Phase]()
     clock_s = np.full(pricing.schedule.ranks, begin_s)
     for pattern, times in pricing.runs:
@@ -95,43 +99,58 @@ def phases(pricing: WirePricing, nbytes: float) -> list[Phase]:
 def efficiency_at(cluster: Cluster, samples: int) -> float:
     """Return the share of full speed that kernels reach with so many samples per rank in a step.
 
-    Between two entries of `kernel_efficiency` it is linear in log2 of the samples; beyond the ends, constant.
+    Between two entries of `kernel_efficiency` it is linear in log2 of the samples; beyond the ends,
+    constant.
 
     >>> from commrt.pricing.cluster import Between, Link
-    >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency={4: 0.8, 64: 1.0})
+    >>> efficiency = {4: 0.8, 64: 1.0}
+    >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency=efficiency)
     >>> [round(efficiency_at(cpus, samples), 3) for samples in (1, 4, 16, 256)]
     [0.8, 0.8, 0.9, 1.0]
     """
     if samples < 1:
         raise UsageError(f"{samples} samples per rank: give at least 1")
     known = cluster.kernel_efficiency
-    return float(np.interp(log2(samples), [log2(each) for each in known], [*known.values()])) if known else 1.0
+    return (
+        float(np.interp(log2(samples), [log2(each) for each in known], [*known.values()]))
+        if known
+        else 1.0
+    )
 
 
 def overlapped_step(
-    pricing: WirePricing, buckets: Sequence[ReadyBucket], compute_s: ArrayLike, begin_s: ArrayLike = 0.0
+    pricing: WirePricing,
+    buckets: Sequence[ReadyBucket],
+    compute_s: ArrayLike,
+    begin_s: ArrayLike = 0.0,
 ) -> StepTime:
-    """Return a step whose buckets leave one after the other, each as soon as its gradients are ready.
+    """Return a step whose buckets leave one after the other, each as soon as its gradients are
+    ready.
 
     `compute_s` and `begin_s` are [ranks], or one number for all.
     """
     begin_s, compute_s = (_per_rank(values, pricing) for values in (begin_s, compute_s))
-    free_s, times = begin_s, list[BucketTimes]()
+    free_s = begin_s
+    times = list[BucketTimes]()
     for bucket in buckets:
-        ready_s, pack_s = np.maximum(free_s, begin_s + bucket.at * compute_s), pricing.pack_s(bucket.nbytes)
+        ready_s = np.maximum(free_s, begin_s + bucket.at * compute_s)
+        pack_s = pricing.pack_s(bucket.nbytes)
         exchanged_s = pricing.price(bucket.nbytes, ready_s + pack_s).finish_s
         free_s = exchanged_s + pack_s
         times.append(BucketTimes(bucket.nbytes, ready_s, ready_s + pack_s, exchanged_s, free_s))
     return StepTime(begin_s, begin_s + compute_s, tuple(times))
 
 
-def blocking_step(pricing: WirePricing, nbytes: float, compute_s: ArrayLike, begin_s: ArrayLike = 0.0) -> StepTime:
+def blocking_step(
+    pricing: WirePricing, nbytes: float, compute_s: ArrayLike, begin_s: ArrayLike = 0.0
+) -> StepTime:
     """Return a step whose gradients leave together, after the backward pass."""
     return overlapped_step(pricing, [ReadyBucket(nbytes, 1.0)], compute_s, begin_s)
 
 
 def mean_efficiency(pricing: WirePricing, buckets: Sequence[ReadyBucket], times_s: Times) -> float:
-    """Return the mean time of computing divided by that of a step, of overlapped steps that follow each other.
+    """Return the mean time of computing divided by that of a step, of overlapped steps that follow
+    each other.
 
     `times_s` [steps, ranks] says how long each rank computes.
     """
@@ -142,10 +161,11 @@ def mean_efficiency(pricing: WirePricing, buckets: Sequence[ReadyBucket], times_
 
 
 def gossip_efficiency(times_s: Times, algorithm: Gossip, message_s: float = 0.0) -> float:
-    """Return the mean time of computing divided by that of a step of gossip, in which ranks wait only for partners.
+    """Return the mean time of computing divided by that of a step of gossip, in which ranks wait
+    only for partners.
 
-    A message leaves at the end of a step and takes `message_s`. With `staleness` 1 a rank waits for the message of the
-    step before. `times_s` [steps, ranks] says how long each rank computes.
+    A message leaves at the end of a step and takes `message_s`. With `staleness` 1 a rank waits for
+    the message of the step before. `times_s` [steps, ranks] says how long each rank computes.
     """
     steps, ranks = times_s.shape
     if algorithm.within > 1:
@@ -189,7 +209,8 @@ class LocalSteps:
         return self.fragments * self.fragment_s
 
     def exposed_s(self, delay: int) -> float:
-        """Return how long a step waits on average, if an average is merged `delay` steps after weights left.
+        """Return how long a step waits on average, if an average is merged `delay` steps after
+        weights left.
 
         Each fragment is hidden by `delay` steps, and all fragments of a period by its steps.
         """
@@ -213,7 +234,8 @@ class LocalSteps:
 
 
 def hiding_period(steps: LocalSteps, most: int) -> LocalSteps | None:
-    """Return `steps` with a period that can hide the exchange: doubled until it does; None if it would exceed `most`.
+    """Return `steps` with a period that can hide the exchange: doubled until it does; None if it
+    would exceed `most`.
 
     >>> steps = LocalSteps(fragment_s=2.5, compute_s=0.1, period=16)
     >>> hiding_period(steps, 512).period, hiding_period(steps, 16)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wires of the command line: what a gradient is on each, how many bytes that takes, and how long."""
+"""The wires of the command line: what a gradient is on each, how many bytes that takes, and how
+long.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from commrt.schedule import Algorithm, Schedule
 GRADIENT_NBYTES = 4
 Item = int | Quantizer
 """The bytes of a gradient on the wire, or the codes that stand for it."""
-QUANTIZERS: dict[str, Quantizer] = {"int8": Int8(), "int4": Int4(), "int2": Int2(), "float8": Float8()}
+QUANTIZERS: dict[str, Quantizer] = {
+    "int8": Int8(),
+    "int4": Int4(),
+    "int2": Int2(),
+    "float8": Float8(),
+}
 ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **QUANTIZERS}
 """What a gradient is on the wire, by its name on the command line."""
 
@@ -25,34 +32,51 @@ ITEMS: dict[str, Item] = {"fp32": GRADIENT_NBYTES, "bf16": 2, "fp16": 2, **QUANT
 class WirePricing(Pricing):
     """As `Pricing`, with the time to pack, and with `quantizer` of codes instead of values.
 
-    A rank then also turns all its values into codes before the first step, and all codes into values after the last
-    one. Chunks are whole tiles.
+    A rank then also turns all its values into codes before the first step, and all codes into
+    values after the last one. Chunks are whole tiles.
     """
 
-    def __init__(self, schedule: Schedule, cluster: Cluster, quantizer: Quantizer | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, cluster: Cluster, quantizer: Quantizer | None = None
+    ) -> None:
         self.quantizer = quantizer
-        self._share = 1.0 if quantizer is None else quantizer.tile_nbytes / (GRADIENT_NBYTES * quantizer.tile_numel)
-        is_known = quantizer is not None and cluster.code_gbytes_per_s is not None  # codes are added as fp32 values
+        self._share = (
+            1.0
+            if quantizer is None
+            else quantizer.tile_nbytes / (GRADIENT_NBYTES * quantizer.tile_numel)
+        )
+        # codes are added as fp32 values
+        is_known = quantizer is not None and cluster.code_gbytes_per_s is not None
         speed = cluster.code_gbytes_per_s if is_known else cluster.reduce_gbytes_per_s
         super().__init__(schedule, cluster, seconds(1.0, speed) / self._share)
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
-        """Return the price for a buffer of `nbytes` of values or of codes per rank; see `Pricing.price`."""
+        """Return the price for a buffer of `nbytes` of values or of codes per rank; see
+        `Pricing.price`.
+        """
         code_s = self.code_s(nbytes)
-        price = super().price(self.moved_nbytes(nbytes), np.asarray(start_s, dtype=np.float64) + code_s)
+        price = super().price(
+            self.moved_nbytes(nbytes), np.asarray(start_s, dtype=np.float64) + code_s
+        )
         return price._replace(finish_s=price.finish_s + code_s)
 
     def moved_nbytes(self, nbytes: float) -> float:
         """Return the size of the buffer if all chunks are as large as the largest one."""
         if self.quantizer is None or not 0 <= nbytes < inf:
             return nbytes
-        tiles = ceil(nbytes / self.quantizer.tile_nbytes / self.schedule.chunks) * self.schedule.chunks
+        tiles = (
+            ceil(nbytes / self.quantizer.tile_nbytes / self.schedule.chunks) * self.schedule.chunks
+        )
         return float(tiles * self.quantizer.tile_nbytes)
 
     def code_s(self, nbytes: float) -> float:
-        """Return the seconds that turning values into `nbytes` of codes takes, and as many those into values again."""
+        """Return the seconds that turning values into `nbytes` of codes takes, and as many those
+        into values again.
+        """
         is_quantized = self.quantizer is not None and self.steps
-        return seconds(nbytes / self._share, self.cluster.code_gbytes_per_s) if is_quantized else 0.0
+        return (
+            seconds(nbytes / self._share, self.cluster.code_gbytes_per_s) if is_quantized else 0.0
+        )
 
     def pack_s(self, nbytes: float) -> float:
         """Return the seconds that packing, or unpacking, a bucket of `nbytes` on the wire takes."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model gives an exchange to do: how many gradients there are, and when in a step they are ready."""
+"""What a model gives an exchange to do: how many gradients there are, and when in a step they are
+ready.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,28 @@ from commrt.quantizer import Quantizer
 from commrt.tools.planning.wires import GRADIENT_NBYTES, Item, wire_nbytes
 
 MODELS = ("resnet50", "vgg_a", "overfeat_fast", "cd_dnn")
-"""Models that ship as files in `FOLDER`: of images of 224 x 224 pixels, and 231 x 231 for `overfeat_fast`. `cd_dnn` has
-seven hidden layers for speech (Das et al., 2016)."""
+"""Models that ship as files in `FOLDER`: of images of 224 x 224 pixels, and 231 x 231 for
+`overfeat_fast`. `cd_dnn` has seven hidden layers for speech (Das et al., 2016).
+"""
 TRANSFORMERS = {
     "bert_large": (1024, 24, 512, 30_522),
     "gpt2": (768, 12, 1024, 50_257),
     "gpt2_xl": (1600, 48, 1024, 50_257),
     "llama2_7b": (4096, 32, 4096, 32_000),
 }
-"""Width, depth, tokens and vocabulary of known models, each as a GPT of that shape: within 4 % of their parameters."""
+"""Width, depth, tokens and vocabulary of known models, each as a GPT of that shape: within 4 % of
+their parameters.
+"""
 FOLDER = resources.files("commrt.tools.planning").joinpath("models")
 
 FORWARD = 1 / 3
-"""Part of a step's computing before the first gradient is ready: the backward pass multiplies twice as much."""
+"""Part of a step's computing before the first gradient is ready: the backward pass multiplies twice
+as much.
+"""
 FIRST_NBYTES = 1 << 20
 """Size of the first bucket, which is small so that exchanging begins early."""
-MOST_NUMEL, MOST_WORK = 10**15, 1e30
+MOST_NUMEL = 10**15
+MOST_WORK = 1e30
 """Limits of a layer: sums and products of a few of them are still finite."""
 
 
@@ -69,7 +77,8 @@ class ReadyBucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model's layers, in the order of the forward pass. Raises `UsageError` for layers that cannot be.
+    """A model's layers, in the order of the forward pass. Raises `UsageError` for layers that
+    cannot be.
 
     `commrt.tools.workload_of` reads it from a model of yours.
     """
@@ -80,32 +89,39 @@ class Workload:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(NAME, self.name):
             raise UsageError(
-                f"a workload cannot be called {self.name!r:.120}: give up to 100 letters, digits and spaces"
+                f"a workload cannot be called {self.name!r:.120}: give up to 100 letters, digits"
+                " and spaces"
             )
         for number, layer in enumerate(self.layers):
             if not layer.is_possible():
                 raise UsageError(
-                    f"{self.name}: layer {number} is {layer.facts()!s:.200}: give whole numbers up to {MOST_NUMEL:g}, "
-                    f"and a work from 0 to {MOST_WORK:g}"
+                    f"{self.name}: layer {number} is {layer.facts()!s:.200}: give whole numbers up"
+                    f" to {MOST_NUMEL:g}, and a work from 0 to {MOST_WORK:g}"
                 )
         if self.numel < 1 or self.work <= 0:
             raise UsageError(
-                f"{self.name} has {self.numel} parameters to exchange and work {self.work:g}: a workload needs a layer "
-                "with parameters and one that multiplies; give both, in the order of the forward pass"
+                f"{self.name} has {self.numel} parameters to exchange and work {self.work:g}: a"
+                " workload needs a layer with parameters and one that multiplies; give both, in"
+                " the order of the forward pass"
             )
 
     @classmethod
     def even(cls, numel: int, parts: int = 1) -> Self:
-        """Return a model of `numel` parameters in equal layers that all compute equally long; raises `UsageError`."""
+        """Return a model of `numel` parameters in equal layers that all compute equally long;
+        raises `UsageError`.
+        """
         if numel < 1 or parts < 1:
             raise UsageError(f"{numel} parameters in {parts} parts: give at least one of each")
         parts = min(parts, numel)
         bounds = [numel * part // parts for part in range(parts + 1)]
-        return cls(f"{numel:,} parameters", tuple(Layer(hi - lo, 1.0) for lo, hi in pairwise(bounds)))
+        return cls(
+            f"{numel:,} parameters", tuple(Layer(hi - lo, 1.0) for lo, hi in pairwise(bounds))
+        )
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the workload of one of `MODELS` or `TRANSFORMERS`; layers take time as they multiply.
+        """Return the workload of one of `MODELS` or `TRANSFORMERS`; layers take time as they
+        multiply.
 
         >>> model = Workload.named("resnet50")
         >>> model.numel, round(model.work / 1e9, 2)
@@ -117,7 +133,8 @@ class Workload:
 
     @classmethod
     def transformer(cls, width: int, depth: int, tokens: int, vocabulary: int = 50_257) -> Self:
-        """Return a GPT of `depth` blocks whose embedding is its last layer as well, for sequences of `tokens`.
+        """Return a GPT of `depth` blocks whose embedding is its last layer as well, for sequences
+        of `tokens`.
 
         Its work is that of a sequence. Raises `UsageError` for numbers below 1.
 
@@ -126,9 +143,14 @@ class Workload:
         124439808
         """
         if min(width, depth, tokens, vocabulary) < 1:
-            raise UsageError(f"a transformer of {width} x {depth} for {tokens} tokens: give numbers from 1 on")
+            raise UsageError(
+                f"a transformer of {width} x {depth} for {tokens} tokens: give numbers from 1 on"
+            )
         embedding = Layer((vocabulary + tokens) * width, 0.0)
-        attention = Layer(4 * width * (width + 1) + 2 * width, float(tokens * (4 * width * width + 2 * tokens * width)))
+        attention = Layer(
+            4 * width * (width + 1) + 2 * width,
+            float(tokens * (4 * width * width + 2 * tokens * width)),
+        )
         dense = Layer(8 * width * width + 7 * width, float(tokens * 8 * width * width))
         last = Layer(2 * width, float(tokens * vocabulary * width))
         name = f"transformer:{width}x{depth}x{tokens}"
@@ -141,13 +163,17 @@ class Workload:
 
     @classmethod
     def parsed(cls, text: str, source: str) -> Self:
-        """Return the workload that a JSON document of `text` describes; `UsageError` names its `source`."""
+        """Return the workload that a JSON document of `text` describes; `UsageError` names its
+        `source`.
+        """
         try:
             given = json.loads(text)
-            name, layers = given["name"], tuple(Layer(**layer) for layer in given["layers"])
+            name = given["name"]
+            layers = tuple(Layer(**layer) for layer in given["layers"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
-                f"{source:.200} describes no workload ({error!r:.200}): write it with Workload.save, or as {FORMAT}"
+                f"{source:.200} describes no workload ({error!r:.200}): write it with"
+                f" Workload.save, or as {FORMAT}"
             ) from error
         return cls(name, layers)
 
@@ -167,11 +193,15 @@ class Workload:
         return f'{{"name": {json.dumps(self.name)}, "layers": [\n{layers}\n]}}'
 
     def save(self, file: str | Path) -> None:
-        """Write the workload to `file`, for ``commrt plan step --model file.json``; `CommrtError` if that fails."""
+        """Write the workload to `file`, for ``commrt plan step --model file.json``; `CommrtError`
+        if that fails.
+        """
         try:
             Path(file).write_text(self.text() + "\n", encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise CommrtError(f"{str(file)!r:.200} could not be written: {error}; give another file") from error
+            raise CommrtError(
+                f"{str(file)!r:.200} could not be written: {error}; give another file"
+            ) from error
 
     @property
     def work(self) -> float:
@@ -184,24 +214,35 @@ class Workload:
         return sum(layer.numel for layer in self.layers)
 
     def buckets(self, cap_nbytes: float, itemsize: Item) -> list[ReadyBucket]:
-        """Return the buckets of the gradients, from the last layer to the first, as `commrt.attach` makes them.
+        """Return the buckets of the gradients, from the last layer to the first, as `commrt.attach`
+        makes them.
 
-        `cap_nbytes` of fp32 gradients fill a bucket, `FIRST_NBYTES` the first one. On the wire each gradient takes
-        `itemsize` bytes, or is one of these codes.
+        `cap_nbytes` of fp32 gradients fill a bucket, `FIRST_NBYTES` the first one. On the wire each
+        gradient takes `itemsize` bytes, or is one of these codes.
 
         >>> Workload.even(100, parts=4).buckets(cap_nbytes=200, itemsize=2)
         [ReadyBucket(nbytes=100.0, at=0.6666666666666667), ReadyBucket(nbytes=100.0, at=1.0)]
         """
         if cap_nbytes <= 0 or not (isinstance(itemsize, Quantizer) or itemsize >= 1):
-            raise UsageError(f"buckets of {cap_nbytes:g} bytes, {itemsize} per gradient: both must be above 0")
-        total, done, filled = self.work, 0.0, 0
-        found, room_nbytes = list[ReadyBucket](), min(cap_nbytes, FIRST_NBYTES)
+            raise UsageError(
+                f"buckets of {cap_nbytes:g} bytes, {itemsize} per gradient: both must be above 0"
+            )
+        total = self.work
+        done = 0.0
+        filled = 0
+        found = list[ReadyBucket]()
+        room_nbytes = min(cap_nbytes, FIRST_NBYTES)
         for layer in reversed(self.layers):
             done += layer.work
             filled += layer.numel
             if filled * GRADIENT_NBYTES >= room_nbytes:
-                found.append(ReadyBucket(wire_nbytes(filled, itemsize), FORWARD + (1 - FORWARD) * done / total))
-                filled, room_nbytes = 0, cap_nbytes
+                found.append(
+                    ReadyBucket(
+                        wire_nbytes(filled, itemsize), FORWARD + (1 - FORWARD) * done / total
+                    )
+                )
+                filled = 0
+                room_nbytes = cap_nbytes
         return [*found, ReadyBucket(wire_nbytes(filled, itemsize), 1.0)] if filled else found
 
 
