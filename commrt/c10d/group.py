@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ from commrt.errors import (
     UsageError,
 )
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.selection import Selection, parse_forced
+from commrt.pricing.selection import PROVEN_RANKS, Selection, parse_forced
 from commrt.runtime.connection import compare_starts, connect_hosts, listening_address, local_rank
 from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
@@ -59,6 +60,7 @@ from commrt.transport.gloo import GlooTransport
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, Transport
 
+_log = logging.getLogger("commrt")
 CHOICES = "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS"
 CONNECT_TRIES = 5
 """Of Gloo to connect two ranks (torch 2.13), each with its own timeout.
@@ -442,6 +444,10 @@ def _selection(cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str]
 def _selection_of(
     text: str, name: str, ranks: tuple[int, ...], forced: tuple[tuple[str, str], ...]
 ) -> Selection:
+    if len(ranks) > PROVEN_RANKS:
+        _log.info(
+            "a group of %d ranks: schedules are proven for at most %d", len(ranks), PROVEN_RANKS
+        )
     return Selection(Cluster.parsed(text, name), ranks, dict(forced))
 
 
