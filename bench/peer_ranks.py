@@ -244,7 +244,7 @@ def _gpu_s(run: Callable[[], None], times: int = 10) -> float:
 def struck(tell: Tell, timeout_s: float, phase: str, way: str) -> dict[str, Any]:
     """Let the last rank be struck in an exchange; the others return their error, and exchange without it.
 
-    `phase` is where it is struck: between exchanges, or while its own meeting waits for the others.
+    `phase` is where it is struck: between exchanges, or while its own kernel waits for the others.
     """
     device, rank, size = place(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     told: dict[str, Any] = {}
@@ -257,7 +257,7 @@ def struck(tell: Tell, timeout_s: float, phase: str, way: str) -> dict[str, Any]
         world.transport.timeout_s = timeout_s
         told["free before"] = free_mib(device)
         if rank == size - 1:
-            if phase == "in a meeting":
+            if phase == "in a wait":
                 run(1)
             tell("strike me")
             while True:

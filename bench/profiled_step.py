@@ -30,7 +30,7 @@ PROFILED = (DDP, "direct, by calls", "direct, by graphs")
 STEPS = 3
 STEP = "training step"
 PHASES = "forward", "backward", "optimizer"
-BY_NAME = {"pack_kernel": "pack", "unpack_kernel": "unpack", "meet_kernel": "meet", "reduce_kernel": "reduce"}
+BY_NAME = {"pack_kernel": "pack", "unpack_kernel": "unpack", "signal_wait_kernel": "wait", "reduce_kernel": "reduce"}
 CLASSES = (*PHASES, *BY_NAME.values(), "nccl", "copy", "other")
 RANGES = "commrt::bucket", "commrt::graph", "commrt::wait"
 """What is kept of the host's ranges."""

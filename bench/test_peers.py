@@ -76,7 +76,7 @@ STRIKES = {"killed": signal.SIGKILL, "ended": signal.SIGTERM, "stopped": signal.
 
 @pytest.mark.skipif(UNDER_MPS, reason="MPS leaves the others undefined when a client is killed")
 @pytest.mark.parametrize("way", ["by calls", "by graph"])
-@pytest.mark.parametrize("phase", ["between exchanges", "in a meeting"])
+@pytest.mark.parametrize("phase", ["between exchanges", "in a wait"])
 @pytest.mark.parametrize("strike", STRIKES)
 def test_the_others_learn_who_is_gone_and_go_on(strike, phase, way, record_property, monkeypatch):
     monkeypatch.setenv("SECOND_PORT", str(free_port()))

@@ -45,7 +45,7 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 RECEIVED = range(1, 8)
 """How many buffers are added at once."""
 PEERS = 1, 3, 7, 15
-"""How many peers are met at once: those of 2, 4, 8 and 16 ranks."""
+"""How many peers are waited for at once: those of 2, 4, 8 and 16 ranks."""
 NOP = 0x918
 """The operation in the lowest 12 bits of an instruction of 16 bytes."""
 INSTRUCTION = re.compile(
@@ -101,12 +101,12 @@ def cases() -> Iterator[Case]:
             f"reduce {SHORT[dtype]} of {count}", partial(variants.reduce, dtype, count), 1 + count
         )
     for peers in PEERS:
-        yield Case(f"meet of {peers}", partial(met, peers), has_tiles=False)
+        yield Case(f"signal_wait of {peers}", partial(waiting, peers), has_tiles=False)
 
 
-def met(peers: int, _: Sizes) -> Variant:
-    """Return the kernel that meets `peers`, which has one warp whatever the sizes of others."""
-    return variants.meet(peers)
+def waiting(peers: int, _: Sizes) -> Variant:
+    """Return the kernel that waits for `peers`, which has one warp whatever the sizes of others."""
+    return variants.signal_wait(peers)
 
 
 def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Case]:

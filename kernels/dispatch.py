@@ -34,7 +34,7 @@ ON_GPUS = {
     "quantize": "commrt.kernels.device.launch:quantize_launch",
     "dequantize": "commrt.kernels.device.launch:dequantize_launch",
     "add quantized": "commrt.kernels.device.launch:add_quantized_launch",
-    "meet": "commrt.kernels.device.launch:meet_launch",
+    "signal_wait": "commrt.kernels.device.launch:signal_wait_launch",
 }
 """What makes the launches of each kernel.
 

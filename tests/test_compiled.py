@@ -18,8 +18,8 @@ from commrt.kernels import dispatch, quantize
 from commrt.kernels.device import launch, packing
 from commrt.kernels.device.variants import sizes_for
 from commrt.kernels.layout import WIDEST_NBYTES, layout_of
-from commrt.kernels.meeting import HOST_WORDS, MeetingPlan
 from commrt.kernels.packing import Parts
+from commrt.kernels.signal_wait import HOST_WORDS, SignalWaitPlan
 
 DEV = Path(__file__).parent.parent / "dev"
 GOLDEN = DEV / "golden"
@@ -28,8 +28,8 @@ GOLDEN_CODING = DEV / "golden_quantize"
 QUANTIZE_FINDINGS = [row for path in GOLDEN_CODING.iterdir() for row in json.loads(path.read_text())["findings"]]
 EVERY = 70
 """Every how many-th kernel is compiled here; `make inspect` compiles all, in a quarter of an hour."""
-KERNELS = ("pack", "unpack", "mix", "reduce", "meet")
-MOST_REGISTERS = {"meet of 15": 80}
+KERNELS = ("pack", "unpack", "mix", "reduce", "signal_wait")
+MOST_REGISTERS = {"signal_wait of 15": 80}
 NBITS = {short: 8 * dtype.itemsize for dtype, short in SHORT.items()}
 PURE_COPIES = [
     f"{kernel} {dtype} {dtype} align 16" for kernel in ("pack", "unpack") for dtype in ("fp32", "bf16", "fp16")
@@ -69,8 +69,8 @@ def test_every_kernel_that_is_launched_has_been_looked_at(monkeypatch):
         for peers in PEERS:
             words = torch.zeros(3, peers, 1, dtype=torch.int32)
             state, host = torch.zeros(2, dtype=torch.int32), torch.zeros(len(HOST_WORDS), dtype=torch.int64)
-            plan = MeetingPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0)
-            launch.meet_launch(plan)
+            plan = SignalWaitPlan(*words, range(peers), [1] * peers, state, host, position=1, last=0, number=0)
+            launch.signal_wait_launch(plan)
     assert launched == looked_at
 
 
@@ -98,11 +98,11 @@ def test_no_kernel_spills_traps_or_waits_and_all_use_accesses_as_wide_as_alignme
 
 
 def is_lean(row):
-    """A meeting is one warp, which reads and writes words; registers that it uses are nobody else's."""
+    """A wait is one warp, which reads and writes words; registers that it uses are nobody else's."""
     most = 48 if row["kernel"] in PURE_COPIES else MOST_REGISTERS.get(row["kernel"], 64)
     if row["spill_bytes"] or row["traps"] or row["registers"] > most:
         return False
-    return row["barriers"] == 0 and (row["kernel"].startswith("meet") or is_wide(row))
+    return row["barriers"] == 0 and (row["kernel"].startswith("signal_wait") or is_wide(row))
 
 
 def is_wide(row):

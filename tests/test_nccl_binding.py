@@ -81,7 +81,7 @@ def test_where_cupy_is_absent_that_is_said(monkeypatch):
         load()
 
 
-@pytest.mark.parametrize("name", ["nccl", "nccl_communicator", "neighbours", "peers"])
+@pytest.mark.parametrize("name", ["nccl", "nccl_communicator", "ipc", "peers"])
 def test_transports_for_gpus_can_be_imported_where_cupy_is_absent(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     run_module(f"commrt.transport.{name}")

@@ -19,7 +19,7 @@ import commrt
 from commrt.algorithms import direct, ring
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.errors import DeadlineExceeded, PeerLost, TransportClosed, TransportError
-from commrt.kernels.meeting import ABORT
+from commrt.kernels.signal_wait import ABORT
 from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import Streams
@@ -130,7 +130,7 @@ def test_a_replay_that_waits_in_vain_says_which_step_it_was(graphs_of_kernels):
             transport.wait()
 
 
-def test_a_neighbour_that_gives_up_is_seen_while_a_graph_waits_for_a_far_rank_too(graphs_of_kernels):
+def test_a_local_peer_that_gives_up_is_seen_while_a_graph_waits_for_a_remote_rank_too(graphs_of_kernels):
     with connected("aab") as group:
         buffers, transport = group.buffers(ODD), group.transports[0]
         bound = group.bound(direct.all_reduce(3), buffers, 0)
@@ -143,7 +143,7 @@ def test_a_neighbour_that_gives_up_is_seen_while_a_graph_waits_for_a_far_rank_to
     assert (type(error), error.place.peer) == (PeerLost, 1)
 
 
-def test_a_graph_of_meetings_is_replayed_only_while_it_is_not_freed(monkeypatch):
+def test_a_graph_of_waits_is_replayed_only_while_it_is_not_freed(monkeypatch):
     graph = Mock()
     monkeypatch.setattr(nccl_module, "streams_of", lambda device: Capturing(lambda work: graph))
     with connected("aa") as group:
@@ -183,7 +183,7 @@ def missing(hops):
 
 
 @pytest.mark.parametrize("hops", range(3), ids=["the first", "the second", "the last"])
-def test_ranks_that_wait_for_another_in_a_meeting_raise_its_number_then_and_later(hops):
+def test_ranks_that_wait_for_another_on_the_device_raise_its_number_then_and_later(hops):
     with missing(hops) as (group, futures, bound):
         errors = [future.exception() for future in futures]
         for rank in (0, 1):
@@ -202,12 +202,12 @@ def test_a_rank_that_comes_after_the_others_have_given_up_fails_too():
             group.transports[2].wait()
 
 
-def test_abort_from_another_thread_ends_a_meeting():
+def test_abort_from_another_thread_ends_a_wait():
     with connected("aa") as group, moved_clock():  # no deadline passes
         buffers = group.buffers(ODD)
         bound, first = group.bound(direct.all_reduce(2), buffers, 0), group.transports[0]
         future = group.pool.submit(bound.run, NOW)
-        wait_until(lambda: int(group.transports[1]._neighbours.inbox(0)) == 1)
+        wait_until(lambda: int(group.transports[1]._mapped.inbox(0)) == 1)
         first.abort()
         with pytest.raises(TransportClosed):
             future.result(10)

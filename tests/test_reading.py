@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moved_clock import moved_clock
 from peer_group import connect_one, on_threads
-from peer_memory import HostPeerMemory, meeting
+from peer_memory import HostIpcMemory, signal_wait
 from torch.distributed import HashStore
 
-from commrt.kernels.meeting import ABORT
 from commrt.kernels.plain_torch import mix_into
+from commrt.kernels.signal_wait import ABORT
 from commrt.program import chunk_bounds, program
 from commrt.runtime.reading import bind_reading
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step
@@ -75,14 +75,14 @@ def result(schedule, buffers):
     return buffers
 
 
-class SteppedMemory(HostPeerMemory):
-    """Notes meetings in place of making them."""
+class SteppedMemory(HostIpcMemory):
+    """Notes plans in place of running them."""
 
     def __init__(self):
         super().__init__()
         self.plans = []
 
-    def meet(self, plan):
+    def signal_wait(self, plan):
         return lambda: self.plans.append(plan)
 
 
@@ -95,7 +95,7 @@ class Run(NamedTuple):
 
 
 class Device:
-    """What a rank's host has queued, all at once: so kernels go on after a meeting has failed."""
+    """What a rank's host has queued, all at once: so kernels go on after a wait has failed."""
 
     def __init__(self, store, size, rank, runs):
         """Collective."""
@@ -103,13 +103,13 @@ class Device:
         self.transport = connect_one(store, rank, range(size), 60.0, self.memory)
         for peer, count in self.transport._begins.items():
             count.fill_(NEAR_WRAP)
-            self.transport._neighbours.inbox(peer).fill_(NEAR_WRAP)
+            self.transport._mapped.inbox(peer).fill_(NEAR_WRAP)
         self.buffers = {name: self.transport.allocate_shared(NUMEL, torch.int32) for name in "ab"}
         self.windows = dict(zip("ab", self.transport.share([*self.buffers.values()]), strict=True))
         self.steps = self.all_steps([self.queued(run) for run in runs])
 
     def queued(self, run):
-        """Return the meeting and the kernels of each hop, which the host queues in a run."""
+        """Return the wait and the kernels of each hop, which the host queues in a run."""
         mine = program(run.schedule, self.rank)
         bound = bind_reading(mine, self.buffers[run.name], self.windows[run.name], self.transport)
         for hop in bound.hops:
@@ -123,7 +123,7 @@ class Device:
             self.buffers[run.name].copy_(run.values[self.rank])
             yield False
             for plan, kernels in hops:
-                yield from meeting(plan)
+                yield from signal_wait(plan)
                 for kernel in kernels:
                     kernel()
                     yield False

@@ -303,7 +303,7 @@ def test_what_is_replayed_has_the_step_s_own_header_scale_and_gradients(gpu):
     """Of one bucket, in steps that exchange nothing."""
     named = [(name, nn.Parameter(torch.randn(count))) for name, count in (("a", 40), ("b", 33))]
     (bucket,) = build_buckets(named, None, 1 << 20)
-    bound = BoundStep([SimpleNamespace(group=None, elsewhere=(), run=bool, finish=bool)])
+    bound = BoundStep([SimpleNamespace(group=None, peer_parts=(), run=bool, finish=bool)])
     params, layout = [param for _, param in bucket.params], layout_of([40, 33])
 
     def capture(work, group):

@@ -319,7 +319,7 @@ class Engine:
             self.quantizer.note(bucket.wire[bucket.head_numel :])
         if self._unpacks:
             with NOTHING if listener is None else within_range(listener, "unpack"):
-                bucket.unpack(own.elsewhere)
+                bucket.unpack(own.peer_parts)
             own.finish(tag)
 
     def _keep_own(self, bucket: GradientBucket) -> None:
@@ -498,8 +498,8 @@ class Engine:
             copied=copied,
             scratch=self._scratch,
         )
-        if bucket.repeatable is not None and bound.elsewhere:
-            bucket.repeatable.load(bound.elsewhere)  # before anything waits on the device
+        if bucket.repeatable is not None and bound.peer_parts:
+            bucket.repeatable.load(bound.peer_parts)  # before anything waits on the device
         return bound
 
 

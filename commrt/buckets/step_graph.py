@@ -69,7 +69,7 @@ class StepGraphs:
             bound.latest = tag.step
             self.reasons[bucket.index] = self._refusal or FIRST
             return False
-        if bound.programs[bucket.index].elsewhere and not bucket.is_whole:
+        if bound.programs[bucket.index].peer_parts and not bucket.is_whole:
             self.reasons[bucket.index] = NOT_WHOLE
             return False
         self.reasons.pop(bucket.index, None)
@@ -125,7 +125,7 @@ def _launches(bucket: GradientBucket) -> Repeatable:
 def _work(bucket: GradientBucket, program: BoundProgram) -> Callable[[], None]:
     launches = _launches(bucket)
     tag = Tag(-1, bucket.index)
-    parts = program.elsewhere
+    parts = program.peer_parts
     launches.load(parts)
 
     def work() -> None:

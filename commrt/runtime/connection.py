@@ -53,10 +53,10 @@ class HostTransport(Protocol):
         members: Sequence[int],
         timeout_s: float,
         address: str | None,
-        neighbours: Sequence[int],
+        local_members: Sequence[int],
         /,
     ) -> Transport:
-        """Connect `rank` with `members`, of which `neighbours` are on its host, which has
+        """Connect `rank` with `members`, of which `local_members` are on its host, which has
         `address`.
         """
 
@@ -77,10 +77,10 @@ def connect_hosts(store: Store, rank: int, start: Start, timeout_s: float) -> Tr
     """
     hosts = start.hosts
     connects = transport_called(chosen_transport()) or suited([*hosts.values()])
-    neighbours = [peer for peer, host in hosts.items() if host == hosts[rank]]
+    local_members = [peer for peer, host in hosts.items() if host == hosts[rank]]
     address = listening_address(start)
     return connects(
-        PrefixStore(connects.kind, store), rank, [*hosts], timeout_s, address, neighbours
+        PrefixStore(connects.kind, store), rank, [*hosts], timeout_s, address, local_members
     )
 
 

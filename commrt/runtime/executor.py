@@ -71,7 +71,7 @@ class RunnableProgram(ABC):
 
     nbytes_sent: int
     """Bytes that this rank sends in one run."""
-    elsewhere: Parts = NO_PARTS
+    peer_parts: Parts = NO_PARTS
     """Parts of the buffer that are in peers' memory after `run`, where they may be read until
     `finish`.
     """
@@ -83,8 +83,8 @@ class RunnableProgram(ABC):
         Raises `TransportError` and leaves the buffer half done.
         """
 
-    def finish(self, tag: Tag) -> None:  # noqa: B027  # most leave nothing elsewhere
-        """Tell peers that this rank has read what is `elsewhere`; does nothing if nothing is."""
+    def finish(self, tag: Tag) -> None:  # noqa: B027  # most leave no parts there
+        """Tell peers that this rank has read `peer_parts`; does nothing if there are none."""
 
 
 class Landing(NamedTuple):
@@ -107,7 +107,7 @@ class BoundProgram(RunnableProgram):
     streams: Streams | None
     """The streams to combine on while the next exchange runs; None to do one after the other."""
     landings: Sequence[Landing] = ()
-    elsewhere: Parts = NO_PARTS
+    peer_parts: Parts = NO_PARTS
     end: BoundHop | None = None
     """What `run` leaves to `finish`, if there are such parts."""
 

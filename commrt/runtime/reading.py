@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's program on a window: it reads what peers of its host send where it lies, and meets them
-before and after.
+"""A rank's program on a window: it reads what peers of its host send where it lies, and signals to
+them, and waits for them, before and after.
 
 For `PeersTransport`, on GPUs. No transfer needs a receive buffer, and a sum of peers is one pass
 over their memory. What ranks of other hosts send is received as in `commrt.runtime.executor`,
@@ -18,7 +18,7 @@ from torch import Tensor
 from commrt.kernels.dispatch import copying
 from commrt.kernels.layout import padded
 from commrt.kernels.packing import Parts
-from commrt.program import Hop, Meeting, Program, Transfer, meetings
+from commrt.program import Hop, Program, SignalWait, Transfer, signal_waits
 from commrt.runtime.executor import (
     Binder,
     BoundHop,
@@ -50,17 +50,17 @@ def bind_reading(
     None allocates it.
 
     With `copied` the last hop leaves what it would copy in the peers' memory, but for the first
-    `copied` elements: see `BoundProgram.elsewhere`. Then `BoundProgram.finish` ends the program.
+    `copied` elements: see `BoundProgram.peer_parts`. Then `BoundProgram.finish` ends the program.
     """
     shared = Scratch() if scratch is None else scratch
     reader = _Reader(window, copied, shared, program, buffer, transport, bounds)
     hops = [bound for number, hop in reader.hops() for bound in reader.bind(number, hop)]
     group = reader.all_messages()
     end = reader.end()
-    if not reader.elsewhere:
+    if not reader.peer_parts:
         return BoundProgram((*hops, end), reader.nbytes_sent, group, None)
     return BoundProgram(
-        tuple(hops), reader.nbytes_sent, group, None, (), Parts(tuple(reader.elsewhere)), end
+        tuple(hops), reader.nbytes_sent, group, None, (), Parts(tuple(reader.peer_parts)), end
     )
 
 
@@ -70,17 +70,17 @@ def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exc
 
     Receives are copied from peers of this host, and the transport moves the other messages.
     """
-    near, far = group.parted(window.peers)
-    if not (ranks := sorted(near.peers)):
+    local, remote = group.split(window.peers)
+    if not (ranks := sorted(local.peers)):
         return transport.bind(group)
     ready = window.bind(
-        Meeting(1, {message.peer: 1 for message in near.recvs}), group.hop, ranks, first=True
+        SignalWait(1, {message.peer: 1 for message in local.recvs}), group.hop, ranks, first=True
     )
-    copies = [copying(message.data, window.peers[message.peer]) for message in near.recvs]
+    copies = [copying(message.data, window.peers[message.peer]) for message in local.recvs]
     done = window.bind(
-        Meeting(3, {message.peer: 2 for message in near.sends}), group.hop, ranks, last=True
+        SignalWait(3, {message.peer: 2 for message in local.sends}), group.hop, ranks, last=True
     )
-    rest = transport.bind(far)
+    rest = transport.bind(remote)
 
     def run(tag: Tag) -> None:
         ready(tag)
@@ -102,70 +102,79 @@ class _Reader(Binder):
         self._window = window
         self._copied = buffer.numel() if copied is None else copied
         self._latest = max((number for number, _ in self.hops()), default=-1)
-        self._near = sorted(program.peers & set(window.peers))
-        self._has_far = len(self._near) < len(program.peers)
-        self._meetings = meetings(program.hops, program.chunks, self._near)
+        self._local_peers = sorted(program.peers & set(window.peers))
+        self._has_remote_peers = len(self._local_peers) < len(program.peers)
+        self._signal_waits = signal_waits(program.hops, program.chunks, self._local_peers)
         self._is_first = True
         self._last = len(program.hops)
         self._scratch = scratch.row(self._scratch_numel(), buffer.dtype, buffer.device)
-        self.elsewhere: list[tuple[Tensor, int, int]] = []
+        self.peer_parts: list[tuple[Tensor, int, int]] = []
 
     def bind(self, number: int, hop: Hop) -> list[BoundHop]:
         """Return the hop as one, or as two if it must not write before all peers have read."""
-        before = self._meetings.before[number]
-        within = self._meetings.within[number]
+        before = self._signal_waits.before[number]
+        within = self._signal_waits.within[number]
         places = self.places(hop, self._scratch, partial(self._place, number))
         group = self.group(number, hop, places)
-        come = self._exchange(cast("Meeting", before), number, group.parted(self._near)[1])
+        exchange = self._exchange(
+            cast("SignalWait", before), number, group.split(self._local_peers)[1]
+        )
         moves = self._moves(hop, places, lands=number == self._latest and within is None)
         if within is None:
-            return [BoundHop(come, moves, number, None, facts_of(group))]
+            return [BoundHop(exchange, moves, number, None, facts_of(group))]
         stages = tuple(
-            copying(place, self._theirs(each))
+            copying(place, self._in_peer(each))
             for each, place in zip(hop.recvs, places, strict=True)
-            if each.peer in self._near
+            if each.peer in self._local_peers
         )
         return [
-            BoundHop(come, stages, number, None, facts_of(group)),
-            self._meet(within, number, moves),
+            BoundHop(exchange, stages, number, None, facts_of(group)),
+            self._wait(within, number, moves),
         ]
 
     def all_messages(self) -> P2PGroup:
         """Return what a transport exchanges: messages with ranks of other hosts; or all, if all are
         read.
         """
-        _, far = P2PGroup(self.sends, self.recvs).parted(self._near)
-        return far if self._has_far else P2PGroup(self.sends, self.recvs, reads=True)
+        _, remote = P2PGroup(self.sends, self.recvs).split(self._local_peers)
+        return remote if self._has_remote_peers else P2PGroup(self.sends, self.recvs, reads=True)
 
     def end(self) -> BoundHop:
-        """Return the last meeting, after which no peer reads the buffer."""
-        return self._meet(self._meetings.end, self._last, ())
+        """Return the last signal and wait, after which no peer reads the buffer."""
+        return self._wait(self._signal_waits.end, self._last, ())
 
-    def _meet(self, meeting: Meeting, number: int, moves: tuple[Combination, ...]) -> BoundHop:
-        """Return a hop without messages: `meeting`, then `moves`."""
+    def _wait(
+        self, signal_wait: SignalWait, number: int, moves: tuple[Combination, ...]
+    ) -> BoundHop:
+        """Return a hop without messages: `signal_wait`, then `moves`."""
         nothing = P2PGroup([], [], number)
         return BoundHop(
-            self._exchange(meeting, number, nothing), moves, number, None, facts_of(nothing)
+            self._exchange(signal_wait, number, nothing), moves, number, None, facts_of(nothing)
         )
 
-    def _exchange(self, meeting: Meeting, number: int, far: P2PGroup) -> Exchange:
+    def _exchange(self, signal_wait: SignalWait, number: int, remote: P2PGroup) -> Exchange:
         first = self._is_first
         self._is_first = False
         last = number == self._last
-        meet = self._window.bind(
-            meeting, number, self._near, first=first, last=last, looks=self._has_far
+        wait = self._window.bind(
+            signal_wait,
+            number,
+            self._local_peers,
+            first=first,
+            last=last,
+            checks_abort=self._has_remote_peers,
         )
-        if not far.peers:
-            return meet
-        exchange = self.transport.bind(far)
+        if not remote.peers:
+            return wait
+        exchange = self.transport.bind(remote)
 
         def both(tag: Tag) -> None:
-            meet(tag)
+            wait(tag)
             exchange(tag)
 
         return both
 
-    def _theirs(self, transfer: Transfer) -> Tensor:
+    def _in_peer(self, transfer: Transfer) -> Tensor:
         return self._window.peers[transfer.peer][
             self.bounds[transfer.lo] : self.bounds[transfer.hi]
         ]
@@ -185,8 +194,8 @@ class _Reader(Binder):
         """Return True for a receive that goes to scratch memory: it neither stays where it lies nor
         lands in place.
         """
-        is_far_sum = transfer.peer not in self._near and transfer.combine != COPY
-        return is_far_sum or self._meetings.within[number] is not None
+        is_remote_sum = transfer.peer not in self._local_peers and transfer.combine != COPY
+        return is_remote_sum or self._signal_waits.within[number] is not None
 
     def _place(self, number: int, each: Transfer) -> Tensor | None:
         """Return where the receive is read: the peer's memory, its final place, or None for scratch
@@ -194,7 +203,7 @@ class _Reader(Binder):
         """
         if self._is_staged(each, number):
             return None
-        return self._theirs(each) if each.peer in self._near else self.own(each)
+        return self._in_peer(each) if each.peer in self._local_peers else self.own(each)
 
     def _moves(self, hop: Hop, places: Sequence[Tensor], *, lands: bool) -> tuple[Combination, ...]:
         """Return what copies and combines the receives, which lie at `places`; `lands` where
@@ -210,5 +219,5 @@ class _Reader(Binder):
             if here:
                 copies.append(copying(own[:here], place[:here]))
             if here < own.numel():
-                self.elsewhere.append((place[here:], begin + here, begin + own.numel()))
+                self.peer_parts.append((place[here:], begin + here, begin + own.numel()))
         return (*copies, *combinations_of(hop, self.program.rank, places, self.own))

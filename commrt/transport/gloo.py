@@ -86,7 +86,7 @@ class GlooTransport(Transport):
         members: Sequence[int],
         timeout_s: float = 300.0,
         address: str | None = None,
-        neighbours: Sequence[int] = (),
+        local_members: Sequence[int] = (),
         *,
         lazy: bool = False,
     ) -> None:
@@ -291,7 +291,7 @@ class HierarchicalTransport(Transport):
 
     Both parts of a group run at the same time: Gloo's own threads serve the sockets, so transfers
     between hosts start first, and this thread copies within the host meanwhile. Of all `members`,
-    `neighbours` are on this host.
+    `local_members` are on this host.
     """
 
     kind = "shared and gloo"
@@ -303,7 +303,7 @@ class HierarchicalTransport(Transport):
         members: Sequence[int],
         timeout_s: float,
         address: str | None,
-        neighbours: Sequence[int],
+        local_members: Sequence[int],
     ) -> None:
         self.rank = rank
         self.members = members
@@ -311,9 +311,9 @@ class HierarchicalTransport(Transport):
         self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
         self._local: Transport = self._remote
         try:
-            if len(neighbours) > 1:  # a rank alone on its host may have no shared memory
+            if len(local_members) > 1:  # a rank alone on its host may have no shared memory
                 self._local = SharedTransport(
-                    PrefixStore("shared", store), rank, neighbours, timeout_s
+                    PrefixStore("shared", store), rank, local_members, timeout_s
                 )
         except BaseException:
             self._remote.close()  # others may be connected already, and wait for this rank
@@ -324,9 +324,9 @@ class HierarchicalTransport(Transport):
         return self._local.allocate(numel, dtype, device)
 
     def bind(self, group: P2PGroup) -> Exchange:
-        near, far = group.parted(self._local.members)
-        run_local = self._local.bind(near)
-        start_remote = self._remote.bind_start(far)
+        local, remote = group.split(self._local.members)
+        run_local = self._local.bind(local)
+        start_remote = self._remote.bind_start(remote)
 
         def run(tag: Tag) -> EndLoan | None:
             self._local.timeout_s = self._remote.timeout_s = self.timeout_s

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers' memory: buffers of the GPUs of one host, which all its ranks map and read where they lie.
 
-Windows beside NCCL, which carries all other groups. In a window a hop is a meeting and kernels that
-read (`commrt.runtime.reading`). In a meeting a rank tells its peers how far it has come, by a word
-in their memory, and waits for theirs, on the device. The counters lie on the device too, so a graph
-repeats what calls do. A meeting has a deadline. One that fails takes back what the rank told, so
-that no peer reads what later kernels overwrite; after it, no kernel tells anything any more.
+Windows beside NCCL, which carries all other groups. In a window a hop is a signal, a wait and
+kernels that read (`commrt.runtime.reading`). A rank signals to its peers how far it has come, by a
+word in their memory, and waits for their signals, on the device. The counters lie on the device
+too, so a graph repeats what calls do. A wait has a deadline. One that fails takes back what the
+rank signalled, so that no peer reads what later kernels overwrite; after it, no kernel signals any
+more.
 """
 
 from __future__ import annotations
@@ -19,15 +20,23 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
-from commrt.kernels.meeting import ABORT, ENDED, FAILED, HOST_WORDS, PLACES, TIMEOUT_NS, MeetingPlan
-from commrt.program import Meeting
+from commrt.kernels.signal_wait import (
+    ABORT,
+    ENDED,
+    FAILED,
+    HOST_WORDS,
+    MOST_RANKS,
+    TIMEOUT_NS,
+    SignalWaitPlan,
+)
+from commrt.program import SignalWait
 from commrt.store.client import clone_connection, host_identity
 from commrt.store.launcher import chosen_transport
 from commrt.threads.deadline import clock
 from commrt.threads.future import start_call
+from commrt.transport.ipc import IpcMemory, MappedMemory
 from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending
 from commrt.transport.nccl_communicator import Binding
-from commrt.transport.neighbours import Neighbours, PeerMemory
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Window
 
 _log = logging.getLogger("commrt")
@@ -39,9 +48,9 @@ WHY_NOT = "slow, stopped, waiting for another rank, or running another program"
 
 
 class PeersTransport(NcclTransport):
-    """NCCL, and windows for the ranks of this host: `neighbours`, of which there is at least one.
+    """NCCL, and windows in memory that `mapped` shares with at least one other rank of this host.
 
-    The error of a meeting is raised as that of a group. All exchanges come from one thread at a
+    The error of a wait is raised as that of a group. All exchanges come from one thread at a
     time, on one stream.
     """
 
@@ -49,86 +58,84 @@ class PeersTransport(NcclTransport):
 
     def __init__(
         self,
-        neighbours: Neighbours,
+        mapped: MappedMemory,
         store: Store,
         timeout_s: float,
         device: torch.device,
         binding: Binding | None = None,
         on_failure: Callable[[TransportError], None] | None = None,
     ) -> None:
-        self._neighbours = neighbours
-        self._memory = neighbours.memory
+        self._mapped = mapped
+        self._memory = mapped.memory
         self._begun = deque([(0, CAPTURE)], BEGUN_KEPT)
         """(number, tag) of each program that was queued, the latest last."""
         self._captured: list[Sequence[int]] = []
-        """For each program of the graph that is being captured, the ranks that it meets."""
+        """For each program of the graph that is being captured, the ranks that it waits for."""
         self._host = self._memory.host_words(len(HOST_WORDS))
         self._words = self._host.numpy()
         self._state = torch.zeros(2, dtype=torch.int32, device=device)
         self._begins = {
-            peer: torch.zeros(1, dtype=torch.int32, device=device) for peer in neighbours.ranks
+            peer: torch.zeros(1, dtype=torch.int32, device=device) for peer in mapped.local_peers
         }
-        """By peer, int32 [1]: see `MeetingPlan.counts`."""
+        """By peer, int32 [1]: see `SignalWaitPlan.counts`."""
         self._stalled: tuple[int, float] = 0, 0.0  # how many had ended, and since when no other has
         self._is_unmapped = False
-        super().__init__(
-            store, neighbours.rank, neighbours.members, timeout_s, device, binding, on_failure
-        )
+        super().__init__(store, mapped.rank, mapped.members, timeout_s, device, binding, on_failure)
 
     def allocate_shared(
         self, numel: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> Tensor:
         """Return an allocation of its own; waits for the device."""
         self._require_device(device or self.device)
-        return self._neighbours.allocate(numel, dtype)
+        return self._mapped.allocate(numel, dtype)
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
         return [
-            Window(peers, self.bind_meeting)
-            for peers in self._neighbours.share(buffers, self.timeout_s)
+            Window(peers, self.bind_signal_wait)
+            for peers in self._mapped.share(buffers, self.timeout_s)
         ]
 
-    def bind_meeting(
+    def bind_signal_wait(
         self,
-        meeting: Meeting,
+        signal_wait: SignalWait,
         hop: int,
         ranks: Sequence[int],
         *,
         first: bool = False,
         last: bool = False,
-        looks: bool = False,
+        checks_abort: bool = False,
     ) -> Exchange:
-        """Prepare `meeting` with `ranks` once, to run it many times; `hop` is for errors.
+        """Prepare `signal_wait` with `ranks` once, to run it many times; `hop` is for errors.
 
-        A program begins with its `first` meeting and ends with its `last` one, after which
-        positions begin anew. One that `looks` fails if an exchange before it, by other means, has
-        been given up.
+        A program begins with its `first` one and ends with its `last` one, after which positions
+        begin anew. One that `checks_abort` fails if an exchange before it, by other means, has been
+        given up.
         """
         self._require_open(hop)
         begun = [ranks] if first else []
-        plan = MeetingPlan(
-            [self._neighbours.outbox(peer) for peer in ranks],
-            [self._neighbours.inbox(peer) for peer in ranks],
+        plan = SignalWaitPlan(
+            [self._mapped.outbox(peer) for peer in ranks],
+            [self._mapped.inbox(peer) for peer in ranks],
             [self._begins[peer] for peer in ranks],
             ranks,
-            [meeting.needs.get(peer, 0) for peer in ranks],
+            [signal_wait.needs.get(peer, 0) for peer in ranks],
             self._state,
             self._host,
-            meeting.position,
-            meeting.position if last else 0,
+            signal_wait.position,
+            signal_wait.position if last else 0,
             hop,
-            looks,
+            checks_abort,
         )
-        launch = self._memory.meet(plan)
+        launch = self._memory.signal_wait(plan)
 
-        def meet(tag: Tag) -> None:
+        def run(tag: Tag) -> None:
             if self._capturing:
                 self._captured += begun
             else:
                 self._note(begun, tag, hop)
             launch()
 
-        return meet
+        return run
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """Record one CUDA graph. NCCL is not in it if all messages of `group` are read."""
@@ -152,7 +159,7 @@ class PeersTransport(NcclTransport):
         return replay
 
     def _note(self, begun: Sequence[Sequence[int]], tag: Tag, hop: int) -> None:
-        """Note that programs begin, given the ranks that each meets; raises an error of those
+        """Note that programs begin, given the ranks that each waits for; raises an error of those
         before them.
         """
         self._note_failure()
@@ -164,16 +171,16 @@ class PeersTransport(NcclTransport):
                 self._counts[peer] += 1
 
     def _note_failure(self) -> None:
-        if (failure := self._failed_meeting()) is not None:
+        if (failure := self._failed_wait()) is not None:
             self._fail(failure)
 
     def _find_failure(self) -> TransportError | None:
-        return self._failed_meeting() or super()._find_failure() or self._stalled_meeting()
+        return self._failed_wait() or super()._find_failure() or self._stalled_wait()
 
-    def _failed_meeting(self) -> TransportError | None:
+    def _failed_wait(self) -> TransportError | None:
         if not (word := int(self._words[FAILED])):
             return None
-        hop, peer = divmod(word - 1, PLACES)
+        hop, peer = divmod(word - 1, MOST_RANKS)
         # programs end in order
         latest = self._begun[-1]
         ended = self._words[ENDED]
@@ -181,7 +188,7 @@ class PeersTransport(NcclTransport):
         what = f"rank {peer} did not come within {self.timeout_s:g} s, or gave up: {WHY_NOT}"
         return DeadlineExceeded(what, tag.place(self.rank, hop, peer))
 
-    def _stalled_meeting(self) -> TransportError | None:
+    def _stalled_wait(self) -> TransportError | None:
         """Return the error for a peer that left without its part in what is queued; looked up if
         nothing moves.
         """
@@ -189,12 +196,12 @@ class PeersTransport(NcclTransport):
         if ended != self._words[ENDED] or ended == queued:
             self._stalled = int(self._words[ENDED]), clock.now_s()
         elif clock.now_s() - since_s > READ_NOTICES_S:
-            begun = {peer: self._counts[peer] for peer in self._neighbours.ranks}
+            begun = {peer: self._counts[peer] for peer in self._mapped.local_peers}
             return self._lost_peer(begun, latest, 0)
         return None
 
     def _give_up(self) -> None:
-        self._words[ABORT] = 1  # no meeting tells any more that what NCCL was to bring is ready
+        self._words[ABORT] = 1  # no rank signals any more that what NCCL was to bring is ready
         super()._give_up()
 
     def wait(self) -> None:
@@ -234,11 +241,11 @@ class PeersTransport(NcclTransport):
             super().close()
         finally:
             if is_idle:  # else kernels may still read what is mapped
-                self._neighbours.close(LINGER_S if was_open and self._failure is None else 0.0)
+                self._mapped.close(LINGER_S if was_open and self._failure is None else 0.0)
 
     def leave_to_parent(self) -> None:
         self._is_unmapped = True
-        self._neighbours.leave_to_parent()
+        self._mapped.leave_to_parent()
         super().leave_to_parent()
 
 
@@ -258,25 +265,25 @@ def connect(
     """
     host = host_identity() or f"none that rank {rank} can share"
     own = PrefixStore("peers", clone_connection(store))
-    neighbours = Neighbours(own, rank, members, timeout_s, PeerMemory(device), host)
+    mapped = MappedMemory(own, rank, members, timeout_s, IpcMemory(device), host)
     own = PrefixStore("nccl", store)
     try:
         transport = (
-            PeersTransport(neighbours, own, timeout_s, device, on_failure=on_failure)
-            if neighbours.ranks
+            PeersTransport(mapped, own, timeout_s, device, on_failure=on_failure)
+            if mapped.local_peers
             else NcclTransport(own, rank, members, timeout_s, device, on_failure=on_failure)
         )
     except BaseException:
-        neighbours.close(0.0)
+        mapped.close(0.0)
         raise
-    if neighbours.refusal and chosen_transport() == "peers":
+    if mapped.refusal and chosen_transport() == "peers":
         transport.abort()
         what = (
             "COMMRT_TRANSPORT=peers, but GPUs cannot read each other's memory:"
-            f" {neighbours.refusal}. Unset it"
+            f" {mapped.refusal}. Unset it"
         )
         raise UsageError(what)
-    if why := neighbours.refusal:
+    if why := mapped.refusal:
         _log.info(
             "GPUs of this host exchange through NCCL, not through each other's memory: %s", why
         )

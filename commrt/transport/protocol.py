@@ -85,7 +85,7 @@ class P2PGroup:
         """Ranks that this group sends to or receives from."""
         return {message.peer for message in (*self.sends, *self.recvs)}
 
-    def parted(self, ranks: Collection[int]) -> tuple[P2PGroup, P2PGroup]:
+    def split(self, ranks: Collection[int]) -> tuple[P2PGroup, P2PGroup]:
         """Return the messages with `ranks`, and all others."""
         sends, recvs = ([m for m in side if m.peer in ranks] for side in (self.sends, self.recvs))
         other_sends, other_recvs = (
@@ -213,7 +213,7 @@ class Window(NamedTuple):
     """By rank, its buffer, of the dtype of this rank's; for ranks of this host. Never write to it.
     """
     bind: Callable[..., Exchange]
-    """`commrt.transport.peers.PeersTransport.bind_meeting`."""
+    """`commrt.transport.peers.PeersTransport.bind_signal_wait`."""
 
 
 def point(target: Tensor, memory: Tensor) -> None:

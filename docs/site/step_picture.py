@@ -29,7 +29,7 @@ COLOURS = {
     "optimizer": "#bdbdbd",
     "pack": "#a1d99b",
     "unpack": "#31a354",
-    "meet": "#cb181d",
+    "wait": "#cb181d",
     "reduce": "#6a51a3",
     "nccl": "#fd8d3c",
     "copy": "#fdd0a2",
@@ -38,7 +38,7 @@ COLOURS = {
 }
 LABELS = {
     "nccl": "NCCL",
-    "meet": "meet: wait for peers",
+    "wait": "wait for peers",
     "reduce": "add what peers hold",
     "host": "host queues a bucket",
 }
@@ -138,7 +138,7 @@ def name_of(stream: int, bars: Bars) -> str:
         "training"
         if stream == 0
         else "exchange"
-        if {"pack", "meet", "reduce"} & {*bars}
+        if {"pack", "wait", "reduce"} & {*bars}
         else "NCCL"
     )
     return f"{what}, stream {stream}"

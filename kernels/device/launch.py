@@ -22,7 +22,7 @@ from triton.runtime import driver
 from commrt.kernels.device import variants
 from commrt.kernels.device.variants import Variant, compiled, sizes_for
 from commrt.kernels.layout import GRANULE, WIDEST_NBYTES, Layout
-from commrt.kernels.meeting import MeetingPlan
+from commrt.kernels.signal_wait import SignalWaitPlan
 from commrt.kernels.tables import Tables
 from commrt.quantizer import Quantizer
 
@@ -200,8 +200,8 @@ def _tiles(values: Tensor, quantizer: Quantizer) -> int:
     return -(-values.numel() // quantizer.tile_numel)
 
 
-def meet_launch(plan: MeetingPlan) -> Bound:
-    """Return a launch of the meeting of `plan`; see `meet_kernel`."""
+def signal_wait_launch(plan: SignalWaitPlan) -> Bound:
+    """Return a launch of `plan`; see `signal_wait_kernel`."""
     device = plan.state.device
     peers = len(plan.needs)
     rows = (plan.outboxes, plan.inboxes, plan.counts)
@@ -213,6 +213,6 @@ def meet_launch(plan: MeetingPlan) -> Bound:
         plan.position,
         plan.last,
         plan.number,
-        int(plan.looks),
+        int(plan.checks_abort),
     )
-    return Bound(launch_of(variants.meet(peers), device), 1, arguments, (*memory, *rows))
+    return Bound(launch_of(variants.signal_wait(peers), device), 1, arguments, (*memory, *rows))

@@ -17,11 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler import compile as compile_source
 
-from commrt.kernels.device.meet import meet_kernel
 from commrt.kernels.device.mix import mix_kernel
 from commrt.kernels.device.pack import pack_kernel
 from commrt.kernels.device.quantize import add_quantized_kernel, dequantize_kernel, quantize_kernel
 from commrt.kernels.device.reduce import reduce_kernel
+from commrt.kernels.device.signal_wait import signal_wait_kernel
 from commrt.kernels.device.unpack import unpack_kernel
 from commrt.kernels.layout import WIDEST_NBYTES
 from commrt.quantizer import STOCHASTIC, Quantizer
@@ -174,12 +174,12 @@ def _warps(quantizer: Quantizer) -> int:
     return max(1, quantizer.block // 128)
 
 
-def meet(peers: int) -> Variant:
-    """Return the variant that meets `peers` ranks, by one warp."""
+def signal_wait(peers: int) -> Variant:
+    """Return the variant that signals to `peers` ranks and waits for them, by one warp."""
     addresses = dict.fromkeys(("outboxes", "inboxes", "counts"), "*i64")
     memory = {"needs": "*i32", "state": "*i32", "host": "*i64"}
-    numbers = dict.fromkeys(("position", "last", "number", "looks"), "i32")
-    return _variant(meet_kernel, addresses | memory | numbers, {"PEERS": peers}, 1)
+    numbers = dict.fromkeys(("position", "last", "number", "checks_abort"), "i32")
+    return _variant(signal_wait_kernel, addresses | memory | numbers, {"PEERS": peers}, 1)
 
 
 def vector(dtype: torch.dtype, align: int = WIDEST_NBYTES) -> int:

@@ -4,9 +4,9 @@
 
 WAIT = """        need = tl.load(needs + peer)
 """
-TELL = "            _tell_all(outboxes, counts, position, PEERS)\n"
-TOLD = """    for peer in tl.static_range(PEERS):
-        _tell("""
+SIGNAL = "            _signal_all(outboxes, counts, position, PEERS)\n"
+SIGNALLED = """    for peer in tl.static_range(PEERS):
+        _signal("""
 WAITED = "            missing = _first_missing(inboxes, counts, needs, host, PEERS)\n"
 BUGS = {
     "tail off by one": ("pack", "left = whole + tl.arange(0, 8)", "left = whole + 1 + tl.arange(0, 8)"),
@@ -37,28 +37,28 @@ BUGS = {
     "tiles: tile counted in int32": ("tiles", "tl.load(numbers + tile).to(tl.int64) * TILE", "tl.load(numbers + tile) * TILE"),
     "tiles: place counted in int32": ("tiles", "tl.load(places + tl.program_id(0)).to(tl.int64) * GRAIN", "tl.load(places + tl.program_id(0)) * GRAIN"),
     "reduce: tile counted in int32": ("reduce", "tl.program_id(0).to(tl.int64) * TILE", "tl.program_id(0) * TILE"),
-    "meet: nothing told": ("meet", TELL, ""),
-    "meet: told after waiting": ("meet", TELL + WAITED, WAITED + TELL),
-    "meet: the last peer is not told": ("meet", TOLD, TOLD.replace("PEERS", "PEERS - 1")),
-    "meet: told from nowhere on": ("meet", "tl.load(_word(counts, peer)) + position", "position"),
-    "meet: told with a release on this GPU only": ("meet", "st.release.sys", "st.release.gpu"),
-    "meet: told by a plain store": ("meet", "st.release.sys.global", "st.volatile.global"),
-    "meet: heard without an acquire": ("meet", "ld.acquire.sys", "ld.relaxed.sys"),
-    "meet: failure not looked at": ("meet", "if tl.load(state) == 0:", "if tl.load(state) >= 0:"),
-    "meet: no wait for the first peer": ("meet", WAIT, WAIT.replace("peer)", "peer) * (peer > 0)")),
-    "meet: no wait for the last peer": ("meet", WAIT, WAIT.replace("peer)", "peer) * (peer < PEERS - 1)")),
-    "meet: waits for one position more": ("meet", "- goal < 0)", "- goal <= 0)"),
-    "meet: positions compared without wrap": ("meet", "(_heard(inbox) - goal < 0)", "(_heard(inbox) < goal)"),
-    "meet: no deadline": ("meet", "late | (_seen(host + ABORT_WORD) != 0)", "_seen(host + ABORT_WORD) != 0"),
-    "meet: the host cannot give up": ("meet", "late | (_seen(host + ABORT_WORD) != 0)", "late"),
-    "meet: a wait ends as if all had come": ("meet", "    return missing\n", "    return 0\n"),
-    "meet: another peer is named": ("meet", "tl.load(needs + PEERS + missing - 1)", "tl.load(needs + PEERS)"),
-    "meet: what the host gave up is told": ("meet", "if (looks > 0) & (missing == 0):", "if (looks > 9) & (missing == 0):"),
-    "meet: failure not kept": ("meet", "            tl.store(state, 1)\n", ""),
-    "meet: counters move though it failed": ("meet", "elif last > 0:", "if last > 0:"),
-    "meet: counters do not move": ("meet", "tl.load(_word(counts, peer)) + last)", "tl.load(_word(counts, peer)))"),
-    "meet: nothing taken back": ("meet", "            _tell_all(outboxes, counts, -FAR_BACK, PEERS)\n", ""),
-    "meet: a peer that went back not seen": ("meet", "    return gone\n", "    return 0\n"),
-    "meet: a peer that is behind taken for one that went back": ("meet", "ahead < -(FAR_BACK // 2)", "ahead < 0"),
-    "meet: the last peer that went back is named": ("meet", "(ahead < -(FAR_BACK // 2)) & (gone == 0)", "ahead < -(FAR_BACK // 2)"),
+    "wait: nothing signalled": ("signal_wait", SIGNAL, ""),
+    "wait: signalled after waiting": ("signal_wait", SIGNAL + WAITED, WAITED + SIGNAL),
+    "wait: the last peer is not signalled": ("signal_wait", SIGNALLED, SIGNALLED.replace("PEERS", "PEERS - 1")),
+    "wait: signalled from nowhere on": ("signal_wait", "tl.load(_word(counts, peer)) + position", "position"),
+    "wait: signalled with a release on this GPU only": ("signal_wait", "st.release.sys", "st.release.gpu"),
+    "wait: signalled by a plain store": ("signal_wait", "st.release.sys.global", "st.volatile.global"),
+    "wait: loaded without an acquire": ("signal_wait", "ld.acquire.sys", "ld.relaxed.sys"),
+    "wait: failure not looked at": ("signal_wait", "if tl.load(state) == 0:", "if tl.load(state) >= 0:"),
+    "wait: no wait for the first peer": ("signal_wait", WAIT, WAIT.replace("peer)", "peer) * (peer > 0)")),
+    "wait: no wait for the last peer": ("signal_wait", WAIT, WAIT.replace("peer)", "peer) * (peer < PEERS - 1)")),
+    "wait: waits for one position more": ("signal_wait", "- goal < 0)", "- goal <= 0)"),
+    "wait: positions compared without wrap": ("signal_wait", "(_load_acquire(inbox) - goal < 0)", "(_load_acquire(inbox) < goal)"),
+    "wait: no deadline": ("signal_wait", "late | (_load_volatile(host + ABORT_WORD) != 0)", "_load_volatile(host + ABORT_WORD) != 0"),
+    "wait: the host cannot give up": ("signal_wait", "late | (_load_volatile(host + ABORT_WORD) != 0)", "late"),
+    "wait: a wait ends as if all had come": ("signal_wait", "    return missing\n", "    return 0\n"),
+    "wait: another peer is named": ("signal_wait", "tl.load(needs + PEERS + missing - 1)", "tl.load(needs + PEERS)"),
+    "wait: what the host gave up is signalled": ("signal_wait", "if (checks_abort > 0) & (missing == 0):", "if (checks_abort > 9) & (missing == 0):"),
+    "wait: failure not kept": ("signal_wait", "            tl.store(state, 1)\n", ""),
+    "wait: counters move though it failed": ("signal_wait", "elif last > 0:", "if last > 0:"),
+    "wait: counters do not move": ("signal_wait", "tl.load(_word(counts, peer)) + last)", "tl.load(_word(counts, peer)))"),
+    "wait: nothing taken back": ("signal_wait", "            _signal_all(outboxes, counts, -FAR_BACK, PEERS)\n", ""),
+    "wait: a peer that went back not seen": ("signal_wait", "    return gone\n", "    return 0\n"),
+    "wait: a peer that is behind taken for one that went back": ("signal_wait", "ahead < -(FAR_BACK // 2)", "ahead < 0"),
+    "wait: the last peer that went back is named": ("signal_wait", "(ahead < -(FAR_BACK // 2)) & (gone == 0)", "ahead < -(FAR_BACK // 2)"),
 }  # fmt: skip

@@ -8,15 +8,15 @@ from time import monotonic
 
 import nccl_stand_in as nccl
 import torch
-from peer_memory import HostPeerMemory
+from peer_memory import HostIpcMemory
 from torch.distributed import HashStore, PrefixStore
 
 from commrt.program import member_program
 from commrt.runtime.executor import bind
 from commrt.runtime.reading import bind_reading
 from commrt.testing import ranks
+from commrt.transport.ipc import MappedMemory
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.neighbours import Neighbours
 from commrt.transport.peers import PeersTransport
 from commrt.transport.protocol import CPU, Tag
 
@@ -28,11 +28,11 @@ ODD = 1003
 
 def connect_one(store, rank, members, timeout_s, memory=None, host="host"):
     """A rank's transport, as `commrt.transport.peers.connect` makes it."""
-    memory = memory or HostPeerMemory()
-    neighbours = Neighbours(PrefixStore("peers", store), rank, members, timeout_s, memory, host)
+    memory = memory or HostIpcMemory()
+    mapped = MappedMemory(PrefixStore("peers", store), rank, members, timeout_s, memory, host)
     own = PrefixStore("nccl", store)
-    if neighbours.ranks:
-        return PeersTransport(neighbours, own, timeout_s, CPU, nccl)
+    if mapped.local_peers:
+        return PeersTransport(mapped, own, timeout_s, CPU, nccl)
     return NcclTransport(own, rank, members, timeout_s, CPU, nccl)
 
 
@@ -56,7 +56,7 @@ class Group:
     def __init__(self, hosts):
         self.size, self.store = len(hosts), HashStore()
         self.pool = ThreadPoolExecutor(self.size)
-        self.memories = [HostPeerMemory() for _ in hosts]
+        self.memories = [HostIpcMemory() for _ in hosts]
         self.transports = self.on_all(
             lambda rank: connect_one(self.store, rank, range(self.size), TIMEOUT_S, self.memories[rank], hosts[rank])
         )

@@ -2,7 +2,7 @@
 """A stand-in for memory that GPUs of one host map, on host memory, between threads of one process.
 
 It keeps CUDA's rules: a process does not open its own segment, nor one that is freed, and closes what it has opened
-once. A meeting waits on the calling thread.
+once. A rank waits on the calling thread.
 """
 
 import ctypes
@@ -17,15 +17,15 @@ import torch
 from nccl_stand_in import ask
 from torch import Tensor
 
-from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS, MeetingPlan
+from commrt.kernels.signal_wait import ABORT, BACK, ENDED, FAILED, MOST_RANKS, TIMEOUT_NS, SignalWaitPlan
 from commrt.threads.deadline import clock
-from commrt.transport.neighbours import PeerMemory
+from commrt.transport.ipc import IpcMemory
 
 PAUSE_S = 0.0001
 
 
-class HostPeerMemory(PeerMemory):
-    """A `PeerMemory` of one rank, in host memory; all ranks of a process share `segments`."""
+class HostIpcMemory(IpcMemory):
+    """A `IpcMemory` of one rank, in host memory; all ranks of a process share `segments`."""
 
     segments: ClassVar[WeakValueDictionary[bytes, Any]] = WeakValueDictionary()
     _numbers = count()
@@ -44,7 +44,7 @@ class HostPeerMemory(PeerMemory):
         return sum(handle in self.segments for handle in self._own)
 
     def allocate(self, nbytes: int) -> Any:
-        """See `PeerMemory.allocate`; a segment begins at a multiple of 256 bytes, as on a GPU."""
+        """See `IpcMemory.allocate`; a segment begins at a multiple of 256 bytes, as on a GPU."""
         memory = np.zeros(nbytes + 256, np.uint8)
         begin = -memory.ctypes.data % 256
         return memory[begin : begin + nbytes]
@@ -71,31 +71,31 @@ class HostPeerMemory(PeerMemory):
         return mapping
 
     def close(self, segment: Any) -> None:
-        """See `PeerMemory.close`; raises `KeyError` for one that is not open."""
+        """See `IpcMemory.close`; raises `KeyError` for one that is not open."""
         del self._opened[id(segment)]
 
     def host_words(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int64, device="cpu")
 
-    def meet(self, plan: MeetingPlan) -> Callable[[], None]:
-        """See `PeerMemory.meet`; a thread that records a graph meets in each replay."""
+    def signal_wait(self, plan: SignalWaitPlan) -> Callable[[], None]:
+        """See `IpcMemory.signal_wait`; a thread that records a graph does it in each replay."""
         return lambda: ask(lambda: run(plan))
 
     def synchronize(self) -> None:
         """Return at once: nothing is queued."""
 
 
-def run(plan: MeetingPlan) -> None:
-    """Meet on the calling thread."""
-    for waits in meeting(plan):
+def run(plan: SignalWaitPlan) -> None:
+    """Signal and wait on the calling thread."""
+    for waits in signal_wait(plan):
         if waits:
             threading.Event().wait(PAUSE_S)
 
 
-def meeting(plan: MeetingPlan) -> Iterator[bool]:
-    """Meet in steps, each of which looks at one word of a peer or writes one; yields True while it waits for a peer.
+def signal_wait(plan: SignalWaitPlan) -> Iterator[bool]:
+    """Signal and wait in steps, each of which reads or writes one word; yields True while it waits for a peer.
 
-    This defines what `meet_kernel` does.
+    This defines what `signal_wait_kernel` does.
     """
     if plan.state[0]:
         return
@@ -105,7 +105,7 @@ def meeting(plan: MeetingPlan) -> Iterator[bool]:
             yield from _fail(plan, place)
             return
         yield False
-    if plan.looks and plan.host[ABORT]:
+    if plan.checks_abort and plan.host[ABORT]:
         yield from _fail(plan, 0)
         return
     for place in peers:
@@ -123,20 +123,20 @@ def meeting(plan: MeetingPlan) -> Iterator[bool]:
         _end(plan)
 
 
-def _end(plan: MeetingPlan) -> None:
+def _end(plan: SignalWaitPlan) -> None:
     for begin in plan.counts:
         _write(begin, int(begin) + plan.last)
     plan.state[1] += 1
     plan.host[ENDED] = plan.state[1]
 
 
-def _is_back(plan: MeetingPlan, place: int) -> bool:
+def _is_back(plan: SignalWaitPlan, place: int) -> bool:
     return _difference(int(plan.inboxes[place]), int(plan.counts[place])) < -BACK // 2
 
 
-def _fail(plan: MeetingPlan, place: int) -> Iterator[bool]:
+def _fail(plan: SignalWaitPlan, place: int) -> Iterator[bool]:
     plan.state[0] = 1
-    plan.host[FAILED] = plan.number * PLACES + plan.ranks[place] + 1
+    plan.host[FAILED] = plan.number * MOST_RANKS + plan.ranks[place] + 1
     for outbox, begin in zip(plan.outboxes, plan.counts, strict=True):
         _write(outbox, int(begin) - BACK)
         yield False

@@ -44,8 +44,8 @@ def hierarchical(hosts, timeout_s):
     store = HashStore()
 
     def one(rank):
-        neighbours = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
-        return HierarchicalTransport(store, rank, range(len(hosts)), timeout_s, LOOPBACK, neighbours)
+        local_members = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+        return HierarchicalTransport(store, rank, range(len(hosts)), timeout_s, LOOPBACK, local_members)
 
     return on_threads(len(hosts), one)
 

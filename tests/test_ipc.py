@@ -7,13 +7,13 @@ import nccl_stand_in as stand_in
 import pytest
 import torch
 from peer_group import ODD, TIMEOUT_S, connected, on_threads, wait_until
-from peer_memory import HostPeerMemory
+from peer_memory import HostIpcMemory
 from torch.distributed import HashStore
 
 from commrt.errors import DisagreementError, SizeMismatch, UsageError
 from commrt.runtime.connection import connect_gpu
 from commrt.transport import peers
-from commrt.transport.neighbours import Neighbours
+from commrt.transport.ipc import MappedMemory
 from commrt.transport.protocol import CPU
 
 
@@ -55,7 +55,7 @@ def test_all_ranks_refuse_to_share_buffers_of_different_sizes():
         group.on_all(share)
 
 
-class Wrong(HostPeerMemory):
+class Wrong(HostIpcMemory):
     """A page of a peer shows other numbers than that has written."""
 
     def open(self, handle, nbytes):
@@ -65,14 +65,14 @@ class Wrong(HostPeerMemory):
         """Do nothing: it has mapped nothing."""
 
 
-class Refusing(HostPeerMemory):
+class Refusing(HostIpcMemory):
     """A device that maps nothing."""
 
     def open(self, handle, nbytes):
         raise RuntimeError("peer access is not supported between these two devices")
 
 
-class Hiding(HostPeerMemory):
+class Hiding(HostIpcMemory):
     """A device whose memory cannot be mapped by others."""
 
     def handle(self, segment):
@@ -88,10 +88,10 @@ FAULTS = {
 
 @pytest.mark.parametrize(("why", "memory"), FAULTS.items(), ids=FAULTS)
 def test_all_ranks_of_a_host_refuse_if_one_of_them_cannot_map_and_other_hosts_do_not(why, memory):
-    memories = [HostPeerMemory(), memory(), *(HostPeerMemory() for _ in range(3))]
+    memories = [HostIpcMemory(), memory(), *(HostIpcMemory() for _ in range(3))]
     store, hosts = HashStore(), "aaabb"
-    found = on_threads(5, lambda r: Neighbours(store, r, range(5), TIMEOUT_S, memories[r], hosts[r]))
-    assert [list(each.ranks) for each in found] == [[], [], [], [4], [3]]
+    found = on_threads(5, lambda r: MappedMemory(store, r, range(5), TIMEOUT_S, memories[r], hosts[r]))
+    assert [list(each.local_peers) for each in found] == [[], [], [], [4], [3]]
     assert len({each.refusal for each in found[:3]}) == 1
     assert "rank 1" in found[0].refusal
     assert why in found[0].refusal
@@ -102,10 +102,10 @@ def test_all_ranks_of_a_host_refuse_if_one_of_them_cannot_map_and_other_hosts_do
 @pytest.mark.parametrize(
     ("memory", "hosts", "asked", "kind"),
     [
-        (HostPeerMemory, "aa", None, "peers' memory and nccl"),
-        (HostPeerMemory, "aa", "peers", "peers' memory and nccl"),
-        (HostPeerMemory, "aa", "nccl", "nccl"),
-        (HostPeerMemory, "ab", "peers", "nccl"),
+        (HostIpcMemory, "aa", None, "peers' memory and nccl"),
+        (HostIpcMemory, "aa", "peers", "peers' memory and nccl"),
+        (HostIpcMemory, "aa", "nccl", "nccl"),
+        (HostIpcMemory, "ab", "peers", "nccl"),
         (Refusing, "aa", None, "nccl"),
     ],
 )
@@ -126,8 +126,8 @@ def test_who_asks_for_peers_memory_is_told_why_there_is_none(monkeypatch):
 
 def connected_gpus(memory, hosts, monkeypatch):
     """What two ranks on `hosts` exchange by, over stand-ins for NCCL and for GPUs' memory."""
-    memories, store, places = iter([HostPeerMemory(), memory()]), HashStore(), iter(hosts)
-    monkeypatch.setattr(peers, "PeerMemory", lambda device: next(memories))
+    memories, store, places = iter([HostIpcMemory(), memory()]), HashStore(), iter(hosts)
+    monkeypatch.setattr(peers, "IpcMemory", lambda device: next(memories))
     monkeypatch.setattr(peers, "host_identity", places.__next__)
     monkeypatch.setattr("commrt.transport.nccl.load", lambda: stand_in)
 
@@ -157,6 +157,6 @@ def test_malformed_records_of_another_rank_are_refused_in_words(what, record):
 
 def share_alone(store):
     """Connect rank 0, and let it share, with what the store holds of rank 1."""
-    neighbours = Neighbours(store, 0, range(2), TIMEOUT_S, HostPeerMemory(), "a")
-    neighbours.ranks = [1]
-    neighbours.share([neighbours.allocate(16, torch.float32)], TIMEOUT_S)
+    mapped = MappedMemory(store, 0, range(2), TIMEOUT_S, HostIpcMemory(), "a")
+    mapped.local_peers = [1]
+    mapped.share([mapped.allocate(16, torch.float32)], TIMEOUT_S)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler makes of meetings, as JSON; tests/test_meet_kernel.py says what must be in it."""
+"""What the compiler makes of signals and waits, as JSON; tests/test_signal_wait_kernel.py says what must be in it."""
 
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 
-from commrt.kernels.device.variants import compiled, meet
+from commrt.kernels.device.variants import compiled, signal_wait
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "dev"))
 from inspect_kernels import ARCHS, disassembled
@@ -17,9 +17,9 @@ FORBIDDEN = ("trap", ".local", "bar.sync", "red.", "atom.")
 
 
 def code_of(peers: int, arch: int) -> dict[str, object]:
-    """Return how often a meeting's code says what orders memory, and what it must not hold."""
-    text = compiled(meet(peers), arch).asm["ptx"]
-    instructions, used = disassembled(meet(peers), arch)
+    """Return how often the kernel's code says what orders memory, and what it must not hold."""
+    text = compiled(signal_wait(peers), arch).asm["ptx"]
+    instructions, used = disassembled(signal_wait(peers), arch)
     return {
         "peers": peers,
         "arch": ARCHS[arch],

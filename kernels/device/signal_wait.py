@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meet: tell peers how far this rank has come, and wait until they are far enough; with a deadline.
+"""Signal to peers how far this rank has come, and wait until they are far enough; with a deadline.
 
-Peers tell by a release, and are heard by an acquire, at the scope of the whole system. So what a
-peer's kernels wrote before it told is there for this rank's next kernel.
+A signal is a store with release, a wait loads with acquire, at the scope of the whole system. So
+what a peer's kernels wrote before its signal is there for this rank's next kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.meeting import ABORT, BACK, ENDED, FAILED, PLACES, TIMEOUT_NS
+from commrt.kernels.signal_wait import ABORT, BACK, ENDED, FAILED, MOST_RANKS, TIMEOUT_NS
 
 LOOK_NS = tl.constexpr(10_000)
 """Between two looks at host memory, which is far away."""
@@ -18,12 +18,12 @@ ABORT_WORD = tl.constexpr(ABORT)
 TIMEOUT_WORD = tl.constexpr(TIMEOUT_NS)
 FAILED_WORD = tl.constexpr(FAILED)
 ENDED_WORD = tl.constexpr(ENDED)
-MOST_RANKS = tl.constexpr(PLACES)
+RANKS = tl.constexpr(MOST_RANKS)
 FAR_BACK = tl.constexpr(BACK)
 
 
 @triton.jit
-def _tell(address, position):
+def _signal(address, position):
     """Write `position` to a peer's memory after all that this rank wrote before, by one thread."""
     tl.inline_asm_elementwise(
         "{ .reg .pred first; .reg .u32 lane; mov.u32 lane, %tid.x; setp.eq.u32 first, lane, 0;"
@@ -37,9 +37,9 @@ def _tell(address, position):
 
 
 @triton.jit
-def _heard(address):
-    """Read what a peer has told, before all that this rank reads later; the same for all threads of
-    the warp.
+def _load_acquire(address):
+    """Read what a peer has signalled, before all that this rank reads later; the same for all
+    threads of the warp.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .u32 there; ld.acquire.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0,"
@@ -53,9 +53,9 @@ def _heard(address):
 
 
 @triton.jit
-def _glimpsed(address):
-    """Read what a peer has told, before or after other reads;
-    the same for all threads of the warp.
+def _load_relaxed(address):
+    """Read what a peer has signalled, before or after other reads; the same for all threads of the
+    warp.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .u32 there; ld.relaxed.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0,"
@@ -69,7 +69,7 @@ def _glimpsed(address):
 
 
 @triton.jit
-def _seen(address):
+def _load_volatile(address):
     """Read a word that the host may write at any time; the same for all threads of the warp."""
     return tl.inline_asm_elementwise(
         "{ .reg .u64 word; .reg .b32 low, high; ld.volatile.global.u64 word, [$1]; mov.b64 {low,"
@@ -105,10 +105,10 @@ def _word(addresses, peer):
 
 
 @triton.jit
-def _tell_all(outboxes, counts, position, PEERS: tl.constexpr):
-    """Tell all peers `position`, from their counts on."""
+def _signal_all(outboxes, counts, position, PEERS: tl.constexpr):
+    """Signal `position` to all peers, from their counts on."""
     for peer in tl.static_range(PEERS):
-        _tell(tl.load(outboxes + peer), tl.load(_word(counts, peer)) + position)
+        _signal(tl.load(outboxes + peer), tl.load(_word(counts, peer)) + position)
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _first_gone_back(inboxes, counts, PEERS: tl.constexpr):
     """Return 1 and the place of the first peer that has gone back; 0 if none has."""
     gone = 0
     for peer in tl.static_range(PEERS):
-        ahead = _glimpsed(tl.load(inboxes + peer)) - tl.load(_word(counts, peer))
+        ahead = _load_relaxed(tl.load(inboxes + peer)) - tl.load(_word(counts, peer))
         if (ahead < -(FAR_BACK // 2)) & (gone == 0):
             gone = peer + 1
     return gone
@@ -135,18 +135,18 @@ def _first_missing(inboxes, counts, needs, host, PEERS: tl.constexpr):
         if (need > 0) & (missing == 0):
             goal = tl.load(_word(counts, peer)) + need
             inbox = tl.load(inboxes + peer)
-            while (_heard(inbox) - goal < 0) & (missing == 0):
+            while (_load_acquire(inbox) - goal < 0) & (missing == 0):
                 now = _now_ns()
                 if now > look:
                     look = now + LOOK_NS
-                    late = now - begin > _seen(host + TIMEOUT_WORD)
-                    if late | (_seen(host + ABORT_WORD) != 0):
+                    late = now - begin > _load_volatile(host + TIMEOUT_WORD)
+                    if late | (_load_volatile(host + ABORT_WORD) != 0):
                         missing = peer + 1
     return missing
 
 
 @triton.jit
-def meet_kernel(
+def signal_wait_kernel(
     outboxes,
     inboxes,
     counts,
@@ -156,28 +156,28 @@ def meet_kernel(
     position,
     last,
     number,
-    looks,
+    checks_abort,
     PEERS: tl.constexpr,
 ):
-    """Tell `PEERS` peers, then wait for each; does nothing once a meeting has failed. See
-    `MeetingPlan`.
+    """Signal to `PEERS` peers, then wait for each; does nothing once a wait has failed. See
+    `SignalWaitPlan`.
 
-    `outboxes` and `inboxes` [PEERS] are addresses of what this rank tells a peer, and what the peer
-    tells it. Both count from `counts` [PEERS] on, which a meeting with `last` moves on. `needs` [2,
+    `outboxes` and `inboxes` [PEERS] are addresses of what this rank signals to a peer, and the peer
+    to it. Both count from `counts` [PEERS] on, which a plan with `last` moves on. `needs` [2,
     PEERS] is 0 for a peer that need not be waited for; then come the ranks.
     """
     if tl.load(state) == 0:
         missing = _first_gone_back(inboxes, counts, PEERS)
-        if (looks > 0) & (missing == 0):
-            missing = _seen(host + ABORT_WORD).to(tl.int32)
+        if (checks_abort > 0) & (missing == 0):
+            missing = _load_volatile(host + ABORT_WORD).to(tl.int32)
         if missing == 0:
-            _tell_all(outboxes, counts, position, PEERS)
+            _signal_all(outboxes, counts, position, PEERS)
             missing = _first_missing(inboxes, counts, needs, host, PEERS)
         if missing > 0:
             tl.store(state, 1)
             rank = tl.load(needs + PEERS + missing - 1)
-            tl.store(host + FAILED_WORD, number.to(tl.int64) * MOST_RANKS + rank + 1)
-            _tell_all(outboxes, counts, -FAR_BACK, PEERS)
+            tl.store(host + FAILED_WORD, number.to(tl.int64) * RANKS + rank + 1)
+            _signal_all(outboxes, counts, -FAR_BACK, PEERS)
         elif last > 0:
             for peer in tl.static_range(PEERS):
                 tl.store(_word(counts, peer), tl.load(_word(counts, peer)) + last)

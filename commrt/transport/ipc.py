@@ -24,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 
 from commrt.errors import SizeMismatch, TransportError, UsageError
 from commrt.kernels.dispatch import on_gpu
-from commrt.kernels.meeting import MeetingPlan
+from commrt.kernels.signal_wait import SignalWaitPlan
 from commrt.store.agreement import gather
 from commrt.store.client import call_store, require, typed
 
@@ -35,8 +35,8 @@ LARGER = 2
 """A freed segment serves again for a buffer at least this many times smaller than it."""
 
 
-class PeerMemory:
-    """Memory of the GPU `device` that other processes of its host can map, and meetings in it.
+class IpcMemory:
+    """Memory of the GPU `device` that other processes of its host can map, and signals in it.
 
     A handle stands for a whole allocation of ``cudaMalloc``, so each segment is one. Neither
     torch's allocator nor CuPy's pool gives such memory.
@@ -111,11 +111,11 @@ class PeerMemory:
         """Return zeros int64 [count] in host memory that the device reads and writes."""
         return torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def meet(self, plan: MeetingPlan) -> Callable[[], None]:
-        """Return what queues a meeting each time it is called: one launch of one warp of a loaded
+    def signal_wait(self, plan: SignalWaitPlan) -> Callable[[], None]:
+        """Return what queues `plan` each time it is called: one launch of one warp of a loaded
         kernel.
         """
-        return cast("Callable[[], None]", on_gpu("meet")(plan))
+        return cast("Callable[[], None]", on_gpu("signal_wait")(plan))
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
@@ -130,7 +130,7 @@ class _Page(NamedTuple):
     nonce: int
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where a buffer lies, for peers."""
 
     handle: str
@@ -149,11 +149,11 @@ class _Segment:
     handle: str
 
 
-class Neighbours:
+class MappedMemory:
     """The members of one rank's host that read each other's memory. Collective, through a store of
     its own.
 
-    `ranks` is empty on all members of a host if one of them cannot map another's memory; then
+    `local_peers` is empty on all members of a host if one of them cannot map another's memory; then
     `refusal` says why.
     """
 
@@ -163,7 +163,7 @@ class Neighbours:
         rank: int,
         members: Sequence[int],
         timeout_s: float,
-        memory: PeerMemory,
+        memory: IpcMemory,
         host: str,
     ) -> None:
         self._store = store
@@ -204,11 +204,11 @@ class Neighbours:
         self.refusal = next(
             (verdicts[peer] for peer in sorted([*there, rank]) if verdicts[peer]), ""
         )
-        self.ranks: Sequence[int] = sorted(there)
+        self.local_peers: Sequence[int] = sorted(there)
         """The others, in ascending order."""
         if self.refusal:
             self.close(timeout_s)
-            self.ranks = ()
+            self.local_peers = ()
 
     def _opened_page(self, page: _Page) -> Any:
         opened = self._open(page.handle, (len(self.members) + 1) * WORD_NBYTES)
@@ -217,11 +217,11 @@ class Neighbours:
         return opened
 
     def outbox(self, peer: int) -> Tensor:
-        """Return what this rank tells `peer`: int32 [1] in the memory of that."""
+        """Return what this rank signals to `peer`: int32 [1] in the memory of that."""
         return self._word(self._pages[peer], self.rank)
 
     def inbox(self, peer: int) -> Tensor:
-        """Return what `peer` tells this rank: int32 [1]."""
+        """Return what `peer` signals to this rank: int32 [1]."""
         return self._word(self._page, peer)
 
     def _word(self, page: Any, rank: int) -> Tensor:
@@ -262,38 +262,40 @@ class Neighbours:
             if self._keeps:
                 self._free.append(segment)
 
-    def _place(self, buffer: Tensor) -> _Place:
+    def _locate(self, buffer: Tensor) -> _Location:
         """Return where `buffer` lies; it may be a part of what was allocated."""
         for segment in tuple(self._used.values()):
             if 0 <= (begin := buffer.data_ptr() - segment.address) < segment.nbytes:
-                return _Place(segment.handle, segment.nbytes, begin, buffer.nbytes)
+                return _Location(segment.handle, segment.nbytes, begin, buffer.nbytes)
         raise UsageError(
             "this buffer is in no memory that peers can map: allocate it with allocate_shared()"
         )
 
     def share(self, buffers: Sequence[Tensor], timeout_s: float) -> list[dict[int, Tensor]]:
-        """Return for each of `buffers` that of each neighbour.
+        """Return for each of `buffers` that of each local peer.
 
         Collective; all from `allocate`, in one order.
         """
         self._shares += 1
-        own = [self._place(buffer) for buffer in buffers]
-        here = sorted([self.rank, *self.ranks])  # a rank that is alone on its host shares nothing
+        own = [self._locate(buffer) for buffer in buffers]
+        here = sorted(
+            [self.rank, *self.local_peers]
+        )  # a rank that is alone on its host shares nothing
         store = PrefixStore(f"share {self._shares}", self._store)
-        shared = gather(store, self.rank, here, own, timeout_s, _parse_places)
-        for peer in self.ranks:
+        shared = gather(store, self.rank, here, own, timeout_s, _parse_locations)
+        for peer in self.local_peers:
             if [place.nbytes for place in shared[peer]] != [place.nbytes for place in own]:
                 raise SizeMismatch(
                     f"rank {peer} shares buffers of other sizes: start all ranks with the same code"
                 )
         return [
-            {peer: self._theirs(shared[peer][number], buffer) for peer in self.ranks}
+            {peer: self._in_peer(shared[peer][number], buffer) for peer in self.local_peers}
             for number, buffer in enumerate(buffers)
         ]
 
-    def _theirs(self, place: _Place, like: Tensor) -> Tensor:
-        segment = from_dlpack(self._open(place.handle, place.segment_nbytes))
-        return segment[place.begin : place.begin + place.nbytes].view(like.dtype)
+    def _in_peer(self, location: _Location, like: Tensor) -> Tensor:
+        segment = from_dlpack(self._open(location.handle, location.segment_nbytes))
+        return segment[location.begin : location.begin + location.nbytes].view(like.dtype)
 
     def _open(self, handle: str, nbytes: int) -> Any:
         if handle not in self._opened:
@@ -327,7 +329,7 @@ class Neighbours:
         self._store.set(f"unmapped/{self.rank}", "")
         if limit_s:
             self._store.wait(
-                [f"unmapped/{peer}" for peer in self.ranks], timedelta(seconds=limit_s)
+                [f"unmapped/{peer}" for peer in self.local_peers], timedelta(seconds=limit_s)
             )
 
 
@@ -345,8 +347,8 @@ def _parse_verdict(data: bytes) -> str:
     return str(*typed([json.loads(data)], str))
 
 
-def _parse_places(data: bytes) -> list[_Place]:
-    places = [_Place(*typed(place, str, int, int, int)) for place in json.loads(data)]
+def _parse_locations(data: bytes) -> list[_Location]:
+    places = [_Location(*typed(place, str, int, int, int)) for place in json.loads(data)]
     require(
         all(
             bytes.fromhex(each.handle) and each.begin + each.nbytes <= each.segment_nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of meetings against its definition, in Triton's interpreter; and what the compiler makes of it.
+"""The kernel that signals and waits against its definition, in Triton's interpreter; and what the compiler makes of it.
 
 The interpreter has no inline assembly, so functions in Python stand for the helpers that use it. They note what is
 done in which order, and move the clock.
@@ -20,11 +20,11 @@ from forked_commands import printed
 from interpreter import BadAccess, complaint, interpret, plant, watched
 from kernel_bugs import BUGS
 from moved_clock import moved_clock
-from peer_memory import meeting
+from peer_memory import signal_wait as defined
 from triton.runtime.interpreter import TensorHandle
 
-from commrt.kernels.device import meet, variants
-from commrt.kernels.meeting import BACK, MeetingPlan
+from commrt.kernels.device import signal_wait, variants
+from commrt.kernels.signal_wait import BACK, SignalWaitPlan
 
 SUPPORT = Path(__file__).parent / "support"
 TICK_NS = 7_000
@@ -40,26 +40,26 @@ def int32(value):
 
 @dataclass
 class Scene:
-    """What a meeting finds: words relative to `counts`, and what comes while it waits."""
+    """What a rank finds: words relative to `counts`, and what comes while it waits."""
 
     counts: list
     needs: list
-    told: list
+    signalled: list
     """By the peers, before."""
     comes: list
-    """What each peer tells once somebody waits, or None."""
+    """What each peer signals once somebody waits, or None."""
     position: int = 5
     last: int = 0
     failed: bool = False
     aborted: bool = False
-    looks: bool = False
+    checks_abort: bool = False
 
     def plan(self):
         def words(values):
             return [torch.tensor([int32(value)], dtype=torch.int32) for value in values]
 
-        inboxes = words(count + told for count, told in zip(self.counts, self.told, strict=True))
-        return MeetingPlan(
+        inboxes = words(count + signalled for count, signalled in zip(self.counts, self.signalled, strict=True))
+        return SignalWaitPlan(
             outboxes=words([99] * len(inboxes)),
             inboxes=inboxes,
             counts=words(self.counts),
@@ -70,18 +70,18 @@ class Scene:
             position=self.position,
             last=self.last,
             number=3,
-            looks=self.looks,
+            checks_abort=self.checks_abort,
         )
 
     def come(self, plan):
-        """Let the peers tell what they tell while this rank waits."""
-        for inbox, count, told in zip(plan.inboxes, self.counts, self.comes, strict=True):
-            if told is not None:
-                inbox.fill_(int32(count + told))
+        """Let the peers signal what they signal while this rank waits."""
+        for inbox, count, signalled in zip(plan.inboxes, self.counts, self.comes, strict=True):
+            if signalled is not None:
+                inbox.fill_(int32(count + signalled))
 
 
 def state_of(plan):
-    """All that a meeting writes."""
+    """All that a rank writes."""
     words = (*plan.outboxes, *plan.counts, plan.state, plan.host)
     return [word.tolist() for word in words]
 
@@ -89,7 +89,7 @@ def state_of(plan):
 def by_definition(scene):
     plan = scene.plan()
     with moved_clock() as clock:
-        for waits in meeting(plan):
+        for waits in defined(plan):
             if waits:
                 scene.come(plan)
                 clock.advance(TIMEOUT * 1e-9 / 2)
@@ -101,25 +101,25 @@ class Helpers:
     """In place of the helpers of the kernel."""
 
     scene: Scene
-    plan: MeetingPlan
+    plan: SignalWaitPlan
     now_ns: int = 2**62
     calls: list = field(default_factory=list)
     """(what, which word), in order."""
 
-    def tell(self, address, position):
-        word = self.word("tell", address, self.plan.outboxes)
+    def signal(self, address, position):
+        word = self.word("signal", address, self.plan.outboxes)
         word.fill_(int(position.handle.data[0]))
 
-    def heard(self, address):
-        value = int(self.word("heard", address, self.plan.inboxes))
+    def acquire(self, address):
+        value = int(self.word("acquire", address, self.plan.inboxes))
         if self.calls.count(self.calls[-1]) > 1:
             self.scene.come(self.plan)
         return number(value, tl.int32)
 
-    def glimpsed(self, address):
-        return number(int(self.word("glimpsed", address, self.plan.inboxes)), tl.int32)
+    def relaxed(self, address):
+        return number(int(self.word("relaxed", address, self.plan.inboxes)), tl.int32)
 
-    def seen(self, address):
+    def volatile(self, address):
         place = (int(address.handle.data[0]) - self.plan.host.data_ptr()) // 8
         return number(int(self.plan.host[place]), tl.int64)
 
@@ -148,24 +148,24 @@ def by_kernel(scene, module):
     plan = scene.plan()
     rows = [torch.tensor([word.data_ptr() for word in row]) for row in (plan.outboxes, plan.inboxes, plan.counts)]
     memory = [*rows, torch.tensor([*plan.needs, *plan.ranks], dtype=torch.int32), plan.state, plan.host]
-    variant = replace(variants.meet(len(plan.needs)), kernel=module.meet_kernel)
+    variant = replace(variants.signal_wait(len(plan.needs)), kernel=module.signal_wait_kernel)
     helpers = Helpers(scene, plan)
-    names = {"_tell": helpers.tell, "_heard": helpers.heard, "_glimpsed": helpers.glimpsed}
-    names |= {"_seen": helpers.seen, "_now_ns": helpers.clock}
+    names = {"_signal": helpers.signal, "_load_acquire": helpers.acquire, "_load_relaxed": helpers.relaxed}
+    names |= {"_load_volatile": helpers.volatile, "_now_ns": helpers.clock}
     with watched([*memory, *plan.counts]), patch.multiple(module, **names):
-        numbers = plan.position, plan.last, plan.number, int(plan.looks)
+        numbers = plan.position, plan.last, plan.number, int(plan.checks_abort)
         interpret(variant, [0], *(part.data_ptr() for part in memory), *numbers)
     assert not scene.aborted or helpers.now_ns - 2**62 < TIMEOUT, "it waits though the host has given up"
     return state_of(plan), helpers.calls
 
 
-def require_alike(scene, module=meet):
+def require_alike(scene, module=signal_wait):
     found, calls = by_kernel(scene, module)
     assert found == by_definition(scene)
     order = [what for what, _ in calls]
-    tells = order.index("tell") if "tell" in order else len(order)
-    assert "glimpsed" not in order[tells:], "it tells before it has looked at all peers"
-    assert "heard" not in order[:tells], "it waits before it tells"
+    signals = order.index("signal") if "signal" in order else len(order)
+    assert "relaxed" not in order[signals:], "it signals before it has looked at all peers"
+    assert "acquire" not in order[:signals], "it waits before it signals"
 
 
 WRAPS = 2**31 - 2
@@ -180,7 +180,7 @@ SCENES = {
     "two have gone back": Scene([0, 0, 0], [0, 0, 0], [5, -BACK, -BACK], [None, None, None]),
     "a peer is a program behind": Scene([20, 20], [0, 0], [-9, 0], [None, None]),
     "the host gives up": Scene([0, 0], [3, 0], [0, 0], [None, None], aborted=True),
-    "the host gave up what comes before": Scene([0, 0], [3, 0], [3, 0], [None, None], aborted=True, looks=True),
+    "the host gave up what comes before": Scene([0, 0], [3, 0], [3, 0], [None, None], aborted=True, checks_abort=True),
     "one has failed before": Scene([0, 0], [3, 0], [3, 0], [None, None], last=9, failed=True),
     "the program ends": Scene([7, WRAPS], [3, 0], [3, 0], [None, None], last=9),
 }
@@ -200,12 +200,12 @@ def first_complaint(module):
 
 
 def test_in_each_scene_a_planted_bug_does_not_do_what_the_definition_does(tmp_path, monkeypatch):
-    assert first_complaint(meet) is None
-    bugs, missed = [bug for bug in BUGS if BUGS[bug][0] == "meet"], []
+    assert first_complaint(signal_wait) is None
+    bugs, missed = [bug for bug in BUGS if BUGS[bug][0] == "signal_wait"], []
     for bug in bugs:
         with monkeypatch.context() as patch:
-            plant(BUGS[bug], ["meet"], tmp_path, patch)
-            broken = sys.modules[variants.meet_kernel.fn.__module__]
+            plant(BUGS[bug], ["signal_wait"], tmp_path, patch)
+            broken = sys.modules[variants.signal_wait_kernel.fn.__module__]
             missed += [] if first_complaint(broken) else [bug]
     assert len(bugs) > 10
     assert missed == []
@@ -214,10 +214,10 @@ def test_in_each_scene_a_planted_bug_does_not_do_what_the_definition_does(tmp_pa
 @pytest.mark.slow
 def test_the_compiled_kernel_orders_memory_for_the_whole_system_and_keeps_all_in_registers():
     """In a process in which Triton compiles instead of interpreting."""
-    compiled = json.loads(printed(sys.executable, SUPPORT / "meet_code.py", TRITON_INTERPRET="0"))
+    compiled = json.loads(printed(sys.executable, SUPPORT / "signal_wait_code.py", TRITON_INTERPRET="0"))
     assert {code["arch"] for code in compiled} == {"sm_80", "sm_90a", "sm_100a"}
     for code in compiled:
-        peers = code["peers"]  # told, and told that this rank goes back; asked before and while it waits
+        peers = code["peers"]  # signalled, and signalled that this rank goes back; asked before and while it waits
         assert code["orders"] == {
             "st.release.sys.global": 2 * peers,
             "ld.acquire.sys.global": 2 * peers,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meetings of ranks that read each other's memory, in all orders of events of small groups.
+"""The signals and waits of ranks that read each other's memory, in all orders of events of small groups.
 
-What a rank has told and written follows from how far it is in its own program. So a state is a place for each rank.
+What a rank has signalled and written follows from how far it is in its own program: a state is a place for each rank.
 A kernel is one event: no kernel waits, so two kernels that nothing orders occur in both orders, and one of them reads
 a wrong version.
 """
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from commrt.algorithms import chain, direct, double_tree, gossip, halving_doubling, ring, torus
-from commrt.kernels.meeting import BACK
-from commrt.program import meetings, program
+from commrt.kernels.signal_wait import BACK
+from commrt.program import program, signal_waits
 from commrt.schedule import COPY, Schedule, Step
 
 WRAP = 1 << 32
@@ -23,7 +23,7 @@ NEAR_WRAP = WRAP - 3
 """Where positions begin to count: they wrap in the first run."""
 
 
-class Tell(NamedTuple):
+class Signal(NamedTuple):
     """Write a position into a peer's word."""
 
     peer: int
@@ -31,14 +31,14 @@ class Tell(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until a peer has told a position."""
+    """Wait until a peer has signalled a position."""
 
     peer: int
     goal: int
 
 
 class Look(NamedTuple):
-    """Fail if a peer has taken back what it told."""
+    """Fail if a peer has taken back what it signalled."""
 
     peer: int
     begin: int
@@ -100,32 +100,32 @@ class Model:
     def life(self, rank):
         """All events of a rank that never fails."""
         mine = self.programs[rank]
-        plan, fill = meetings(mine.hops, mine.chunks, mine.peers), Work((), tuple(range(mine.chunks)))
+        plan, fill = signal_waits(mine.hops, mine.chunks, mine.peers), Work((), tuple(range(mine.chunks)))
         for run in range(self.runs):
             begin = NEAR_WRAP + run * (2 * len(mine.hops) + 1)
-            meet = partial(self.meet, sorted(mine.peers), begin)
+            wait = partial(self.events_of, sorted(mine.peers), begin)
             yield fill
             for number, hop in enumerate(mine.hops):
                 if plan.before[number] is not None:
-                    yield from meet(plan.before[number])
-                    yield from self.kernels(run, number, hop, plan.within[number], meet)
-            yield from meet(plan.end)
+                    yield from wait(plan.before[number])
+                    yield from self.kernels(run, number, hop, plan.within[number], wait)
+            yield from wait(plan.end)
             yield Used()
         yield fill
 
-    def meet(self, peers, begin, meeting):
+    def events_of(self, peers, begin, signal_wait):
         yield from (Look(peer, begin % WRAP) for peer in peers)
-        yield from (Tell(peer, (begin + meeting.position) % WRAP) for peer in peers)
-        yield from (Wait(peer, (begin + need) % WRAP) for peer in peers if (need := meeting.needs.get(peer, 0)))
+        yield from (Signal(peer, (begin + signal_wait.position) % WRAP) for peer in peers)
+        yield from (Wait(peer, (begin + need) % WRAP) for peer in peers if (need := signal_wait.needs.get(peer, 0)))
 
-    def kernels(self, run, number, hop, within, meet):
+    def kernels(self, run, number, hop, within, wait):
         read = [tuple(self.sources(run, number, each)) for each in hop.recvs]
         write = [tuple(range(each.lo, each.hi)) for each in hop.recvs]
         if within is None:
             yield from map(Work, read, write)
         else:
             yield from (Work(reads, ()) for reads in read)
-            yield from meet(within)
+            yield from wait(within)
             yield from (Work((), writes) for writes in write)
 
     def sources(self, run, number, transfer):
@@ -134,28 +134,28 @@ class Model:
             yield transfer.peer, chunk, run * int(rows[-1][chunk]) + int(rows[number][chunk])
 
     def rest(self, rank, failed):
-        """What a rank does after it has waited in vain: all its kernels, and no meetings.
+        """What a rank does after it has waited in vain: all its kernels, and no waits.
 
         They count as one kernel, as none of them orders anything, and a chunk that is wrong stays wrong.
         """
-        told, _ = self.facts(rank, None, failed)
-        yield from (Tell(peer, (position - BACK) % WRAP) for peer, position in told.items())
+        signalled, _ = self.facts(rank, None, failed)
+        yield from (Signal(peer, (position - BACK) % WRAP) for peer, position in signalled.items())
         left = [event for event in self.events(rank, None)[failed:] if isinstance(event, Work)]
         yield Work((), tuple({chunk for kernel in left for chunk in kernel.writes}))
 
     def facts(self, rank, failed, done):
-        """What a rank has told, by peer, and how often it has written each chunk."""
+        """What a rank has signalled, by peer, and how often it has written each chunk."""
         if not done and failed is None:
             return dict.fromkeys(self.programs[rank].peers, NEAR_WRAP), (0,) * self.schedule.chunks
         if not done:
             return self.facts(rank, None, failed)
-        told, versions = self.facts(rank, failed, done - 1)
+        signalled, versions = self.facts(rank, failed, done - 1)
         match self.events(rank, failed)[done - 1]:
-            case Tell(peer, position):
-                told = told | {peer: position}
+            case Signal(peer, position):
+                signalled = signalled | {peer: position}
             case Work(_, writes):
                 versions = tuple(version + (chunk in writes) for chunk, version in enumerate(versions))
-        return told, versions
+        return signalled, versions
 
     def facts_in(self, state, rank):
         return self.facts(rank, state[rank].failed, state[rank].done)
