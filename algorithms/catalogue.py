@@ -6,15 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import cast
 
 from commrt.algorithms import bruck, chain, direct, double_tree, halving_doubling, ring, tree
-from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
-from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling
-from commrt.algorithms.local import LocalSGD
 from commrt.algorithms.parts import require_root
 from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.torus import Torus2D
@@ -22,9 +20,13 @@ from commrt.errors import UsageError
 from commrt.schedule import Algorithm, Schedule
 
 GOSSIP = "gossip"
-BACKUP = "backup"
 DIRECT = "direct"
-LOCAL = "local"
+POLICIES = {
+    GOSSIP: "commrt.algorithms.gossip.Gossip",
+    "backup": "commrt.backup_workers.policy.BackupWorkers",
+    "local": "commrt.local_sgd.policy.LocalSGD",
+}
+"""Other ways to train by name: options, which are imported when they are asked for."""
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "ring": Ring,
@@ -45,13 +47,15 @@ def by_name(name: str) -> Algorithm:
     >>> by_name("torus2d"), by_name("Torus2D")
     (Torus2D(grid=None, both_ways=False), Torus2D(grid=None, both_ways=False))
     """
-    offered = {**ALGORITHMS, GOSSIP: Gossip, BACKUP: BackupWorkers, LOCAL: LocalSGD}
-    classes = {cast("type", each).__name__: each for each in offered.values()}
-    if name not in offered and name not in classes:
-        raise UsageError(
-            f"no algorithm is called {name!r}: choose one of {', '.join(sorted(offered))}"
-        )
-    return (offered | classes)[name]()
+    for key, algorithm in ALGORITHMS.items():
+        if name in {key, cast("type", algorithm).__name__}:
+            return algorithm()
+    for key, home in POLICIES.items():
+        module, _, policy = home.rpartition(".")
+        if name in {key, policy}:
+            return cast("Algorithm", getattr(import_module(module), policy)())
+    offered = ", ".join(sorted({*ALGORITHMS, *POLICIES}))
+    raise UsageError(f"no algorithm is called {name!r}: choose one of {offered}")
 
 
 COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {

@@ -8,12 +8,12 @@ from commrt import quantization as quantization
 from commrt import testing as testing
 from commrt import tools as tools
 from commrt import training as training
-from commrt.algorithms.backup import BackupWorkers as BackupWorkers
 from commrt.algorithms.direct import Direct as Direct
 from commrt.algorithms.gossip import Gossip as Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling as HalvingDoubling
 from commrt.algorithms.ring import Ring as Ring
 from commrt.algorithms.torus import Torus2D as Torus2D
+from commrt.backup_workers.policy import BackupWorkers as BackupWorkers
 from commrt.data.ring_shuffle import RingShuffle as RingShuffle
 from commrt.data.shares import Shares as Shares
 from commrt.errors import CommrtError as CommrtError

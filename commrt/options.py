@@ -94,7 +94,7 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
     """Raise `UsageError` for the first row of the table that `algorithm`, `wire` and the traits
     `also` meet.
 
-    >>> from commrt.algorithms.local import LocalSGD
+    >>> from commrt.local_sgd import LocalSGD
     >>> require_compatible(LocalSGD(), also=["graphs"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     commrt.errors.UsageError: graphs=True with LocalSGD: it exchanges too rarely to need them; ...

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How values become codes of few bits on the wire, and how many, as data. Needs no torch.
+"""How values become codes of few bits on the wire, and how many, as data. Needs no torch. It stands
+below `kernels`, which turn values into these codes, and `quantization`, which carries them.
 
 Values are quantized in *blocks*: a block has one scale, a bfloat16, and one code per value. Eight
 blocks make a *tile*, the smallest part of a buffer that travels: its scales come first, then its

@@ -21,7 +21,6 @@ from closed_forms import is_power, ring_bytes, wrong_cost
 from combining_races import TwoStreams, races, run_noted
 
 from commrt.algorithms import tree
-from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, ROOTED, candidates
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
@@ -29,6 +28,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.sliced import Sliced, in_slices
 from commrt.algorithms.torus import Torus2D
+from commrt.backup_workers.policy import BackupWorkers
 from commrt.program import MOST_MESSAGES, nccl_groups
 from commrt.proof import spec
 from commrt.proof.replay import Proof, verify

@@ -10,10 +10,10 @@ from fuzzing import NUMBERS, VALUES, cases, in_time, met
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.sliced import Sliced
 from commrt.algorithms.torus import Torus2D
+from commrt.backup_workers.policy import BackupWorkers
 from commrt.errors import ScheduleError, UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 
-from commrt.algorithms.backup import BackupWorkers
 from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
 from commrt.backup_workers.catch_up import CatchUp, FinalCalls
+from commrt.backup_workers.policy import BackupWorkers
 from commrt.backup_workers.replica_state import ReplicaState
 from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import make_elastic

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
 
 from commrt.algorithms import tree
-from commrt.algorithms.backup import BackupWorkers
+from commrt.backup_workers.policy import BackupWorkers
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.backup_workers.replica_state import Snapshot
 from commrt.buckets.digest import Digest

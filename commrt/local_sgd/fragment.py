@@ -18,8 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from commrt.algorithms.local import LocalSGD, Mix
-from commrt.algorithms.outer import Outer
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
@@ -28,6 +26,8 @@ from commrt.buckets.riders import NOTHING_LEAVES, Leaving
 from commrt.buckets.weight_bucket import WeightPart
 from commrt.elastic.generations import Generation
 from commrt.errors import UsageError
+from commrt.local_sgd.outer import Outer
+from commrt.local_sgd.policy import LocalSGD, Mix
 from commrt.threads.future import Future
 from commrt.transport.protocol import Allocate
 

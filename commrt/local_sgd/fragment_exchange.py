@@ -13,7 +13,6 @@ from typing import cast
 
 from torch import Tensor
 
-from commrt.algorithms.local import LocalSGD
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
@@ -23,6 +22,7 @@ from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import PeerLost, Place
 from commrt.local_sgd.fragment import MERGING, Fragment, InFlight, _reusing
+from commrt.local_sgd.policy import LocalSGD
 from commrt.runtime.membership import LOST
 from commrt.threads.comm_thread import RecoveredError
 from commrt.training.attach import Request

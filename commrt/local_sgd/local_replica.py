@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any, cast
 from weakref import WeakMethod
 
-from commrt.algorithms.local import LocalSGD, Mix
-from commrt.algorithms.outer import SlowMomentum
 from commrt.buckets.digest import Digest
 from commrt.buckets.layout import exchanged_tensors
 from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
 from commrt.errors import DeadlineExceeded, Place, UsageError
 from commrt.local_sgd.fragment import MERGING, Fragment, InFlight, cut_fragments
 from commrt.local_sgd.fragment_exchange import FragmentExchange
+from commrt.local_sgd.outer import SlowMomentum
+from commrt.local_sgd.policy import LocalSGD, Mix
 from commrt.runtime.wire import is_quantized
 from commrt.threads.deadline import Deadline
 from commrt.training.after_step import AfterStepReplica

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
@@ -40,12 +40,7 @@ LOCAL = "local"
 BACKUP = "backup"
 DIRECT = "direct"
 DDP = "ddp"
-ALGORITHMS: Mapping[str, Callable[[], commrt.Algorithm]] = {
-    **catalogue.ALGORITHMS,
-    GOSSIP: commrt.Gossip,
-    LOCAL: commrt.local_sgd.LocalSGD,
-    BACKUP: commrt.BackupWorkers,
-}
+ALGORITHMS = (*catalogue.ALGORITHMS, *catalogue.POLICIES)
 FP32 = "fp32"
 QUANTIZERS = {
     "int8": commrt.quantization.Int8(),
@@ -162,7 +157,7 @@ class Job:
         if self.algorithm == LOCAL:
             return self.local.algorithm(self.wire)
         if self.algorithm != BACKUP:
-            return ALGORITHMS[self.algorithm]()
+            return catalogue.by_name(self.algorithm)
         return commrt.BackupWorkers(
             self.backups, commrt.Direct() if self.has_codes else commrt.Torus2D()
         )

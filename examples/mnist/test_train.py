@@ -16,7 +16,6 @@ from pathlib import Path
 from time import sleep
 
 import forked_commands
-import job
 import pytest
 import run_jobs
 import torch
@@ -31,20 +30,12 @@ from results_table import heading
 from train import app
 from typer.testing import CliRunner
 
-from commrt.algorithms import catalogue
 from commrt.errors import CommrtError, UsageError
 
 PROGRAM = Path(__file__).parent / "train.py"
 command, started = (
     partial(run, program="train") for run in (forked_commands.command, forked_commands.started)
 )
-
-
-def test_every_algorithm_of_the_command_line_is_offered():
-    offered = {*catalogue.ALGORITHMS, catalogue.GOSSIP, catalogue.LOCAL, catalogue.BACKUP}
-    assert {name: type(make()) for name, make in job.ALGORITHMS.items()} == {
-        name: type(catalogue.by_name(name)) for name in offered
-    }
 
 
 BAD = [

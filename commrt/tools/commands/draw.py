@@ -12,8 +12,8 @@ import typer
 
 from commrt.algorithms.catalogue import ALGORITHMS, DIRECT, GOSSIP
 from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
+from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import options as opt
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate

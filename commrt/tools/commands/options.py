@@ -19,8 +19,8 @@ from rich.table import Table
 
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.direct import Direct
-from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
+from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.tools.planning.timeline import efficiency_at
 from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes

@@ -18,10 +18,10 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import COLLECTIVES
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.ring import Ring, Rings
+from commrt.backup_workers.policy import BackupWorkers
 from commrt.errors import UsageError
 from commrt.pricing import selection
 from commrt.pricing.cluster import Cluster

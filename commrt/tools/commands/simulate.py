@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.local import LocalSGD
 from commrt.errors import UsageError
+from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Price
 from commrt.schedule import Algorithm

@@ -14,13 +14,13 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, ROOTED, by_name, candidates
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.gossip import Gossip, Topology
 from commrt.algorithms.ring import Rings
 from commrt.algorithms.torus import Torus2D
+from commrt.backup_workers.policy import BackupWorkers
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import require_candidate

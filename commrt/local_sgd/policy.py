@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD: ranks train alone for a period, then average their weights; the average may arrive
-some steps later.
+some steps later. Settings as data, which need no torch: `local_replica` trains by them.
 
 One mechanism with few settings is DaSGD, CoCoD-SGD, DiLoCo, Streaming DiLoCo and NoLoCo; see the
 functions below.
@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar, Final, Literal
 
-from commrt.algorithms.backup import BackupWorkers
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.outer import HeavyBall, Nesterov, Outer
 from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
+from commrt.local_sgd.outer import HeavyBall, Nesterov, Outer
 from commrt.quantizer import Int4
 from commrt.schedule import Algorithm, Schedule
 
@@ -61,7 +60,7 @@ class LocalSGD:
       ``Mix(share)`` keeps a share of the local weights, and loses a part of what was learned
       meanwhile.
     - `outer`: how the anchor follows the average: `Nesterov`, `HeavyBall`, `SlowMomentum`, or a
-      rule of your own (`commrt.algorithms.outer`). None makes the average the anchor.
+      rule of your own (`commrt.local_sgd.outer`). None makes the average the anchor.
     - `fragments`: so many parts of the model leave one after the other within a period, each with
       its own period.
     - `warmup`: so many steps at first in which weights are averaged in each step, at once and
@@ -141,7 +140,7 @@ class LocalSGD:
     def _require_inner(self) -> None:
         inner = self.inner
         require_maker("inner", inner)
-        if isinstance(inner, BackupWorkers | LocalSGD):
+        if getattr(inner, "traits", ()) and not isinstance(inner, Gossip):
             raise UsageError(
                 f"inner={inner!r:.200}: take an all-reduce, such as Torus2D(), or Gossip()"
             )

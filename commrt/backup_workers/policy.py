@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backup workers: each step uses the first N of N + b ranks whose gradients are ready.
+"""Backup workers: each step uses the first N of N + b ranks whose gradients are ready. A policy as
+data, which needs no torch: the all-reduce is that of another algorithm.
 
 Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous SGD", 2016, section 3.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
@@ -42,7 +42,7 @@ class BackupWorkers:
         require_maker("inner", self.inner)
         if not isinstance(self.early, bool):
             raise UsageError(f"early={self.early!r:.80}: give True or False")
-        if isinstance(self.inner, Gossip | BackupWorkers):
+        if getattr(self.inner, "traits", ()):
             raise UsageError(
                 f"inner={self.inner!r} is no all-reduce: take Torus2D(), Ring() or"
                 " HalvingDoubling()"
