@@ -325,7 +325,8 @@ class BackupStep:
         membership = self._membership
         step = self.version
         self._carried = running
-        membership.next_step, self._ready_s = step, round(time(), 4)
+        membership.start_no_earlier(step)
+        self._ready_s = round(time(), 4)
         if membership.wanted > membership.number:
             membership.ensure_generation()
         if self._digest is not None:

@@ -210,7 +210,7 @@ class RingShuffle:
         """
         membership = self._world.membership
         step = membership.next_step  # a batch is sent before the weights of its step
-        membership.next_step += 1
+        membership.start_no_earlier(step + 1)
         if not membership.takes_part(step) or len(self._world.members) == 1:
             return None
         try:

@@ -94,8 +94,8 @@ class ElasticMembership(Membership):
         """Since an exchange was completed; whoever completes one sets it to 0, on any thread."""
         # of the collective part that is next or runs; None once refused
         self._part: Generation | None = None
-        self.submitted_steps = 0
-        """Gossip steps so far."""
+        # as `next_step`, but for exchanges that the communication thread has not begun
+        self._submitted_steps = 0
         self._made: Callable[[], int | None] = lambda: None
         self.while_waiting: Callable[[], None] = lambda: None
         """Called now and then while this rank waits for others to come to a collective, on the
@@ -372,9 +372,20 @@ class ElasticMembership(Membership):
 
     def restart_at_step(self, step: int) -> None:
         """Restart at `step` of a checkpoint, which all ranks have loaded."""
-        self.next_step = self.submitted_steps = step
+        self.go_on_at_step(step)
         with self._lock:
             self.on_store.generation = self.generation._replace(start=0)
+
+    def go_on_at_step(self, step: int) -> None:
+        """Go on at training step `step`, with nothing in flight; the generation stays."""
+        self.start_no_earlier(step)
+        self._submitted_steps = step
+
+    def submit_step(self, step: int) -> None:
+        """Note that the exchanges of training step `step` are submitted next: a generation that
+        starts in it is too early for this rank.
+        """
+        self._submitted_steps = step + 1
 
     def any_gone(self, ranks: Collection[int]) -> bool:
         """Return True if others form a new generation, or one of `ranks` is lost."""
@@ -388,7 +399,7 @@ class ElasticMembership(Membership):
         if not self.is_elastic:
             yield
             return
-        step = max(self.next_step, self.submitted_steps)
+        step = max(self.next_step, self._submitted_steps)
         outer = self._part
         made = self._made() if made is None else made
         try:

@@ -119,7 +119,7 @@ class FragmentExchange:
         """
         if self._membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
-        self._membership.next_step = in_flight.step
+        self._membership.start_no_earlier(in_flight.step)
         if watched is not None:
             cast("Riders", in_flight.buckets[0].riders).watch(watched)
         spans = tuple(map(self.engine.reduce_now, in_flight.buckets, repeat(number)))

@@ -136,7 +136,7 @@ class LocalReplica(AfterStepReplica):
                     f" {self._world.timeout_s:g} s"
                 )
                 raise DeadlineExceeded(what, Place(self._world.rank))
-        membership.next_step = self._fragments[0].left
+        membership.start_no_earlier(self._fragments[0].left)
 
     def _may_give(self) -> bool:
         return self._fragments[0].in_flight is None

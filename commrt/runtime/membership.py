@@ -105,8 +105,8 @@ class Membership:
         self._all = tuple(ranks)
         self._comm_thread = comm_thread
         self.next_step = 0
-        """The first step in which this rank has not exchanged; gossip and the ring shuffle count
-        it.
+        """The first training step in which a new generation can start for this rank; written by
+        `start_no_earlier` only.
         """
 
     @property
@@ -141,6 +141,14 @@ class Membership:
     def collective(self, what: str) -> AbstractContextManager[None]:
         """Run the body as the collective `what` of all members. On the training thread."""
         return nullcontext()
+
+    def start_no_earlier(self, step: int) -> None:
+        """Let a new generation start in training step `step` or later, as this rank exchanges in
+        those before.
+
+        On the communication thread, before the first exchange of a step.
+        """
+        self.next_step = step
 
     def takes_part(self, step: int) -> bool:
         """Return True if this rank exchanges in training step `step`."""

@@ -292,7 +292,7 @@ class AfterStepReplica(Replica):
         So it makes all collectives that the others make after the step of that state.
         """
         membership.join_as_replacement(partial(self._fetch, membership))
-        membership.next_step = membership.submitted_steps = self._step
+        membership.go_on_at_step(self._step)
 
     def _packed(self) -> bytes:
         tensors = [*self.model.parameters(), *self.model.buffers()]

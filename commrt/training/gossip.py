@@ -264,6 +264,7 @@ class GossipExchange:
         self._number = number
         self.membership = make_elastic(world)
         self._generation = self._shared = -1
+        self._program_at = lru_cache(1)(self._find_program)
         self._program = lru_cache(KEPT)(self._program_of)
         self._bound = lru_cache(PROGRAMS_BOUND)(lambda program: cache(partial(self._bind, program)))
 
@@ -335,9 +336,8 @@ class GossipExchange:
 
         On the training thread.
         """
-        # from here on a generation that starts at `step` is too early for this rank
         if bucket.index == 0:
-            self.membership.submitted_steps = step + 1
+            self.membership.submit_step(step)
         header = Header(0, self._number, 0, step, bucket.index, 0)
         message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
         message.step = step
@@ -351,6 +351,7 @@ class GossipExchange:
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""
+        self._program_at.cache_clear()
         self._program.cache_clear()
         self._bound.cache_clear()
         self._scratch = Scratch()
@@ -365,12 +366,11 @@ class GossipExchange:
             "bucket", number=bucket, step=step, algorithm="gossip"
         ):
             if bucket == 0:
-                membership.next_step = step + 1
+                membership.start_no_earlier(step + 1)
             if (generation := membership.generation).start <= step:
                 if generation.number != self._generation:
                     self._adopt(generation)
-                order = self._algorithm.order(step, len(self.members))
-                program = self._program(self._rounds[step % len(self._rounds)], order.tobytes())
+                program = self._program_at(step)
                 try:
                     if program.hops:
                         nbytes_sent, share = self._exchange(program, message, Tag(step, bucket))
@@ -408,6 +408,11 @@ class GossipExchange:
                     " and start again from a checkpoint"
                 )
         return nbytes_sent, share
+
+    def _find_program(self, step: int) -> Program:
+        """Return this rank's program in `step`, which all buckets have."""
+        order = self._algorithm.order(step, len(self.members))
+        return self._program(self._rounds[step % len(self._rounds)], order.tobytes())
 
     def _program_of(self, schedule: Schedule, order: bytes) -> Program:
         members = self._ranks[np.frombuffer(order, np.int64)]
