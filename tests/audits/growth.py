@@ -42,8 +42,7 @@ class Growing:
 
     def __init__(self, comes, victim, dies):
         self.comes, self.waiting, self.latest, self.used = dict(comes), {}, 0, []
-        self.met = {}
-        self.victim, self.dies = victim, dies
+        self.victim, self.dies, self.met = victim, dies, {}
 
     def on_message(self, rank, message, process):
         """Take what a rank tells."""
@@ -111,9 +110,10 @@ def opened(tell, founders):
     """Open the world; a rank that is no founder waits until it is to come."""
     torch.set_num_threads(1)
     if int(os.environ["RANK"]) >= founders:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # or it may come before it is waited for
+        asks, tells = os.pipe()  # a signal that this thread alone blocks would end the process in another one
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(tells, b"!"))
         tell("waits")
-        signal.sigwait({signal.SIGUSR1})
+        os.read(asks, 1)
     os.environ["WORLD_SIZE"] = str(founders)
     return commrt.init(15.0, start_timeout_s=60.0, up_to=PLACES)
 
