@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithms.parts import backwards, wrapped
+from commrt.algorithms.registration import Registration, all_but_one, doublings
 from commrt.schedule import ADD, Schedule, Step
 
 
@@ -60,3 +61,10 @@ def barrier(p: int) -> Schedule:
     Cost: ceil(log2(p)) steps; p - 1 tokens sent per rank.
     """
     return all_gather(p).named("dissemination")
+
+
+REGISTERED = (
+    Registration("all_gather", "bruck", all_gather, doublings, all_but_one),
+    Registration("reduce_scatter", "bruck", reduce_scatter, doublings, all_but_one),
+    Registration("barrier", "dissemination", barrier, doublings, all_but_one),
+)

@@ -1,42 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms and schedules by their names on the command line."""
+"""All schedules by their names: what each module of `MODULES` registers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from typing import cast
 
-from commrt.algorithms import bruck, chain, direct, double_tree, halving_doubling, ring, tree
-from commrt.algorithms.direct import Direct
-from commrt.algorithms.double_tree import DoubleTree
-from commrt.algorithms.halving_doubling import HalvingDoubling
+from commrt.algorithms import (
+    bruck,
+    chain,
+    direct,
+    double_tree,
+    halving_doubling,
+    ring,
+    torus,
+    tree,
+)
 from commrt.algorithms.parts import require_root
-from commrt.algorithms.ring import Ring, Rings
-from commrt.algorithms.torus import Torus2D
+from commrt.algorithms.registration import Registration
 from commrt.errors import UsageError
+from commrt.importing import homes
 from commrt.schedule import Algorithm, Schedule
 
 GOSSIP = "gossip"
 DIRECT = "direct"
+
+MODULES = (tree, ring, halving_doubling, double_tree, torus, bruck, direct, chain)
+"""Of two schedules that cost the same, that of the earlier module is taken."""
+REGISTERED: tuple[Registration, ...] = tuple(
+    each for module in MODULES for each in module.REGISTERED
+)
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    each.name: each.algorithm for each in REGISTERED if each.algorithm is not None
+}
+"""Classes of the all-reduces by name; each works without arguments."""
 POLICIES = {
     GOSSIP: "commrt.algorithms.gossip.Gossip",
     "backup": "commrt.backup_workers.policy.BackupWorkers",
     "local": "commrt.local_sgd.policy.LocalSGD",
 }
 """Other ways to train by name: options, which are imported when they are asked for."""
-
-ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
-    "ring": Ring,
-    "rings": Rings,
-    "halving_doubling": HalvingDoubling,
-    "double_tree": DoubleTree,
-    "torus2d": Torus2D,
-    DIRECT: Direct,
+COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {
+    collective: {
+        each.name: each.schedule
+        for each in REGISTERED
+        if each.collective == collective and each.for_groups
+    }
+    for collective in dict.fromkeys(each.collective for each in REGISTERED)
 }
-"""Constructors of the all-reduces by name; each works without arguments."""
+"""For each collective its schedules by name, as functions of the ranks, and of the root for those
+of `ROOTED`.
+"""
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 def by_name(name: str) -> Algorithm:
@@ -48,7 +65,7 @@ def by_name(name: str) -> Algorithm:
     (Torus2D(grid=None, both_ways=False), Torus2D(grid=None, both_ways=False))
     """
     for key, algorithm in ALGORITHMS.items():
-        if name in {key, cast("type", algorithm).__name__}:
+        if name in {key, algorithm.__name__}:
             return algorithm()
     for key, home in POLICIES.items():
         module, _, policy = home.rpartition(".")
@@ -58,49 +75,16 @@ def by_name(name: str) -> Algorithm:
     raise UsageError(f"no algorithm is called {name!r}: choose one of {offered}")
 
 
-COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {
-    "broadcast": {
-        "tree": tree.broadcast,
-        "direct": direct.broadcast,
-        "chain": chain.broadcast,
-        "scatter_gather": tree.broadcast_in_parts,
-    },
-    "reduce": {
-        "tree": tree.reduce,
-        "direct": direct.reduce,
-        "chain": chain.reduce,
-        "scatter_gather": tree.reduce_in_parts,
-    },
-    "gather": {"tree": tree.gather, "direct": direct.gather},
-    "scatter": {"tree": tree.scatter, "direct": direct.scatter},
-    "all_gather": {
-        "ring": ring.all_gather,
-        "doubling": halving_doubling.all_gather,
-        "bruck": bruck.all_gather,
-        "direct": direct.all_gather,
-    },
-    "reduce_scatter": {
-        "ring": ring.reduce_scatter,
-        "halving": halving_doubling.reduce_scatter,
-        "bruck": bruck.reduce_scatter,
-        "direct": direct.reduce_scatter,
-    },
-    "all_reduce": {
-        "ring": ring.all_reduce,
-        "halving_doubling": halving_doubling.all_reduce,
-        "torus2d": partial(Torus2D().schedule, 0),
-        "doubling": halving_doubling.doubling,
-        "double_tree": double_tree.all_reduce,
-        "direct": direct.all_reduce,
-        "one_shot": direct.one_shot,
-    },
-    "all_to_all": {"pairwise": direct.pairwise_all_to_all, "direct": direct.all_to_all},
-    "barrier": {"dissemination": bruck.barrier},
-}
-"""For each collective its schedules by name, as functions of the ranks, and of the root for those
-of `ROOTED`.
-"""
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+def home_of(algorithm: type[Algorithm]) -> str:
+    """Return the package or module from which users import the class `algorithm`.
+
+    >>> home_of(ring.Ring), home_of(ring.Rings)
+    ('commrt', 'commrt.algorithms')
+    """
+    for package in ("commrt", "commrt.algorithms"):
+        if algorithm.__name__ in homes(package):
+            return package
+    return algorithm.__module__
 
 
 def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithms.parts import backwards, require_root
+from commrt.algorithms.registration import Registration
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step
 
@@ -66,3 +67,13 @@ def reduce(p: int, root: int = 0, slices: int | None = None) -> Schedule:
       2  add  1->0 [0:1)
     """
     return backwards(broadcast(p, root, slices), ADD, "chain reduce")
+
+
+def _steps(p: int) -> int:
+    return p - 2 + 4 * p - 7
+
+
+REGISTERED = (
+    Registration("broadcast", "chain", broadcast, _steps, sent=lambda _: 1),
+    Registration("reduce", "chain", reduce, _steps, sent=lambda _: 1),
+)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 
+from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.parts import (
     backwards,
     require_maker,
@@ -20,6 +22,14 @@ from commrt.algorithms.parts import (
     require_whole,
     two_levels,
 )
+from commrt.algorithms.registration import (
+    Nodes,
+    Registration,
+    Shape,
+    all_but_one,
+    twice_all_but_one,
+)
+from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Algorithm, IntArray, Schedule, Step
 
@@ -277,3 +287,52 @@ def _limited(p: int) -> int:
             f" takes up to {MOST_RANKS:,} ranks"
         )
     return p
+
+
+MOST_TRIED = 64
+"""Most ranks of a node that ``commrt plan`` lets exchange with all others at once. Between nodes it
+does not: many that send to one node at once share its card, which no price knows.
+"""
+
+
+def _shapes(nodes: Nodes) -> Iterator[Shape]:
+    within = nodes.within
+    if 2 < nodes.ranks <= min(nodes.per_node, MOST_TRIED):
+        yield Shape(Direct())
+    if 2 < within <= MOST_TRIED:  # of 2, the torus and halving-doubling are that
+        yield Shape(Direct(within, Ring()), 2 * nodes.ranks // within)
+        yield Shape(Direct(within, HalvingDoubling()))
+
+
+def _one(_: int) -> int:
+    return 1
+
+
+def _one_each(p: int) -> int:
+    return p - 1
+
+
+def _to_each_other(p: int) -> Fraction:
+    return Fraction(p - 1, p * p)
+
+
+REGISTERED = (
+    Registration("broadcast", "direct", broadcast, _one, sent=_one_each),
+    Registration("reduce", "direct", reduce, _one, sent=lambda _: 1),
+    Registration("gather", "direct", gather, _one, sent=lambda p: Fraction(1, p)),
+    Registration("scatter", "direct", scatter, _one, sent=all_but_one),
+    Registration("all_gather", "direct", all_gather, _one, sent=all_but_one),
+    Registration("reduce_scatter", "direct", reduce_scatter, _one, sent=all_but_one),
+    Registration(
+        "all_reduce",
+        "direct",
+        all_reduce,
+        steps=lambda _: 2,
+        sent=twice_all_but_one,
+        algorithm=Direct,
+        shapes=_shapes,
+    ),
+    Registration("all_reduce", "one_shot", one_shot, _one, sent=_one_each),
+    Registration("all_to_all", "pairwise", pairwise_all_to_all, _one_each, sent=_to_each_other),
+    Registration("all_to_all", "direct", all_to_all, _one, sent=_to_each_other),
+)

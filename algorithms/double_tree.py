@@ -18,6 +18,7 @@ import numpy as np
 
 from commrt.algorithms import ring
 from commrt.algorithms.parts import require_whole, two_levels
+from commrt.algorithms.registration import Nodes, Registration, Shape, doublings
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, IntArray, Schedule, Step
 
@@ -131,3 +132,25 @@ class DoubleTree:
         if self.within == 1:
             return all_reduce(ranks, self.slices)
         return _all_reduce_within(self.within, ranks // self.within, self.slices)
+
+
+TRIED_SLICES = (4, 32)
+"""Slices that ``commrt plan`` tries: few for short buffers, many for long ones."""
+
+
+def _shapes(nodes: Nodes) -> Iterator[Shape]:
+    return (Shape(DoubleTree(nodes.within, slices)) for slices in TRIED_SLICES)
+
+
+REGISTERED = (
+    Registration(
+        "all_reduce",
+        "double_tree",
+        all_reduce,
+        steps=lambda p: 10 * doublings(p) - 1,
+        sent=lambda _: 2,
+        is_limit=True,  # trees are uneven
+        algorithm=DoubleTree,
+        shapes=_shapes,
+    ),
+)

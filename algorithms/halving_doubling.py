@@ -16,6 +16,13 @@ from functools import lru_cache
 import numpy as np
 
 from commrt.algorithms.parts import backwards, folded
+from commrt.algorithms.registration import (
+    Registration,
+    Shape,
+    all_but_one,
+    doublings,
+    is_power_of_two,
+)
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step
 
@@ -114,3 +121,30 @@ class HalvingDoubling:
     def schedule(self, step: int, ranks: int) -> Schedule:
         """Return `all_reduce`, whatever the step."""
         return all_reduce(ranks)
+
+
+def _doubling_steps(p: int) -> int:
+    return p.bit_length() - 1 + 2 * (not is_power_of_two(p))
+
+
+REGISTERED = (
+    Registration("all_gather", "doubling", all_gather, doublings, all_but_one),
+    Registration("reduce_scatter", "halving", reduce_scatter, doublings, all_but_one),
+    Registration(
+        "all_reduce",
+        "halving_doubling",
+        all_reduce,
+        steps=lambda p: 2 * (p.bit_length() - 1) + 2 * (not is_power_of_two(p)),
+        sent=lambda _: 3,
+        is_limit=True,  # reached where ranks are folded in
+        algorithm=HalvingDoubling,
+        shapes=lambda _: [Shape(HalvingDoubling())],
+    ),
+    Registration(
+        "all_reduce",
+        "doubling",
+        doubling,
+        _doubling_steps,
+        sent=lambda p: p.bit_length() - 1 + (not is_power_of_two(p)),
+    ),
+)

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
 
 import numpy as np
 
 from commrt.algorithms.parts import require_whole
+from commrt.algorithms.registration import (
+    Nodes,
+    Registration,
+    Shape,
+    all_but_one,
+    twice_all_but_one,
+)
 from commrt.errors import UsageError
 from commrt.schedule import ADD, COPY, Schedule, Step, beside
 
@@ -140,3 +147,50 @@ class Rings:
                 f"{ranks} ranks do not fill nodes of {per_node}: use Ring(), or another per_node"
             )
         return all_reduce_on_rings(ranks // per_node, per_node, min(self.count, per_node))
+
+
+COMPARED_RANKS = 1024
+"""Up to so many ranks ``commrt plan`` prices the ring, or the rings, whatever they cost, to compare
+with.
+"""
+
+
+def _shapes(nodes: Nodes) -> Iterator[Shape]:
+    """Yield the ring, or where nodes have several network cards as many rings as these, as NCCL
+    has: one ring might use one card, and all else would look fast beside it.
+    """
+    count = min(nodes.cards, nodes.within)
+    steps = _all_reduce_steps(nodes.ranks) if nodes.ranks > COMPARED_RANKS else 0
+    yield Shape(Rings(count, nodes.within) if count > 1 else Ring(), steps)
+
+
+def _half_steps(p: int) -> int:
+    return p - 1
+
+
+def _all_reduce_steps(p: int) -> int:
+    return 2 * (p - 1)
+
+
+REGISTERED = (
+    Registration("all_gather", "ring", all_gather, _half_steps, all_but_one),
+    Registration("reduce_scatter", "ring", reduce_scatter, _half_steps, all_but_one),
+    Registration(
+        "all_reduce",
+        "ring",
+        all_reduce,
+        _all_reduce_steps,
+        twice_all_but_one,
+        algorithm=Ring,
+        shapes=_shapes,
+    ),
+    Registration(
+        "all_reduce",
+        "rings",
+        partial(Rings().schedule, 0),
+        _all_reduce_steps,
+        twice_all_but_one,
+        algorithm=Rings,
+        for_groups=False,  # a group's members need not fill nodes
+    ),
+)

@@ -8,13 +8,15 @@ row ``r // X``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from commrt.algorithms import ring
 from commrt.algorithms.parts import folded, two_levels
+from commrt.algorithms.registration import Nodes, Registration, Shape, twice_all_but_one
 from commrt.errors import UsageError
 from commrt.schedule import Schedule
 
@@ -111,3 +113,36 @@ class Torus2D:
                 f"leave grid out, or use one whose sides multiply to {ranks}, such as {x} x {y}"
             )
         return _build(self.grid, self.both_ways, ranks)
+
+
+def _shapes(nodes: Nodes) -> Iterator[Shape]:
+    """Yield the torus on every grid, each both ways too; that of a prime folds one rank in."""
+    p = nodes.ranks
+    sides = [side for side in range(2, p // 2 + 1) if p % side == 0]
+    if not sides and p > 3:
+        yield Shape(Torus2D())
+    for side in sides:
+        grid = (side, p // side)
+        steps = 2 * sum(grid) - 4
+        yield Shape(Torus2D(grid), steps)
+        yield Shape(Torus2D(grid, both_ways=True), steps)
+
+
+def _steps(p: int) -> int:
+    core = fold_core(p)
+    x, y = best_grid(core)
+    return 2 * (x - 1) + 2 * (y - 1) + 2 * (core < p)
+
+
+REGISTERED = (
+    Registration(
+        "all_reduce",
+        "torus2d",
+        partial(Torus2D().schedule, 0),
+        _steps,
+        sent=lambda p: twice_all_but_one(p) if fold_core(p) == p else 3,
+        is_limit=True,  # reached where a rank is folded in
+        algorithm=Torus2D,
+        shapes=_shapes,
+    ),
+)

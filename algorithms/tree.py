@@ -9,12 +9,14 @@ Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operat
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 
 from commrt.algorithms import ring
 from commrt.algorithms.parts import backwards, require_root, wrapped
+from commrt.algorithms.registration import Registration, all_but_one, doublings, twice_all_but_one
 from commrt.schedule import ADD, COPY, Schedule, Step
 
 
@@ -129,3 +131,31 @@ def reduce_in_parts(p: int, root: int = 0) -> Schedule:
       1  copy  1->0 [1:2)
     """
     return ring.reduce_scatter(p).then(gather(p, root), "scatter-gather reduce")
+
+
+def _busiest(p: int) -> int:
+    """Return the chunks that the busiest rank of p sends towards the root."""
+    half = 1 << max(0, doublings(p) - 1)
+    return max(p - half, half // 2)
+
+
+REGISTERED = (
+    Registration("broadcast", "tree", broadcast, doublings, sent=doublings),
+    Registration(
+        "broadcast",
+        "scatter_gather",
+        broadcast_in_parts,
+        steps=lambda p: doublings(p) + p - 1,
+        sent=twice_all_but_one,
+    ),
+    Registration("reduce", "tree", reduce, doublings, sent=lambda _: 1),
+    Registration(
+        "reduce",
+        "scatter_gather",
+        reduce_in_parts,
+        steps=lambda p: p - 1 + doublings(p),
+        sent=lambda p: Fraction(p - 1 + _busiest(p), p),
+    ),
+    Registration("gather", "tree", gather, doublings, sent=lambda p: Fraction(_busiest(p), p)),
+    Registration("scatter", "tree", scatter, doublings, sent=all_but_one),
+)

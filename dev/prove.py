@@ -17,21 +17,21 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-from closed_forms import is_power, ring_bytes, wrong_cost
 from combining_races import TwoStreams, races, run_noted
 
 from commrt.algorithms import tree
-from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, ROOTED, candidates
+from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, REGISTERED, ROOTED, candidates
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.gossip import Gossip
+from commrt.algorithms.registration import Registration, is_power_of_two, twice_all_but_one
 from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.sliced import Sliced, in_slices
 from commrt.algorithms.torus import Torus2D
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.program import MOST_MESSAGES, nccl_groups
 from commrt.proof import spec
-from commrt.proof.replay import Proof, verify
+from commrt.proof.replay import Proof, Traffic, verify
 from commrt.proof.symbols import different
 from commrt.schedule import Schedule, Step
 from commrt.tools.planning.mixing import mixing, steps_to_meet_all
@@ -40,6 +40,8 @@ FEW = [*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64]
 """Rank counts of `--few`."""
 ALL = [*range(1, 65), 97, 128]
 MOST_TO_MEET = 100_000
+
+COSTS = {(each.collective, each.name): each for each in REGISTERED}
 
 Check = tuple[str, str | None]
 """What was checked, and what is wrong with it, or None."""
@@ -73,14 +75,27 @@ def summed(
     )
 
 
+def wrong_cost(registered: Registration, ranks: int, found: Traffic) -> str | None:
+    """Return in words how the cost of a schedule differs from the registered one, or None."""
+    steps = registered.steps(ranks) if ranks > 1 else 0
+    sent = registered.sent(ranks) if ranks > 1 else 0
+    has = found.bytes_per_rank
+    is_right = has <= sent if registered.is_limit else has == sent
+    if found.steps == steps and is_right:
+        return None
+    return f"takes {found.steps} steps and {has} buffers instead of {steps} and {sent}"
+
+
 def divisors(ranks: int) -> list[int]:
     """Return all divisors, the smallest first."""
     return [x for x in range(1, ranks + 1) if ranks % x == 0]
 
 
 def of_algorithm(name: str, ranks: int) -> Iterator[Check]:
-    """Prove an all-reduce of the catalogue."""
-    yield summed(name, ALGORITHMS[name]().schedule(0, ranks))
+    """Prove an all-reduce of the catalogue, at its closed form."""
+    schedule = ALGORITHMS[name]().schedule(0, ranks)
+    proof = verify(schedule, spec.all_reduce(ranks, schedule.chunks))
+    yield named(name, proof, wrong_cost(COSTS["all_reduce", name], ranks, proof.traffic))
 
 
 def both_ways(ranks: int) -> Iterator[Check]:
@@ -88,25 +103,29 @@ def both_ways(ranks: int) -> Iterator[Check]:
     yield summed("torus2d, both ways", Torus2D(both_ways=True).schedule(0, ranks))
     for x in divisors(ranks) if ranks <= 33 else []:
         schedule = Torus2D((x, ranks // x), both_ways=True).schedule(0, ranks)
-        yield summed("torus2d, both ways", schedule, 2 * (x + ranks // x - 2), ring_bytes(ranks))
+        yield summed(
+            "torus2d, both ways", schedule, 2 * (x + ranks // x - 2), twice_all_but_one(ranks)
+        )
 
 
 def grids(ranks: int) -> Iterator[Check]:
     """Prove the torus on every grid, at its closed form."""
     for x in divisors(ranks):
         schedule = Torus2D((x, ranks // x)).schedule(0, ranks)
-        yield summed("torus2d", schedule, 2 * (x + ranks // x - 2), ring_bytes(ranks))
+        yield summed("torus2d", schedule, 2 * (x + ranks // x - 2), twice_all_but_one(ranks))
 
 
 def within_hosts(ranks: int) -> Iterator[Check]:
     """Prove all-reduces that know hosts, for all sizes of hosts."""
     for within in divisors(ranks):
         steps = 2 * (ranks > 1) if within in {1, ranks} else 4
-        yield summed("direct", Direct(within).schedule(0, ranks), steps, ring_bytes(ranks))
+        yield summed("direct", Direct(within).schedule(0, ranks), steps, twice_all_but_one(ranks))
         if within > 1:
             yield summed("direct, ring", Direct(within, between=Ring()).schedule(0, ranks))
         if ranks <= 33:
-            yield summed("rings", Rings(within, within).schedule(0, ranks), sent=ring_bytes(ranks))
+            yield summed(
+                "rings", Rings(within, within).schedule(0, ranks), sent=twice_all_but_one(ranks)
+            )
             yield summed("double_tree", DoubleTree(within, slices=3).schedule(0, ranks))
 
 
@@ -139,7 +158,7 @@ def of_collective(collective: str, ranks: int) -> Iterator[Check]:
     for root in roots(collective, ranks):
         for name, schedule in candidates(collective, ranks, root).items():
             proof = verify(schedule, spec.collective_of(collective, ranks, schedule.chunks, root))
-            cost = wrong_cost(f"{collective} {name}", ranks, proof.traffic)
+            cost = wrong_cost(COSTS[collective, name], ranks, proof.traffic)
             yield named(f"{collective} {name} from root {root}", proof, cost)
 
 
@@ -172,7 +191,9 @@ def gossip(ranks: int) -> Iterator[Check]:
         schedule = algorithm.schedule(step, ranks)
         yield named(f"gossip, step {step}", verify(schedule, spec.promise(algorithm, schedule)))
     report = mixing(algorithm.schedule(step, ranks) for step in range(period))
-    mixes = report.smallest > 0 and (report.smallest == report.largest == 1.0) == is_power(ranks)
+    mixes = report.smallest > 0 and (report.smallest == report.largest == 1.0) == is_power_of_two(
+        ranks
+    )
     yield f"gossip, a period of {ranks} ranks", None if mixes else f"mixes to {report}"
     met = steps_to_meet_all(algorithm, ranks, MOST_TO_MEET)
     meets = met is not None and met >= ranks - 1

@@ -10,10 +10,11 @@ from cases import for_each
 from commands import invoke, told
 
 import commrt
+from commrt.algorithms.registration import Nodes
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.options import Wire
-from commrt.tools.planning.planner import PYTHON_WIRES, all_reduce_candidates, coded_candidates, python_call, short_name
+from commrt.tools.planning.planner import PYTHON_WIRES, coded_candidates, python_call, tried_shapes
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS
 
 
@@ -91,9 +92,9 @@ def test_a_plan_of_a_step_is_a_line_of_python_that_builds_it():
     assert best["step_seconds"] == min(plan["step_seconds"] for plan in record["plans"])
 
 
-@for_each("algorithm", all_reduce_candidates(8, 4))
+@for_each("algorithm", [shape.algorithm for shape in tried_shapes(Nodes(8, 4))])
 def test_what_a_plan_says_in_python_makes_its_algorithm(algorithm):
-    assert pasted(python_call(short_name(algorithm))) == algorithm
+    assert pasted(python_call(algorithm)) == algorithm
 
 
 def test_each_wire_of_the_command_line_has_a_price_and_a_name_in_python():
@@ -102,9 +103,10 @@ def test_each_wire_of_the_command_line_has_a_price_and_a_name_in_python():
 
 @for_each(("ranks", "per_node"), product([2, 3, 4, 6, 8, 13, 16, 33], [1, 2, 4]))
 def test_every_plan_verifies(ranks, per_node):
-    for algorithm in (*all_reduce_candidates(ranks, per_node), *coded_candidates(ranks, per_node)):
+    coded = ((algorithm, 0) for algorithm in coded_candidates(ranks, per_node))
+    for algorithm, steps in (*tried_shapes(Nodes(ranks, per_node)), *coded):
         schedule = algorithm.schedule(0, ranks)
-        prove(schedule, all_reduce(ranks, schedule.chunks))
+        assert prove(schedule, all_reduce(ranks, schedule.chunks)).traffic.steps == steps or not steps
 
 
 def test_more_ranks_than_exchange_codes_at_once_do_it_node_by_node():

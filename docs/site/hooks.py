@@ -18,6 +18,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from commrt.algorithms import catalogue
 from commrt.tools.commands.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +50,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Point links to pages of the site; show only the text of links to other files."""
+    """Point links to pages of the site; show only the text of links to other files.
+
+    In the reference, write the entries of what `commrt/algorithms` registers.
+    """
     here = page.file.src_uri
+    if here == "api/algorithms.md":
+        markdown = markdown.replace("<!-- registered algorithms -->", registered_algorithms())
+        markdown = markdown.replace("<!-- registered functions -->", registered_functions())
     source = next(
         (source for source, other in ELSEWHERE.items() if other == here != "index.md"),
         f"docs/{here}",
@@ -70,6 +77,19 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"[{text}]({posixpath.relpath(inside, posixpath.dirname(here) or '.')}{kept})"
 
     return LINK.sub(led, markdown)
+
+
+def registered_algorithms() -> str:
+    """Return the entries of the classes that `attach` takes."""
+    classes = catalogue.ALGORITHMS.values()
+    return "\n\n".join(f"::: {catalogue.home_of(each)}.{each.__name__}" for each in classes)
+
+
+def registered_functions() -> str:
+    """Return the entries of the modules that make schedules, with their functions only."""
+    options = "heading_level: 3, show_root_heading: false, show_root_toc_entry: false"
+    entry = '::: {}\n    options: {{ {}, filters: ["!^[A-Z_]"] }}'
+    return "\n\n".join(entry.format(each.__name__, options) for each in catalogue.MODULES)
 
 
 def command_page() -> str:

@@ -29,7 +29,8 @@ from record_curves import METHODS, RATE, WARMUP
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.tools.planning.planner import all_reduce_candidates, short_name
+from commrt.algorithms.registration import Nodes
+from commrt.tools.planning.planner import short_name, tried_shapes
 from commrt.tools.planning.workload import FORWARD
 
 sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
@@ -82,7 +83,7 @@ def _algorithm(method: str, name: str) -> commrt.Algorithm:
         return commrt.local_sgd.LocalSGD(10**6)
     if method == "gossip":
         return commrt.Gossip()
-    by_name = {short_name(each): each for each in all_reduce_candidates(RANKS, PER_HOST)}
+    by_name = {short_name(each.algorithm): each.algorithm for each in tried_shapes(Nodes(RANKS, PER_HOST))}
     return by_name[name] if method == "synchronous" else commrt.local_sgd.LocalSGD(8, inner=by_name[name])
 
 

@@ -7,12 +7,13 @@ import pytest
 import target_on_slow_links as lab
 
 from commrt import Gossip
+from commrt.algorithms.registration import Nodes
 from commrt.local_sgd import LocalSGD
-from commrt.tools.planning.planner import all_reduce_candidates, short_name
+from commrt.tools.planning.planner import short_name, tried_shapes
 
 
 def test_each_planned_all_reduce_is_found_by_its_name():
-    for algorithm in all_reduce_candidates(lab.RANKS, lab.PER_HOST):
+    for algorithm, _ in tried_shapes(Nodes(lab.RANKS, lab.PER_HOST)):
         assert lab._algorithm("synchronous", short_name(algorithm)) == algorithm
         assert lab._algorithm("local", short_name(algorithm)) == LocalSGD(8, inner=algorithm)
 

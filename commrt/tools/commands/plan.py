@@ -264,9 +264,8 @@ def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
     if steps is None or steps.hiding_delay is None:
         return None
     wire = f", wire={PYTHON_WIRES[best.wire]}" if best.wire in PYTHON_WIRES else ""
-    given = (
-        f"period={steps.period}, delay={steps.hiding_delay}, inner={python_call(best.name)}{wire}"
-    )
+    inner = python_call(best.algorithm)
+    given = f"period={steps.period}, delay={steps.hiding_delay}, inner={inner}{wire}"
     return {
         "python": f"commrt.local_sgd.LocalSGD({given})",
         "period": steps.period,

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
 
+from commrt.algorithms.catalogue import REGISTERED, home_of
 from commrt.algorithms.direct import MOST_RANKS, Direct
-from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.halving_doubling import HalvingDoubling
-from commrt.algorithms.ring import Ring, Rings
+from commrt.algorithms.registration import Nodes, Shape
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
@@ -33,27 +33,16 @@ FEW_CAPS_MB = (8.0, 100.0)
 MOST_FOR_ALL_CAPS = 4096
 """Those tried on more ranks than this, where pricing a bucket takes a tenth of a second."""
 MOST_STEPS = 2048
-"""Of a ring or a torus that is tried on so many ranks."""
+"""Of a shape that is tried on so many ranks."""
 TRIED_IN_STEPS = 4
 """Algorithms tried in a training step: those that exchange all gradients soonest. Besides these,
 the one of least latency, which may suit small buckets, and the first candidate, which is the ring
 if that was priced. On more than `MOST_FOR_ALL_CAPS` ranks only the best one.
 """
-COMPARED_RANKS = 1024
-"""Up to so many ranks the ring, or the rings, are priced whatever they cost, to be compared with.
-"""
-MOST_DIRECT = 64
-"""Most ranks of a host that are tried to exchange with all others at once. Between hosts that is
-not tried: many that send to one host at once share its card, which no price here knows.
-"""
 WORTH = 0.01
 """The share of a step that another wire than that of the gradients must save to be recommended: it
 rounds them.
 """
-TREE_SLICES = 4, 32
-"""Slices of a double tree: few for short buffers, many for long ones."""
-IN_ALGORITHMS = ("DoubleTree", "Rings", "Sliced")
-"""Classes that users find there, and not in `commrt`."""
 OWN_WIRE = "fp32"
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in QUANTIZERS}
@@ -104,7 +93,7 @@ class Plan:
     @property
     def python(self) -> str:
         """The call of `commrt.attach` that uses this plan."""
-        algorithm = python_call(self.name)
+        algorithm = python_call(self.algorithm)
         given = [
             f"commrt.BackupWorkers({self.backups}, {algorithm})" if self.backups else algorithm
         ]
@@ -121,14 +110,14 @@ class Plan:
         return round(1e9 * self.seconds), round(1e9 * self.exchange_s), self.steps
 
 
-def python_call(name: str) -> str:
-    """Return the call `name` of an algorithm as users write it.
+def python_call(algorithm: Algorithm) -> str:
+    """Return the call that makes `algorithm` as users write it.
 
-    >>> python_call("Ring()"), python_call("Rings(within=4)")
-    ('commrt.Ring()', 'commrt.algorithms.Rings(within=4)')
+    >>> python_call(Torus2D()), python_call(Direct(4, between=HalvingDoubling()))
+    ('commrt.Torus2D()', 'commrt.Direct(within=4, between=commrt.HalvingDoubling())')
     """
-    home = "commrt.algorithms" if name.partition("(")[0] in IN_ALGORITHMS else "commrt"
-    return f"{home}.{name}".replace("between=", "between=commrt.")
+    call = f"{home_of(type(algorithm))}.{short_name(algorithm)}"
+    return call.replace("between=", "between=commrt.")
 
 
 def short_name(algorithm: Algorithm) -> str:
@@ -155,32 +144,15 @@ class BackupCost(NamedTuple):
     """Updates that training needs, relative to waiting for all ranks."""
 
 
-def all_reduce_candidates(ranks: int, per_node: int = 1, rings: int = 1) -> Iterator[Algorithm]:
-    """Yield all-reduces that run on `ranks` ranks, each shape once, the ring or the rings first.
+def tried_shapes(nodes: Nodes) -> Iterator[Shape]:
+    """Yield the all-reduces to try on `nodes`, each once, the ring or the rings first.
 
-    `per_node` ranks share a node, whose network cards `rings` rings use, as those of NCCL do. One
-    ring might use one card, and all else would look fast beside it.
-
-    >>> [str(each) for each in all_reduce_candidates(2)][:3]
+    >>> [str(each.algorithm) for each in tried_shapes(Nodes(2))][:3]
     ['Ring()', 'HalvingDoubling()', 'DoubleTree(within=1, slices=4)']
-    >>> str(next(all_reduce_candidates(16, per_node=8, rings=4)))
+    >>> str(next(tried_shapes(Nodes(16, per_node=8, cards=4))).algorithm)
     'Rings(count=4, per_node=8)'
     """
-    within = per_node if per_node < ranks and ranks % per_node == 0 else 1
-    count = min(rings, within)
-    yield Rings(count, within) if count > 1 else Ring()
-    yield HalvingDoubling()
-    yield from (DoubleTree(within, slices) for slices in TREE_SLICES)
-    if 2 < ranks <= min(per_node, MOST_DIRECT):
-        yield Direct()
-    if 2 < within <= MOST_DIRECT:  # of 2, the torus and halving-doubling are that
-        yield from (Direct(within, between) for between in (Ring(), HalvingDoubling()))
-    grids = [(side, ranks // side) for side in range(2, ranks // 2 + 1) if ranks % side == 0]
-    if not grids and ranks > 3:
-        yield Torus2D()  # one rank of a prime is folded in
-    for grid in grids:
-        yield Torus2D(grid)
-        yield Torus2D(grid, both_ways=True)
+    return (shape for each in REGISTERED for shape in each.shapes(nodes))
 
 
 def coded_candidates(ranks: int, per_node: int = 1) -> Iterator[Algorithm]:
@@ -228,9 +200,8 @@ def priced_candidates(
     """Return what may run on `ranks` ranks without `backups` random ones; those that are left
     seldom fill nodes.
 
-    What takes longer than `HalvingDoubling`, even if it moved `nbytes` as fast as the cluster
-    allows, is left out: so many steps would take long to price. The ring of few ranks stays, for
-    comparison.
+    A shape of many steps is left out if it takes longer than `HalvingDoubling`, even if it moved
+    `nbytes` as fast as the cluster allows: it would take long to price.
     """
     needed = ranks - backups
     members = np.sort(np.random.default_rng(0).permutation(ranks)[:needed])
@@ -247,32 +218,15 @@ def priced_candidates(
         return [candidate(each) for each in coded_candidates(needed, per_node)]
     halving = candidate(HalvingDoubling())
     limit_s = halving.plan(nbytes).exchange_s
-    tried = all_reduce_candidates(needed, per_node, ring_count(cluster))
     bound_s = all_reduce_bound_s(cluster, needed, nbytes)
-    found = (each for each in tried if _is_promising(each, needed, cluster, bound_s, limit_s))
-    return [halving if each == halving.algorithm else candidate(each) for each in found]
-
-
-def _is_promising(
-    algorithm: Algorithm, ranks: int, cluster: Cluster, bound_s: float, limit_s: float
-) -> bool:
-    """Return True for a ring or torus that may end before `limit_s`, if `bound_s` is the least time
-    of all.
-
-    On thousands of ranks, those of thousands of steps are left out: pricing them takes minutes.
-    Others, and the ring of few ranks, always stay.
-    """
-    if isinstance(algorithm, Torus2D) and algorithm.grid is not None:
-        steps = 2 * sum(algorithm.grid) - 4
-    elif isinstance(algorithm, Ring | Rings) and ranks > COMPARED_RANKS:
-        steps = 2 * ranks - 2
-    elif isinstance(algorithm, Direct) and isinstance(algorithm.between, Ring):
-        steps = 2 * ranks // algorithm.within
-    else:
-        return True
     latency_s = 1e-6 * min(cluster.within.latency_us, cluster.between.latency_us)
-    is_short = steps <= MOST_STEPS or ranks <= MOST_FOR_ALL_CAPS
-    return is_short and bound_s + latency_s * (steps - 1) <= limit_s
+    most_steps = MOST_STEPS if needed > MOST_FOR_ALL_CAPS else inf
+    found = []
+    for algorithm, steps in tried_shapes(Nodes(needed, per_node, ring_count(cluster))):
+        if steps and (steps > most_steps or bound_s + latency_s * (steps - 1) > limit_s):
+            continue
+        found.append(halving if algorithm == halving.algorithm else candidate(algorithm))
+    return found
 
 
 def exchange_plans(
