@@ -21,7 +21,7 @@ import commrt
 from commrt.data.positions import order_of
 from commrt.errors import UsageError
 from commrt.testing.ranks import run_ranks
-from commrt.training.replica import StepReport
+from commrt.training.step_report import StepReport
 
 EVENTS = ["used"] * 5 + ["dropped", "error", "other ranks", "other batch", "resumed"]
 

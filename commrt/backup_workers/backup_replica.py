@@ -39,7 +39,9 @@ from commrt.training.hooks import (
     on_dense_gradients,
 )
 from commrt.training.model_state import Stateful, digest, dump, fingerprint, gather_integers, load
-from commrt.training.replica import Replica, StepReport, attached_to
+from commrt.training.replica import Replica
+from commrt.training.step_guard import attached_to
+from commrt.training.step_report import StepReport
 
 _log = logging.getLogger("commrt")
 ENDED = (
@@ -134,7 +136,7 @@ class BackupWorkersReplica(Replica):
         ]
         self._live(handles, self._guard.before_step, self._after_step)
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         self._guard.after_step(optimizer)
         self._copies.after_step(optimizer)
 

@@ -39,9 +39,10 @@ from commrt.threads.future import Future, start_call
 from commrt.threads.streams import StreamEvent
 from commrt.training.attach import Request
 from commrt.training.model_state import FlatBuffer, unread_buffers
-from commrt.training.replica import Replica, StepReport
+from commrt.training.replica import Replica
 from commrt.training.riding import Riding
 from commrt.training.step_guard import UNAVERAGED, StepGuard, are_zeroed, closure_in
+from commrt.training.step_report import StepReport
 from commrt.transport.protocol import Tag
 
 STALLED = 4
@@ -455,7 +456,7 @@ class SkippingGuard(StepGuard):
             for param in params:
                 param.grad = None
 
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """See `StepGuard.after_step`; does not count a step that changed nothing."""
         if (hidden := self._hidden.pop(id(optimizer), None)) is None:
             super().after_step(optimizer)

@@ -110,7 +110,7 @@ class LocalReplica(AfterStepReplica):
         self._refuses = (
             "" if self._rides else "weights travel there, and are not added up; use an all-reduce"
         )
-        self._live(self._hooks(), self._before_step, self._after_step)
+        self._live_with(self._hooks())
         if self._giver is not None:
             make_elastic(self._world).while_waiting = partial(
                 _answer_while_waiting, WeakMethod(self._answer_in_a_merge)
@@ -212,7 +212,7 @@ class LocalReplica(AfterStepReplica):
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
 
     def _leave(self, fragment: Fragment) -> InFlight:
-        if not self._stepping:
+        if not self._steps.running:
             fragment.require_unwritten()
         settings, rates = self._noted.get(self._step) or self._settings(self._step)
         in_flight = InFlight(self._step, settings, [*map(rates.get, fragment.ids)])

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-from commrt.training.replica import Stats as Stats
-from commrt.training.replica import StepReport as StepReport
+from commrt.training.step_report import Stats as Stats
+from commrt.training.step_report import StepReport as StepReport

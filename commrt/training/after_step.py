@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Event
@@ -44,9 +44,10 @@ from commrt.training.model_state import (
     unpack,
     unread_buffers,
 )
-from commrt.training.replica import Replica, StepReport
+from commrt.training.replica import Replica
 from commrt.training.riding import NOTHING_SEEN, ONE_STEP
 from commrt.training.step_guard import are_zeroed
+from commrt.training.step_report import StepReport
 
 _log = logging.getLogger("commrt")
 MOST_PASSES = 20
@@ -78,7 +79,6 @@ class AfterStepReplica(Replica):
         )
         self._number = request.world.attached
         self._parts = parts
-        self._checks = [part.require_unwritten for part in parts]
         self._passes = 0  # backward passes so far; the steps of those after `_step` have not ended
         self._pass: int | None = None  # the latest
         self._skipped = -1  # the latest one that is not to be used
@@ -136,7 +136,7 @@ class AfterStepReplica(Replica):
         """End the steps of the first `until` passes."""
         if until <= self._step:
             return
-        if not self._stepping:  # else `_check_step` has looked
+        if not self._steps.running:  # else its checks have looked
             self._parameters.require_unchanged()
             for part in self._parts:
                 part.require_unwritten()
@@ -156,7 +156,7 @@ class AfterStepReplica(Replica):
     @contextmanager
     def _waiting_for(self, part: WeightPart) -> Iterator[None]:
         """Mix in the body what has come for `part`, and count how long that takes."""
-        if not self._stepping:
+        if not self._steps.running:
             part.require_unwritten()
         begin_s = perf_counter()
         before = self._copies.before(part.tensors()) if self._copies.found else ()
@@ -216,7 +216,7 @@ class AfterStepReplica(Replica):
                 at_end_of_backward(partial(self._end_weighing, number))
             if self._skipped == self._passes:  # no optimizer will end this step
                 at_end_of_backward(partial(self._end_steps, self._passes))
-            if self._stepping:  # it may run its closure as it likes
+            if self._steps.running:  # it may run its closure as it likes
                 self._used_passes = self._passes
             elif self._passes - self._used_passes > MOST_PASSES:
                 kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -233,12 +233,20 @@ class AfterStepReplica(Replica):
                 )
             self._on_pass()
 
+    def _live_with(self, handles: Iterable[RemovableHandle]) -> None:
+        """Begin to act; steps of optimizers are refused where others have written what an exchange
+        relies on.
+        """
+        checks = [self._parameters.require_unchanged]
+        checks += [part.require_unwritten for part in self._parts]
+        self._live(handles, self._before_step, self._after_step, checks)
+
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._riding.has_passes:  # all in no_sync()
             self._end_weighing(None)
         self._end_steps(self._stepped.get(id(optimizer), 0))
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer) -> None:
         if not self._refuses:
             self._riding.use_step()
         for part in self._parts:

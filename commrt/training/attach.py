@@ -38,7 +38,8 @@ from commrt.store.launcher import chosen_transport
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_state import Stateful, overwrite_states
 from commrt.training.parameter_list import EMBEDDINGS
-from commrt.training.replica import Replica, attached_params
+from commrt.training.replica import Replica
+from commrt.training.step_guard import attached_params
 from commrt.training.weight_copies import WeightCopies
 
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

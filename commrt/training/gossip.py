@@ -128,9 +128,7 @@ class GossipReplica(AfterStepReplica):
         self._staleness = cast("Gossip", request.algorithm).staleness
         # buckets whose modules have called a forward hook since the last step
         self._hooked: set[int] = set()
-        self._live(
-            [*self._register_on_modules(), *self._hooks()], self._before_step, self._after_step
-        )
+        self._live_with([*self._register_on_modules(), *self._hooks()])
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
@@ -159,7 +157,7 @@ class GossipReplica(AfterStepReplica):
 
     def _before_forward(self, indices: Sequence[int], *_: Any) -> None:
         if self._passes > self._step and torch.is_grad_enabled() and self.model.training:
-            if not (self._have_stepped or self._stepping):
+            if not (self._have_stepped or self._steps.running):
                 for bucket in self.buckets:
                     if not bucket.in_flight:
                         bucket.require_unwritten(anyway=True)

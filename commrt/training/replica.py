@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's attached model: what all ways to train share, and what its steps cost."""
+"""One rank's attached model: what all ways to train share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.digest import Digest
-from commrt.buckets.engine import Span
 from commrt.buckets.layout import Named, exchanged_tensors
 from commrt.buckets.riders import require_equal
 from commrt.errors import UsageError
-from commrt.runtime.membership import Loss, count_kept
+from commrt.runtime.membership import Loss
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
@@ -44,6 +37,8 @@ from commrt.training.model_state import (
 )
 from commrt.training.parameter_list import ParameterList
 from commrt.training.riding import Riding, Rode, require_weight
+from commrt.training.step_guard import OptimizerSteps
+from commrt.training.step_report import Stats, StepReport
 from commrt.training.weight_copies import WeightCopies
 
 
@@ -75,9 +70,6 @@ class Replica(ABC):
         self._algorithm = algorithm
         self._world = world
         self._parameters = ParameterList(model)
-        self._averaged = {id(param) for _, param in params}
-        # those of `optimizers` whose steps have begun, the outermost first
-        self._stepping: list[Optimizer] = []
         self._stats = Stats()
         self._step = 0
         self._is_synchronous = True
@@ -86,93 +78,36 @@ class Replica(ABC):
         self._handles: list[RemovableHandle] = []
         self._riding = Riding(world.rank, params)
         self._watched: Digest | None = None
-        # raise if others have written what an exchange relies on
-        self._checks: Sequence[Callable[[], None]] = ()
 
     def _live(
         self,
         handles: Iterable[RemovableHandle],
         before_step: Callable[..., Any],
-        after_step: Callable[..., None],
+        after_step: Callable[[Optimizer], None],
+        checks: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Begin to act on the optimizers and on what the `handles` stand for."""
+        """Begin to act on steps of optimizers, see `OptimizerSteps`, and on what the `handles`
+        stand for.
+        """
         self._handles += handles
-        self._handles += (each.register_step_pre_hook(before_step) for each in self._optimizers)
-        self._handles += (each.register_step_post_hook(after_step) for each in self._optimizers)
-        _watch_steps()
-        _replicas[id(self)] = self
+        self._steps = OptimizerSteps(
+            self._world,
+            self._parameters,
+            [param for _, param in self._params],
+            self._optimizers,
+            before_step,
+            after_step,
+            checks,
+        )
+        self._steps.begin()
         for module in self._owners():
             module.__dict__[ATTRIBUTE] = Keeper([self])
 
     def _owners(self) -> Iterator[nn.Module]:
         """Yield the modules that hold a parameter of this replica."""
         for module in self.model.modules():
-            if any(id(param) in self._averaged for param in module.parameters(recurse=False)):
+            if any(id(param) in self._steps.averaged for param in module.parameters(recurse=False)):
                 yield module
-
-    def _check_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step of any optimizer that would let the replicas drift apart; note that a given
-        one steps.
-        """
-        if optimizer not in self._optimizers:
-            self._check_stranger(optimizer)
-            return
-        while optimizer in self._stepping:  # an error ended its step, and all that began within it
-            self._stepping.pop()
-        # ended a transfer on a GPU after backward() had returned
-        if failure := self._world.unraised_failure:
-            raise failure
-        self._parameters.require_unchanged()
-        for group in optimizer.param_groups:
-            if not self._averaged.issuperset(map(id, group["params"])):
-                for param in group["params"]:
-                    if param.grad is not None:
-                        self._require_attached(param)
-        if not self._stepping:
-            for check in self._checks:
-                check()
-        self._stepping.append(optimizer)
-
-    def _check_stranger(self, optimizer: Optimizer) -> None:
-        """Refuse a step of an optimizer that was not given, if it steps this model and passes
-        nothing on.
-        """
-        if self._stepping:
-            return
-        names = self._parameters.names()
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) in names and param.grad is not None:
-                    self._require_attached(param)
-                    self._refuse_stranger(optimizer, names[id(param)])
-
-    def _require_attached(self, param: Tensor) -> None:
-        """Raise `UsageError` if `param`, which is to be stepped, belongs to no replica."""
-        if id(param) not in self._averaged and id(param) not in attached_params():
-            name = self._parameters.names().get(
-                id(param), f"a parameter of shape {list(param.shape)}"
-            )
-            raise UsageError(
-                f"the optimizer steps {name}, which was frozen, absent or outside of the model when"
-                " it was attached: commrt does not average its gradient; detach() and attach()"
-                " again"
-            )
-
-    def _refuse_stranger(self, optimizer: Optimizer, name: str) -> None:
-        """Raise `UsageError` unless `optimizer` passes its steps on to one that was given, or none
-        was given.
-        """
-        if self._optimizers and not any(wrapped_as(each, [optimizer]) for each in self._optimizers):
-            inner = wrapped_as(optimizer, self._optimizers)
-            which = (
-                "all optimizers that step the model"
-                if inner is None
-                else f"{inner}, whose step() is called"
-            )
-            raise UsageError(
-                f"{type(optimizer).__name__} steps {name}, and was not given to attach(): detach(),"
-                f" and attach() again with {which}"
-            )
 
     @property
     def step(self) -> int:
@@ -465,155 +400,5 @@ class Replica(ABC):
         self._handles = []
         for module in self._owners():
             module.__dict__.pop(ATTRIBUTE, None)
-        _replicas.pop(id(self), None)
+        self._steps.end()
         self._refuses = "its model was detached"
-
-
-_replicas: WeakValueDictionary[int, Replica] = WeakValueDictionary()
-
-
-@cache
-def _watch_steps() -> None:
-    """Let replicas look at each step of any optimizer; registers with torch, once in a process.
-
-    torch calls such hooks before and after all that are registered with an optimizer, which may
-    write weights too.
-    """
-    register_optimizer_step_pre_hook(_before_any_step)
-    register_optimizer_step_post_hook(_after_any_step)
-
-
-def _before_any_step(optimizer: Optimizer, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        for weakly in _replicas.valuerefs():  # a list: other threads attach and detach meanwhile
-            if (replica := weakly()) is not None:
-                replica._check_step(optimizer)  # noqa: SLF001  # of this module
-
-
-def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        for weakly in _replicas.valuerefs():
-            while (replica := weakly()) is not None and optimizer in replica._stepping:  # noqa: SLF001
-                replica._stepping.pop()  # noqa: SLF001
-
-
-def attached_params() -> set[int]:
-    """Return the ids of all parameters that have a replica."""
-    replicas = [weakly() for weakly in _replicas.valuerefs()]
-    return {
-        id(param)
-        for replica in replicas
-        if replica is not None
-        for _, param in replica._params  # noqa: SLF001
-    }
-
-
-def attached_to(world: World) -> int:
-    """Return how many models are attached to `world`, without those that were dropped."""
-    return count_kept(
-        lambda: sum(getattr(weakly(), "_world", None) is world for weakly in _replicas.valuerefs())
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One step, and what it cost this rank."""
-
-    step: int
-    members: tuple[int, ...]
-    """The ranks that took part: whose gradients were averaged, or that gossiped with each other."""
-    exposed_s: float
-    """How long ``backward()`` waited at its end: for communication that the backward pass did not
-    hide, and for a processor to run the communication thread.
-    """
-    spans: tuple[Span, ...]
-    """The communication thread's work, bucket by bucket."""
-    received_from: frozenset[int] = frozenset()
-    """Gossip: the ranks whose values were mixed in."""
-    counted: bool = True
-    """True if this rank's gradient was used; with backup workers it may have come too late."""
-    ended: bool = False
-    """Backup workers: True if too few ranks still train, so that no gradient was used."""
-    late_s: float = 0.0
-    """Backup workers: how much later this rank's gradient was ready than the last one that counted.
-    Without backups all ranks would have waited so long (clocks of hosts may differ).
-    """
-    samples: int | None = None
-    """Backup workers: the number of samples behind the gradients that counted, by the first
-    dimension of the models' inputs; None if a member could not say.
-    """
-    dropped: tuple[int, ...] = ()
-    """Backup workers: the ranks whose gradients did not count, because they were slow, stopped or
-    gone.
-    """
-    saved_s: float = 0.0
-    """Backup workers: how long all ranks would have waited in earlier steps, as late ranks report
-    it now.
-    """
-
-    @property
-    def comm_s(self) -> float:
-        """Time for which the communication thread packed, transferred, reduced and unpacked."""
-        return sum(span.end_s - span.begin_s for span in self.spans)
-
-    @property
-    def nbytes_sent(self) -> int:
-        """Bytes that this rank sent."""
-        return sum(span.nbytes_sent for span in self.spans)
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Totals since `attach`; the fields are those of `StepReport`."""
-
-    steps: int = 0
-    comm_s: float = 0.0
-    exposed_s: float = 0.0
-    nbytes_sent: int = 0
-    received_from: frozenset[int] = frozenset()
-    counted: int = 0
-    """Steps in which this rank's gradient was used."""
-    late_s: float = 0.0
-    dropped: int = 0
-    """Gradients of all ranks that were not used."""
-    saved_s: float = 0.0
-    samples: int = 0
-    """Without the steps in which a member could not say."""
-
-    def plus(self, step: StepReport) -> Stats:
-        """Return the totals with one more step."""
-        comm_s = 0.0
-        nbytes_sent = 0
-        for span in step.spans:
-            comm_s += span.end_s - span.begin_s
-            nbytes_sent += span.nbytes_sent
-        return Stats(
-            self.steps + 1,
-            self.comm_s + comm_s,
-            self.exposed_s + step.exposed_s,
-            self.nbytes_sent + nbytes_sent,
-            self.received_from | step.received_from,
-            self.counted + step.counted,
-            self.late_s + step.late_s,
-            self.dropped + len(step.dropped),
-            self.saved_s + step.saved_s,
-            self.samples + (step.samples or 0),
-        )
-
-
-def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:
-    """Return the attribute of one of `optimizers` that is `inner` or holds it, as text; None if
-    there is none.
-    """
-    for outer in optimizers:
-        for key, value in vars(outer).items():
-            parts = (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, list | tuple)
-                else [value]
-            )
-            if any(part is inner for part in parts):
-                return f"{type(outer).__name__}.{key}"
-    return None

@@ -43,9 +43,10 @@ from commrt.training.model_state import (
     own_residuals,
     unread_buffers,
 )
-from commrt.training.replica import Replica, StepReport
+from commrt.training.replica import Replica
 from commrt.training.riding import FEEDBACK
 from commrt.training.step_guard import StepGuard
+from commrt.training.step_report import StepReport
 
 _kind = attrgetter("dtype", "shape")
 EVEN = 0.5

@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.runtime.comparison import ConsistencyCheck
-from commrt.training import replica
+from commrt.training import step_guard
 from commrt.transport.protocol import Exchange, NullTransport, P2PGroup, Tag, Transport
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +108,7 @@ def agreed(_: object, claim: object, ranks: Iterable[int], *__: object, **___: o
 def calls_of(what: str) -> int:
     """Return the calls of functions, of Python and of C, that commrt's own code made or was entered by, on average."""
     work = WORK[what]
-    alone = mock.patch.object(replica, "_replicas", WeakValueDictionary())  # others would be asked in each step, too
+    alone = mock.patch.object(step_guard, "_living", WeakValueDictionary())  # others would be asked in each step, too
     with (
         mock.patch.object(ConsistencyCheck, "_gather", agreed),
         alone,

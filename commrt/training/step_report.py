@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the steps of one rank cost: plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commrt.buckets.engine import Span
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step, and what it cost this rank."""
+
+    step: int
+    members: tuple[int, ...]
+    """The ranks that took part: whose gradients were averaged, or that gossiped with each other."""
+    exposed_s: float
+    """How long ``backward()`` waited at its end: for communication that the backward pass did not
+    hide, and for a processor to run the communication thread.
+    """
+    spans: tuple[Span, ...]
+    """The communication thread's work, bucket by bucket."""
+    received_from: frozenset[int] = frozenset()
+    """Gossip: the ranks whose values were mixed in."""
+    counted: bool = True
+    """True if this rank's gradient was used; with backup workers it may have come too late."""
+    ended: bool = False
+    """Backup workers: True if too few ranks still train, so that no gradient was used."""
+    late_s: float = 0.0
+    """Backup workers: how much later this rank's gradient was ready than the last one that counted.
+    Without backups all ranks would have waited so long (clocks of hosts may differ).
+    """
+    samples: int | None = None
+    """Backup workers: the number of samples behind the gradients that counted, by the first
+    dimension of the models' inputs; None if a member could not say.
+    """
+    dropped: tuple[int, ...] = ()
+    """Backup workers: the ranks whose gradients did not count, because they were slow, stopped or
+    gone.
+    """
+    saved_s: float = 0.0
+    """Backup workers: how long all ranks would have waited in earlier steps, as late ranks report
+    it now.
+    """
+
+    @property
+    def comm_s(self) -> float:
+        """Time for which the communication thread packed, transferred, reduced and unpacked."""
+        return sum(span.end_s - span.begin_s for span in self.spans)
+
+    @property
+    def nbytes_sent(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(span.nbytes_sent for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Totals since `attach`; the fields are those of `StepReport`."""
+
+    steps: int = 0
+    comm_s: float = 0.0
+    exposed_s: float = 0.0
+    nbytes_sent: int = 0
+    received_from: frozenset[int] = frozenset()
+    counted: int = 0
+    """Steps in which this rank's gradient was used."""
+    late_s: float = 0.0
+    dropped: int = 0
+    """Gradients of all ranks that were not used."""
+    saved_s: float = 0.0
+    samples: int = 0
+    """Without the steps in which a member could not say."""
+
+    def plus(self, step: StepReport) -> Stats:
+        """Return the totals with one more step."""
+        comm_s = 0.0
+        nbytes_sent = 0
+        for span in step.spans:
+            comm_s += span.end_s - span.begin_s
+            nbytes_sent += span.nbytes_sent
+        return Stats(
+            self.steps + 1,
+            self.comm_s + comm_s,
+            self.exposed_s + step.exposed_s,
+            self.nbytes_sent + nbytes_sent,
+            self.received_from | step.received_from,
+            self.counted + step.counted,
+            self.late_s + step.late_s,
+            self.dropped + len(step.dropped),
+            self.saved_s + step.saved_s,
+            self.samples + (step.samples or 0),
+        )
