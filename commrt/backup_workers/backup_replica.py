@@ -30,7 +30,6 @@ from commrt.store.agreement import WorldConfig
 from commrt.store.keys import store_of_model
 from commrt.training import synchronous
 from commrt.training.arrival import letting_in
-from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import (
     INTERRUPTED,
     ModuleHook,
@@ -39,7 +38,9 @@ from commrt.training.hooks import (
     on_dense_gradients,
 )
 from commrt.training.model_state import Stateful, digest, dump, fingerprint, gather_integers, load
+from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
+from commrt.training.request import Request
 from commrt.training.step_guard import attached_to
 from commrt.training.step_report import StepReport
 
@@ -287,7 +288,7 @@ class BackupWorkersReplica(Replica):
             if make_elastic(self._world).finish():
                 WorldConfig.withdraw(self._world.store)
 
-    def join_as_replacement(self) -> BackupWorkersReplica:
+    def come(self) -> BackupWorkersReplica:
         """Take the place of a lost rank, between two collectives of the others, or detach; not
         collective.
         """
@@ -399,7 +400,6 @@ def attach(request: Request) -> Replica:
     world = request.world
     algorithm = cast("BackupWorkers", request.algorithm)
     needed = algorithm.needed(world.founders)
-    request.require_nobody_lost()
     if world.size == 1:
         return synchronous.attach(replace(request, algorithm=algorithm.inner))
     _check_for_backups(request)
@@ -408,16 +408,14 @@ def attach(request: Request) -> Replica:
     engine = Engine(
         world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed
     )
-    claim = request.claim(engine.schedule(0), engine.buckets) | {
-        "broadcast_buffers": str(request.broadcast_buffers),
-    }
-    if world.config is not None:
-        world.config.require_same(world.rank, world.attached, claim | _frozen(request.model))
-        return BackupWorkersReplica(request, engine).join_as_replacement()
-    request.agree(claim)
-    replica = request.begin(BackupWorkersReplica(request, engine))
-    request.publish(claim | _frozen(request.model))  # they are rank 0's now
-    return replica
+    return request.open(
+        engine.schedule(0),
+        engine.buckets,
+        partial(BackupWorkersReplica, request, engine),
+        flags={"broadcast_buffers": request.broadcast_buffers},
+        come=BackupWorkersReplica.come,
+        unsent=partial(_frozen, request.model),
+    )
 
 
 def _check_for_backups(request: Request) -> None:

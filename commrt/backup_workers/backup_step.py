@@ -37,9 +37,9 @@ from commrt.runtime.membership import LOST
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future, start_call
 from commrt.threads.streams import StreamEvent
-from commrt.training.attach import Request
 from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica
+from commrt.training.request import Request
 from commrt.training.riding import Riding
 from commrt.training.step_guard import UNAVERAGED, StepGuard, are_zeroed, closure_in
 from commrt.training.step_report import StepReport

@@ -25,7 +25,7 @@ from commrt.local_sgd.fragment import MERGING, Fragment, InFlight, _reusing
 from commrt.local_sgd.policy import LocalSGD
 from commrt.runtime.membership import LOST
 from commrt.threads.comm_thread import RecoveredError
-from commrt.training.attach import Request
+from commrt.training.request import Request
 
 
 class FragmentExchange:

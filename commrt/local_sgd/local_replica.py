@@ -25,9 +25,9 @@ from commrt.runtime.wire import is_quantized
 from commrt.threads.deadline import Deadline
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.arrival import StateGiver
-from commrt.training.attach import Request
 from commrt.training.model_state import Stateful, digest, gather_integers, own_residuals
 from commrt.training.replica import Replica
+from commrt.training.request import Request
 from commrt.training.riding import FEEDBACK, NOTHING_SEEN
 from commrt.training.settings import settings_digest
 
@@ -39,7 +39,6 @@ def attach(request: Request) -> Replica:
 
     Collective.
     """
-    request.require_nobody_lost()
     algorithm = cast("LocalSGD", request.algorithm)
     for sentence in algorithm.unwise():
         _log.warning("commrt: %s", sentence)
@@ -48,22 +47,19 @@ def attach(request: Request) -> Replica:
     held = [
         slot for slot in exchanged_tensors(request.model) if not (slot.is_buffer and skips_buffers)
     ]
-    exchange = FragmentExchange(request, cut_fragments(held, algorithm))
-    engine = exchange.engine
     grows = request.world.size > request.world.founders
-    claim = request.claim(engine.schedule(0), engine.buckets)
     if grows:
         _require_that_grows(request)
-    if grows and request.world.config is not None:
-        request.world.config.require_same(request.world.rank, request.world.attached, claim)
-        return LocalReplica(request, exchange).come()
-    request.agree(claim)
-    # before the replica: from then on the world goes on without lost ranks
-    engine.submit_preparation(0).result()
-    replica = request.begin(LocalReplica(request, exchange))
-    if grows:
-        request.publish(claim)
-    return replica
+    exchange = FragmentExchange(request, cut_fragments(held, algorithm))
+    engine = exchange.engine
+    return request.open(
+        engine.schedule(0),
+        engine.buckets,
+        partial(LocalReplica, request, exchange),
+        # before the replica: from then on the world goes on without lost ranks
+        prepare=lambda: engine.submit_preparation(0).result(),
+        come=LocalReplica.come if grows else None,
+    )
 
 
 def _require_that_grows(request: Request) -> None:

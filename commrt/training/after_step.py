@@ -31,7 +31,6 @@ from commrt.store.client import TimedStore, parse, require
 from commrt.store.keys import store_of_model
 from commrt.threads.deadline import clock
 from commrt.training.arrival import StateGiver, letting_in
-from commrt.training.attach import Request, check_stateful
 from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_state import (
     Stateful,
@@ -44,7 +43,9 @@ from commrt.training.model_state import (
     unpack,
     unread_buffers,
 )
+from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
+from commrt.training.request import Request
 from commrt.training.riding import NOTHING_SEEN, ONE_STEP
 from commrt.training.step_guard import are_zeroed
 from commrt.training.step_report import StepReport

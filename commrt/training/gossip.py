@@ -34,9 +34,9 @@ from commrt.runtime.reading import bind_reading, bind_receiving
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.training.after_step import AfterStepReplica
-from commrt.training.attach import Request
 from commrt.training.hooks import ModuleHook
 from commrt.training.replica import Replica
+from commrt.training.request import Request
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 KEPT = 1024
@@ -76,17 +76,13 @@ def attach(request: Request) -> Replica:
             "wire= with within=: the weights of a row are summed on the wire, so each step would"
             " round them to it; leave wire out"
         )
-    claim = request.claim(exchange.prove(), buckets)
-    if world.config is not None and world.size > world.founders:
-        world.config.require_same(world.rank, world.attached, claim)
-        return GossipReplica(request, exchange, buckets).come()
-    request.agree(claim)
-    if world.size > 1:
-        exchange.share(buckets)
-    replica = request.begin(GossipReplica(request, exchange, buckets))
-    if world.size > world.founders:
-        request.publish(claim)
-    return replica
+    return request.open(
+        exchange.prove(),
+        buckets,
+        partial(GossipReplica, request, exchange, buckets),
+        prepare=partial(exchange.share, buckets),
+        come=GossipReplica.come if world.size > world.founders else None,
+    )
 
 
 class Stop(NamedTuple):
@@ -303,6 +299,8 @@ class GossipExchange:
 
         After a rank was lost the others allocate anew, and GPUs go on through NCCL.
         """
+        if self.world.size == 1:
+            return
         self._shared = self._generation
         messages = [message for bucket in buckets for message in bucket.free]
         buffers = [buffer for message in messages for buffer in (message.sent, message.received)]

@@ -25,7 +25,6 @@ from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
-from commrt.training.attach import Request, check_stateful, describe_buffers
 from commrt.training.hooks import (
     INTERRUPTED,
     TWICE,
@@ -43,7 +42,9 @@ from commrt.training.model_state import (
     own_residuals,
     unread_buffers,
 )
+from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
+from commrt.training.request import Request, describe_buffers
 from commrt.training.riding import FEEDBACK
 from commrt.training.step_guard import StepGuard
 from commrt.training.step_report import StepReport
@@ -61,22 +62,22 @@ BY_HAND = -3
 
 def attach(request: Request) -> Replica:
     """Return a replica whose gradients are averaged in the backward pass. Collective."""
-    request.require_nobody_lost()
     on_gpu = request.params[0][1].device.type == "cuda"
-    graphs = (on_gpu if request.graphs is None else request.graphs) and not is_quantized(
-        request.wire
-    )
+    graphs = on_gpu if request.graphs is None else request.graphs
     buckets = request.build_buckets(request.params[::-1])
-    flags = {"graphs": graphs, "same_bits": request.same_bits}
+    flags = {
+        "graphs": graphs and not is_quantized(request.wire),
+        "same_bits": request.same_bits,
+    }
     engine = Engine(request.world, request.algorithm, buckets, unpacks=True, **flags)
-    broadcast_buffers = request.broadcast_buffers and not engine.mixes
-    chosen = {"broadcast_buffers": broadcast_buffers, **flags}
-    request.agree(
-        request.claim(engine.schedule(0), buckets)
-        | {name: str(flag) for name, flag in chosen.items()}
+    broadcasts = request.broadcast_buffers and not engine.mixes
+    return request.open(
+        engine.schedule(0),
+        buckets,
+        partial(SynchronousReplica, request, engine, broadcast_buffers=broadcasts),
+        flags={"broadcast_buffers": broadcasts, **flags},
+        prepare=lambda: engine.submit_preparation(0).result(),
     )
-    engine.submit_preparation(0).result()
-    return request.begin(SynchronousReplica(request, engine, broadcast_buffers=broadcast_buffers))
 
 
 def _no_weights(engine: Engine, request: Request) -> str:

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every way to train makes its replica: ranks agree on what they attach, and begin with one
+state. On the thread that trains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
+from commrt.buckets.layout import Named
+from commrt.runtime.wire import AnyWire
+from commrt.runtime.world import World
+from commrt.schedule import Algorithm, Schedule
+from commrt.store.agreement import WorldConfig
+from commrt.store.client import host_identity
+from commrt.store.launcher import chosen_transport
+from commrt.training.loss_scale import LossScales
+from commrt.training.model_state import Stateful, overwrite_states
+from commrt.training.replica import Replica
+from commrt.training.weight_copies import WeightCopies
+
+NO_FLAGS: Mapping[str, object] = {}
+R = TypeVar("R", bound=Replica)
+
+
+class _Described(Protocol):
+    def description(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The checked arguments of `attach`."""
+
+    world: World
+    model: nn.Module
+    params: Sequence[Named]
+    optimizers: Sequence[Optimizer]
+    also: Sequence[Stateful]
+    algorithm: Algorithm
+    wire: AnyWire | None
+    cap_nbytes: int
+    kind: type[GradientBucket]
+    broadcast_buffers: bool
+    graphs: bool | None
+    same_bits: bool
+    watch: bool
+    scales: LossScales
+    copies: WeightCopies
+
+    def build_buckets(self, params: Sequence[Named]) -> list[GradientBucket]:
+        """Return buckets for `params`, given in ready order."""
+        world = self.world
+        buckets = build_buckets(
+            params,
+            self.wire,
+            self.cap_nbytes,
+            world.attached,
+            world.transport.allocate_shared,
+            kind=self.kind,
+            riding=(world.rank, world.size),
+        )
+        for bucket in buckets:
+            bucket.own_settings = self._own_settings
+        return buckets
+
+    def _own_settings(self) -> str:
+        rates = [
+            f"lr={group['lr']:g}"
+            for each in self.optimizers
+            for group in each.param_groups
+            if "lr" in group
+        ]
+        return ", ".join([*rates, str(self.scales)] if self.scales.known else rates)
+
+    def open(
+        self,
+        schedule: Schedule,
+        buckets: Iterable[_Described],
+        make: Callable[[], R],
+        *,
+        flags: Mapping[str, object] = NO_FLAGS,
+        prepare: Callable[[], object] | None = None,
+        come: Callable[[R], Replica] | None = None,
+        unsent: Callable[[], dict[str, str]] = dict,
+    ) -> Replica:
+        """Return the replica that `make` returns. Collective, but in a process that comes later.
+
+        All ranks must have the same `schedule`, `buckets` and `flags`. Once they have agreed, they
+        `prepare` what travels, and begin with rank 0's state. If there is `come`, processes may
+        come later, and it makes the replica of such a process a member. `unsent` describes what it
+        must have already, as nobody sends it.
+        """
+        claim = self._claim(schedule, buckets)
+        for name, flag in flags.items():
+            claim[name] = str(flag)
+        world = self.world
+        if come is not None and world.config is not None:
+            world.config.require_same(world.rank, world.attached, claim | unsent())
+            return come(make())
+        self._agree(claim)
+        if prepare is not None:
+            prepare()
+        replica = make()
+        self._begin(replica)
+        if come is not None:
+            self._publish(claim | unsent())  # of weights that are rank 0's now
+        return replica
+
+    def _claim(self, schedule: Schedule, buckets: Iterable[_Described]) -> dict[str, str]:
+        """Return what must be equal on all ranks and cannot change afterwards."""
+        optimizers = []
+        for each in self.optimizers:
+            count = [len(group["params"]) for group in each.param_groups]
+            optimizers.append(f"{type(each).__name__} of {count} parameters")
+        return {
+            "algorithm": _comparable(repr(self.algorithm)),
+            "schedule": schedule.digest(),
+            "buckets": "; ".join(bucket.description() for bucket in buckets),
+            "buffers": describe_buffers(self.model),
+            "optimizers": ", ".join(optimizers),
+            "kinds in also=": ", ".join(type(each).__name__ for each in self.also),
+            "second copies of weights": f"{len(self.copies.found)} in the optimizers",
+            "watch": str(self.watch),
+        }
+
+    def _agree(self, claim: Mapping[str, str]) -> None:
+        """Raise `DisagreementError` unless all ranks come with the same `claim` and the same
+        optimizers.
+        """
+        optimizer = _describe_optimizers(self.optimizers, self.params)
+        self.world.agree("attach", model=str(self.world.attached), optimizer=optimizer, **claim)
+
+    def _begin(self, replica: Replica) -> None:
+        """Give all ranks rank 0's state; detaches the replica if that fails."""
+        try:
+            replica.overwrite_with_first()
+            owners = [*self.also]
+            if self._have_state():  # the same ones on all ranks, as they have agreed
+                owners = [*self.optimizers, *self.also]
+            self.world.membership.together(lambda: overwrite_states(self.world, owners, 0))
+        except BaseException:
+            replica.detach()
+            raise
+
+    def _have_state(self) -> bool:
+        """Return True if an optimizer has state, as after steps before `attach`."""
+        return any(
+            param in each.state
+            for each in self.optimizers
+            for group in each.param_groups
+            for param in group["params"]
+        )
+
+    def _publish(self, claim: dict[str, str]) -> None:
+        """Let later processes come to this model, if they make the same `claim`."""
+        world = self.world
+        host = host_identity() if world.transport.one_host else None
+        config = WorldConfig(
+            world.founders, world.size, host, world.attached, claim, chosen_transport()
+        )
+        config.publish(world.store)
+
+
+def _comparable(value: object) -> str:
+    """Return `value` as text that ranks can compare: without the places where a process keeps
+    objects.
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def describe_buffers(model: nn.Module) -> str:
+    """Return names, dtypes and shapes of all buffers, as ranks compare them."""
+    return ", ".join(f"{name} {b.dtype}{list(b.shape)}" for name, b in model.named_buffers())
+
+
+def _describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:
+    """Return all that decides how `optimizers` step, but the values of their state: types,
+    settings, who has state.
+    """
+    names = {id(param): name for name, param in params}
+    groups = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            members = [
+                names.get(id(param), "-") + "*" * (param in optimizer.state)
+                for param in group["params"]
+            ]
+            settings = ", ".join(
+                f"{key}={_comparable(value.tolist() if isinstance(value, Tensor) else value)}"
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            )
+            groups.append(
+                f"{type(optimizer).__name__}({settings}) of {' '.join(members)}, * has state"
+            )
+    return "; ".join(groups)
