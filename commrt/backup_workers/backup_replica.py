@@ -37,7 +37,8 @@ from commrt.training.hooks import (
     current_pass,
     on_dense_gradients,
 )
-from commrt.training.model_state import Stateful, digest, dump, fingerprint, gather_integers, load
+from commrt.training.model_collectives import gather_integers
+from commrt.training.model_state import Stateful, digest, dump, fingerprint, load
 from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
@@ -95,9 +96,7 @@ class BackupWorkersReplica(Replica):
         world = request.world
         membership = make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(
-            request.model, named, request.optimizers, request.algorithm, world, request.copies
-        )
+        super().__init__(request, named)
         self._engine = engine
         self._owners_of_state = [*request.optimizers, *request.also, request.copies]
         self._final_calls = FinalCalls()

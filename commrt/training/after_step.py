@@ -32,12 +32,12 @@ from commrt.store.keys import store_of_model
 from commrt.threads.deadline import clock
 from commrt.training.arrival import StateGiver, letting_in
 from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.model_collectives import overwrite_states
 from commrt.training.model_state import (
     Stateful,
     dump,
     flatten,
     load,
-    overwrite_states,
     pack,
     restore,
     unpack,
@@ -70,14 +70,7 @@ class AfterStepReplica(Replica):
     """
 
     def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:
-        super().__init__(
-            request.model,
-            request.params,
-            request.optimizers,
-            request.algorithm,
-            request.world,
-            request.copies,
-        )
+        super().__init__(request, request.params)
         self._number = request.world.attached
         self._parts = parts
         self._passes = 0  # backward passes so far; the steps of those after `_step` have not ended

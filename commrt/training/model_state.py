@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of models and optimizers: as bytes, to compare replicas bit by bit, and sent from one
-rank to the others.
-
-Functions with a world are collective, for its members; the source is the lowest of them where none
-is given.
+"""The state of models and optimizers on one rank: as bytes, to compare and to send it, and back
+from bytes that another rank sent. Sends nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +16,14 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _take_tensors
+from torch._utils import _flatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from commrt.algorithms import halving_doubling, tree
-from commrt.buckets.layout import MIB
 from commrt.errors import UsageError
-from commrt.runtime.world import World
 from commrt.store.client import MALFORMED, malformed, require
-from commrt.transport.protocol import Allocate, Tag
+from commrt.transport.protocol import Allocate
 
 T = TypeVar("T")
 ALIGNMENT_NBYTES = 16
@@ -309,94 +303,3 @@ def unpack(packed: bytes, read: Callable[[Any], T], count: int) -> tuple[T, list
 def fingerprint(model: nn.Module) -> str:
     """Return the `digest` of all parameters and buffers."""
     return digest((*model.named_parameters(), *model.named_buffers()))
-
-
-def overwrite_model(
-    world: World,
-    model: nn.Module,
-    step: int,
-    source: int | None = None,
-    *,
-    buffers_only: bool = False,
-) -> None:
-    """Overwrite parameters and buffers with the source's."""
-    unread = unread_buffers(model)
-    params = [] if buffers_only else [*model.parameters()]
-    for batch in _take_tensors([*params, *model.buffers()], 25 * MIB):  # type: ignore[no-untyped-call]  # torch's own
-        flat = flatten(batch)
-        if not _broadcast(world, flat, step, source):
-            restore(flat, batch, unread)
-
-
-def _broadcast(world: World, flat: Tensor, step: int, source: int | None) -> bool:
-    """Overwrite `flat` with the source's, among those who are members then; return True on the
-    source.
-    """
-
-    def broadcast_now() -> bool:
-        members = sorted(world.members, key=lambda rank: (rank != source, rank))
-        world.run_now(tree.broadcast(len(members)), flat, Tag(step, "state"), members)
-        return members[0] == world.rank
-
-    return world.membership.submit(broadcast_now).result()
-
-
-def overwrite_states(
-    world: World, owners: Sequence[Stateful], step: int, source: int | None = None
-) -> None:
-    """Overwrite the state of `owners` with the source's, which loads its own as well, to fail where
-    the others fail.
-    """
-    if not owners or len(world.members) == 1:
-        return
-    is_source = min(world.members, key=lambda rank: (rank != source, rank)) == world.rank
-    flat = dump(owners) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
-    nbytes = torch.tensor([flat.numel()], device="cpu")
-    _broadcast(world, nbytes, step, source)
-    flat = flat if is_source else flat.new_empty(int(nbytes))
-    if flat.numel():
-        _broadcast(world, flat, step, source)
-    load(flat, owners)
-
-
-def mean(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Return the mean of all members' `tensors`, in fp32 (fp64 for fp64), the same bits on all of
-    them.
-    """
-    members = tuple(world.members)
-    wide = [
-        tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors
-    ]
-    return _sum(world, [tensor / len(members) for tensor in wide], step, members)
-
-
-def total_of(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Return the sum of all members' `tensors`, of one dtype, the same bits on all of them."""
-    return _sum(world, tensors, step, tuple(world.members))
-
-
-def _sum(
-    world: World, tensors: Sequence[Tensor], step: int, members: Sequence[int]
-) -> list[Tensor]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    schedule = halving_doubling.all_reduce(len(members))
-    world.membership.submit(
-        lambda: world.run_now(schedule, flat, Tag(step, "mean"), members)
-    ).result()
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    return [part.view(like.shape) for part, like in zip(parts, tensors, strict=True)]
-
-
-def gather_values(world: World, value: float, step: int) -> dict[int, float]:
-    """Return the `value` of each rank that was a member when the values were sent."""
-    own = torch.zeros((2, world.size), dtype=torch.float64, device="cpu")
-    own[0, world.rank], own[1, world.rank] = value, 1
-    values, shares = mean(world, [own], step)[0]
-    return {
-        rank: float(values[rank] / shares[rank]) for rank in range(world.size) if shares[rank] > 0
-    }
-
-
-def gather_integers(world: World, number: int) -> dict[int, int]:
-    """Return the `number` of each rank that was a member when the numbers were sent."""
-    return {rank: round(each) for rank, each in gather_values(world, number, number).items()}

@@ -6,40 +6,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.digest import Digest
-from commrt.buckets.layout import Named, exchanged_tensors
-from commrt.buckets.riders import require_equal
+from commrt.buckets.layout import Named
 from commrt.errors import UsageError
 from commrt.runtime.membership import Loss
-from commrt.runtime.world import World
-from commrt.schedule import Algorithm
 from commrt.store.client import MALFORMED, parse_int
 from commrt.training.hooks import ATTRIBUTE, Keeper
-from commrt.training.model_state import (
-    Stateful,
-    fingerprint,
-    flatten,
-    gather_integers,
-    gather_values,
-    mean,
+from commrt.training.model_collectives import (
+    farthest_from_mean,
     overwrite_model,
     overwrite_states,
-    restore,
-    total_of,
+    require_equal_digests,
+    take_means,
 )
+from commrt.training.model_state import Stateful, fingerprint
 from commrt.training.parameter_list import ParameterList
+from commrt.training.request import Request
 from commrt.training.riding import Riding, Rode, require_weight
 from commrt.training.step_guard import OptimizerSteps
 from commrt.training.step_report import Stats, StepReport
-from commrt.training.weight_copies import WeightCopies
 
 
 class Replica(ABC):
@@ -51,32 +42,24 @@ class Replica(ABC):
     drops_gradients = False
     """True if a step may use the gradients of some ranks only, `StepReport.members`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Sequence[Named],
-        optimizers: Sequence[Optimizer],
-        algorithm: Algorithm,
-        world: World,
-        copies: WeightCopies,
-    ) -> None:
-        self.model = model
+    def __init__(self, request: Request, params: Sequence[Named]) -> None:
+        self.model = request.model
         """The model, as it was given to `attach`."""
-        self._copies = copies
         self.last: StepReport | None = None
         """The report of the latest step; None before the first."""
+        self._copies = request.copies
         self._params = params
-        self._optimizers = optimizers
-        self._algorithm = algorithm
-        self._world = world
-        self._parameters = ParameterList(model)
+        self._optimizers = request.optimizers
+        self._algorithm = request.algorithm
+        self._world = request.world
+        self._parameters = ParameterList(request.model)
         self._stats = Stats()
         self._step = 0
         self._is_synchronous = True
         # why nothing can ride, or only not these
         self._refuses = self._refuses_weights = self._refuses_wishes = ""
         self._handles: list[RemovableHandle] = []
-        self._riding = Riding(world.rank, params)
+        self._riding = Riding(request.world.rank, params)
         self._watched: Digest | None = None
 
     def _live(
@@ -270,11 +253,8 @@ class Replica(ABC):
         """
         with self._world.collective("consolidate()"):
             self.drain()
-            tensors = [slot.tensor() for slot in exchanged_tensors(self.model)]
-            values = self._world.membership.together(lambda: mean(self._world, tensors, self.step))
-            means = [value.to(tensor.dtype) for tensor, value in zip(tensors, values, strict=True)]
             self._copies.find()
-            restore(flatten(means), tensors)
+            take_means(self._world, self.model, self.step)
             self._copies.settle()
             self._take_from_first(buffers_only=True)
 
@@ -287,18 +267,8 @@ class Replica(ABC):
         """
         with self._collective("disagreement()"):
             self.drain()
-            own = torch.cat([param.detach().double().reshape(-1) for _, param in self._params])
-            # one more for each rank whose parameters are in the sum
-            counted = [own, own.new_ones(1)]
-            total, count = self._world.membership.together(
-                lambda: total_of(self._world, counted, self.step)
-            )
-            norm = (total / count).norm().clamp(min=torch.finfo(torch.float64).tiny)  # of zeros too
-            share = float((own - total / count).norm() / norm)
-            shares = self._world.membership.together(
-                lambda: gather_values(self._world, share, self.step)
-            )
-            return float(torch.tensor([*shares.values()], dtype=torch.float64, device="cpu").max())
+            params = [param for _, param in self._params]
+            return farthest_from_mean(self._world, params, self.step)
 
     def overwrite_with_first(self) -> None:
         """Send parameters and buffers of rank 0 to all; collective, not inside `join`."""
@@ -336,16 +306,9 @@ class Replica(ABC):
 
         Collective.
         """
-        if (watched := self._watched) is None:
-            return
-        with self._world.collective("watch"):
-            halves = [
-                self._world.membership.together(partial(gather_integers, self._world, half))
-                for half in divmod(watched.now(), 1 << 32)
-            ]
-        require_equal(
-            {rank: (high << 32) + halves[1][rank] for rank, high in halves[0].items()}, self.step
-        )
+        if self._watched is not None:
+            with self._world.collective("watch"):
+                require_equal_digests(self._world, self._watched, self.step)
 
     def _collective(self, what: str) -> AbstractContextManager[None]:
         return self._world.collective(what)

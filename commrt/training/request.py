@@ -22,16 +22,24 @@ from commrt.store.agreement import WorldConfig
 from commrt.store.client import host_identity
 from commrt.store.launcher import chosen_transport
 from commrt.training.loss_scale import LossScales
-from commrt.training.model_state import Stateful, overwrite_states
-from commrt.training.replica import Replica
+from commrt.training.model_collectives import overwrite_states
+from commrt.training.model_state import Stateful
 from commrt.training.weight_copies import WeightCopies
 
 NO_FLAGS: Mapping[str, object] = {}
-R = TypeVar("R", bound=Replica)
 
 
 class _Described(Protocol):
     def description(self) -> str: ...
+
+
+class _Replica(Protocol):
+    def overwrite_with_first(self) -> None: ...
+
+    def detach(self) -> None: ...
+
+
+R = TypeVar("R", bound=_Replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +95,9 @@ class Request:
         *,
         flags: Mapping[str, object] = NO_FLAGS,
         prepare: Callable[[], object] | None = None,
-        come: Callable[[R], Replica] | None = None,
+        come: Callable[[R], R] | None = None,
         unsent: Callable[[], dict[str, str]] = dict,
-    ) -> Replica:
+    ) -> R:
         """Return the replica that `make` returns. Collective, but in a process that comes later.
 
         All ranks must have the same `schedule`, `buckets` and `flags`. Once they have agreed, they
@@ -137,7 +145,7 @@ class Request:
         optimizer = _describe_optimizers(self.optimizers, self.params)
         self.world.agree("attach", model=str(self.world.attached), optimizer=optimizer, **claim)
 
-    def _begin(self, replica: Replica) -> None:
+    def _begin(self, replica: _Replica) -> None:
         """Give all ranks rank 0's state; detaches the replica if that fails."""
         try:
             replica.overwrite_with_first()

@@ -33,15 +33,8 @@ from commrt.training.hooks import (
     on_counted_gradients,
     on_dense_gradients,
 )
-from commrt.training.model_state import (
-    FlatBuffer,
-    Stateful,
-    gather_integers,
-    overwrite_model,
-    overwrite_states,
-    own_residuals,
-    unread_buffers,
-)
+from commrt.training.model_collectives import gather_integers, overwrite_model, overwrite_states
+from commrt.training.model_state import FlatBuffer, Stateful, own_residuals, unread_buffers
 from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request, describe_buffers
@@ -107,14 +100,7 @@ class SynchronousReplica(Replica):
 
     def __init__(self, request: Request, engine: Engine, *, broadcast_buffers: bool) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
-        super().__init__(
-            request.model,
-            named,
-            request.optimizers,
-            request.algorithm,
-            request.world,
-            request.copies,
-        )
+        super().__init__(request, named)
         self._engine = engine
         self._build_buckets = request.build_buckets
         if getattr(request.algorithm, "share", EVEN) != EVEN:
