@@ -181,7 +181,6 @@ def test_a_parameter_that_is_replaced_while_weights_are_on_their_way_is_refused_
     world, change, algorithm
 ):
     model, optimizer, _ = trainee(world, algorithm=algorithm)
-
     train(model, optimizer, world.rank, steps=3)
     change(model[2])
     with pytest.raises(UsageError, match=r"since attach\(\), 2\.bias was (replaced or removed|float.*): detach"):

@@ -92,9 +92,10 @@ def decay(optimizer, *_):
 
 @for_each("algorithm", [Gossip(staleness=1), LocalSGD(4, delay=2), LocalSGD(4, outer=Nesterov())])
 @on_ranks(2)
-def test_a_hook_of_the_optimizer_may_write_weights_before_its_step(world, algorithm):
+def test_hooks_of_the_optimizer_may_write_weights_before_its_step_and_after(world, algorithm):
     loop = Loop(world, algorithm)
     loop.optimizer.register_step_pre_hook(decay)
+    loop.optimizer.register_step_post_hook(decay)
     loop.run(9).replica.drain()
     assert loop.replica.step == 9
 

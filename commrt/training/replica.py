@@ -28,7 +28,7 @@ from commrt.training.model_collectives import (
 from commrt.training.model_state import Stateful, fingerprint
 from commrt.training.parameter_list import ParameterList
 from commrt.training.request import Request
-from commrt.training.riding import Riding, Rode, require_weight
+from commrt.training.riding import Riding, Rode
 from commrt.training.step_guard import OptimizerSteps
 from commrt.training.step_report import Stats, StepReport
 
@@ -78,9 +78,9 @@ class Replica(ABC):
             self._parameters,
             [param for _, param in self._params],
             self._optimizers,
-            before_step,
-            after_step,
-            checks,
+            before=before_step,
+            after=after_step,
+            checks=checks,
         )
         self._steps.begin()
         for module in self._owners():
@@ -144,16 +144,9 @@ class Replica(ABC):
         gradients and others do not, or if all weigh nothing.
         """
         self._require_riders("weigh()")
-        if not isinstance(loss, Tensor):
-            raise UsageError(
-                f"weigh({loss!r:.40}, ...): give the loss, a tensor, first, and then what it weighs"
-            )
         if self._refuses_weights:
             raise UsageError(f"weigh() with {self._refuses_weights}")
-        found = require_weight(weight)
-        if reduction not in ("mean", "sum"):
-            raise UsageError(f'weigh(reduction={reduction!r}): the loss is a "mean" or a "sum"')
-        self._riding.weigh(loss, found, found if reduction == "mean" else 1.0, self._holds_means)
+        self._riding.weigh(loss, weight, reduction, self._holds_means)
         return loss
 
     def ride(self, **numbers: float) -> None:

@@ -186,22 +186,30 @@ class Riding:
         self.is_idle = False
 
     def weigh(
-        self, loss: Tensor, weight: float, times: float, holds_means: Callable[[], bool]
+        self, loss: object, weight: object, reduction: str, holds_means: Callable[[], bool]
     ) -> None:
-        """Let the backward pass of `loss` multiply its gradients by `times`, and count for
-        `weight`.
+        """Let the backward pass of `loss` count for `weight`; see `Replica.weigh`.
 
-        It asks `holds_means` where it begins. Raises `UsageError` for a loss that weighs already.
+        It asks `holds_means` where it begins. Raises `UsageError` also for a loss that weighs
+        already.
         """
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"weigh({loss!r:.40}, ...): give the loss, a tensor, first, and then what it weighs"
+            )
+        found = _require_weight(weight)
+        if reduction not in ("mean", "sum"):
+            raise UsageError(f'weigh(reduction={reduction!r}): the loss is a "mean" or a "sum"')
+        times = found if reduction == "mean" else 1.0
         if ATTRIBUTE in vars(loss):
             raise UsageError(
                 "weigh() of a loss that weighs already: call it once for each loss; attach models"
                 " that share a loss as one, in an nn.ModuleList"
             )
-        vars(loss)[ATTRIBUTE] = weight
+        vars(loss)[ATTRIBUTE] = found
 
         def begin(grad: Tensor) -> Tensor:
-            self._begin(current_pass(), weight, holds_means)
+            self._begin(current_pass(), found, holds_means)
             return grad * (times / (self._at_hand.reference or 1.0))
 
         if loss.requires_grad:
@@ -462,7 +470,7 @@ def require_number(what: str, number: object) -> float:
         raise UsageError(f"{what} needs a real number of float64 and got {number!r:.60}") from error
 
 
-def require_weight(weight: object) -> float:
+def _require_weight(weight: object) -> float:
     """Return `weight` as a float; raise `UsageError` if it is no weight."""
     found = require_number("weigh()", weight)
     if not 0 <= found <= MOST:

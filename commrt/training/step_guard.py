@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from commrt.errors import UsageError
+from commrt.importing import untraced
 from commrt.runtime.membership import count_kept
 from commrt.runtime.world import World
 from commrt.training.loss_scale import LossScales
@@ -39,6 +40,7 @@ MIDWAY = (
 )
 
 
+@untraced
 class OptimizerSteps:
     """The steps of all optimizers, as one attached model sees them.
 
@@ -53,9 +55,10 @@ class OptimizerSteps:
         parameters: ParameterList,
         averaged: Iterable[Tensor],
         optimizers: Sequence[Optimizer],
+        *,
         before: Callable[[Optimizer, Any, Any], Any],
         after: Callable[[Optimizer], None],
-        checks: Sequence[Callable[[], None]] = (),
+        checks: Sequence[Callable[[], None]],
     ) -> None:
         self.world = world
         self._parameters = parameters
@@ -163,8 +166,6 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any,
 
     Returns other arguments for its step, or None.
     """
-    if torch.compiler.is_compiling():
-        return None
     changed = None
     living = _living.valuerefs()  # a list: other threads attach and detach meanwhile
     for weakly in living:
@@ -183,8 +184,6 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any,
 
 
 def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
     for weakly in _living.valuerefs():
         steps = weakly()
         if steps is not None and optimizer in steps.optimizers:
@@ -223,6 +222,7 @@ def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:
     return None
 
 
+@untraced
 class StepGuard:
     """Knows whether the gradients at hand were averaged, and which optimizers have used them.
 
