@@ -35,26 +35,21 @@ REFUSED = {
         "wire={wire} follows the gradients of attach(): here use a quantizer with fixed bits, such"
         " as commrt.quantization.Int8()"
     ),
-    (
-        "no optimizer",
-        "backup workers",
-    ): "BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)",
-    (
-        "no optimizer",
-        "local SGD",
-    ): "LocalSGD needs the optimizers whose steps it counts: attach(model, optimizer, ...)",
-    (
-        "graphs",
-        "backup workers",
-    ): "graphs=True with BackupWorkers: another quorum in each step leaves nothing to repeat",
-    (
-        "graphs",
-        "local SGD",
-    ): "graphs=True with LocalSGD: it exchanges too rarely to need them; leave graphs out",
-    (
-        "graphs",
-        "quantized wire",
-    ): "graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out",
+    ("no optimizer", "backup workers"): (
+        "BackupWorkers needs the optimizers that step the model: attach(model, optimizer, ...)"
+    ),
+    ("no optimizer", "local SGD"): (
+        "LocalSGD needs the optimizers whose steps it counts: attach(model, optimizer, ...)"
+    ),
+    ("graphs", "backup workers"): (
+        "graphs=True with BackupWorkers: another quorum in each step leaves nothing to repeat"
+    ),
+    ("graphs", "local SGD"): (
+        "graphs=True with LocalSGD: it exchanges too rarely to need them; leave graphs out"
+    ),
+    ("graphs", "quantized wire"): (
+        "graphs=True with a wire of {wire}: its exchanges cannot be captured yet; leave graphs out"
+    ),
     **{("views", kind): NO_VIEWS for kind in ("gossip of weights", "backup workers", "local SGD")},
     ("watch", "local SGD by gossip"): NOTHING_EQUAL,
     ("watch", "gossip of gradients"): NOTHING_EQUAL,
@@ -68,10 +63,9 @@ REFUSED = {
         "wire={wire} with LocalSGD(inner=Gossip()): weights travel there, not small differences,"
         " and would be rounded; leave wire out, or use an all-reduce"
     ),
-    (
-        "adaptive wire",
-        "local SGD",
-    ): "a wire of {wire} with LocalSGD: its bits follow gradients; use Int4() or Int8()",
+    ("adaptive wire", "local SGD"): (
+        "a wire of {wire} with LocalSGD: its bits follow gradients; use Int4() or Int8()"
+    ),
     ("quantized wire", "gossip"): (
         "a wire of {wire} with gossip: what one rank gains its peer would not lose; use bfloat16,"
         " or Direct()"
@@ -91,8 +85,7 @@ MOST_SUMMING_STEPS = 2
 
 
 def require_compatible(algorithm: object, wire: object = None, also: Iterable[str] = ()) -> None:
-    """Raise `UsageError` for the first row of the table that `algorithm`, `wire` and the traits
-    `also` meet.
+    """Raise `UsageError` for the first row of the table that these, and the traits `also`, meet.
 
     >>> from commrt.local_sgd import LocalSGD
     >>> require_compatible(LocalSGD(), also=["graphs"])  # doctest: +ELLIPSIS
@@ -103,8 +96,9 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
         *also,
         *getattr(algorithm, "traits", ()),
         *getattr(wire, "traits", ()),
-        *["wire"] * (wire is not None),
     }
+    if wire is not None:
+        present.add("wire")
     for pair, why in REFUSED.items():
         if present.issuperset(pair):
             raise UsageError(
@@ -113,9 +107,7 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
 
 
 def require_short_sums(schedule: Schedule, wire: object) -> None:
-    """Raise `UsageError` for a schedule in which a sum of codes would be
-    quantized again and again.
-    """
+    """Raise `UsageError` if `schedule` would quantize a sum of codes again and again."""
     if summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
         raise UsageError(
             f"a wire of {wire} cannot carry {schedule.name}: codes do not add, and more than"

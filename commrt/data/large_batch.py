@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with large batches: batches that grow from epoch to epoch, and a learning rate that
-follows.
+"""Train with large batches that grow from epoch to epoch, and a learning rate that follows.
 
 Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018. The noise
 of a step is about rate over batch, so a growing batch can replace a decay of the learning rate.
@@ -143,23 +142,22 @@ class BatchSizeControl(Sampler[list[int]]):
 
     @contextmanager
     def part(self, replica: Replica | DistributedDataParallel | None = None) -> Iterator[Part]:
-        """Wrap the forward and backward pass of one part; `replica` accumulates until the last part
-        of a batch.
-        """
+        """Wrap the passes of one part; `replica` accumulates until the last part of a batch."""
         is_last = self._given + 1 == self.parts
         with nullcontext() if is_last or replica is None else replica.no_sync():
             yield Part(1 / self.parts, is_last)
-        self._given = 0 if is_last else self._given + 1
-        self._done += is_last
+        if is_last:
+            self._given = 0
+            self._done += 1
+        else:
+            self._given += 1
 
     def state_dict(self) -> dict[str, float]:
         """Return the position, between steps."""
         return {"epochs": self.epoch + self._done / max(self.steps, 1)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go to the position in `state`, before the epoch's loader is asked; nearly there with
-        other rank counts.
-        """
+        """Go to the position in `state` before the loader is asked; nearly, with other ranks."""
         epochs = _epochs_in(state, "a BatchSizeControl")
         self.epoch = int(epochs)
         self._given = 0
@@ -208,8 +206,7 @@ def _require_sizes(sizes: Mapping[int, int], most: int | None) -> None:
 
 
 class Rate:
-    """A learning rate for `optimizer` that rises for some epochs, then falls to 0: call `step`
-    after each update.
+    """A learning rate that rises for some epochs, then falls to 0: call `step` after each update.
 
     It depends on the fraction of the training that is done, and sets the rate itself: use none of
     torch's schedulers beside it. `rule` says what growing batches do to it: with ``keep`` their
@@ -248,8 +245,10 @@ class Rate:
         self._set()
 
     def step(self, ranks: int | None = None) -> None:
-        """Count an update, of the gradients of `ranks`: ``len(replica.last.members)``, by default
-        as many as before.
+        """Count an update.
+
+        Its gradients are those of `ranks`: ``len(replica.last.members)``, by default as many as
+        before.
         """
         self._updates += 1
         if ranks:  # a late rank of backup workers knows none
@@ -272,9 +271,7 @@ class Rate:
         return {"highest": self._highest, "epochs": epochs, "ranks": self._ranks and [*self._ranks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; with another number of ranks, as far in the training after other
-        updates.
-        """
+        """Continue from `state`; with other ranks, as far in the training after other updates."""
         epochs = _epochs_in(state, "a Rate")
         highest = state.get("highest")
         rates = highest if isinstance(highest, list | tuple) else []
@@ -290,6 +287,7 @@ class Rate:
                 f"a state of other rates: {state!r:.200}; pass what state_dict() of this"
                 " optimizer's returned"
             )
-        self._highest, self._updates = [*rates], self._control.updates_after(epochs)
+        self._updates = self._control.updates_after(epochs)
+        self._highest = [*rates]
         self._ranks = told and (first, latest)
         self._set()

@@ -81,9 +81,7 @@ class step_quantizer:  # noqa: N801  # a function of `Carrier`
 
 
 def check_residual(wire: Quantizer, residual: Tensor | None, tensor: Tensor) -> None:
-    """Raise `UsageError` unless there is a residual for `tensor` exactly
-    where there is feedback.
-    """
+    """Raise `UsageError` unless there is a residual for `tensor` exactly with feedback."""
     if wire.feedback != (residual is not None):
         raise UsageError(
             f"{wire} with residual={'a tensor' if residual is not None else None}: a wire with"
