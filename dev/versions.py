@@ -3,7 +3,7 @@
 ``docs/versions.md``.
 
     python dev/versions.py 3.11:2.9.1 3.13:2.14.1    # into build/versions; 3 to 7 GB each
-    python dev/versions.py /path/to/bin/python    # has torch, numpy, typer and rich
+    python dev/versions.py /path/to/bin/python    # has torch, numpy and packaging
 
 Without arguments it takes `CELLS`. Each check runs in two processes of its own: what ends one of
 them by a signal stands in the table. Exits with 1 if a check fails.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 CELLS = ("3.11:2.9.1", "3.11:2.13.0", "3.11:newest", "3.13:2.9.1", "3.13:newest")
 """Python and torch: the oldest, one between, and the newest that pip finds."""
-NEEDS = ("numpy", "typer", "rich", "packaging")
+NEEDS = ("numpy", "packaging")
 HOUSE = Path(__file__).resolve().parents[1]
 RANKS = 2
 LIMIT_S = 150
@@ -74,7 +74,7 @@ def collectives_as_over_gloo() -> None:
     import torch
     import torch.distributed as dist
 
-    import commrt  # noqa: F401  # registers the backend
+    import commrt.c10d  # noqa: F401  # registers the backend
 
     dist.init_process_group("commrt")
     rank = dist.get_rank()
@@ -119,7 +119,7 @@ def ddp_as_over_gloo() -> None:
     import torch
     import torch.distributed as dist
 
-    import commrt  # noqa: F401  # registers the backend
+    import commrt.c10d  # noqa: F401  # registers the backend
 
     dist.init_process_group("commrt")
     ends = []
@@ -146,7 +146,7 @@ def what_torch_reads_of_the_backend() -> None:
     import torch
     import torch.distributed as dist
 
-    import commrt  # noqa: F401  # registers the backend
+    import commrt.c10d  # noqa: F401  # registers the backend
 
     dist.init_process_group("commrt")
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-import commrt
+import commrt.c10d
 
 
 def parsed() -> argparse.Namespace:

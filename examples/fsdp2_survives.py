@@ -47,7 +47,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
-import commrt
+import commrt.c10d
 
 TIMEOUT = timedelta(seconds=60)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

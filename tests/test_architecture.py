@@ -40,8 +40,6 @@ def test_the_public_surface_is_sorted_and_exists():
 
 
 def test_every_stub_names_what_is_there_and_stands_in_its_own_room_or_below():
-    layers = next(each["layers"] for each in contracts() if each["name"] == "Rooms import downwards only")
-    floors = {room: floor for floor, rooms in enumerate(layers) for room in rooms.split(" | ")}
     offers = {path.parent: importing.homes(imported(path).__name__) for path in STUBS}
     assert len(offers) == 9
     for folder, homes in offers.items():
@@ -49,7 +47,32 @@ def test_every_stub_names_what_is_there_and_stands_in_its_own_room_or_below():
         assert homes
         assert_none(f"{folder.name}.{name}" for name in homes if getattr(package, name, None) is None)
         below = [home.split(".")[1] for home in homes.values() if home != "commrt" and folder.name != "commrt"]
-        assert_none(f"{folder.name} offers {room}" for room in below if floors[room] < floors[folder.name])
+        assert_none(f"{folder.name} offers {room}" for room in below if FLOORS[room] < FLOORS[folder.name])
+
+
+PLUGS = {"trained_by", "carried_by", "SYNCHRONOUS", "POLICIES"}
+"""What an algorithm, a wire or a name says of the module above it that is to train, to carry or to answer."""
+
+
+def named_above(source):
+    """What a module names in a string, to be imported, though it does not stand below."""
+    parts = source.path.relative_to(ROOT).with_suffix("").parts
+    room = parts[parts[0] == "commrt"]
+    bound = [node for node in source.all(ast.FunctionDef, ast.Assign, ast.AnnAssign) if PLUGS & names_bound(node)]
+    plugs = {part for node in bound for part in ast.walk(node)}
+    for node in set(source.all(ast.Constant)) - plugs:
+        home = re.fullmatch(r"commrt\.(\w+)[\w.:]*", str(node.value))
+        if home and home[1] != room and FLOORS.get(home[1], 0) <= FLOORS.get(room, 0):
+            yield node.value
+
+
+def names_bound(node):
+    targets = [node] if isinstance(node, ast.FunctionDef) else getattr(node, "targets", None) or [node.target]
+    return {getattr(target, "id", getattr(target, "name", "")) for target in targets}
+
+
+def test_a_module_named_in_a_string_stands_below_or_is_a_plug():
+    assert_none(offences(named_above, modules()))
 
 
 def test_every_module_has_a_licence():
@@ -70,6 +93,11 @@ def imported(path):
 
 def contracts():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+
+LAYERS = next(each["layers"] for each in contracts() if each["name"] == "Rooms import downwards only")
+FLOORS = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms.split(" | ")}
+"""How far from the top each room stands."""
 
 
 def test_every_room_has_a_row_on_the_map():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from c10d_faults import COLLECTIVES, DISAGREEMENTS, LARGE, SMALL, STRIKES, applies, cells_of, complaints, run
 from rank_pool import Pool
 
-from commrt.c10d.group_work import as_dist_error
+from commrt.c10d.dist_errors import as_dist_error
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.store.launcher import LOOPBACK
 from commrt.testing.processes import free_port, run_processes

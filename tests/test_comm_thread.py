@@ -16,8 +16,9 @@ import commrt
 from commrt.errors import DeadlineExceeded, Place, TransportClosed, TransportError, UsageError
 from commrt.testing.faults import delay_at, with_faults
 from commrt.testing.ranks import run_ranks
+from commrt.threads.calls import outwait_calls, start_call
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.future import Future, outwait_calls, start_call
+from commrt.threads.future import Future
 from commrt.threads.starting import start_thread
 
 LIMIT_S = 20.0

@@ -17,12 +17,13 @@ from commands import Runner, app, invoke
 
 import commrt
 from commrt.kernels.dispatch import TRITON_AT_LEAST
-from commrt.store.launcher import TRANSPORTS, VARIABLES, Launch, launched
+from commrt.store.launcher import VARIABLES, Launch, launched
 from commrt.testing.processes import run_workers
 from commrt.tools.commands.machine import examine
 from commrt.tools.measuring import doctor_environment, doctor_machine
 from commrt.tools.measuring.doctor_environment import AT_LEAST, HARMS, MISSING, launcher, packages, variables
 from commrt.tools.measuring.doctor_machine import EXCHANGE_ADVICE, gpus
+from commrt.transport.names import TRANSPORTS
 
 ROOT = Path(__file__).parent.parent
 FORKS = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes

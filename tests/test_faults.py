@@ -9,8 +9,8 @@ import failing_ranks
 import pytest
 
 import commrt
-from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
+from commrt.transport.names import TRANSPORTS
 
 TIMEOUT_S = 6.0
 LIMIT_S = 80.0

@@ -18,8 +18,8 @@ from commrt.elastic import state_server
 from commrt.elastic.generations import Listener
 from commrt.elastic.links import probe
 from commrt.elastic.state_server import NBYTES, YES, StateServer, request_state
-from commrt.store.launcher import TRANSPORTS
 from commrt.testing.processes import run_processes
+from commrt.transport.names import TRANSPORTS
 
 LOOPBACK = "127.0.0.1"
 LOOPBACKS = {"0100007F", f"{0:024}01000000"}

@@ -21,7 +21,9 @@ from commrt.elastic.state_server import request_state
 from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
 from commrt.runtime import connection
-from commrt.store.agreement import WorldConfig, diagnose, gather
+from commrt.store.records import gather
+from commrt.store.reports import diagnose
+from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
 from commrt.training.after_step import JoinProgress
 from commrt.transport import channel, nccl_communicator

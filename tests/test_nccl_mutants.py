@@ -12,7 +12,7 @@ from peer_group import on_threads
 from torch.distributed import HashStore
 
 from commrt.testing import conformance
-from commrt.threads.future import start_call
+from commrt.threads.calls import start_call
 from commrt.transport import nccl, nccl_communicator
 from commrt.transport.protocol import CPU
 

@@ -12,6 +12,7 @@ from training_ranks import with_compiled_step
 
 import commrt
 from commrt.errors import DisagreementError, UsageError
+from commrt.runtime.untraced import untraced
 from commrt.testing.processes import run_processes
 from commrt.training.settings import settings_digest
 
@@ -183,6 +184,15 @@ def test_what_is_no_number_that_can_be_read_is_left_out():
 
 
 @pytest.mark.slow  # torch imports all of its compiler
+def test_what_is_untraced_runs_between_the_graphs():
+    @untraced
+    def is_traced():
+        return torch.compiler.is_compiling()
+
+    assert torch.compile(lambda x: (x + 1, is_traced()), backend="eager")(torch.ones(1)) == (2, False)
+
+
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "algorithm",

@@ -28,10 +28,10 @@ from commrt.errors import DisagreementError, Place, UsageError
 from commrt.local_sgd import HeavyBall, LocalSGD, Nesterov
 from commrt.quantization import Int8
 from commrt.runtime import connection
-from commrt.store.launcher import TRANSPORTS
 from commrt.testing import ranks as rank_threads
 from commrt.testing.processes import run_processes
 from commrt.training.after_step import JoinProgress
+from commrt.transport.names import TRANSPORTS
 
 STEPS, PATIENT_S = 14, 30.0
 run_ranks = partial(rank_threads.run_ranks, timeout_s=PATIENT_S)

@@ -26,8 +26,8 @@ from commrt.backup_workers.quorum import (
 from commrt.elastic.generations import arrival_key
 from commrt.errors import QuorumLost
 from commrt.runtime.membership import Loss
+from commrt.threads.calls import start_call
 from commrt.threads.deadline import Timeouts
-from commrt.threads.future import start_call
 
 PATIENT_S = 10.0
 OUTCOME = quorum_key(0, 0, "outcome")

@@ -13,10 +13,12 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import DeadlineExceeded, TransportError, UsageError
-from commrt.store import client
-from commrt.store.client import is_loopback, listen, meet
-from commrt.store.launcher import Launch, chosen_transport, default_timeout_s, is_on, launched
+from commrt.store import addresses
+from commrt.store.addresses import is_loopback
+from commrt.store.launcher import Launch, default_timeout_s, is_on, launched
+from commrt.store.rendezvous import listen, meet
 from commrt.testing.processes import free_port, run_processes
+from commrt.transport.names import chosen_transport
 
 LIMIT_S = 80.0
 
@@ -51,8 +53,8 @@ def test_an_address_where_nobody_listens_is_an_error_that_says_why(address, why)
 
 @for_each(("slow_s", "warnings"), [(1e6, 0), (0.0, 1)])
 def test_a_slow_reverse_lookup_is_named_in_the_log(monkeypatch, caplog, slow_s, warnings):
-    monkeypatch.setattr(client, "SLOW_LOOKUP_S", slow_s)
-    client._time_reverse_lookup("127.0.0.1")
+    monkeypatch.setattr(addresses, "SLOW_LOOKUP_S", slow_s)
+    addresses._time_reverse_lookup("127.0.0.1")
     assert ["to look up 127.0.0.1" in record.getMessage() for record in caplog.records] == [True] * warnings
 
 

@@ -15,7 +15,7 @@ from commrt.errors import DisagreementError, TransportClosed, UsageError
 from commrt.local_sgd import LocalSGD
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.world import World
-from commrt.store.agreement import WorldConfig
+from commrt.store.world_config import WorldConfig
 from commrt.transport.local import Fabric
 from commrt.transport.protocol import NullTransport, P2PGroup, P2PMessage
 

@@ -26,9 +26,11 @@ from commrt.elastic.generations import Listener
 from commrt.elastic.links import MESSAGE, LinkCheck, probe, send_message
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, UsageError
 from commrt.runtime import connection
-from commrt.store import agreement
-from commrt.store.agreement import gather, wait_until_read
-from commrt.store.client import TimedStore, call_store, typed
+from commrt.store import records
+from commrt.store.client import TimedStore, call_store
+from commrt.store.parsing import typed
+from commrt.store.records import gather, wait_until_read
+from commrt.store.reports import BROKEN_GRACE_S, GRACE_S, diagnose
 from commrt.testing.processes import run_processes
 
 LIMIT_S = 20.0
@@ -172,7 +174,7 @@ def test_ranks_of_two_hosts_gather_each_among_themselves_and_leave_nothing(store
 
 
 def test_the_first_rank_leaves_after_all_others_have_read(store, monkeypatch):
-    monkeypatch.setattr(agreement, "LINGER_S", PATIENT_S)  # a busy machine holds up a thread for seconds
+    monkeypatch.setattr(records, "LINGER_S", PATIENT_S)  # a busy machine holds up a thread for seconds
     order = []
 
     def leave(rank):
@@ -226,10 +228,10 @@ def test_a_claim_of_any_length_is_compared_and_the_difference_is_shown(world):
 @pytest.mark.parametrize(
     ("failure", "reports", "limit_s"),
     [
-        (PeerLost, {}, agreement.BROKEN_GRACE_S),
-        (DeadlineExceeded, {}, agreement.GRACE_S),
-        (PeerLost, {1: [2, "DeadlineExceeded: no answer"]}, agreement.GRACE_S),
-        (PeerLost, {1: [2, "PeerLost: the connection broke"]}, agreement.BROKEN_GRACE_S),
+        (PeerLost, {}, BROKEN_GRACE_S),
+        (DeadlineExceeded, {}, GRACE_S),
+        (PeerLost, {1: [2, "DeadlineExceeded: no answer"]}, GRACE_S),
+        (PeerLost, {1: [2, "PeerLost: the connection broke"]}, BROKEN_GRACE_S),
     ],
     ids=["broken", "late", "broken by a late one", "broken by a broken one"],
 )
@@ -238,7 +240,7 @@ def test_only_a_rank_that_waits_for_a_deadline_may_report_much_later(store, fail
         store.set(f"report/{rank}", json.dumps(report))
     error = failure("it is over", Place(0, 1))
     with moved_clock() as clock, ThreadPoolExecutor(1) as pool:
-        begin_s, diagnosed = clock.now_s(), pool.submit(agreement.diagnose, store, 0, 3, error)
+        begin_s, diagnosed = clock.now_s(), pool.submit(diagnose, store, 0, 3, error)
         clock.wait_for_readers(1)
         clock.advance_until(diagnosed.done, limit_s / 40)
         assert limit_s <= clock.now_s() - begin_s < 8 * limit_s
@@ -247,7 +249,7 @@ def test_only_a_rank_that_waits_for_a_deadline_may_report_much_later(store, fail
 
 def test_a_rank_of_this_host_that_broke_a_connection_is_not_waited_for(store):
     with moved_clock():  # which does not move
-        agreement.diagnose(store, 0, 3, error := PeerLost("it broke", Place(0, 1)), one_host=True)
+        diagnose(store, 0, 3, error := PeerLost("it broke", Place(0, 1)), one_host=True)
     assert str(error).endswith("Rank 1 reported nothing: look there first")
 
 

@@ -33,12 +33,12 @@ from transports import (
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.kernels.dispatch import ON_GPUS
 from commrt.runtime import connection
-from commrt.store.client import listen
-from commrt.store.launcher import GPU_TRANSPORTS
+from commrt.store.rendezvous import listen
 from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
 from commrt.transport import descriptors
 from commrt.transport.gloo import GlooTransport
+from commrt.transport.names import GPU_TRANSPORTS
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
 from commrt.transport.shared import SharedTransport
 

@@ -15,8 +15,8 @@ from peer_group import wait_until
 
 from commrt import errors
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
-from commrt.store.client import meet
 from commrt.store.launcher import launched
+from commrt.store.rendezvous import meet
 from commrt.testing import processes
 from commrt.testing.processes import run_workers
 

@@ -22,10 +22,11 @@ from commrt.runtime.membership import Hooks
 from commrt.runtime.prepared import COMPARISONS_KEPT, SCHEDULES_KEPT, traits_of
 from commrt.runtime.world import World
 from commrt.schedule import MIX, Schedule, Step
-from commrt.store.launcher import LOOPBACK, TRANSPORTS
+from commrt.store.launcher import LOOPBACK
 from commrt.testing.processes import free_port, run_processes
 from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.transport.local import Fabric
+from commrt.transport.names import TRANSPORTS
 
 LIMIT_S = 80.0
 RING = ring.all_reduce(2)

@@ -26,8 +26,8 @@ from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
-from commrt.store.agreement import WorldConfig
 from commrt.store.keys import store_of_model
+from commrt.store.world_config import WorldConfig
 from commrt.training import synchronous
 from commrt.training.arrival import letting_in
 from commrt.training.hooks import (

@@ -34,8 +34,9 @@ from commrt.buckets.riders import Riders
 from commrt.elastic.elastic_membership import LOOK_S, make_elastic
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
+from commrt.threads.calls import start_call
 from commrt.threads.deadline import Deadline
-from commrt.threads.future import Future, start_call
+from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.replica import Replica

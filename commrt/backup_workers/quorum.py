@@ -32,11 +32,12 @@ from commrt.store.client import (
     TimedStore,
     call_store,
     clone_connection,
-    malformed,
     no_answer,
 )
+from commrt.store.parsing import malformed
+from commrt.threads.calls import start_call
 from commrt.threads.deadline import Deadline, Timeouts
-from commrt.threads.future import Future, start_call
+from commrt.threads.future import Future
 
 DONE = "done"
 FAILED = "failed"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from commrt.store.client import parse_int, typed
+from commrt.store.parsing import parse_int, typed
 from commrt.training import model_state
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 

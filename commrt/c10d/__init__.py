@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend of torch.distributed: ``import commrt``, then ``init_process_group("commrt")``.
+"""A backend of torch.distributed: ``import commrt.c10d``, then ``init_process_group("commrt")``.
 
 DDP, FSDP2, DTensor, DeviceMesh and everything else that uses torch.distributed then runs on
-commrt's schedules.
+commrt's schedules. torch 2.14 and later find an installed commrt by its entry point, without the
+import.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 
+from commrt.c10d.name import NAME
 from commrt.errors import CommrtError
-from commrt.importing import NAME, register
 
 __all__ = ["NAME", "create", "register"]
 
 BACKENDS_SINCE = Version("2.14")
 """Earlier versions of torch take process groups written in Python, and no backends."""
+
+
+def register() -> None:
+    """Tell torch.distributed of the backend, unless that was done, or this torch has no
+    torch.distributed.
+    """
+    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:  # noqa: SLF001  # torch refuses a second one
+        return
+    devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
 def create(options: Any, _: Any = None) -> Any:
@@ -25,7 +37,7 @@ def create(options: Any, _: Any = None) -> Any:
 
     Errors of commrt are also ``torch.distributed.DistBackendError``.
     """
-    from commrt.c10d.group_work import as_dist_error  # noqa: PLC0415  # imports the runtime
+    from commrt.c10d.dist_errors import as_dist_error  # noqa: PLC0415  # a torch may have no torch.distributed
 
     if getattr(options, "enable_reconfigure", False):
         from commrt.c10d.reconfigurable import (  # noqa: PLC0415
@@ -38,8 +50,7 @@ def create(options: Any, _: Any = None) -> Any:
     try:
         return Kind(options)
     except CommrtError as error:
-        as_dist_error(error)
-        raise
+        raise as_dist_error(error) from error.__cause__
 
 
 register()

@@ -23,11 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.call import Call
 from commrt.c10d.checked_calls import memory_of, option
+from commrt.c10d.dist_errors import as_dist_error
 from commrt.c10d.group import ProcessGroupWorld
-from commrt.c10d.group_work import GroupWork, as_dist_error, seconds_of
+from commrt.c10d.group_work import GroupWork, seconds_of
+from commrt.c10d.name import NAME
 from commrt.c10d.short_forms import FORMS, OPTIONS, long_form
 from commrt.errors import CommrtError, DeadlineExceeded, UsageError
-from commrt.importing import NAME, untraced
+from commrt.runtime.untraced import untraced
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -61,8 +63,7 @@ def collective(name: str, torch_name: str = "") -> Callable[[Method], Method]:
 
                 return group.observed(torch_name or method.__name__, given, call)
             except CommrtError as error:
-                as_dist_error(error)
-                raise
+                raise as_dist_error(error) from error.__cause__
 
         return cast("Method", begin)
 
@@ -277,7 +278,7 @@ class Methods:
         timeout_s = seconds_of(option(opts, "timeout", None))
         if self.group.device_messages.waiting:
             self.group.device_messages.flush()
-        waits = not getattr(opts, "asyncOp", True)  # which not all versions of torch have
+        waits = opts is not None and not opts.asyncOp
         result = list[Tensor]()
         for call in calls:
             future = self.group.engine.begin(call, timeout_s, waits=waits)

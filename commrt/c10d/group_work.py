@@ -1,50 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The works that collectives of a group return, and how errors become torch's."""
+"""The works that collectives of a group return."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commrt.c10d.dist_errors import as_dist_error
 from commrt.errors import CommrtError
-from commrt.importing import untraced
+from commrt.runtime.untraced import untraced
 from commrt.runtime.work import Work, new_future
 from commrt.threads.future import Future
 
-Error = TypeVar("Error", bound=CommrtError)
 NO_TIMEOUT = timedelta(0)
 """What torch passes where the caller gives none."""
-
-
-def as_dist_error(error: Error) -> Error:
-    """Return `error`, which is a ``torch.distributed.DistBackendError`` too from now on."""
-    if not isinstance(error, dist.DistBackendError):
-        kind: Any = type(error)
-        error.__class__ = _with_base(kind)
-    return error
-
-
-@cache
-def _with_base(kind: Any) -> Any:
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": _reduced}
-    return type(kind.__name__, (kind, dist.DistBackendError), names)
-
-
-def _reduced(error: CommrtError) -> tuple[Any, ...]:
-    """Return how to pickle `error`, as one of commrt: pickle cannot find a class that is made here
-    by its name.
-    """
-    kind: Any = type(error).__base__
-    plain = kind.__new__(kind)
-    plain.args = error.args
-    plain.__dict__ = {**error.__dict__}
-    return as_dist_error, (plain,)
 
 
 def seconds_of(timeout: timedelta | None) -> float | None:
@@ -67,8 +41,7 @@ class GroupWork(Work, dist.Work):
         try:
             self._wait(seconds_of(timeout))
         except CommrtError as error:
-            as_dist_error(error)
-            raise
+            raise as_dist_error(error) from error.__cause__
         return True
 
     synchronize = wait  # type: ignore[assignment]  # which returns True

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process group that torch 2.13 and earlier get from ``init_process_group("commrt")``.
 
+This file goes when torch 2.13 is no longer supported: from 2.14 on, `commrt.c10d.backend` is all.
+
 torch calls its methods in Python. C++ and ``torch.ops.c10d`` want a backend in C++ behind a group,
 which cannot be written in Python: they find the Gloo that carries the group's messages between CPU
 tensors.
@@ -29,10 +31,10 @@ from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves
 
 from commrt.c10d.backend import Methods
+from commrt.c10d.dist_errors import as_dist_error
 from commrt.c10d.group import ProcessGroupWorld, group_devices
-from commrt.c10d.group_work import as_dist_error
+from commrt.c10d.name import NAME
 from commrt.errors import UsageError
-from commrt.importing import NAME
 
 KEY = "FPGA"
 """Comes after the keys of modes, and before those of devices.

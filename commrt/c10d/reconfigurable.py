@@ -22,11 +22,13 @@ from torch._C._distributed_c10d import Backend, ErrorType
 from torch.distributed import PrefixStore, ProcessGroup
 
 from commrt.c10d.backend import CommrtBackend, collective
+from commrt.c10d.dist_errors import as_dist_error
 from commrt.c10d.group import ProcessGroupWorld, group_devices
-from commrt.c10d.group_work import GroupWork, as_dist_error
+from commrt.c10d.group_work import GroupWork
+from commrt.c10d.name import NAME
 from commrt.errors import CommrtError, UsageError
-from commrt.importing import NAME
-from commrt.threads.future import Future, start_call
+from commrt.threads.calls import start_call
+from commrt.threads.future import Future
 
 FIRST = (
     "this group has no ranks yet, as after enable_reconfigure=True or while it is reconfigured:"
@@ -218,8 +220,7 @@ class ReconfigurableGroup(ProcessGroup):
         try:
             own = self._own.derived(ranks, timeout, group_name)
         except CommrtError as error:
-            as_dist_error(error)
-            raise
+            raise as_dist_error(error) from error.__cause__
         group = ProcessGroup(self._own.group.store, ranks.index(self.rank()), len(ranks))
         _use_backend(group, own)
         group._set_group_name(group_name)  # noqa: SLF001  # as torch does

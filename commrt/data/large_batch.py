@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, Sampler
 
 from commrt.errors import UsageError
-from commrt.store.client import MALFORMED, parse_int
+from commrt.store.parsing import MALFORMED, parse_int
 from commrt.training.replica import Replica
 
 MOST_COUNT = 1_000_000_000

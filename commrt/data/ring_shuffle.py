@@ -23,7 +23,7 @@ from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.membership import LOST
 from commrt.runtime.world import World
-from commrt.store.client import MALFORMED, parse_int, require
+from commrt.store.parsing import MALFORMED, parse_int, require
 from commrt.threads.future import Future
 from commrt.training.model_state import FlatBuffer
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag

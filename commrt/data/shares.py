@@ -14,7 +14,7 @@ import numpy as np
 from commrt.data.positions import Ranges, deal, left_after, length, order_of
 from commrt.errors import UsageError
 from commrt.runtime.init import current, is_open
-from commrt.store.client import MALFORMED, parse_int, require
+from commrt.store.parsing import MALFORMED, parse_int, require
 from commrt.training.replica import Replica
 
 MAKE_LOADER = "make it with DataLoader(dataset, batch_sampler=shares), and iterate over it anew"

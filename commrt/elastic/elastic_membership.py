@@ -38,8 +38,9 @@ from commrt.runtime.membership import LOST, REFUSALS, Begin, Membership, count_k
 from commrt.runtime.world import World
 from commrt.store.client import call_store
 from commrt.store.keys import delete_earlier_models, store_of_model
+from commrt.threads.calls import start_call
 from commrt.threads.comm_thread import RecoveredError, refusal_after
-from commrt.threads.future import Future, start_call
+from commrt.threads.future import Future
 from commrt.transport.protocol import CPU
 
 T = TypeVar("T")

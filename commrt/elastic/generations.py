@@ -27,9 +27,12 @@ from typing import NamedTuple
 from commrt.elastic.links import LOOK_S, LinkCheck, probe, send_message
 from commrt.errors import TransportError, UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import TimedStore, listen, own_address, parse, parse_int, require, typed
-from commrt.threads.comm_thread import release_in_forked_child
+from commrt.store.addresses import own_address
+from commrt.store.client import TimedStore
+from commrt.store.parsing import parse, parse_int, require, typed
+from commrt.store.rendezvous import listen
 from commrt.threads.deadline import Timeouts
+from commrt.threads.forking import release_in_forked_child
 from commrt.threads.starting import start_thread
 
 HEAD = "head"

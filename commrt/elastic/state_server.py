@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 
 from commrt.elastic.generations import Listener
 from commrt.errors import TransportError
-from commrt.store.client import parse, require
+from commrt.store.parsing import parse, require
 from commrt.threads.starting import start_thread
 
 PASSWORD_NBYTES = 16

@@ -36,7 +36,8 @@ from commrt.elastic.generations import (
 from commrt.elastic.links import LOOK_S, cut_off
 from commrt.errors import DeadlineExceeded, Evicted, Place, QuorumLost, TransportError, UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection, parse, typed
+from commrt.store.client import ANSWER_S, TimedStore, call_store, clone_connection
+from commrt.store.parsing import parse, typed
 from commrt.threads.deadline import Deadline
 from commrt.threads.starting import start_thread
 

@@ -21,7 +21,7 @@ from commrt.program import member_program
 from commrt.runtime.executor import bind
 from commrt.runtime.membership import Membership
 from commrt.schedule import Schedule
-from commrt.store.agreement import TOPIC, find_disagreement
+from commrt.store.disagreement import TOPIC, find_disagreement
 from commrt.threads.comm_thread import RecoveredError
 from commrt.transport.protocol import Tag, TransportByDevice
 

@@ -18,25 +18,14 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from commrt.errors import CommrtError, TransportError, UsageError
-from commrt.store.agreement import LINGER_S, find_disagreement, gather, wait_until_read
-from commrt.store.client import (
-    call_store,
-    host_identity,
-    is_loopback,
-    network_address,
-    own_address,
-    require,
-    typed,
-)
-from commrt.store.launcher import (
-    GPU_TRANSPORTS,
-    LOOPBACK,
-    TRANSPORTS,
-    chosen_transport,
-    launched,
-    variable,
-)
+from commrt.store.addresses import host_identity, is_loopback, network_address, own_address
+from commrt.store.client import call_store
+from commrt.store.disagreement import find_disagreement
+from commrt.store.launcher import LOOPBACK, launched, variable
+from commrt.store.parsing import require, typed
+from commrt.store.records import LINGER_S, gather, wait_until_read
 from commrt.transport.descriptors import raise_limit
+from commrt.transport.names import GPU_TRANSPORTS, TRANSPORTS, chosen_transport
 from commrt.transport.protocol import Transport
 
 

@@ -29,12 +29,16 @@ from commrt.runtime.connection import (
 from commrt.runtime.membership import Hooks
 from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import UNFINISHED, World
-from commrt.store.agreement import POLL_S, WorldConfig
-from commrt.store.client import call_store, clone_connection, host_identity, meet
-from commrt.store.launcher import Launch, chosen_transport, default_timeout_s, launched
+from commrt.store.addresses import host_identity
+from commrt.store.client import call_store, clone_connection
+from commrt.store.launcher import Launch, default_timeout_s, launched
+from commrt.store.records import POLL_S
+from commrt.store.rendezvous import meet
+from commrt.store.world_config import WorldConfig
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Deadline, Timeouts, require_deadlines
 from commrt.transport.local import Fabric
+from commrt.transport.names import chosen_transport
 from commrt.transport.protocol import NullTransport, Transport
 
 _log = logging.getLogger("commrt")

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store
 
 from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
-from commrt.importing import untraced
 from commrt.program import member_program
 from commrt.runtime.all_reduce_call import check_all_reduce_call
 from commrt.runtime.collectives import Sums
@@ -25,13 +24,16 @@ from commrt.runtime.executor import bind
 from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Loss, Membership, RunNow
 from commrt.runtime.prepared import cut
 from commrt.runtime.prepared_runs import PreparedRuns, check_run
+from commrt.runtime.untraced import untraced
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
-from commrt.store.agreement import WorldConfig, diagnose, leave_report, wait_for_readers
 from commrt.store.client import clone_connection
 from commrt.store.launcher import is_on
-from commrt.threads.comm_thread import CommThread, release_in_forked_child
+from commrt.store.reports import diagnose, leave_report, wait_for_readers
+from commrt.store.world_config import WorldConfig
+from commrt.threads.comm_thread import CommThread
+from commrt.threads.forking import release_in_forked_child
 from commrt.threads.recording import Nvtx, Recorder
 from commrt.threads.streams import streams_of
 from commrt.transport.protocol import NullTransport, Tag, Transport, TransportByDevice

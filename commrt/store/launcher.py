@@ -28,19 +28,8 @@ from commrt.errors import UsageError
 from commrt.threads.deadline import DEFAULT_TIMEOUT_S, require_deadlines
 
 LOOPBACK = "127.0.0.1"
-TRANSPORTS = {
-    "shared": "commrt.transport.shared:SharedTransport",
-    "gloo": "commrt.transport.gloo:GlooTransport",
-}
-"""Transports for host memory by name: the class of each, which is imported when ranks connect."""
-GPU_TRANSPORTS = {
-    "peers": "commrt.transport.peers:connect",
-    "nccl": "commrt.transport.nccl:NcclTransport",
-}
-"""Transports for GPUs by name: what connects a rank.
-
-The first one is taken where COMMRT_TRANSPORT names none.
-"""
+ENVIRONMENT: Mapping[str, str] = os.environ
+"""For the one other module that looks a variable up, `commrt.transport.names`."""
 VARIABLES = (
     "COMMRT_CLUSTER",  # name or file of the cluster for which the backend chooses schedules
     "COMMRT_NVTX",  # 1: ranges for Nsight
@@ -222,19 +211,6 @@ def default_timeout_s(env: Mapping[str, str] = os.environ) -> float:
         timeout_s = float(timeout_s)
     require_deadlines(COMMRT_TIMEOUT_S=timeout_s)
     return float(timeout_s)
-
-
-def chosen_transport(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return what COMMRT_TRANSPORT asks for: shared or gloo, peers or nccl for GPUs, or None if
-    nothing is.
-    """
-    kind = env.get("COMMRT_TRANSPORT")
-    known = (*TRANSPORTS, *GPU_TRANSPORTS)
-    if kind not in (None, *known):
-        raise UsageError(
-            f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(known)}, or unset it"
-        )
-    return kind
 
 
 def _integer(

@@ -30,8 +30,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 from torch.distributed import Store
 
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
-from commrt.store.client import hold, listen
 from commrt.store.launcher import LOOPBACK
+from commrt.store.rendezvous import hold, listen
 
 IMPORTED = ["torch._dynamo", "torch.distributed", "commrt.training.attach"]
 BAD_INPUT = {kind.__name__: kind for kind in (UsageError, ScheduleError, DisagreementError)}

@@ -6,15 +6,13 @@ submitted.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from copy import copy
 from math import inf
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import profiler
@@ -242,17 +240,20 @@ class CommThread:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
+            if self._is_over:  # `_watch` has ended it: its future has an error already
+                return
             with self._turn:
                 self._run(*task)
-            if not self.is_current:  # see `_take_over`
-                return
             self._in_callbacks = None
             del task  # or it stays alive until the next one comes
+        self._end()
+
+    def _end(self) -> None:
+        """Fail all tasks that have not run, and those that come later."""
         # set before `_pending` is read: `submit` adds its future first, and reads this after
         self._is_over = True
         for future in tuple(self._pending):
             self._refuse(future)
-        # another thread may have taken over, whose predecessor ends late
         if not self._ended.done():
             self._ended.set_result(None)
 
@@ -261,7 +262,10 @@ class CommThread:
         with suppress(KeyError):
             self._pending.remove(future)
             if not future.done():  # a callback of it may never return
-                future.set_exception(TransportClosed(CLOSED))
+                failure = self.failure
+                future.set_exception(
+                    TransportClosed(CLOSED) if failure is None else refusal_after(failure)
+                )
 
     def _run(self, task: Callable[[], T], future: Future[T], before: StreamEvent) -> None:
         self._in_callbacks = None
@@ -322,16 +326,11 @@ class CommThread:
                 seen = self._in_callbacks
                 deadline = Deadline(self._limit_s())
             elif deadline.left_s <= 0:
-                self._take_over(DeadlineExceeded(STUCK.format(self._limit_s())))
-
-    def _take_over(self, failure: DeadlineExceeded) -> None:
-        """Answer all tasks in place of the communication thread, whose callback does not return."""
-        _log.error("commrt: %s", failure)
-        self._turn = threading.Lock()
-        self._thread = threading.current_thread()
-        self._in_callbacks = None
-        self._fail(failure)
-        self._work()
+                failure = DeadlineExceeded(STUCK.format(self._limit_s()))
+                _log.error("commrt: %s", failure)
+                self._turn = threading.Lock()  # the thread that holds it may never return
+                self._fail(failure)
+                self._end()
 
     def give_up(self, reason: BaseException) -> bool:
         """Start no more tasks because of `reason`.
@@ -392,26 +391,3 @@ def refusal_after(failure: BaseException) -> TransportError:
     refusal = TransportClosed(f"{what}. {cause}", failure.place)
     refusal.elsewhere = failure.elsewhere
     return refusal
-
-
-class _Forkable(Protocol):
-    def leave_to_parent(self) -> None:
-        """Give up all connections in a forked child, without a word to the peers."""
-
-
-_OPEN: WeakSet[_Forkable] = WeakSet()
-
-
-def release_in_forked_child(opened: _Forkable) -> None:
-    """Call ``opened.leave_to_parent()`` in each child that this process forks while `opened`
-    exists.
-    """
-    _OPEN.add(opened)
-
-
-def _after_fork() -> None:
-    for opened in tuple(_OPEN):
-        opened.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures that Ctrl-C cannot break, and threads for calls that may wait.
+"""Futures that Ctrl-C cannot break.
 
 ``concurrent.futures.Future`` guards its state with a lock that Python code takes. A
 KeyboardInterrupt may arrive after the lock is taken and before Python notes it. Then nobody
@@ -10,17 +10,14 @@ interrupted calls of ``result()``).
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
-from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from commrt.errors import TransportClosed, UsageError
-from commrt.threads.deadline import Deadline, clock
-from commrt.threads.starting import start_thread
+from commrt.threads.deadline import clock
 from commrt.threads.streams import DONE, HOST, StreamEvent, Streams
 
 _log = logging.getLogger("commrt")
@@ -163,51 +160,3 @@ class Future(Generic[T]):
             if clock.now_s() >= end_s:
                 raise TimeoutError(f"no result within {timeout_s:g} s")
         self._lock.release()  # for other threads that wait
-
-
-_idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
-"""Where threads of `start_call` take their next call from; a forked child has none of these
-threads.
-"""
-_running = set[Future[Any]]()
-"""The results of calls that run now."""
-os.register_at_fork(after_in_child=_idle.clear)
-os.register_at_fork(after_in_child=_running.clear)
-
-
-def start_call(call: Callable[[], T]) -> Future[T]:
-    """Start `call` on a thread that no other call uses, and return the future of its result."""
-    future: Future[T] = Future()
-    try:
-        calls = _idle.pop()
-    except IndexError:
-        calls = SimpleQueue()
-        start_thread(_work, "commrt-store-call", calls)
-    _running.add(future)
-    calls.put((call, future))
-    return future
-
-
-def outwait_calls(limit_s: float) -> None:
-    """Wait up to `limit_s` for the calls that run, though perhaps nobody needs their results any
-    more.
-    """
-    deadline = Deadline(limit_s)
-    for future in [*_running]:
-        with suppress(TimeoutError):
-            future.exception(max(deadline.left_s, 0.0))
-
-
-def _work(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
-    while True:
-        _run(*calls.get())  # a function of its own, as an idle thread must keep nothing alive
-        _idle.append(calls)
-
-
-def _run(call: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
-    finally:
-        _running.discard(future)

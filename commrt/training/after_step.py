@@ -24,11 +24,12 @@ from commrt.buckets.engine import Span
 from commrt.buckets.weight_bucket import WeightPart
 from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
-from commrt.importing import untraced
 from commrt.runtime.membership import LOST
+from commrt.runtime.untraced import untraced
 from commrt.runtime.world import World
-from commrt.store.client import TimedStore, parse, require
+from commrt.store.client import TimedStore
 from commrt.store.keys import store_of_model
+from commrt.store.parsing import parse, require
 from commrt.threads.deadline import clock
 from commrt.training.arrival import StateGiver, letting_in
 from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients

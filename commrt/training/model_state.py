@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commrt.errors import UsageError
-from commrt.store.client import MALFORMED, malformed, require
+from commrt.store.parsing import MALFORMED, malformed, require
 from commrt.transport.protocol import Allocate
 
 T = TypeVar("T")

@@ -21,18 +21,13 @@ from commrt.errors import UsageError
 from commrt.runtime.all_reduce_call import is_expanded
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
-from commrt.schedule import Algorithm
+from commrt.schedule import SYNCHRONOUS, Algorithm
 from commrt.training.model_state import Stateful
 from commrt.training.parameter_list import EMBEDDINGS
 from commrt.training.step_guard import attached_params
 
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-TAKE_LATER_RANKS = (
-    "commrt.backup_workers.backup_replica",
-    "commrt.local_sgd.local_replica",
-    "commrt.training.gossip",
-)
-"""What trains models to which ranks may come."""
+
 GO_ON_ANEW = ("commrt.training.gossip",)
 """What trains models that may be attached after a rank was lost."""
 
@@ -59,7 +54,7 @@ def require_fitting_world(world: World, algorithm: Algorithm, trained_by: str) -
     """Refuse a world that has places for later ranks, or has lost a rank, where `trained_by` cannot
     do with it.
     """
-    if world.size > world.founders and trained_by not in TAKE_LATER_RANKS:
+    if world.size > world.founders and trained_by == SYNCHRONOUS:
         what = "only to BackupWorkers, LocalSGD and gossip of weights can ranks come later"
         raise UsageError(f"init(up_to={world.size}) and {algorithm}: {what}")
     if world.lost and trained_by not in GO_ON_ANEW:

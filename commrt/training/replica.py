@@ -16,7 +16,7 @@ from commrt.buckets.digest import Digest
 from commrt.buckets.layout import Named
 from commrt.errors import UsageError
 from commrt.runtime.membership import Loss
-from commrt.store.client import MALFORMED, parse_int
+from commrt.store.parsing import MALFORMED, parse_int
 from commrt.training.hooks import ATTRIBUTE, Keeper
 from commrt.training.model_collectives import (
     farthest_from_mean,

@@ -18,13 +18,13 @@ from commrt.buckets.layout import Named
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule
-from commrt.store.agreement import WorldConfig
-from commrt.store.client import host_identity
-from commrt.store.launcher import chosen_transport
+from commrt.store.addresses import host_identity
+from commrt.store.world_config import WorldConfig
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_collectives import overwrite_states
 from commrt.training.model_state import Stateful
 from commrt.training.weight_copies import WeightCopies
+from commrt.transport.names import chosen_transport
 
 NO_FLAGS: Mapping[str, object] = {}
 

@@ -28,6 +28,7 @@ from commrt.buckets.riders import (
     Slots,
 )
 from commrt.errors import DisagreementError, UsageError
+from commrt.runtime.untraced import untraced
 from commrt.training.hooks import ATTRIBUTE, NO_PASS, at_end_of_backward, current_pass
 
 NOTHING = np.zeros(0, SLOT)
@@ -92,6 +93,7 @@ class Rode(NamedTuple):
         return max(self.by_rank.values(), default=nan)
 
 
+@untraced
 class Accumulation:
     """What the gradients at hand weigh, the sum of backward passes that were not averaged yet."""
 
@@ -130,6 +132,7 @@ def _state(grad: Tensor) -> tuple[int, int]:
     return grad._cdata, grad._version  # noqa: SLF001  # nothing else tells
 
 
+@untraced
 class Riding:
     """What one rank sends along in its next step, and what all ranks sent in the latest one.
 

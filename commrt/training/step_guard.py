@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
 )
 
 from commrt.errors import UsageError
-from commrt.importing import untraced
 from commrt.runtime.membership import count_kept
+from commrt.runtime.untraced import untraced
 from commrt.runtime.world import World
 from commrt.training.loss_scale import LossScales
 from commrt.training.parameter_list import ParameterList
@@ -161,6 +161,7 @@ def _register_with_torch() -> None:
     register_optimizer_step_post_hook(_after_any_step)
 
 
+@untraced
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Ask all models whether `optimizer` may step, then let those to which it was given act.
 
@@ -183,6 +184,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any,
     return changed
 
 
+@untraced
 def _after_any_step(optimizer: Optimizer, *_: Any) -> None:
     for weakly in _living.valuerefs():
         steps = weakly()

@@ -51,8 +51,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
-from commrt.store.agreement import gather
-from commrt.store.client import require, typed
+from commrt.store.parsing import require, typed
+from commrt.store.records import gather
 from commrt.threads.deadline import clock
 from commrt.transport.packet_queue import (
     AWAKE,

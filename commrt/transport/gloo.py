@@ -34,11 +34,12 @@ from commrt.errors import (
     TransportError,
     cause_of,
 )
-from commrt.store.agreement import gather
-from commrt.store.client import call_store, typed
+from commrt.store.client import call_store
 from commrt.store.launcher import variable
-from commrt.threads.comm_thread import release_in_forked_child
+from commrt.store.parsing import typed
+from commrt.store.records import gather
 from commrt.threads.deadline import clock
+from commrt.threads.forking import release_in_forked_child
 from commrt.transport.descriptors import refuse_connections
 from commrt.transport.protocol import (
     CPU,

@@ -25,8 +25,9 @@ from torch.utils.dlpack import from_dlpack
 from commrt.errors import SizeMismatch, TransportError, UsageError
 from commrt.kernels.dispatch import on_gpu
 from commrt.kernels.signal_wait import SignalWaitPlan
-from commrt.store.agreement import gather
-from commrt.store.client import call_store, require, typed
+from commrt.store.client import call_store
+from commrt.store.parsing import require, typed
+from commrt.store.records import gather
 
 WORD_NBYTES = 128
 """A word has a cache line for itself."""

@@ -36,9 +36,10 @@ from commrt.errors import (
     TransportError,
     UsageError,
 )
-from commrt.threads.comm_thread import release_in_forked_child
+from commrt.threads.calls import start_call
 from commrt.threads.deadline import clock
-from commrt.threads.future import Future, start_call
+from commrt.threads.forking import release_in_forked_child
+from commrt.threads.future import Future
 from commrt.threads.streams import DONE, StreamEvent, streams_of
 from commrt.transport.nccl_communicator import (
     Binding,

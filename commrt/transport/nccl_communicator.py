@@ -25,11 +25,14 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
 from commrt.program import MOST_MESSAGES, joined
-from commrt.store.agreement import find_disagreement, gather
-from commrt.store.client import MALFORMED, call_store, clone_connection, parse_int, typed
+from commrt.store.client import call_store, clone_connection
+from commrt.store.disagreement import find_disagreement
 from commrt.store.launcher import variable
+from commrt.store.parsing import MALFORMED, parse_int, typed
+from commrt.store.records import gather
+from commrt.threads.calls import start_call
 from commrt.threads.deadline import clock
-from commrt.threads.future import Future, start_call
+from commrt.threads.future import Future
 from commrt.threads.streams import Streams
 from commrt.transport.protocol import P2PGroup, P2PMessage
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import platform
 from threading import Lock
 
-from commrt.store.client import require
+from commrt.store.parsing import require
 
 IS_ORDERED = platform.machine().lower() in {"x86_64", "amd64"}
 """True if this machine keeps the order of stores, and of loads."""

@@ -30,11 +30,12 @@ from commrt.kernels.signal_wait import (
     SignalWaitPlan,
 )
 from commrt.program import SignalWait
-from commrt.store.client import clone_connection, host_identity
-from commrt.store.launcher import chosen_transport
+from commrt.store.addresses import host_identity
+from commrt.store.client import clone_connection
+from commrt.threads.calls import start_call
 from commrt.threads.deadline import clock
-from commrt.threads.future import start_call
 from commrt.transport.ipc import IpcMemory, MappedMemory
+from commrt.transport.names import chosen_transport
 from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending
 from commrt.transport.nccl_communicator import Binding
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Window

@@ -34,9 +34,10 @@ from commrt.errors import (
     TransportClosed,
     TransportError,
 )
-from commrt.store.client import MALFORMED, call_store
-from commrt.threads.comm_thread import release_in_forked_child
+from commrt.store.client import call_store
+from commrt.store.parsing import MALFORMED
 from commrt.threads.deadline import clock
+from commrt.threads.forking import release_in_forked_child
 from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, aligned, connect
 from commrt.transport.protocol import (
     CPU,
@@ -167,7 +168,7 @@ class SharedTransport(Transport):
 
     Connects to all other `members` through a `store` that nobody else uses; raises
     `DeadlineExceeded` with the ranks that do not come. All ranks must have the same
-    `commrt.store.client.host_identity`.
+    `commrt.store.addresses.host_identity`.
     """
 
     kind = "shared"

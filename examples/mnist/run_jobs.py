@@ -21,9 +21,10 @@ from rich import progress
 from rich.console import Console
 
 import commrt
-from commrt.store.launcher import chosen_transport, launched
+from commrt.store.launcher import launched
 from commrt.testing.processes import run_workers
 from commrt.tools.commands.options import json_of
+from commrt.transport.names import chosen_transport
 
 __all__ = ["Progress", "TrainRank", "default_algorithm", "run"]
 

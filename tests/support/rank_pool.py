@@ -14,8 +14,9 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
+import commrt.c10d  # noqa: F401  # registers the backend
 from commrt.runtime import init as world_of_this_process
-from commrt.store.client import hold, listen
+from commrt.store.rendezvous import hold, listen
 from commrt.testing.processes import IMPORTED, Outcome, _environment
 
 LIMIT_S = 60.0

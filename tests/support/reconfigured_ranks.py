@@ -14,7 +14,7 @@ from failing_ranks import raised
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import commrt  # noqa: F401  # registers the backend
+import commrt.c10d  # noqa: F401  # registers the backend
 
 SOON_S = 20.0
 

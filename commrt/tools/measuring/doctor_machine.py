@@ -27,10 +27,11 @@ from commrt.proof.spec import all_reduce
 from commrt.runtime.connection import suited, transport_called
 from commrt.runtime.init import init
 from commrt.schedule import Schedule
-from commrt.store.client import host_identity
-from commrt.store.launcher import Launch, chosen_transport
+from commrt.store.addresses import host_identity
+from commrt.store.launcher import Launch
 from commrt.testing.processes import run_workers
 from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
+from commrt.transport.names import chosen_transport
 
 FILES_ALONE = 40
 FILES_PER_PEER = 6

@@ -33,9 +33,9 @@ from commrt.runtime.executor import bind
 from commrt.runtime.init import init
 from commrt.runtime.world import World
 from commrt.schedule import COPY, Schedule, Step
-from commrt.store.agreement import gather
-from commrt.store.client import host_identity
+from commrt.store.addresses import host_identity
 from commrt.store.launcher import Launch
+from commrt.store.records import gather
 from commrt.testing.processes import run_workers
 from commrt.transport.protocol import Tag
 

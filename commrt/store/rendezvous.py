@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the processes of a launch find torch's store. Rank 0 holds it, unless the launcher does."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+
+from torch.distributed import Store, TCPStore
+
+from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
+from commrt.store.addresses import number_of, time_reverse_lookup
+from commrt.store.client import ANSWER_S, HELD, call_store
+from commrt.store.launcher import LOOPBACK, Launch
+from commrt.threads.calls import start_call
+from commrt.threads.deadline import clock
+
+
+def meet(launch: Launch, timeout_s: float) -> Store:
+    """Return the store of `launch`, which rank 0 makes if the launcher holds none; raises
+    `TransportError`.
+    """
+    where = launch.address, launch.port
+    if where in HELD:
+        return HELD[where]
+    holds_it = launch.rank == 0 and not launch.store_exists
+    store = _open(launch, holds_it, timeout_s)
+    if holds_it:
+        HELD[where] = store
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # see `HELD`
+    return store
+
+
+def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
+    at = f"{launch.address}:{launch.port}"
+    place = Place(rank=launch.rank, peer=0)
+    listener = _listener(launch) if holds_it else None
+    time_reverse_lookup(launch.address)
+    # With multi_tenant, groups of torch.distributed in this process can share it.
+    make = partial(
+        TCPStore,
+        launch.address,
+        launch.port,
+        is_master=holds_it,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    limit = timedelta(seconds=timeout_s)
+    begun_s = clock.now_s()
+    try:
+        return call_store(
+            lambda: make(timeout=limit, master_listen_fd=listener), timeout_s, launch.rank
+        )
+    except (RuntimeError, PeerLost, DeadlineExceeded) as error:
+        passed_s = min(clock.now_s() - begun_s, timeout_s)
+        if holds_it and "EADDRINUSE" in f"{error} {error.__cause__}":
+            what = (
+                f"port {launch.port} is taken on this machine: set MASTER_PORT to a free one on"
+                " every rank"
+            )
+            raise TransportError(what, Place(rank=launch.rank)) from error
+        if (why := _why_unreachable(launch.address, launch.port)) is None:
+            what = (
+                f"what listens at {at} did not answer as a store within {passed_s:.1f} s: is it "
+                "rank 0 of this job, and not stopped? If it is another program, set MASTER_PORT to "
+                "a free port on every rank"
+            )
+        else:
+            what = (
+                f"no store at {at} within {passed_s:.1f} s: {why}. Is rank 0 running there, and do "
+                "MASTER_ADDR and MASTER_PORT say the same on every rank"
+            )
+        is_late = isinstance(error, DeadlineExceeded) or passed_s >= timeout_s
+        raise (DeadlineExceeded if is_late else TransportError)(what, place) from error
+
+
+def _why_unreachable(host: str, port: int) -> str | None:
+    """Return why nobody can connect to `host` now; None if one can."""
+    where = host, port
+    try:
+        start_call(lambda: socket.create_connection(where, ANSWER_S).close()).result(ANSWER_S)
+    except TimeoutError:
+        return "the host, or the name server, does not answer"
+    except (OSError, UnicodeError) as error:
+        return str(error)
+    return None
+
+
+def _listener(launch: Launch) -> int | None:
+    """Return a socket that listens on the launch's address only; torch itself would listen on all.
+
+    None if the port is taken, perhaps by a store of this process, which torch shares; and if the
+    address is a name, or not this machine's own, as behind NAT.
+    """
+    if (number := number_of(launch.address)) is not None:
+        with suppress(OSError):
+            return listen(str(number), launch.port).detach()
+    return None
+
+
+def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """Return a listening socket for `hold`; on a free port if none is given."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+def hold(listener: socket.socket) -> Store:
+    """Return a store in this process for the ranks that connect to `listener`,
+    which it takes over.
+    """
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

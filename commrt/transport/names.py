@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of transports, as COMMRT_TRANSPORT takes them, and where each is. It is imported when
+ranks connect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from commrt.errors import UsageError
+from commrt.store.launcher import ENVIRONMENT
+
+TRANSPORTS = {
+    "shared": "commrt.transport.shared:SharedTransport",
+    "gloo": "commrt.transport.gloo:GlooTransport",
+}
+"""Transports for host memory: the class of each."""
+GPU_TRANSPORTS = {
+    "peers": "commrt.transport.peers:connect",
+    "nccl": "commrt.transport.nccl:NcclTransport",
+}
+"""Transports for GPUs: what connects a rank.
+
+The first one is taken where COMMRT_TRANSPORT names none.
+"""
+
+
+def chosen_transport(env: Mapping[str, str] = ENVIRONMENT) -> str | None:
+    """Return what COMMRT_TRANSPORT asks for: shared or gloo, peers or nccl for GPUs, or None if
+    nothing is.
+    """
+    kind = env.get("COMMRT_TRANSPORT")
+    known = (*TRANSPORTS, *GPU_TRANSPORTS)
+    if kind not in (None, *known):
+        raise UsageError(
+            f"COMMRT_TRANSPORT={kind!r} is no transport: set one of {', '.join(known)}, or unset it"
+        )
+    return kind
