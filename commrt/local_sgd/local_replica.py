@@ -152,7 +152,7 @@ class LocalReplica(AfterStepReplica):
         has_left = not self._may_give()
         state |= {"in_flight": None, "exchanges": fragment.exchanges - has_left}
         return super()._record() | {
-            "step": self._step - has_left,
+            "step": self._clock.step - has_left,
             "fragment": state,
             "votes": votes - has_left,
             "members": [*self._exchange.engine.members],
@@ -172,7 +172,7 @@ class LocalReplica(AfterStepReplica):
         super()._follow(record)
 
     def _on_pass(self) -> None:
-        step = self._passes
+        step = self._clock.passes
         if any(self._local.leaves(part.index, step) for part in self._fragments):
             self._noted[step] = self._settings(step)
 
@@ -193,17 +193,17 @@ class LocalReplica(AfterStepReplica):
         """Count a step, merge what is due after it, and let leave what is due: in this order, see
         `LocalSGD`.
         """
-        self._step += 1
+        self._clock.end_step()
         for fragment, in_flight in self._in_flight():
-            if self._step - in_flight.step >= self._local.delay_at(in_flight.step):
+            if self._clock.step - in_flight.step >= self._local.delay_at(in_flight.step):
                 self._merge(fragment, in_flight)
         for fragment in self._fragments:
-            if self._local.leaves(fragment.index, self._step):
+            if self._local.leaves(fragment.index, self._clock.step):
                 in_flight = self._leave(fragment)
-                if not self._local.delay_at(self._step):
+                if not self._local.delay_at(self._clock.step):
                     self._merge(fragment, in_flight)
-        self._noted.pop(self._step, None)
-        self._report(self._step - 1, self._exchange.engine.members)
+        self._noted.pop(self._clock.step, None)
+        self._report(self._clock.step - 1, self._exchange.engine.members)
 
     def _in_flight(self) -> list[tuple[Fragment, InFlight]]:
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
@@ -211,8 +211,8 @@ class LocalReplica(AfterStepReplica):
     def _leave(self, fragment: Fragment) -> InFlight:
         if not self._steps.running:
             fragment.require_unwritten()
-        settings, rates = self._noted.get(self._step) or self._settings(self._step)
-        in_flight = InFlight(self._step, settings, [*map(rates.get, fragment.ids)])
+        settings, rates = self._noted.get(self._clock.step) or self._settings(self._clock.step)
+        in_flight = InFlight(self._clock.step, settings, [*map(rates.get, fragment.ids)])
         if self._rides:
             is_first = fragment.index == 0
             in_flight.weight, in_flight.leaving = self._riding.leave_since(
@@ -227,7 +227,7 @@ class LocalReplica(AfterStepReplica):
         """Wait for the average of `fragment`, and merge it."""
         with self._waiting_for(fragment):
             self._spans += self._exchange.receive(fragment, in_flight)
-            is_fresh = self._step == in_flight.step or isinstance(self._local.merge, Mix)
+            is_fresh = self._clock.step == in_flight.step or isinstance(self._local.merge, Mix)
             learned = None if is_fresh else fragment.learned()
             for bucket in in_flight.buckets:
                 bucket.unpack()
@@ -243,7 +243,7 @@ class LocalReplica(AfterStepReplica):
 
     def drain(self) -> None:
         """Merge all averages that are in flight, before they are due; collective."""
-        self._end_steps(self._passes)  # an optimizer has not stepped
+        self._end_all_steps()  # an optimizer has not stepped
         for fragment, in_flight in self._in_flight():
             self._merge(fragment, in_flight)
         self._account()
@@ -251,7 +251,7 @@ class LocalReplica(AfterStepReplica):
     def _account(self) -> None:
         """Add what exchanges between steps have cost to the totals."""
         before = self._stats
-        self._report(self._step, self._exchange.engine.members)
+        self._report(self._clock.step, self._exchange.engine.members)
         self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
 
     def consolidate(self) -> None:
@@ -263,11 +263,11 @@ class LocalReplica(AfterStepReplica):
         become those of rank 0.
         """
         self._world.require_all_ranks("consolidate()")  # before anything changes
-        self._end_steps(self._passes)  # others may wait for what leaves after these
+        self._end_all_steps()  # others may wait for what leaves after these
         with self._world.collective("consolidate()"):
             self.drain()
             for fragment in self._fragments:
-                if fragment.left != self._step or self._has_learned(fragment):
+                if fragment.left != self._clock.step or self._has_learned(fragment):
                     self._merge(fragment, self._leave(fragment))
             self._account()
             if self._local.is_gossip:
@@ -317,15 +317,13 @@ class LocalReplica(AfterStepReplica):
         nothing is lost. A step whose optimizers were all left out, as by a `GradScaler`, ends
         first.
         """
-        if not self._have_stepped:
-            self._end_steps(self._passes)
+        self._end_steps(self._clock.on_save())
+        due, stepped = self._clock.pending()
         return super().state_dict() | {
             "period": self._local.period,
             "delay": self._local.delay,
-            "due": self._passes - self._step,
-            "stepped": [
-                max(self._stepped.get(id(each), 0) - self._step, 0) for each in self._optimizers
-            ],
+            "due": due,
+            "stepped": stepped,
             "fragments": [fragment.state_dict() for fragment in self._fragments],
             "seen": [tuple(self._riding.seen.since(fragment.seen)) for fragment in self._fragments],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
@@ -355,11 +353,8 @@ class LocalReplica(AfterStepReplica):
                 fragment.load_state_dict(part)
             self._restore_weights(saved, state.get("seen"))
         self._agree_on_state(step + due)
-        self._restart_at_step(step)
-        self._passes = step + due
+        self._clock.restart(step, due, state.get("stepped", ()))
         self._noted = {}
-        stepped = zip(self._optimizers, state.get("stepped", ()), strict=False)
-        self._stepped = {id(optimizer): step + passes for optimizer, passes in stepped if passes}
         self._exchange.engine.restore_residuals(residuals)
         for fragment, each in self._in_flight():
             self._exchange.send(fragment, each)

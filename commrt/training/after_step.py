@@ -48,12 +48,11 @@ from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.riding import NOTHING_SEEN, ONE_STEP
+from commrt.training.step_clock import MOST_PASSES, StepClock
 from commrt.training.step_guard import are_zeroed
 from commrt.training.step_report import StepReport
 
 _log = logging.getLogger("commrt")
-MOST_PASSES = 20
-"""More than the 17 that a `GradScaler` skips on its way from a scale of 2^16 to one below 1."""
 LOOK_S = 0.005
 """Between two reads of the store in ``join()``."""
 
@@ -61,11 +60,7 @@ LOOK_S = 0.005
 @untraced
 class AfterStepReplica(Replica):
     """A replica whose step is a backward pass outside of `no_sync`, so that all ranks count the
-    same steps.
-
-    It ends when all optimizers have stepped after it, or before one of those that have done so
-    steps again. A `GradScaler` that meets an infinity leaves the optimizer's step out. The step
-    then ends with the next one.
+    same steps; `StepClock` says when it ends.
 
     What the `parts` of the model rely on may be written by the given optimizers only.
     """
@@ -74,12 +69,8 @@ class AfterStepReplica(Replica):
         super().__init__(request, request.params)
         self._number = request.world.attached
         self._parts = parts
-        self._passes = 0  # backward passes so far; the steps of those after `_step` have not ended
-        self._pass: int | None = None  # the latest
-        self._skipped = -1  # the latest one that is not to be used
-        # by optimizer: how many passes had come when it last stepped
-        self._stepped: dict[int, int] = {}
-        self._used_passes = 0  # how many had come when an optimizer last stepped
+        self._clock = StepClock(map(id, request.optimizers))
+        self._pass: int | None = None  # autograd's number of the latest that counts
         self._progress: JoinProgress | None = None  # inside join()
         self._joins = 0
         self._exposed_s = 0.0
@@ -117,36 +108,41 @@ class AfterStepReplica(Replica):
         """Return what ranks compare where they meet; a step that a `GradScaler` left out counts
         too.
         """
-        return self._passes if self._progress is None else None
+        return self._clock.passes if self._progress is None else None
+
+    @property
+    def step(self) -> int:
+        """Steps so far."""
+        return self._clock.step
 
     @abstractmethod
     def _advance(self) -> None:
-        """End one step: exchange what is due after it."""
+        """End one step of the clock, and exchange what is due after it."""
 
     @abstractmethod
     def _on_pass(self) -> None:
-        """Act in each backward pass outside of `no_sync`, which `_passes` counts already."""
+        """Act in each backward pass outside of `no_sync`, which the clock counts already."""
 
-    def _end_steps(self, until: int) -> None:
-        """End the steps of the first `until` passes."""
-        if until <= self._step:
+    def _end_all_steps(self) -> None:
+        """End the steps of all passes, which no optimizer may use any more."""
+        self._end_steps(self._clock.on_weights_needed())
+
+    def _end_steps(self, ended: range) -> None:
+        if not ended:
             return
         if not self._steps.running:  # else its checks have looked
             self._parameters.require_unchanged()
             for part in self._parts:
                 part.require_unwritten()
         if not self._optimizers:
-            self._used_passes = self._passes
             self._riding.use_step()
-        while self._step < until:
+        for step in ended:
             if self._progress is not None:
-                self._progress.begin(self._step + 1)
+                self._progress.begin(step + 1)
             self._advance()
 
     def _restart_at_step(self, step: int) -> None:
-        super()._restart_at_step(step)
-        self._passes = self._used_passes = step
-        self._stepped = {}
+        self._clock.restart(step)
 
     @contextmanager
     def _waiting_for(self, part: WeightPart) -> Iterator[None]:
@@ -180,9 +176,7 @@ class AfterStepReplica(Replica):
         return any(param.grad is not None for _, param in self._params)
 
     def _holds_means(self) -> bool:
-        return self._passes > self._used_passes and not are_zeroed(
-            param for _, param in self._params
-        )
+        return self._clock.unused > 0 and not are_zeroed(param for _, param in self._params)
 
     def _end_weighing(self, number: int | None) -> None:
         """Divide gradients that were weighed by what they weigh together, so that each rank steps
@@ -202,18 +196,16 @@ class AfterStepReplica(Replica):
             self._riding.count_pass(number)
         elif number != self._pass:
             self._pass = number
-            self._passes += 1
+            self._clock.on_pass(within_step=bool(self._steps.running))
             self._taken = None
             if self._giver is not None and self._giver.is_asked and self._may_give():
                 at_end_of_backward(partial(self._giver.answer, self._packed))
             self._riding.made = ONE_STEP
             if not self._riding.is_idle:
                 at_end_of_backward(partial(self._end_weighing, number))
-            if self._skipped == self._passes:  # no optimizer will end this step
-                at_end_of_backward(partial(self._end_steps, self._passes))
-            if self._steps.running:  # it may run its closure as it likes
-                self._used_passes = self._passes
-            elif self._passes - self._used_passes > MOST_PASSES:
+            if self._clock.is_left_out:
+                at_end_of_backward(self._end_all_steps)
+            if self._clock.unused > MOST_PASSES:
                 kinds = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
                 who = (
                     f"a step() of the {kinds} given to attach()"
@@ -239,7 +231,7 @@ class AfterStepReplica(Replica):
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._riding.has_passes:  # all in no_sync()
             self._end_weighing(None)
-        self._end_steps(self._stepped.get(id(optimizer), 0))
+        self._end_steps(self._clock.on_step_begin(id(optimizer)))
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if not self._refuses:
@@ -247,37 +239,30 @@ class AfterStepReplica(Replica):
         for part in self._parts:
             part.note()
         self._copies.after_step(optimizer)
-        self._stepped[id(optimizer)] = self._used_passes = self._passes
-        if len(self._stepped) == len(self._optimizers) and min(self._stepped.values()) > self._step:
-            self._end_steps(self._passes)
-
-    @property
-    def _have_stepped(self) -> bool:
-        """True if an optimizer has stepped after a pass whose step has not ended."""
-        return max(self._stepped.values(), default=0) > self._step
+        self._end_steps(self._clock.on_step_end(id(optimizer)))
 
     def skip(self) -> None:
         """Note that this rank leaves out the step whose backward pass comes next, or runs; no other
         rank need do so.
         """
-        self._skipped = self._passes + (self._pass is None or current_pass() != self._pass)
+        self._clock.leave_out(running=current_pass() == self._pass)
 
     @property
     def skipping(self) -> tuple[int, ...]:
         """This rank, if it is to leave out the latest step; the others do not know of it."""
-        return (self._world.rank,) if self._skipped == self._passes else ()
+        return (self._world.rank,) if self._clock.is_left_out else ()
 
     def average(self) -> None:
         """End a step without a backward pass; see `Replica.average`."""
         if self._is_synchronous:
-            self._passes += 1
+            self._clock.on_pass(within_step=bool(self._steps.running))
             self._riding.forget_thrown_away()
             if self._riding.has_passes and self._optimizers and self._holds_gradients():
                 self._end_weighing(None)
                 self._on_pass()  # an optimizer ends the step, as after a backward pass
             else:
                 self._riding.made = NOTHING_SEEN  # a pass before whose step was left out
-                self._end_steps(self._passes)
+                self._end_all_steps()
 
     def come(self) -> Self:
         """Become a member while the others train, with the state of one of them, or detach; not
@@ -295,7 +280,7 @@ class AfterStepReplica(Replica):
         So it makes all collectives that the others make after the step of that state.
         """
         membership.join_as_replacement(partial(self._fetch, membership))
-        membership.go_on_at_step(self._step)
+        membership.go_on_at_step(self.step)
 
     def _packed(self) -> bytes:
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -344,11 +329,11 @@ class AfterStepReplica(Replica):
 
     def _record(self) -> dict[str, Any]:
         """Return what a process that comes takes over besides weights and states."""
-        return {"step": self._step}
+        return {"step": self.step}
 
     def _follow(self, record: Mapping[str, Any]) -> None:
         """Take over what another rank's `_record` is."""
-        self._step = self._passes = self._used_passes = int(record["step"])
+        self._clock.restart(int(record["step"]))
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:
@@ -373,22 +358,22 @@ class AfterStepReplica(Replica):
         self._joins += 1
         store = PrefixStore(f"join {self._joins}", store_of_model(world.store, self._number))
         world.agree(
-            "join", also=", ".join(type(owner).__name__ for owner in also), step=str(self._step)
+            "join", also=", ".join(type(owner).__name__ for owner in also), step=str(self.step)
         )
         self._progress = progress = JoinProgress(store, world)
-        progress.begin(self._step)
+        progress.begin(self.step)
         progress.founders = world.members
         world.joined = self
         try:
             yield
-            self._end_steps(self._passes)
+            self._end_all_steps()
             self._exchange_until_all_end(progress)
             world.joined = None
             self.consolidate()
             with world.collective("the end of join()"):
                 owners = [*self._optimizers, *also]
                 world.membership.together(
-                    lambda: overwrite_states(world, owners, self._step, progress.last())
+                    lambda: overwrite_states(world, owners, self.step, progress.last())
                 )
         finally:
             self._progress = None
@@ -397,7 +382,7 @@ class AfterStepReplica(Replica):
     def _exchange_until_all_end(self, progress: JoinProgress) -> None:
         while True:
             try:
-                for _ in progress.outlast(self._step):
+                for _ in progress.outlast(self.step):
                     self.average()
             except LOST as failure:
                 self._world.comm_thread.submit(

@@ -152,31 +152,33 @@ class GossipReplica(AfterStepReplica):
         yield self.model.register_state_dict_pre_hook(before_state)  # type: ignore[no-untyped-call]
 
     def _before_forward(self, indices: Sequence[int], *_: Any) -> None:
-        if self._passes > self._step and torch.is_grad_enabled() and self.model.training:
-            if not (self._have_stepped or self._steps.running):
+        clock = self._clock
+        if clock.passes > clock.step and torch.is_grad_enabled() and self.model.training:
+            if not (clock.is_used or self._steps.running):
                 for bucket in self.buckets:
                     if not bucket.in_flight:
                         bucket.require_unwritten(anyway=True)
-            self._end_steps(self._passes)  # an optimizer has not stepped
+            self._end_all_steps()  # an optimizer has not stepped
         self._hooked.update(indices)
         for index in indices:
             self._mix(self.buckets[index], self._staleness)
 
     def _advance(self) -> None:
         """Send the weights as they are now."""
+        step = self._clock.step
         if self._world.size > 1:
             for bucket in self.buckets:
                 self._mix(bucket, self._staleness)
             if self._spans:  # of the step before
-                self._report(self._step - 1, self._exchange.members)
+                self._report(step - 1, self._exchange.members)
             for bucket in self.buckets:
-                self._exchange.send(bucket, self._step, self._stop)
+                self._exchange.send(bucket, step, self._stop)
                 bucket.note()
             for bucket in self.buckets:
                 if bucket.index not in self._hooked:  # compiled modules call no hooks, for instance
                     self._mix(bucket, self._staleness)
             self._hooked.clear()
-        self._step += 1
+        self._clock.end_step()
 
     def _mix(self, bucket: WeightBucket, allowed: int) -> None:
         """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others
@@ -212,16 +214,16 @@ class GossipReplica(AfterStepReplica):
             if slot["stop_at"]:
                 self._stop = min(self._stop, Stop(int(slot["stop_at"]), int(slot["asker"])))
         if self._asked and self._stop == NO_STOP:
-            self._stop = Stop(self._passes + self._exchange.steps_to_all(), self._world.rank)
-        return (self._stop.asker,) if self._passes >= self._stop.step else ()
+            self._stop = Stop(self._clock.passes + self._exchange.steps_to_all(), self._world.rank)
+        return (self._stop.asker,) if self._clock.passes >= self._stop.step else ()
 
     def drain(self) -> None:
         """Wait for all exchanges in flight and mix what they brought; not collective."""
-        self._end_steps(self._passes)  # an optimizer has not stepped
+        self._end_all_steps()  # an optimizer has not stepped
         for bucket in self.buckets:
             self._mix(bucket, 0)
         if self._spans:
-            self._report(self._step - 1, self._exchange.members)
+            self._report(self._clock.step - 1, self._exchange.members)
 
     def _take_from_first(self, *, buffers_only: bool = False) -> None:
         self.drain()
