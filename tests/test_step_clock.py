@@ -79,7 +79,7 @@ def test_each_pass_belongs_to_one_step_that_ends_once_and_in_order_also_after_er
             clock = StepClock(optimizers)
             clock.restart(before.step, *pending)
             assert (clock.is_used, clock.passes) == (before.is_used, passes)
-    assert ended + [*clock.on_weights_needed()] == [*range(passes)]
+    assert [*ended, *clock.on_weights_needed()] == [*range(passes)]
 
 
 @pytest.mark.parametrize(
