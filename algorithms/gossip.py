@@ -157,7 +157,7 @@ class Gossip:
         """Return the module whose ``attach`` trains a model so; gradients travel as in synchronous
         training.
         """
-        return "commrt.training.gossip" if self.payload == "weights" else SYNCHRONOUS
+        return "commrt.gossip.gossip_replica" if self.payload == "weights" else SYNCHRONOUS
 
     @property
     def mixing_row(self) -> int:
@@ -194,27 +194,10 @@ class Gossip:
         Raises `UsageError` if `within` does not divide `ranks`, or the topology does not take so
         many rows.
         """
-        rounds = self.rounds(ranks)
         rows = self._rows(ranks)
-        number = step // len(rounds) if self.rotate else 0
-        return _schedule(rounds[step % len(rounds)], rows, self.within, number, self.seed)
-
-    def rounds(self, ranks: int) -> tuple[Schedule, ...]:
-        """Return the exchanges of a period among unpermuted ranks: prove these, and rename them by
-        `order`.
-        """
-        rows = self._rows(ranks)
-        return tuple(
-            _round(self.topology, rows, k, self.share, self.within) for k in range(period(rows))
-        )
-
-    def order(self, step: int, ranks: int) -> IntArray:
-        """Return the rank that takes each one's part in `step`.
-
-        ``schedule(step)`` is ``rounds[step % period]`` over it.
-        """
-        rows = self._rows(ranks)
-        return _order(rows, self.within, step // period(rows) if self.rotate else 0, self.seed)
+        number, place = divmod(step, period(rows))
+        unpermuted = _round(self.topology, rows, place, self.share, self.within)
+        return _schedule(unpermuted, rows, self.within, number if self.rotate else 0, self.seed)
 
     def _rows(self, ranks: int) -> int:
         if ranks % self.within:
@@ -228,7 +211,7 @@ class Gossip:
 @lru_cache
 def _schedule(unpermuted: Schedule, rows: int, within: int, number: int, seed: int) -> Schedule:
     """Return one object for equal arguments, as proofs and programs are cached by it."""
-    return unpermuted.over(_order(rows, within, number, seed))
+    return unpermuted.renamed(_order(rows, within, number, seed))
 
 
 @lru_cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import chain, zip_longest
 from operator import index
@@ -188,6 +188,10 @@ class Schedule:
     When the schedule is bound to a buffer, sizes need not divide by it.
     """
     steps: Callable[[], Iterator[Step]]
+    renames: tuple[Schedule, IntArray] | None = field(default=None, init=False, repr=False)
+    """A schedule and its order, if `renamed` has made this one of them; what is proven of the one
+    holds for the other.
+    """
 
     def __post_init__(self) -> None:
         for what, number in {"ranks": self.ranks, "chunks": self.chunks}.items():
@@ -253,6 +257,9 @@ class Schedule:
                 f"{self.name} over {copies.tolist()}: ranks must lie in 0..{size - 1}"
             )
 
+        if copies.shape == (1, size) and not up.any():
+            return self.renamed(copies[0])
+
         def steps() -> Iterator[Step]:
             for step in self.steps():
                 moved = (copies[:, step.src], copies[:, step.dst], step.lo + up, step.hi + up)
@@ -262,6 +269,19 @@ class Schedule:
                 )
 
         return Schedule(self.name, size, self.chunks, steps)
+
+    def renamed(self, order: IntArray) -> Schedule:
+        """Return the same schedule with ``order[i]`` as rank i; `order` [ranks] has each rank once,
+        which is not checked.
+        """
+
+        def steps() -> Iterator[Step]:
+            for s in self.steps():
+                yield _derived(order[s.src], order[s.dst], s.lo, s.hi, s.combine, s.weight)
+
+        found = Schedule(self.name, self.ranks, self.chunks, steps)
+        object.__setattr__(found, "renames", (self, order))
+        return found
 
     def within(self, lo: int, hi: int, chunks: int) -> Schedule:
         """Return the same schedule on chunks [lo, hi) of a buffer of `chunks` chunks.
@@ -338,8 +358,6 @@ class Algorithm(Protocol):
     - ``trained_by``: the module whose ``attach(request)`` makes the replica (default:
       `SYNCHRONOUS`);
     - ``mixing_row``: its schedules mix, after they have averaged over rows of so many ranks;
-    - ``rounds`` and ``order``: its steps are a few schedules, played by ranks that change places
-      (`Gossip`);
     - ``traits``: what `commrt.options` calls it.
     """
 

@@ -17,10 +17,10 @@ from torch import nn
 import commrt
 from commrt.buckets.digest import Digest
 from commrt.errors import DisagreementError, UsageError
+from commrt.gossip.gossip_exchange import GossipExchange
 from commrt.local_sgd import LocalSGD
 from commrt.quantization import Int8
 from commrt.testing.ranks import run_ranks
-from commrt.training.gossip import GossipExchange
 
 
 def plain_sgd(model):
@@ -619,14 +619,14 @@ def test_a_watch_on_gossip_names_the_rank_whose_message_came_with_a_flipped_bit(
     bind = GossipExchange._bind
 
     def flipping(self, program, message):
-        run, *rest = bind(self, program, message)
+        bound = bind(self, program, message)
 
         def run_and_flip(tag):
-            run(tag)
+            bound.run(tag)
             if (self.world.rank, tag.step) == (1, 3):
                 message.received.view(torch.int32)[-20] ^= 1
 
-        return run_and_flip, *rest
+        return bound._replace(run=run_and_flip)
 
     def body(world):
         model, optimizer, _ = attached(world, net(), algorithm=commrt.Gossip(), watch=True)

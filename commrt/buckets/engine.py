@@ -15,7 +15,6 @@ from torch import Tensor
 
 from commrt import proof
 from commrt.algorithms import halving_doubling, tree
-from commrt.algorithms.gossip import Gossip
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.riders import Riders
 from commrt.buckets.step_graph import BoundStep, StepGraphs
@@ -106,12 +105,6 @@ class Engine:
         self.algorithm = algorithm
         self._row: int | None = getattr(algorithm, "mixing_row", None)
         self.mixes = self._row is not None  # so that ranks do not become equal
-        kind = next((each for each in type(algorithm).__mro__ if "schedule" in vars(each)), object)
-        # Only rounds are proven where there are some. A class that overrides `schedule` alone says
-        # nothing of its own.
-        self._rounds = (
-            cast("Gossip", algorithm) if {"rounds", "order"} <= vars(kind).keys() else None
-        )
         # each bucket asks, and an algorithm may make it anew each time
         self._round_of = lru_cache(1)(self._find_round)
         # the digest of the schedule of step 0, which ranks compare in `attach`
@@ -199,7 +192,7 @@ class Engine:
             members = self.members
             if self._usual_ranks == self.world.size:
                 self._share_buckets()
-            if self._rounds is not None:
+            if self.mixes:
                 schedule, members = self._round_of(step, members)
             self._prepared.get(
                 schedule, members, None if self.quantizer is None else self.quantizer.at(step), step
@@ -359,12 +352,14 @@ class Engine:
             own.run(tag, self.world.comm_thread.listener)
 
     def _find_round(self, step: int, members: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
-        """Return the schedule of `step`, and who plays it."""
-        if self._rounds is None:
-            return self.algorithm.schedule(step, len(members)), members
-        some = self._rounds.rounds(len(members))
-        order = self._rounds.order(step, len(members))
-        return some[step % len(some)], tuple(map(members.__getitem__, order.tolist()))
+        """Return the schedule of `step`, and who plays it; where ranks only change places, one that
+        was proven.
+        """
+        schedule = self.algorithm.schedule(step, len(members))
+        if not self.mixes or schedule.renames is None:
+            return schedule, members
+        before, order = schedule.renames
+        return before, tuple(map(members.__getitem__, order.tolist()))
 
     @property
     def _share(self) -> float:

@@ -23,7 +23,7 @@ from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named, TensorSlot
 from commrt.buckets.riders import NOTHING_LEAVES, Leaving
-from commrt.buckets.weight_bucket import WeightPart
+from commrt.buckets.weight_part import WeightPart
 from commrt.elastic.generations import Generation
 from commrt.errors import UsageError
 from commrt.local_sgd.outer import Outer

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
-from commrt.buckets.weight_bucket import WeightPart
+from commrt.buckets.weight_part import WeightPart
 from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
 from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
 from commrt.runtime.membership import LOST

@@ -28,7 +28,7 @@ from commrt.training.step_guard import attached_params
 
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-GO_ON_ANEW = ("commrt.training.gossip",)
+GO_ON_ANEW = ("commrt.gossip.gossip_replica",)
 """What trains models that may be attached after a rank was lost."""
 
 

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange of weights by gossip: one message to a partner for each bucket and step.
+
+The thread that trains sends a bucket; the communication thread proves, binds and runs what that
+takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from time import perf_counter
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+
+from commrt.algorithms.gossip import Gossip
+from commrt.buckets.engine import Span
+from commrt.buckets.header import Header, explain_mismatch
+from commrt.buckets.riders import NOTHING_LEAVES, SLOT, Leaving, Riders
+from commrt.elastic.elastic_membership import make_elastic
+from commrt.elastic.generations import Generation
+from commrt.errors import DisagreementError
+from commrt.gossip.weight_bucket import Message, Received, WeightBucket
+from commrt.kernels.layout import HEADER_NUMEL
+from commrt.program import Program, permuted_program
+from commrt.proof.replay import prove
+from commrt.proof.spec import promise
+from commrt.runtime.executor import Scratch, bind
+from commrt.runtime.membership import LOST
+from commrt.runtime.reading import bind_reading, bind_receiving
+from commrt.runtime.world import World
+from commrt.schedule import IntArray, Schedule
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
+
+KEPT = 1024
+"""Schedules whose programs are kept: those used last."""
+PROGRAMS_BOUND = 64
+"""Programs that all messages stay bound to: those used last."""
+
+
+class Stop(NamedTuple):
+    """The wish of a rank that all stop after a step."""
+
+    step: int
+    asker: int
+
+    def leaving(self) -> Leaving:
+        """Return what tells others of it."""
+        slot = np.zeros((), SLOT)
+        slot["present"], slot["stop_at"], slot["asker"] = 1, *self
+        return Leaving(slot)
+
+
+NO_STOP = Stop(1 << 32, -1)
+
+
+class BoundExchange(NamedTuple):
+    """The exchange of one message by one program."""
+
+    run: Callable[[Tag], object]
+    nbytes_sent: int = 0
+    share: float = 0.0
+    """The weight of what is received; 0 if nothing is."""
+
+
+def _nothing(_: Tag) -> None:
+    pass
+
+
+NOTHING_DONE = BoundExchange(_nothing)
+
+
+class GossipExchange:
+    """Exchange buckets with partners, in the order of submission.
+
+    Ranks change places after each period, so most schedules are others with ranks renamed: these
+    are proven when the members become known, and a step only gives each rank another's part.
+
+    When a rank is lost, the others form a new generation. It starts at the latest step of all its
+    members. A member that has not reached that step trains alone until then.
+    """
+
+    def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
+        self.world = world
+        self._attached = algorithm
+        self._number = number
+        self.membership = make_elastic(world)
+        self._generation = self._shared = -1
+        self._prove = lru_cache(KEPT)(self._prove_anew)
+        self._program_of = lru_cache(KEPT)(self._find_program)
+        self._program_at = lru_cache(1)(self._find_program_at)
+        self._exchanges_of = lru_cache(PROGRAMS_BOUND)(self._no_exchanges)
+
+    def prove(self) -> Schedule:
+        """Prove the exchanges of a period, and return the first."""
+        self._adopt(self.membership.generation)
+        return self._algorithm.schedule(0, len(self.members))
+
+    def _adopt(self, generation: Generation) -> None:
+        self.release()  # it was bound to connections of another generation
+        self._generation = generation.number
+        self.members = generation.ranks
+        self._ranks = np.array(self.members)
+        ranks = len(self.members)
+        self._algorithm = (
+            self._attached.among(ranks) if ranks != self.world.founders else self._attached
+        )
+        for step in range(self._algorithm.period(ranks)):
+            self._prove(_unrenamed(self._algorithm.schedule(step, ranks))[0])
+
+    def _prove_anew(self, schedule: Schedule) -> None:
+        prove(schedule, promise(self._algorithm, schedule))
+
+    def share(self, buckets: Sequence[WeightBucket]) -> None:
+        """Let partners of this host read the messages of `buckets`, where they can; collective.
+
+        After a rank was lost the others allocate anew, and GPUs go on through NCCL.
+        """
+        if self.world.size == 1:
+            return
+        self._shared = self._generation
+        messages = [message for bucket in buckets for message in bucket.free]
+        buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
+        windows = self.world.comm_thread.submit(
+            lambda: self.world.transport.share(buffers)
+        ).result()
+        for number, message in enumerate(messages):
+            message.windows = windows[2 * number : 2 * number + 2]
+
+    def steps_to_all(self) -> int:
+        """Return after how many steps all ranks know what one passes on.
+
+        In a whole period each rank that knows it tells all its partners. However the ranks are
+        permuted, so many periods as a period has rounds reach everybody. What came is passed on in
+        the next step but one, or later. Ranks may come to all places meanwhile, which costs some a
+        mix: so twice as many steps where there are more.
+        """
+        places = self.world.size
+        founders = self.world.founders
+        staleness = self._algorithm.staleness
+        if places > founders:
+            rounds = self._attached.among(places).period(places)
+            return 2 * rounds * (rounds + 3 + staleness) + 1
+        rounds = self._algorithm.period(len(self.members))
+        return rounds * (rounds + 3 + staleness) + 1
+
+    def send(self, bucket: WeightBucket, step: int, stop: Stop) -> None:
+        """Exchange `bucket` as it is now with the partners of `step`, and pass on `stop`.
+
+        On the training thread.
+        """
+        if bucket.index == 0:
+            self.membership.submit_step(step)
+        header = Header(0, self._number, 0, step, bucket.index, 0)
+        message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
+        message.step = step
+        if message.said is not None and (stop != NO_STOP or message.said.is_loaded):
+            message.said.load(NOTHING_LEAVES if stop == NO_STOP else stop.leaving())
+        with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
+            message.answer = self.world.comm_thread.submit(
+                partial(self._carry, message, bucket.index, step)
+            )
+        bucket.in_flight.append(bucket.free.popleft())
+
+    def release(self) -> None:
+        """Free all memory; call it when no exchange is in flight."""
+        self._prove.cache_clear()
+        self._program_at.cache_clear()
+        self._program_of.cache_clear()
+        self._exchanges_of.cache_clear()
+        self._scratch = Scratch()
+
+    def _carry(self, message: Message, bucket: int, step: int) -> Received:
+        begin_s = perf_counter()
+        membership = self.membership
+        done = NOTHING_DONE
+        sources = list[int]()
+        with self.world.comm_thread.within_range(
+            "bucket", number=bucket, step=step, algorithm="gossip"
+        ):
+            if bucket == 0:
+                membership.start_no_earlier(step + 1)
+            if (generation := membership.generation).start <= step:
+                if generation.number != self._generation:
+                    self._adopt(generation)
+                program = self._program_at(step)
+                try:
+                    if program.hops:
+                        done = self._exchange(program, message, Tag(step, bucket))
+                    sources = [leg.peer for hop in program.hops for leg in hop.recvs]
+                except LOST as failure:
+                    membership.recover(failure)
+        return Received(
+            Span(bucket, begin_s, perf_counter(), done.nbytes_sent), done.share, sources
+        )
+
+    def _exchange(self, program: Program, message: Message, tag: Tag) -> BoundExchange:
+        """Exchange `message`, and check what came; return what did so."""
+        known = self._exchanges_of(program)
+        exchange = known.get(message)
+        if exchange is None:
+            exchange = known[message] = self._bind(program, message)
+        if message.said is not None:
+            if message.digests is not None:
+                message.said.watch(message.digests[0])
+            if message.said.is_loaded or message.said.is_watched:
+                message.said.write()
+        exchange.run(tag)
+        if message.received.is_cuda:
+            self.world.transport.wait()  # before it mixes what may never have come
+        self.membership.failures = 0
+        ours = message.sent[:HEADER_NUMEL]
+        theirs = message.received[:HEADER_NUMEL]
+        if not torch.equal(ours != 0, theirs != 0):
+            why = explain_mismatch(ours + theirs)
+            raise DisagreementError(
+                f"gossip: bucket {tag.bucket} does not match what the partner sent: {why}"
+            )
+        if message.digests is not None:
+            said = cast("Riders", message.heard).read()["digest"][0]
+            if int(said) != message.digests[1].now():
+                peers = [leg.peer for hop in program.hops for leg in hop.recvs]
+                raise DisagreementError(
+                    f"watch: in step {tag.step} other weights came from rank {peers[0]} than it"
+                    " sent: bits were flipped on the way; look at the network between these ranks,"
+                    " and start again from a checkpoint"
+                )
+        return exchange
+
+    def _find_program_at(self, step: int) -> Program:
+        """Return this rank's program in `step`, which all buckets have."""
+        return self._program_of(self._algorithm.schedule(step, len(self.members)))
+
+    def _find_program(self, schedule: Schedule) -> Program:
+        proven, order = _unrenamed(schedule)
+        self._prove(proven)
+        return permuted_program(proven, self._ranks[order], self.world.rank, self.world.size)
+
+    def _no_exchanges(self, _: Program) -> dict[Message, BoundExchange]:
+        return {}
+
+    def _bind(self, program: Program, message: Message) -> BoundExchange:
+        transport = self.world.transport
+        within = self._algorithm.within
+        windows = message.windows if self._generation == self._shared else ()
+        if within == 1:  # received apart, as mixing on the wire would round to the wire's dtype
+            (hop,) = program.hops
+            sends = [P2PMessage(leg.peer, message.sent) for leg in hop.sends]
+            recvs = [P2PMessage(leg.peer, message.received) for leg in hop.recvs]
+            nbytes_sent = len(sends) * message.sent.nbytes
+            group = P2PGroup(sends, recvs)
+            exchange = (
+                bind_receiving(group, windows[0], transport) if windows else transport.bind(group)
+            )
+            return BoundExchange(exchange, nbytes_sent, hop.recvs[0].weight)
+        if windows:
+            bound = bind_reading(
+                program, message.received, windows[1], transport, scratch=self._scratch
+            )
+        else:
+            bound = bind(
+                program, message.received, transport, self._scratch, self.world.comm_thread.streams
+            )
+
+        def run(tag: Tag) -> None:
+            torch.mul(message.sent, 1 / within, out=message.received)
+            bound.run(tag, self.world.comm_thread.listener)
+
+        return BoundExchange(run, bound.nbytes_sent, 1.0)
+
+
+def _unrenamed(schedule: Schedule) -> tuple[Schedule, IntArray]:
+    """Return what `schedule` renames the ranks of, and the order of ranks there; itself if it does
+    not.
+    """
+    return schedule.renames or (schedule, np.arange(schedule.ranks))
