@@ -25,11 +25,12 @@ from commrt.runtime.wire import is_quantized
 from commrt.threads.deadline import Deadline
 from commrt.training.after_step import AfterStepReplica
 from commrt.training.arrival import StateGiver
+from commrt.training.gradient_weights import NOTHING_SEEN
 from commrt.training.model_collectives import gather_integers
 from commrt.training.model_state import Stateful, digest, own_residuals
 from commrt.training.replica import Replica
 from commrt.training.request import Request
-from commrt.training.riding import FEEDBACK, NOTHING_SEEN
+from commrt.training.riding import FEEDBACK
 from commrt.training.settings import settings_digest
 
 _log = logging.getLogger("commrt")

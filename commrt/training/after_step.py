@@ -32,6 +32,7 @@ from commrt.store.keys import store_of_model
 from commrt.store.parsing import parse, require
 from commrt.threads.deadline import clock
 from commrt.training.arrival import StateGiver, letting_in
+from commrt.training.gradient_weights import NOTHING_SEEN, ONE_STEP
 from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.model_collectives import overwrite_states
 from commrt.training.model_state import (
@@ -47,7 +48,6 @@ from commrt.training.model_state import (
 from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
-from commrt.training.riding import NOTHING_SEEN, ONE_STEP
 from commrt.training.step_clock import MOST_PASSES, StepClock
 from commrt.training.step_guard import are_zeroed
 from commrt.training.step_report import StepReport
