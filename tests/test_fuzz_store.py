@@ -25,7 +25,7 @@ from commrt.store.records import gather
 from commrt.store.reports import diagnose
 from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
-from commrt.training.after_step import JoinProgress
+from commrt.training.join_progress import JoinProgress
 from commrt.transport import channel, nccl_communicator
 from commrt.transport.nccl_communicator import ShutdownNotices
 

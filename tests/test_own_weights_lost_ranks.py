@@ -30,7 +30,7 @@ from commrt.quantization import Int8
 from commrt.runtime import connection
 from commrt.testing import ranks as rank_threads
 from commrt.testing.processes import run_processes
-from commrt.training.after_step import JoinProgress
+from commrt.training.join_progress import JoinProgress
 from commrt.transport.names import TRANSPORTS
 
 STEPS, PATIENT_S = 14, 30.0

@@ -10,30 +10,26 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from threading import Event
 from time import perf_counter
 from typing import Any, Self, cast
 from weakref import WeakMethod
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
 from commrt.buckets.weight_part import WeightPart
 from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
-from commrt.errors import DeadlineExceeded, PeerLost, Place, UsageError
+from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.untraced import untraced
-from commrt.runtime.world import World
-from commrt.store.client import TimedStore
 from commrt.store.keys import store_of_model
-from commrt.store.parsing import parse, require
-from commrt.threads.deadline import clock
 from commrt.training.arrival import StateGiver, letting_in
 from commrt.training.gradient_weights import NOTHING_SEEN, ONE_STEP
 from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
+from commrt.training.join_progress import JoinProgress
 from commrt.training.model_collectives import overwrite_states
 from commrt.training.model_state import (
     Stateful,
@@ -53,8 +49,6 @@ from commrt.training.step_guard import are_zeroed
 from commrt.training.step_report import StepReport
 
 _log = logging.getLogger("commrt")
-LOOK_S = 0.005
-"""Between two reads of the store in ``join()``."""
 
 
 @untraced
@@ -397,79 +391,3 @@ class AfterStepReplica(Replica):
         if self._giver is not None:
             self._giver.close()
         make_elastic(self._world).end(self)
-
-
-class JoinProgress:
-    """How far each member of `world` is in its loop, and whether it has data; needs a store prefix
-    of its own.
-
-    What a rank had begun counts after it was lost, too: all that are left go as far as one of them
-    may have gone.
-    """
-
-    def __init__(self, store: Store, world: World) -> None:
-        self._world = world
-        self._has_data = True
-        self.founders: Sequence[int] = ()
-        """All members that have recorded where they begin."""
-        self._store = TimedStore(store, world.rank, lambda: world.timeout_s)
-
-    def begin(self, steps: int) -> None:
-        """Record that this rank has begun `steps` steps; costs one store operation."""
-        if self._has_data:
-            self._set(steps)
-
-    def outlast(self, steps: int) -> Iterator[int]:
-        """Record that this rank has ended after `steps` steps, then yield each further step as
-        another rank begins it.
-
-        Returns when all have ended and no rank has done more. Raises `DeadlineExceeded` with the
-        ranks that began no step within the timeout, `PeerLost` if one is gone.
-        """
-        world = self._world
-        self._has_data = False
-        self._set(steps)
-        latest_s = clock.now_s()
-        before = self._all()
-        while True:
-            ranks = self._all()
-            running = [rank for rank in world.members if ranks[rank][1]]
-            if max(begun for begun, _ in ranks.values()) > steps:
-                yield steps
-                steps += 1
-            elif not running:
-                return
-            if ranks != before:
-                latest_s = clock.now_s()
-                before = ranks
-            if running and world.membership.any_gone(running):
-                raise PeerLost(
-                    "a rank that had not ended is gone: look at its output", Place(world.rank)
-                )
-            if clock.now_s() - latest_s > world.timeout_s:
-                raise DeadlineExceeded(
-                    f"ranks {running} began no step within {world.timeout_s:g} s, and have not"
-                    " ended: look at their output",
-                    Place(world.rank, next(iter(running), None)),
-                )
-            Event().wait(LOOK_S)
-
-    def last(self) -> int:
-        """Return the lowest rank of those that did most steps; call it once all have ended."""
-        ranks = self._all()
-        return max(self._world.members, key=lambda rank: (ranks[rank][0], -rank))
-
-    def _set(self, steps: int) -> None:
-        self._store.set(str(self._world.rank), f"{steps} {self._has_data:d}")
-
-    def _all(self) -> dict[int, tuple[int, bool]]:
-        data = {rank: self._store.get(str(rank)) for rank in self.founders}
-        return {
-            rank: parse(f"the progress of rank {rank}", text, _place) for rank, text in data.items()
-        }
-
-
-def _place(text: bytes) -> tuple[int, bool]:
-    steps, has_data = map(int, text.split())
-    require(steps >= 0 and has_data in (0, 1))
-    return steps, has_data == 1
