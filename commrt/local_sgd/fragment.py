@@ -29,7 +29,6 @@ from commrt.errors import UsageError
 from commrt.local_sgd.outer import Outer
 from commrt.local_sgd.policy import LocalSGD, Mix
 from commrt.threads.future import Future
-from commrt.transport.protocol import Allocate
 
 
 @dataclass(slots=True, eq=False)
@@ -281,18 +280,3 @@ def cut_fragments(held: Sequence[TensorSlot], algorithm: LocalSGD) -> list[Fragm
         parts[emptiest] += slots
         nbytes[emptiest] += sum(slot.tensor().nbytes for slot in slots)
     return [Fragment(index, part, algorithm) for index, part in enumerate(parts)]
-
-
-def _reusing(pieces: list[Tensor], allocate: Allocate) -> Allocate:
-    """Return what gives out `pieces` once more, and adds to them where none has room."""
-    free = [*pieces]
-
-    def again(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        for i, piece in enumerate(free):
-            if piece.dtype == dtype and numel <= len(piece):
-                free[i] = piece[numel:]
-                return piece[:numel]
-        pieces.append(allocate(numel, dtype, device))
-        return pieces[-1]
-
-    return again

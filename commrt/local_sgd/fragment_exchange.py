@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain, repeat
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from commrt.buckets.digest import Digest
@@ -21,11 +22,12 @@ from commrt.buckets.riders import Riders
 from commrt.elastic.elastic_membership import make_elastic
 from commrt.elastic.generations import Generation
 from commrt.errors import PeerLost, Place
-from commrt.local_sgd.fragment import MERGING, Fragment, InFlight, _reusing
+from commrt.local_sgd.fragment import MERGING, Fragment, InFlight
 from commrt.local_sgd.policy import LocalSGD
 from commrt.runtime.membership import LOST
 from commrt.threads.comm_thread import RecoveredError
 from commrt.training.request import Request
+from commrt.transport.protocol import Allocate
 
 
 class FragmentExchange:
@@ -48,15 +50,16 @@ class FragmentExchange:
         self.engine.members = tuple(range(self.world.founders))
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
-        """Return the buckets of each fragment; fragments that are never in flight at the same time
-        share memory.
+        """Return the buckets of each fragment.
+
+        Fragments that are never in flight at the same time share memory: of four, of which one
+        leaves at a time, a quarter of what the whole model would need to travel.
         """
         found: list[list[GradientBucket]] = []
         pieces: list[list[Tensor]] = [[] for _ in range(self.algorithm.at_once)]
         for fragment in self.fragments:
-            own = _reusing(
-                pieces[fragment.index % len(pieces)], self.world.transport.allocate_shared
-            )
+            pool = pieces[fragment.index % len(pieces)]
+            own = _allocate_from(pool, self.world.transport.allocate_shared)
             kind = self._request.wire, self._request.cap_nbytes, self._number
             riding = None if self.algorithm.is_gossip else (self.world.rank, self.world.size)
             first = sum(map(len, found))
@@ -183,3 +186,18 @@ class FragmentExchange:
         self._submit(fragment, in_flight, generation)
         in_flight.answer.result()
         return generation.number
+
+
+def _allocate_from(pieces: list[Tensor], allocate: Allocate) -> Allocate:
+    """Return a function that gives out `pieces` once more, and adds to them where none has room."""
+    free = [*pieces]
+
+    def again(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        for i, piece in enumerate(free):
+            if piece.dtype == dtype and numel <= len(piece):
+                free[i] = piece[numel:]
+                return piece[:numel]
+        pieces.append(allocate(numel, dtype, device))
+        return pieces[-1]
+
+    return again

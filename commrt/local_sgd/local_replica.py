@@ -150,12 +150,12 @@ class LocalReplica(AfterStepReplica):
     def _record(self) -> dict[str, Any]:
         (fragment,), votes = self._fragments, self._exchange.votes[0]
         state = fragment.state_dict()
-        has_left = not self._may_give()
-        state |= {"in_flight": None, "exchanges": fragment.exchanges - has_left}
+        left = 0 if self._may_give() else 1  # this rank gives what it had before its weights left
+        state |= {"in_flight": None, "exchanges": fragment.exchanges - left}
         return super()._record() | {
-            "step": self._clock.step - has_left,
+            "step": self._clock.step - left,
             "fragment": state,
-            "votes": votes - has_left,
+            "votes": votes - left,
             "members": [*self._exchange.engine.members],
         }
 
