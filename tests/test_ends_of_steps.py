@@ -170,22 +170,6 @@ def test_passes_without_a_step_are_bounded(world, algorithm, by_hand, message):
         train(world, algorithm, model, sgd(model), update, passes=24)
 
 
-@for_each(("algorithm", "accumulated"), [(LocalSGD(1), 30), (LocalSGD(2), 3), (Gossip(), 3)])
-@on_ranks(2)
-def test_passes_that_accumulate_are_not_bounded_and_are_no_steps(world, algorithm, accumulated):
-    model = model_of()
-    optimizer = sgd(model)
-    replica = commrt.attach(model, optimizer, algorithm, world=world)
-    for step in range(4 * accumulated):
-        with nullcontext() if step % accumulated == accumulated - 1 else replica.no_sync():
-            backward(model, step, world.rank)
-        if step % accumulated == accumulated - 1:
-            optimizer.step()
-            model.zero_grad()
-    replica.drain()
-    assert (replica.step, replica.disagreement() < 1e-6) == (4, True)
-
-
 # Optimizers that wrap others.
 
 

@@ -82,20 +82,6 @@ def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts_with_the_settings_of
     return params(loop.model)
 
 
-@for_each("algorithm", WAYS)
-@ends_equal(2)
-def test_a_rank_without_a_batch_takes_part(world, algorithm):
-    loop = Loop(world, algorithm)
-    for step in range(6):
-        if world.rank == 0 and step in (1, 2):
-            loop.replica.average()
-        else:
-            local_step(loop.model, loop.optimizer, step, world.rank)
-    loop.replica.consolidate()
-    assert loop.replica.step == 6
-    return params(loop.model)
-
-
 @for_each(
     ("algorithm", "steps"),
     [
