@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train by gossip: after each optimizer step the weights go to one partner while the next forward
-pass runs.
+pass runs. Used on the thread that trains.
 """
 
 from __future__ import annotations

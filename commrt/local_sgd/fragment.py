@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A part of a model under local SGD: its anchor, what leaves when a period ends, and how an average
-is merged.
-
-Fragments are averaged in the background, and no rank uses an average that another one can never
-get. Where the world goes on without lost ranks, each rank votes in the background when it has an
-average, and a merge reads the outcome. If a rank was lost meanwhile, the others average what they
-have sent again, together, in the order in which they merge. Until they have done so once, what
-leaves is held back: ranks learn of a loss at different times.
+is merged. It knows no other rank. Used on the thread that trains.
 """
 
 from __future__ import annotations

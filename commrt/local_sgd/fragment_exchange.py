@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of fragments: their differences travel in buckets, and are merged when they have
-come.
+"""The exchange of fragments: their differences travel in buckets, on the communication thread.
+
+Fragments are averaged in the background, and no rank uses an average that another one can never
+get. Where the world goes on without lost ranks, each rank votes in the background when it has an
+average, and a merge reads the outcome. If a rank was lost meanwhile, the others average what they
+have sent again, together, in the order in which they merge. Until they have done so once, what
+leaves is held back: ranks learn of a loss at different times.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas that exchange after the optimizers' steps, not in the backward pass; between exchanges
-they may differ.
+they may differ. What gossip and local SGD share, used on the thread that trains.
 """
 
 from __future__ import annotations
