@@ -6,7 +6,7 @@ go on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from commrt.local_sgd.outer import SlowMomentum
 from commrt.local_sgd.policy import LocalSGD, Mix
 from commrt.runtime.wire import is_quantized
 from commrt.threads.deadline import Deadline
-from commrt.training.after_step import AfterStepReplica
+from commrt.training.after_step import AfterStepReplica, call_if_alive
 from commrt.training.arrival import StateGiver
 from commrt.training.gradient_weights import NOTHING_SEEN
 from commrt.training.model_collectives import gather_integers
@@ -79,11 +79,6 @@ def _require_that_grows(request: Request) -> None:
         )
 
 
-def _answer_while_waiting(weakly: WeakMethod[Callable[[], None]]) -> None:
-    if (answer := weakly()) is not None:
-        answer()
-
-
 class LocalReplica(AfterStepReplica):
     """Trains alone, and merges averages at steps that all ranks know; in between it waits for
     nobody.
@@ -110,9 +105,8 @@ class LocalReplica(AfterStepReplica):
         )
         self._live_with(self._hooks())
         if self._giver is not None:
-            make_elastic(self._world).while_waiting = partial(
-                _answer_while_waiting, WeakMethod(self._answer_in_a_merge)
-            )
+            answer = WeakMethod(self._answer_in_a_merge)
+            make_elastic(self._world).while_waiting = partial(call_if_alive, answer)
 
     def _enter(self, membership: ElasticMembership) -> None:
         """Become a member, then take the anchor: no merge is made any more without this rank."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 from weakref import WeakMethod
 
 import torch
@@ -48,7 +48,18 @@ from commrt.training.step_clock import MOST_PASSES, StepClock
 from commrt.training.step_guard import are_zeroed
 from commrt.training.step_report import StepReport
 
+T = TypeVar("T")
 _log = logging.getLogger("commrt")
+
+
+def call_if_alive(method: WeakMethod[Callable[[], T]]) -> T | None:
+    """Call `method` unless its object was dropped; what a world keeps must not keep a replica."""
+    call = method()
+    return None if call is None else call()
+
+
+def _needs_nobody(_: int) -> int:
+    return 0
 
 
 @untraced
@@ -79,21 +90,19 @@ class AfterStepReplica(Replica):
         # two models have no common step
         others = f"more on rank {self._world.rank}" if membership.others() else "0"
         alone = not founds or self._world.all_equal("other models that train alone", others)
-        made = WeakMethod(self._steps_made)
         if admits and not alone:
             raise UsageError(
                 "init(up_to=) with two models that train alone: who comes takes the state of one;"
                 " detach() the other one first"
             )
         self._giver = StateGiver(self._world, self._number) if admits else None
-        needed = None if self._giver is None else lambda _: 0
         membership.begin(
             self,
             self._number,
             alone=alone,
-            needed=needed,
+            needed=None if self._giver is None else _needs_nobody,
             founds=founds,
-            made=lambda: call() if (call := made()) else None,
+            made=partial(call_if_alive, WeakMethod(self._steps_made)),
         )
         if self._giver is not None and founds:
             self._giver.open()
