@@ -28,8 +28,8 @@ from commrt.training.step_guard import attached_params
 
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-GO_ON_ANEW = ("commrt.gossip.gossip_replica",)
-"""What trains models that may be attached after a rank was lost."""
+GOES_ON_ANEW = "gossip of weights"
+"""The trait of algorithms with which a model may be attached after a rank was lost."""
 
 
 def require_world(world: object) -> None:
@@ -57,7 +57,7 @@ def require_fitting_world(world: World, algorithm: Algorithm, trained_by: str) -
     if world.size > world.founders and trained_by == SYNCHRONOUS:
         what = "only to BackupWorkers, LocalSGD and gossip of weights can ranks come later"
         raise UsageError(f"init(up_to={world.size}) and {algorithm}: {what}")
-    if world.lost and trained_by not in GO_ON_ANEW:
+    if world.lost and GOES_ON_ANEW not in getattr(algorithm, "traits", ()):
         raise UsageError(
             f"{world.lost[0]}: only gossip of weights goes on without it where a model is"
             " attached anew: start again"
