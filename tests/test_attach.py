@@ -194,12 +194,14 @@ def test_a_model_on_a_gpu_connects_the_gpus(world):
         commrt.attach(model, world=world)
 
 
-@for_each(("models", "chosen"), [(2, (0, 1)), (18, (17, 1))])
+@for_each(("models", "chosen", "passes"), [(2, (0, 1), 0), (18, (17, 1), 0), (2, (0, 1), 1)])
 @on_ranks(2)
-def test_models_whose_backward_passes_differ_in_order_are_told_apart(world, models, chosen):
+def test_models_whose_backward_passes_differ_in_order_are_told_apart(world, models, chosen, passes):
     attached = [net() for _ in range(models)]
-    for model in attached:
-        commrt.attach(model, sgd(model), world=world)
+    for model in attached:  # gradients become ready in another order than that of what is attached
+        commrt.attach(model[::-1], sgd(model), world=world, bucket_cap_mb=1e-9)
+    for model in attached * passes:
+        backward(model, world.rank)
     with pytest.raises(DisagreementError, match=r"models attached to one world in different orders"):
         backward(attached[chosen[world.rank]], world.rank)
 

@@ -45,7 +45,6 @@ def test_a_step_under_join_divides_by_the_number_of_ranks_that_took_part(world, 
 def test_schedulers_and_scalers_given_to_join_go_on_equally_after_it(world):
     model, optimizer, replica = trainee(world)
     scheduler, scaler = halving(optimizer), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-
     with replica.join(scheduler, scaler):
         train_scaled(model, optimizer, scaler, world.rank, (2, 5, 3)[world.rank], scheduler.step)
     train_scaled(model, optimizer, scaler, world.rank, 2, scheduler.step)

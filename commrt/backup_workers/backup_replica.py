@@ -114,8 +114,8 @@ class BackupWorkersReplica(Replica):
         needed = partial(
             cast("BackupWorkers", request.algorithm).needed_among, founders=world.founders
         )
-        membership.begin(self, world.attached, alone=True, needed=needed, founds=self._is_founder)
-        store = PrefixStore("backed", store_of_model(world.store, world.attached))
+        membership.begin(self, request.number, alone=True, needed=needed, founds=self._is_founder)
+        store = PrefixStore("backed", store_of_model(world.store, request.number))
         self._backup_step = BackupStep(request, engine, self._guard, store, self._riding)
         self._catch_up = CatchUp(world, membership, store, self._state, self._riding)
         if self._is_founder:

@@ -29,7 +29,7 @@ def attach(request: Request) -> Replica:
     """Return a replica that exchanges its weights with one partner after each step. Collective."""
     world = request.world
     algorithm = cast("Gossip", request.algorithm)
-    exchange = GossipExchange(world, algorithm, world.attached)
+    exchange = GossipExchange(world, algorithm, request.number)
     # else it was refused
     held = exchanged_tensors(request.model)
     wire = cast("torch.dtype | None", request.wire)

@@ -43,7 +43,7 @@ class FragmentExchange:
         self.fragments = fragments
         self._request = request
         self.algorithm = cast("LocalSGD", request.algorithm)
-        self._number = request.world.attached
+        self._number = request.number
         self.votes = Counter[int]()
         self._membership = make_elastic(self.world)
         # the generation of the latest average that all ranks have

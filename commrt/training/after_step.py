@@ -72,7 +72,7 @@ class AfterStepReplica(Replica):
 
     def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:
         super().__init__(request, request.params)
-        self._number = request.world.attached
+        self._number = request.number
         self._parts = parts
         self._clock = StepClock(map(id, request.optimizers))
         self._pass: int | None = None  # autograd's number of the latest that counts

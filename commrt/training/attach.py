@@ -132,6 +132,7 @@ def attach(  # noqa: PLR0913  # each has its default
     copies.find()
     request = Request(
         world=world,
+        number=world.attached,
         model=model,
         params=params,
         optimizers=optimizers,

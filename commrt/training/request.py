@@ -47,6 +47,8 @@ class Request:
     """The checked arguments of `attach`."""
 
     world: World
+    number: int
+    """Of the model, among all that were attached to the world."""
     model: nn.Module
     params: Sequence[Named]
     optimizers: Sequence[Optimizer]
@@ -69,7 +71,7 @@ class Request:
             params,
             self.wire,
             self.cap_nbytes,
-            world.attached,
+            self.number,
             world.transport.allocate_shared,
             kind=self.kind,
             riding=(world.rank, world.size),
@@ -110,7 +112,7 @@ class Request:
             claim[name] = str(flag)
         world = self.world
         if come is not None and world.config is not None:
-            world.config.require_same(world.rank, world.attached, claim | unsent())
+            world.config.require_same(world.rank, self.number, claim | unsent())
             return come(make())
         self._agree(claim)
         if prepare is not None:
@@ -143,7 +145,7 @@ class Request:
         optimizers.
         """
         optimizer = _describe_optimizers(self.optimizers, self.params)
-        self.world.agree("attach", model=str(self.world.attached), optimizer=optimizer, **claim)
+        self.world.agree("attach", model=str(self.number), optimizer=optimizer, **claim)
 
     def _begin(self, replica: _Replica) -> None:
         """Give all ranks rank 0's state; detaches the replica if that fails."""
@@ -171,7 +173,7 @@ class Request:
         world = self.world
         host = host_identity() if world.transport.one_host else None
         config = WorldConfig(
-            world.founders, world.size, host, world.attached, claim, chosen_transport()
+            world.founders, world.size, host, self.number, claim, chosen_transport()
         )
         config.publish(world.store)
 

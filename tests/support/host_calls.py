@@ -108,10 +108,9 @@ def agreed(_: object, claim: object, ranks: Iterable[int], *__: object, **___: o
 def calls_of(what: str) -> int:
     """Return the calls of functions, of Python and of C, that commrt's own code made or was entered by, on average."""
     work = WORK[what]
-    alone = mock.patch.object(step_guard, "_living", WeakValueDictionary())  # others would be asked in each step, too
     with (
         mock.patch.object(ConsistencyCheck, "_gather", agreed),
-        alone,
+        mock.patch.object(step_guard, "_living", WeakValueDictionary()),  # others would be asked in each step, too
         commrt.World(work.transport, HashStore(), work.transport.rank) as world,
     ):
         return _counted(world, work.of(world))
