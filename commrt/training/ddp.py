@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A communication hook for DistributedDataParallel: DDP's buckets travel along a schedule."""
+"""A communication hook for DistributedDataParallel: DDP's buckets travel along a schedule.
+
+DDP calls it on the thread that runs the backward pass. It knows nothing of `attach`.
+"""
 
 # Annotations are objects here: DDP compares those of a hook with its own types.
 

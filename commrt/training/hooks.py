@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on gradients and modules.
+"""Hooks on gradients and modules; autograd calls those of gradients on the thread that runs the
+backward pass.
 
 C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer
 to would never be freed if it referred back. So these refer weakly to a replica, and the model's

@@ -4,7 +4,7 @@
 
 A scaler is known if it was given to `attach`, or, where ranks train synchronously, once its `step`
 has stepped an optimizer. Ranks compare scales in the headers of the steps that follow, with the
-optimizers' settings.
+optimizers' settings. On the thread that trains; changes no scaler.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of an attached model, and whether they are still the ones that were attached."""
+"""The parameters of an attached model, and whether they are still the ones that were attached.
+
+On the thread that trains; only looks.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's attached model: what all ways to train share."""
+"""One rank's attached model: what users call, as far as all ways to train share it.
+
+On the thread that trains. `step_guard` looks at optimizers, `model_collectives` compares and sends
+models, `riding` has what rides with gradients.
+"""
 
 from __future__ import annotations
 

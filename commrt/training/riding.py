@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a loop sends along with its gradients, and what came back: numbers, the wish to stop or to
-skip, and what the gradients weigh.
+skip, and what the gradients weigh. It sends nothing itself: buckets carry what leaves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numeric settings of optimizers, which ranks compare in each step, since schedulers change
-them.
+them: a pure function of the optimizers.
 """
 
 from __future__ import annotations

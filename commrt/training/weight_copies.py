@@ -2,7 +2,7 @@
 """Second copies of weights that an optimizer keeps, such as fp32 masters of bf16 parameters.
 
 Such an optimizer writes its copies over the parameters in each step. So whatever commrt writes to a
-parameter must reach its copies too, or the next step undoes it.
+parameter must reach its copies too, or the next step undoes it. On the thread that trains.
 """
 
 from __future__ import annotations
