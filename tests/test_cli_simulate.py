@@ -13,7 +13,7 @@ import commrt
 from commrt.algorithms.registration import Nodes
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.tools.commands.options import Wire
+from commrt.tools.commands.arguments import Wire
 from commrt.tools.planning.planner import PYTHON_WIRES, coded_candidates, python_call, tried_shapes
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from commrt.errors import UsageError
-from commrt.tools.commands.options import BackupOptions
+from commrt.tools.commands.arguments import BackupOptions
 from commrt.tools.commands.simulate_backups import estimate_backups
 from commrt.tools.planning.stragglers import (
     Exponential,

@@ -157,6 +157,14 @@ class Weights:
         self._defined = defined.reshape(-1).copy()
         self._rows: list[Row] = [{cell // chunks: Fraction(1)} for cell in range(ranks * chunks)]
 
+    @property
+    def by_rank(self) -> NDArray[np.float64]:
+        """[ranks, chunks, origins] the shares that each rank holds."""
+        shares = np.zeros((len(self._rows), len(self._rows) // self.chunks))
+        for cell, row in enumerate(self._rows):
+            shares[cell, [*row]] = [*map(float, row.values())]
+        return shares.reshape(-1, self.chunks, shares.shape[1])
+
     def apply(self, cells: Cells) -> None:
         """Move all `cells` at once; refute undefined sources and targets."""
         if (blank := ~self._defined[cells.src]).any():

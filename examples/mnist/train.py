@@ -30,9 +30,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import commrt
 from commrt.data.large_batch import Rate
-from commrt.tools.commands import options as opt
+from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.options import Wire, leave_out
+from commrt.tools.commands.arguments import Wire, leave_out
 
 __all__ = ["app", "replicated", "train_rank"]
 

@@ -17,9 +17,9 @@ from chakra_traces import traces  # of this folder
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.tools.commands import options as opt
+from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.options import CLUSTER, ShapeOptions, below, spread
+from commrt.tools.commands.arguments import CLUSTER, ShapeOptions, below, spread
 from commrt.tools.commands.verify import choose
 from commrt.tools.pictures.files import write
 

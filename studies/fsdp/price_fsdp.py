@@ -17,9 +17,10 @@ from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.tools.commands import options as opt
+from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.options import CLUSTER, StepOptions, Wire, compute_of, json_of, workload_of
+from commrt.tools.commands.arguments import CLUSTER, StepOptions, Wire, compute_of, workload_of
+from commrt.tools.commands.output import json_of
 from commrt.tools.planning.planner import CAPS_MB, Plan, short_name, step_plans
 from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import Workload

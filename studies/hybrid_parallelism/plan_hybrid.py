@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from commrt.pricing.cluster import Cluster
-from commrt.tools.commands import options as opt
+from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.options import BATCH, CLUSTER, StepOptions, compute_of, json_of, workload_of
+from commrt.tools.commands.arguments import BATCH, CLUSTER, StepOptions, compute_of, workload_of
+from commrt.tools.commands.output import json_of
 from commrt.tools.planning.planner import Plan, step_plans
 from commrt.tools.planning.workload import Workload
 

@@ -20,9 +20,10 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
-from commrt.tools.commands import options as opt
+from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.options import CLUSTER, Wire, json_of
+from commrt.tools.commands.arguments import CLUSTER, Wire
+from commrt.tools.commands.output import json_of
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
 
 __all__ = ["app"]

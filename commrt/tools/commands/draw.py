@@ -15,7 +15,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
-from commrt.tools.commands import options as opt
+from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.verify import choose
 from commrt.tools.pictures.drawing import (

@@ -26,7 +26,8 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.store.launcher import default_timeout_s, launched
 from commrt.threads.deadline import Timeouts, require_deadlines
-from commrt.tools.commands.options import Json, json_of
+from commrt.tools.commands.arguments import Json
+from commrt.tools.commands.output import json_of
 from commrt.tools.measuring import doctor_environment as checks
 from commrt.tools.pictures.files import require_writable, write
 

@@ -28,7 +28,8 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import Choice, choices, size_class, slice_nbytes, slots_of
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce, collective_of
-from commrt.tools.commands import options as opt
+from commrt.tools.commands import arguments as opt
+from commrt.tools.commands.output import about, json_of, table_of
 from commrt.tools.commands.simulate import quantizer_sentence
 from commrt.tools.commands.simulate_backups import estimate_backups
 from commrt.tools.planning.bounds import all_reduce_bound_s
@@ -46,9 +47,7 @@ from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing
 
 SHOWN = 8
 MIN_WIDTH = 124
-"""Of the table: names that are cut off cannot be told apart."""
-FEWEST = 3
-"""Columns that are shown however narrow a terminal is; others are left out from the right."""
+"""Of a table that is printed to a file."""
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
 EXPOSED = 0.2
@@ -146,7 +145,7 @@ def _report(
             "local_sgd": local,
             "plans": [_record(plan) for plan in plans],
         }
-        print(opt.json_of(record))
+        print(json_of(record))
         return
     _show(f"{ranks:,} ranks of {cluster.name}", plans[:SHOWN])
     print(_reason(plans, cluster))
@@ -160,7 +159,7 @@ def _report(
     print(best.python)
     if local is not None:
         print(_local_sentence(local))
-    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+    print(about(cluster))
 
 
 def _record(plan: Plan) -> dict[str, Any]:
@@ -182,19 +181,11 @@ def _record(plan: Plan) -> dict[str, Any]:
 def _show(title: str, plans: Sequence[Plan]) -> None:
     """Print `plans` as a table, the first one in bold, without columns that are empty."""
     shown = {name: cell for name, cell in COLUMNS.items() if any(cell(plan) for plan in plans)}
-    widths = {
-        name: max(len(name), *(len(cell(plan) or "-") for plan in plans))
-        for name, cell in shown.items()
-    }
-    console = Console()
-    while (
-        console.is_terminal
-        and len(shown) > FEWEST
-        and sum(widths[name] + 3 for name in shown) >= console.width
-    ):
-        shown.popitem()
     rows = ([cell(plan) or "-" for cell in shown.values()] for plan in plans)
-    Console(width=max(console.width, MIN_WIDTH)).print(opt.table_of(title, [*shown], rows))
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, MIN_WIDTH)
+    console.print(table_of(title, [*shown], rows))
 
 
 def _reason(plans: Sequence[Plan], cluster: Cluster) -> str:
@@ -368,9 +359,7 @@ def collective(
             (each.name, each.price.seconds, _latency_s(each), each.price.steps) for each in found
         ]
         print(
-            opt.json_of(
-                record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]}
-            )
+            json_of(record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]})
         )
         return
     title = f"{name} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}"
@@ -383,7 +372,7 @@ def collective(
         )
         for each in found
     )
-    Console().print(opt.table_of(title, ("schedule", "ms", "latencies", "steps"), cells))
+    Console().print(table_of(title, ("schedule", "ms", "latencies", "steps"), cells))
     print(_priced(name, priced_nbytes, slices))
     print(_choice_reason(found))
     print(f"force one: COMMRT_SCHEDULES={name}={found[-1].name}")

@@ -22,7 +22,8 @@ from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Price
 from commrt.schedule import Algorithm
-from commrt.tools.commands import options as opt
+from commrt.tools.commands import arguments as opt
+from commrt.tools.commands.output import about, json_of, table_of
 from commrt.tools.commands.verify import choose
 from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
 from commrt.tools.planning.stragglers import Jitter
@@ -190,10 +191,10 @@ def exchange(
         chosen, options.ranks, cluster, options.wire_nbytes, options.wire
     ).record()
     if as_json:
-        print(opt.json_of(record))
+        print(json_of(record))
         return
     _show(record, cluster)
-    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+    print(about(cluster))
 
 
 def _chosen(name: str, shape: opt.ShapeOptions, cluster: Cluster, ranks: int) -> Algorithm:
@@ -244,11 +245,11 @@ def step(
     if jitter.jitter is not None:
         record |= estimate.jitter_record(jitter.jitter, jitter.steps, jitter.seed)
     if as_json:
-        print(opt.json_of(record))
+        print(json_of(record))
         return
     _show(record, cluster)
     _show_steps(record)
-    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+    print(about(cluster))
 
 
 def _show_steps(record: dict[str, Any]) -> None:
@@ -292,7 +293,7 @@ def step_table(
         for name, row in rows.items()
     ]
     bold = None if asked is None else [*rows].index(asked)
-    return opt.table_of(title, (heading, "step, ms", "not hidden, ms", "efficiency"), cells, bold)
+    return table_of(title, (heading, "step, ms", "not hidden, ms", "efficiency"), cells, bold)
 
 
 def local(options: opt.StepOptions, local: opt.LocalOptions, as_json: opt.Json = False) -> None:
@@ -305,7 +306,7 @@ def local(options: opt.StepOptions, local: opt.LocalOptions, as_json: opt.Json =
     )
     record = _local_record(algorithm, found, steps)
     if as_json:
-        print(opt.json_of(record))
+        print(json_of(record))
     else:
         _show_local(record, exchange, algorithm)
 
@@ -374,4 +375,4 @@ def _show_local(record: dict[str, Any], exchange: ExchangeEstimate, algorithm: L
         "smallest delay that hides the exchange:"
         f" {'none within the period' if hiding is None else hiding}"
     )
-    print(f"{cluster.name}: {' '.join(cluster.about.split())}")
+    print(about(cluster))

@@ -17,7 +17,8 @@ from numpy.random import Generator, default_rng
 from rich.console import Console
 
 from commrt.errors import UsageError
-from commrt.tools.commands.options import BackupOptions, Json, json_of, table_of
+from commrt.tools.commands.arguments import BackupOptions, Json
+from commrt.tools.commands.output import json_of, table_of
 from commrt.tools.pictures.files import read_times
 from commrt.tools.planning import stragglers
 

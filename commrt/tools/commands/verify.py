@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from math import inf
 from typing import Annotated, Any, cast
 
 import typer
 
-from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, ROOTED, by_name, candidates
-from commrt.algorithms.direct import Direct
+from commrt.algorithms.catalogue import (
+    ALGORITHMS,
+    COLLECTIVES,
+    POLICIES,
+    ROOTED,
+    by_name,
+    candidates,
+)
 from commrt.algorithms.double_tree import DoubleTree
-from commrt.algorithms.gossip import Gossip, Topology
+from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Rings
-from commrt.algorithms.torus import Torus2D
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
@@ -30,7 +35,8 @@ from commrt.proof.additions import Additions
 from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import MIX, Algorithm, Schedule
-from commrt.tools.commands.options import CollectiveOptions, Json, ShapeOptions, json_of, leave_out
+from commrt.tools.commands.arguments import CollectiveOptions, Json, ShapeOptions, leave_out
+from commrt.tools.commands.output import json_of
 from commrt.tools.planning.bounds import ring_count
 from commrt.tools.planning.mixing import mixing, steps_to_meet_all
 
@@ -39,7 +45,8 @@ PERIODS = 2
 MOST_STEPS_TO_MEET = 100_000
 MOST_RANKS_IN_ORDER = 256
 """Up to so many, it takes under a second to find in which order a schedule adds."""
-WITHIN = Gossip | Direct | Rings | DoubleTree
+RINGS_FIELDS = {"rings": "count", "within": "per_node"}
+"""Of `Rings`, by the options that set them; other fields are called as the options."""
 
 
 def choose(
@@ -50,45 +57,36 @@ def choose(
 
     Rings and double trees fit the nodes of the `cluster`, if their options do not say otherwise.
     """
-    algorithm = by_name(name)
-    given: dict[str, tuple[Any, bool]] = {
-        "--grid and --both-ways are for torus2d": (
-            Torus2D,
-            shape.grid is not None or shape.both_ways,
-        ),
-        "--topology is for gossip": (Gossip, shape.topology is not None),
-        "--within is for gossip, direct, rings and double_tree": (WITHIN, shape.within is not None),
-        "--rings is for rings": (Rings, shape.rings is not None),
-        "--backups is for backup": (BackupWorkers, backups is not None),
-    }
-    for rule, (kind, is_given) in given.items():
-        if is_given and not isinstance(algorithm, kind):
-            raise UsageError(
-                f"{rule}, not for {name}: leave {'it' if ' is ' in rule else 'them'} out"
-            )
-    if backups is not None:
-        return BackupWorkers(backups)
-    if isinstance(algorithm, Torus2D):
-        return Torus2D(None if shape.grid is None else _grid(shape.grid), shape.both_ways)
-    if isinstance(algorithm, Gossip):
-        chosen = cast("Topology", shape.topology or "dissemination")  # Gossip checks it
-        return Gossip(chosen, within=1 if shape.within is None else shape.within)
-    return _of_nodes(algorithm, shape, cluster)
+    algorithm: Any = by_name(name)
+    values: dict[str, Any] = {}
+    for option, value in (shape.given() | {"--backups": backups}).items():
+        if value is not None:
+            values[_field(algorithm, option, name)] = value
+    if "grid" in values:
+        values["grid"] = _grid(values["grid"])
+    if cluster is not None and isinstance(algorithm, DoubleTree):
+        values.setdefault("within", cluster.gpus_per_node)
+    if cluster is not None and isinstance(algorithm, Rings):
+        per_node = values.setdefault("per_node", cluster.gpus_per_node)
+        values.setdefault("count", min(ring_count(cluster), per_node))
+    return cast("Algorithm", replace(algorithm, **values))
 
 
-def _of_nodes(algorithm: Algorithm, shape: ShapeOptions, cluster: Cluster | None) -> Algorithm:
-    """Return `algorithm` for nodes of as many ranks and network cards as are given."""
-    within = shape.within or (None if cluster is None else cluster.gpus_per_node)
+def _field(algorithm: Algorithm, option: str, name: str) -> str:
+    """Return which field of `algorithm`, called `name`, an option sets."""
+    field = option.removeprefix("--").replace("-", "_")
     if isinstance(algorithm, Rings):
-        cards = 2 if cluster is None else min(ring_count(cluster), within or 1)
-        return Rings(shape.rings or cards, within)
-    if isinstance(algorithm, DoubleTree):
-        return DoubleTree(within or 1)
-    return (
-        Direct(shape.within)
-        if isinstance(algorithm, Direct) and shape.within is not None
-        else algorithm
-    )
+        field = RINGS_FIELDS.get(field, field)
+    if field not in _fields(algorithm):
+        others = (each for each in (*ALGORITHMS, *POLICIES) if each != "rings")
+        takers = [each for each in others if field in _fields(by_name(each))]
+        takers += ["rings"] * (field in RINGS_FIELDS)
+        raise UsageError(f"{option} is for {', '.join(takers)}, not for {name}: leave it out")
+    return field
+
+
+def _fields(algorithm: Any) -> set[str]:
+    return {each.name for each in fields(algorithm)}
 
 
 def _grid(text: str) -> tuple[int, int]:

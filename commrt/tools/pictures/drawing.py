@@ -58,9 +58,7 @@ def draw_schedule(schedule: Schedule) -> Figure:
     """
     steps = _require_small(schedule)
     figure, axes = new_figure(2.2 + 0.95 * max(len(steps), 2), 1.6 + 0.32 * schedule.ranks)
-    from matplotlib import (  # noqa: PLC0415
-        colormaps,
-    )  # after new_figure, which says what to install
+    from matplotlib import colormaps  # noqa: PLC0415  # new_figure has said what to install
 
     colours = colormaps["turbo"](np.linspace(0.05, 0.95, max(schedule.chunks, 2)))
     for number, step in enumerate(steps):
@@ -70,13 +68,9 @@ def draw_schedule(schedule: Schedule) -> Figure:
         axes.text((begin + end) / 2, -0.75, name, ha="center", va="bottom", fontsize=9)
     axes.set_xlim(0, max(len(steps), 1))
     axes.set_ylim(schedule.ranks - 0.4, -1.3)
-    axes.set_yticks(
-        range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)], fontsize=8
-    )
-    axes.set_xticks(
-        [number + 0.5 for number in range(len(steps))],
-        [str(number) for number in range(len(steps))],
-    )
+    names = [f"rank {rank}" for rank in range(schedule.ranks)]
+    axes.set_yticks(range(schedule.ranks), names, fontsize=8)
+    axes.set_xticks(np.arange(len(steps)) + 0.5, map(str, range(len(steps))))
     axes.set_xlabel("step")
     title = f"{schedule.name}: {schedule.ranks} ranks, {schedule.chunks} chunks, {len(steps)} steps"
     axes.set_title(title, fontsize=11)
@@ -101,17 +95,11 @@ def _draw_transfers(axes: Axes, number: int, step: Step, ranks: int, colours: np
     for rank in range(ranks):
         axes.plot([number, number + 1], [rank, rank], color="0.85", lw=0.6, zorder=1)
     arrow = {"arrowstyle": "-|>", "lw": 1.4, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}
-    for src, dst, lo, combine in zip(
-        *(c.tolist() for c in (step.src, step.dst, step.lo, step.combine)), strict=True
-    ):
+    for src, dst, lo, _, combine, _ in zip(*step.columns, strict=True):
         look = {"color": colours[lo], "ls": "-" if combine != COPY else (0, (4, 2))}
-        axes.annotate(
-            "",
-            xy=(number + 0.9, dst),
-            xytext=(number + 0.1, src),
-            arrowprops=arrow | look,
-            zorder=3,
-        )
+        begin = (number + 0.1, src)
+        end = (number + 0.9, dst)
+        axes.annotate("", xy=end, xytext=begin, arrowprops=arrow | look, zorder=3)
 
 
 def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, str]]:
@@ -300,22 +288,15 @@ def _draw_window(spans: Sequence[TimelineSpan], window: _Window, name: str) -> F
     figure, axes = new_figure(10, 1.3 + 0.75 * len(ranks))
     for place, rank in enumerate(ranks):
         for kind in COLOURS:
-            _draw_ranges(
-                axes,
-                2.4 * place,
-                kind,
-                [s for s in shown if (s.rank, s.name) == (rank, kind)],
-                window,
-            )
+            ranges = [span for span in shown if (span.rank, span.name) == (rank, kind)]
+            _draw_ranges(axes, 2.4 * place, kind, ranges, window)
     axes.set_yticks(
         [2.4 * place + 0.95 for place in range(len(ranks))], [f"rank {rank}" for rank in ranks]
     )
     axes.set_ylim(2.4 * len(ranks), -0.3)
     axes.set_xlim(0, window.width_ms)
     _label_time(axes, f"{name}, step {window.step}: {window.width_ms:.2f} ms")
-    from matplotlib.patches import (  # noqa: PLC0415
-        Patch,
-    )  # after new_figure, which says what to install
+    from matplotlib.patches import Patch  # noqa: PLC0415  # new_figure has said what to install
 
     there = [kind for kind in COLOURS if kind in {span.name for span in shown}]
     handles = [Patch(color=COLOURS[kind], label=LEGEND.get(kind, kind)) for kind in there]

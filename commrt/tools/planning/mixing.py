@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commrt.errors import UsageError
-from commrt.schedule import ADD, COPY, Algorithm, Schedule
+from commrt.proof.symbols import Weights, select
+from commrt.schedule import Algorithm, Schedule
 
 Shares = NDArray[np.float64]
 """[ranks, chunks, origins]: how much of each origin's chunk a rank holds."""
@@ -68,18 +69,8 @@ def steps_to_meet_all(algorithm: Algorithm, ranks: int, most: int) -> int | None
 
 
 def _shares(schedule: Schedule) -> Shares:
-    ranks = schedule.ranks
     chunks = schedule.chunks
-    shares = np.repeat(np.eye(ranks)[:, None, :], chunks, axis=1)
+    state = Weights(np.ones((schedule.ranks, chunks), dtype=bool))
     for step in schedule.checked_steps():
-        before = shares.copy()
-        for src, dst, lo, hi, combine, weight in zip(
-            *(column.tolist() for column in step.columns), strict=True
-        ):
-            received = before[src, lo:hi]
-            own = shares[dst, lo:hi]
-            if combine == COPY:
-                own[:] = received
-            else:
-                own += received if combine == ADD else weight * (received - own)
-    return shares
+        state.apply(select(step, 0, chunks))
+    return state.by_rank

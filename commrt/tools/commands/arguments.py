@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take, groups of options that a command gets as one object, and JSON
-as it prints it.
-"""
+"""Options that several commands take, and groups of options that a command gets as one object."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
@@ -15,7 +12,6 @@ from math import ceil
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
-from rich.table import Table
 
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.direct import Direct
@@ -377,26 +373,3 @@ def leave_out(why: str, options: Mapping[str, object]) -> None:
     """Raise `UsageError` for the first option that was given: it would be ignored."""
     if given := [name for name, value in options.items() if value is not None]:
         raise UsageError(f"{why}: leave {given[0]} out")
-
-
-def table_of(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], bold: int | None = 0
-) -> Table:
-    """Return a table of numbers, whose first column names them;
-    the row number `bold` stands out.
-    """
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(name, justify="left" if name == columns[0] else "right", no_wrap=True)
-    for number, row in enumerate(rows):
-        table.add_row(*row, style="bold" if number == bold else None)
-    return table
-
-
-def json_of(facts: object) -> str:
-    """Return `facts` as JSON; numbers that are not finite become null.
-
-    >>> json_of({"loss": float("nan"), "steps": [1, 2.5]})
-    '{"loss": null, "steps": [1, 2.5]}'
-    """
-    return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None))
