@@ -15,7 +15,7 @@ from typing import Any
 ROOMS = {
     "schedule": ("commrt/schedule.py",),
     "proof": ("commrt/proof/*.py",),
-    "program": ("commrt/program.py",),
+    "program": ("commrt/program.py", "commrt/dependencies.py", "commrt/nccl_groups.py"),
     "algorithms": ("algorithms/*.py",),
     "executor": ("commrt/runtime/*.py",),
     "transports": ("commrt/transport/*.py",),

@@ -29,7 +29,7 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.sliced import Sliced, in_slices
 from commrt.algorithms.torus import Torus2D
 from commrt.backup_workers.policy import BackupWorkers
-from commrt.program import MOST_MESSAGES, nccl_groups
+from commrt.nccl_groups import MOST_MESSAGES, nccl_groups
 from commrt.proof import spec
 from commrt.proof.replay import Proof, Traffic, verify
 from commrt.proof.symbols import different

@@ -32,7 +32,7 @@ from commrt.errors import (
     TransportError,
     UsageError,
 )
-from commrt.program import MOST_MESSAGES
+from commrt.nccl_groups import MOST_MESSAGES
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 from commrt.transport import nccl as transport_module
@@ -463,7 +463,7 @@ def test_what_is_sent_in_several_groups_arrives(body, ranks, monkeypatch):
     """Messages of any size are large here. The stand-in lets ranks whose groups differ wait for ever, or raises."""
     begun = Mock(wraps=stand_in.groupStart)
     monkeypatch.setattr(stand_in, "groupStart", begun)
-    monkeypatch.setattr("commrt.program.JOINED", ((float("inf"), 1),))
+    monkeypatch.setattr("commrt.nccl_groups.JOINED", ((float("inf"), 1),))
     monkeypatch.setattr(World, "connect", lambda world, device: None)
     assert run_ranks(ranks, body, connect=over_nccl) == [True] * ranks
     assert begun.call_count > ranks

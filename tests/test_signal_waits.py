@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from commrt.algorithms import chain, direct, double_tree, gossip, halving_doubling, ring, torus
+from commrt.dependencies import signal_waits
 from commrt.kernels.signal_wait import BACK
-from commrt.program import program, signal_waits
+from commrt.program import program
 from commrt.schedule import COPY, Schedule, Step
 
 WRAP = 1 << 32

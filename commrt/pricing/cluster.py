@@ -123,7 +123,7 @@ class Cluster:
     """
     group_us: float = 0.0
     """What a step takes for each further NCCL group, if it is sent in several
-    (`commrt.program.nccl_groups`).
+    (`commrt.nccl_groups`).
     """
     code_gbytes_per_s: float | None = None
     """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes

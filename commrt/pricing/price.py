@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from commrt.errors import UsageError
+from commrt.nccl_groups import JOINED, group_count, nccl_groups
 from commrt.pricing.cluster import Cluster
-from commrt.program import JOINED, group_count, nccl_groups
 from commrt.schedule import ADD, MIX, IntArray, Schedule, Step, require_valid
 
 Seconds = NDArray[np.float64]

@@ -20,18 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from commrt.dependencies import Dependencies, dependencies, final_receives
 from commrt.kernels.dispatch import adding, mixing
 from commrt.kernels.layout import GRANULE, padded
 from commrt.kernels.packing import NO_PARTS, Parts
-from commrt.program import (
-    Dependencies,
-    Hop,
-    Program,
-    Transfer,
-    chunk_bounds,
-    dependencies,
-    final_receives,
-)
+from commrt.program import Hop, Program, Transfer, chunk_bounds
 from commrt.schedule import ADD, COPY, Combine
 from commrt.threads.recording import Recorder, within_range
 from commrt.threads.streams import StreamEvent, Streams

@@ -15,10 +15,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from commrt.dependencies import SignalWait, signal_waits
 from commrt.kernels.dispatch import copying
 from commrt.kernels.layout import padded
 from commrt.kernels.packing import Parts
-from commrt.program import Hop, Program, SignalWait, Transfer, signal_waits
+from commrt.program import Hop, Program, Transfer
 from commrt.runtime.executor import (
     Binder,
     BoundHop,

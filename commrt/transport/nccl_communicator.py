@@ -24,7 +24,7 @@ import torch
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
-from commrt.program import MOST_MESSAGES, joined
+from commrt.nccl_groups import MOST_MESSAGES, joined
 from commrt.store.client import call_store, clone_connection
 from commrt.store.disagreement import find_disagreement
 from commrt.store.launcher import variable

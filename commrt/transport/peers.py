@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
+from commrt.dependencies import SignalWait
 from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
 from commrt.kernels.signal_wait import (
     ABORT,
@@ -29,7 +30,6 @@ from commrt.kernels.signal_wait import (
     TIMEOUT_NS,
     SignalWaitPlan,
 )
-from commrt.program import SignalWait
 from commrt.store.addresses import host_identity
 from commrt.store.client import clone_connection
 from commrt.threads.calls import start_call

@@ -61,7 +61,7 @@ class P2PMessage(NamedTuple):
     """[numel] contiguous; a send reads it and a receive overwrites it while the group runs."""
     group: int | None = None
     """Which of several NCCL groups carries it, the same at both ends: see
-    `commrt.program.nccl_groups`.
+    `commrt.nccl_groups`.
     """
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from nccl_plans import Call, Rules, cut  # of this folder
 
-from commrt.program import joined, nccl_groups
+from commrt.nccl_groups import joined, nccl_groups
 from commrt.schedule import COPY, Step
 from commrt.transport.nccl_communicator import uncut
 from commrt.transport.protocol import P2PGroup, P2PMessage

@@ -15,7 +15,7 @@ from nccl_plans import Call, Rules, cut, find_cycle
 
 from commrt.algorithms import direct, halving_doubling
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
-from commrt.program import MOST_MESSAGES
+from commrt.nccl_groups import MOST_MESSAGES
 
 SMALLEST_HANGING = [(2, 4, LARGE), (2, 5, LARGE), (3, 2, LARGE), (3, 4, LARGE), (3, 5, LARGE)]
 """Over InfiniBand, of 6 ranks on 3 hosts; hangs where a kernel takes two batches."""

@@ -27,9 +27,9 @@ from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.ring import Rings
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.errors import UsageError
+from commrt.nccl_groups import group_count, nccl_groups
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import require_candidate
-from commrt.program import group_count, nccl_groups
 from commrt.proof import order_of_additions, replay
 from commrt.proof.additions import Additions
 from commrt.proof.replay import Proof
