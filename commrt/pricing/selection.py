@@ -7,7 +7,7 @@ Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
@@ -126,7 +126,11 @@ class Selection:
         self._ranks = ranks
         self._forced = forced or {}
         self._known = cache(self._choose)
-        self._offered = lru_cache(KEPT)(partial(_offered, cluster, ranks=ranks))
+
+        def offered(collective: str, root: int) -> list[Candidate]:
+            return _offered(cluster, collective, ranks, root)
+
+        self._offered = lru_cache(KEPT)(offered)
 
     def choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         """Return the schedule to take for pieces of `piece_nbytes`; see `choices`."""
@@ -135,10 +139,8 @@ class Selection:
     def _choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         ranks = len(self._ranks)
         if (forced := self._forced.get(collective)) is None:
-            offered = self._offered(collective=collective, root=root)
-            schedule = _soonest_first(offered, piece_nbytes * slots_of(collective, ranks))[
-                0
-            ].schedule
+            nbytes = piece_nbytes * slots_of(collective, ranks)
+            schedule = _soonest_first(self._offered(collective, root), nbytes)[0].schedule
         else:
             schedule = require_candidate(collective, forced, ranks, root)
         if ranks <= PROVEN_RANKS:

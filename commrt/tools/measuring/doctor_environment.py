@@ -41,10 +41,10 @@ class Finding:
     """What was measured, for JSON."""
 
 
-def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of `check`; an exception becomes a finding called `name`."""
+def guarded(name: str, check: Callable[..., Iterable[Finding]], *of: object) -> Iterator[Finding]:
+    """Yield the findings of ``check(*of)``; an exception becomes a finding called `name`."""
     try:
-        yield from check()
+        yield from check(*of)
     except Exception as error:  # drivers and libraries raise errors of any type
         yield Finding(
             name, "problem", f"{type(error).__name__}: {error}", "Do what the message says."

@@ -68,11 +68,11 @@ def examine(launch: Launch | None, quick: bool) -> Iterator[Finding]:
     The exchange forks, so it comes before checks that load a driver or NCCL.
     """
     yield from guarded("transport", transport)
-    yield from guarded("open files", lambda: files(launch))
-    yield from guarded("processors", lambda: processors(launch, torch.get_num_threads()))
+    yield from guarded("open files", files, launch)
+    yield from guarded("processors", processors, launch, torch.get_num_threads())
     if not quick:
         yield from guarded("exchange", exchange)
-    yield from guarded("gpu", lambda: gpus(torch.cuda, torch.version.cuda))
+    yield from guarded("gpu", gpus, torch.cuda, torch.version.cuda)
     yield from guarded("nccl", nccl)
 
 
@@ -223,9 +223,9 @@ def gpus(cuda: ModuleType, built_for: str | None, driver: Path = DRIVER) -> Iter
     """
     count = cuda.device_count() if cuda.is_available() else 0
     for number in range(count):
-        yield from guarded(f"gpu {number}", lambda number=number: _gpu(cuda, number))  # type: ignore[misc]
+        yield from guarded(f"gpu {number}", _gpu, cuda, number)
     if count > 1:
-        yield from guarded("gpu links", lambda: _links(cuda, count))
+        yield from guarded("gpu links", _links, cuda, count)
     if count:
         return
     if not driver.exists():

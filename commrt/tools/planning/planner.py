@@ -267,26 +267,16 @@ def step_plans(
             for quantizer in quantizers
         }
         for wire in wires:
-            for candidate in tried_in_steps(
-                priced[QUANTIZERS.get(wire)], wire_nbytes(workload.numel, ITEMS[wire])
-            ):
+            nbytes = wire_nbytes(workload.numel, ITEMS[wire])
+            for candidate in tried_in_steps(priced[QUANTIZERS.get(wire)], nbytes):
                 plan = _step_plan(candidate, workload, compute_s, wire, overlaps=not cost.backups)
-                slower_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
-                found.append(
-                    replace(plan, step_s=slower_s, backups=cost.backups, updates=cost.updates)
-                )
-    best, *others = sorted(found, key=lambda plan: plan.sort_key)
-    own = next(
-        (
-            plan
-            for plan in others
-            if plan.wire == OWN_WIRE and plan.seconds <= (1 + WORTH) * best.seconds
-        ),
-        None,
-    )
-    if best.wire == OWN_WIRE or own is None:
-        return [best, *others]
-    return [own, best, *(plan for plan in others if plan is not own)]
+                step_s = (plan.step_s or 0.0) + (cost.slower - 1) * compute_s
+                plan = replace(plan, backups=cost.backups, updates=cost.updates)
+                found.append(replace(plan, step_s=step_s))
+    plans = sorted(found, key=lambda plan: plan.sort_key)
+    enough_s = (1 + WORTH) * plans[0].seconds
+    own = [plan for plan in plans if plan.wire == OWN_WIRE and plan.seconds <= enough_s][:1]
+    return [*own, *(plan for plan in plans if plan not in own)]
 
 
 def tried_in_steps(candidates: Sequence[Candidate], nbytes: float) -> list[Candidate]:
@@ -311,10 +301,11 @@ def _step_plan(
         ready = buckets if overlaps else [each._replace(at=1.0) for each in buckets]
         return round(overlapped_step(candidate.pricing, ready, compute_s).seconds, 9)
 
-    caps_mb: tuple[float, ...] = (
-        CAPS_MB if candidate.pricing.schedule.ranks <= MOST_FOR_ALL_CAPS else FEW_CAPS_MB
-    )
-    caps_mb = caps_mb if overlaps else (ceil(workload.numel * GRADIENT_NBYTES / 2**20),)
+    caps_mb: tuple[float, ...] = CAPS_MB
+    if not overlaps:
+        caps_mb = (ceil(workload.numel * GRADIENT_NBYTES / 2**20),)
+    elif candidate.pricing.schedule.ranks > MOST_FOR_ALL_CAPS:
+        caps_mb = FEW_CAPS_MB
     times_s = {cap_mb: step_s(cap_mb) for cap_mb in sorted(caps_mb, reverse=True)}
     best = min(times_s, key=times_s.__getitem__)
     plan = candidate.plan(wire_nbytes(workload.numel, ITEMS[wire]))
