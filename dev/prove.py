@@ -93,14 +93,18 @@ def divisors(ranks: int) -> list[int]:
 
 def of_algorithm(name: str, ranks: int) -> Iterator[Check]:
     """Prove an all-reduce of the catalogue, at its closed form."""
-    schedule = ALGORITHMS[name]().schedule(0, ranks)
-    proof = verify(schedule, spec.all_reduce(ranks, schedule.chunks))
-    yield named(name, proof, wrong_cost(COSTS["all_reduce", name], ranks, proof.traffic))
+    yield registered(name, name, ALGORITHMS[name]().schedule(0, ranks))
+
+
+def registered(name: str, what: str, schedule: Schedule) -> Check:
+    """Prove an all-reduce, at the closed form of the registered `name`."""
+    proof = verify(schedule, spec.all_reduce(schedule.ranks, schedule.chunks))
+    return named(what, proof, wrong_cost(COSTS["all_reduce", name], proof.ranks, proof.traffic))
 
 
 def both_ways(ranks: int) -> Iterator[Check]:
     """Prove the torus whose halves go different ways, and, on a few ranks, on every grid."""
-    yield summed("torus2d, both ways", Torus2D(both_ways=True).schedule(0, ranks))
+    yield registered("torus2d", "torus2d, both ways", Torus2D(both_ways=True).schedule(0, ranks))
     for x in divisors(ranks) if ranks <= 33 else []:
         schedule = Torus2D((x, ranks // x), both_ways=True).schedule(0, ranks)
         yield summed(

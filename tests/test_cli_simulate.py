@@ -10,7 +10,7 @@ from cases import for_each
 from commands import invoke, told
 
 import commrt
-from commrt.algorithms.registration import Nodes
+from commrt.algorithms.registration import Nodes, Shape
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands.arguments import Wire
@@ -103,8 +103,7 @@ def test_each_wire_of_the_command_line_has_a_price_and_a_name_in_python():
 
 @for_each(("ranks", "per_node"), product([2, 3, 4, 6, 8, 13, 16, 33], [1, 2, 4]))
 def test_every_plan_verifies(ranks, per_node):
-    coded = ((algorithm, 0) for algorithm in coded_candidates(ranks, per_node))
-    for algorithm, steps in (*tried_shapes(Nodes(ranks, per_node)), *coded):
+    for algorithm, steps in (*tried_shapes(Nodes(ranks, per_node)), *map(Shape, coded_candidates(ranks, per_node))):
         schedule = algorithm.schedule(0, ranks)
         assert prove(schedule, all_reduce(ranks, schedule.chunks)).traffic.steps == steps or not steps
 

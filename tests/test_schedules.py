@@ -18,7 +18,7 @@ from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.parts import MAX_HELPERS, folded
 from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.sliced import Sliced, in_slices
-from commrt.algorithms.torus import Torus2D, best_grid
+from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError, UsageError
 from commrt.options import summing_steps
 from commrt.program import chunk_bounds, member_program, program
@@ -230,12 +230,6 @@ def test_folding_serves_a_few_helpers_and_takes_under_three_buffers():
     folds += [traffic(BUILDERS[name](0, p)) for name in ("torus2d", "both ways") for p in (5, 7, 13, 17, 31, 97)]
     assert max(cost.bytes_per_rank for cost in folds) < 3
     assert max(cost.max_peers for cost in folds) <= MAX_HELPERS
-
-
-def test_a_torus_both_ways_folds_the_odd_rank_of_a_prime_in_two_steps():
-    for ranks in (5, 7, 13, 17, 31, 97):
-        x, y = best_grid(ranks - 1)
-        assert (ranks, traffic(BUILDERS["both ways"](0, ranks)).steps) == (ranks, 2 * (x + y - 2) + 2)
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (12, 0), (-3, -4), (1, 1)], ids=str)
