@@ -12,7 +12,7 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster, Link
 from commrt.pricing.price import Pricing
 from commrt.pricing.selection import Selection, choices, parse_forced, slice_nbytes, slots_of
-from commrt.tools.commands import plan
+from commrt.tools.commands import plan_collective
 
 HOST = Cluster.named("host")
 ETHERNET = Cluster.named("ethernet-10g")
@@ -68,7 +68,7 @@ def test_plan_names_the_schedule_that_the_backend_takes(cluster, capsys):
     selection, slots = Selection(Cluster.named(cluster), range(6)), {}
     for number, collective in enumerate(sorted(COLLECTIVES.keys() - {"barrier", "all_to_all"})):
         for nbytes in (8, 200_000, 300_000_000) if number % 2 else (3_000, 5_000_000):
-            plan.collective(collective, nbytes, 6, cluster, as_json=True)
+            plan_collective.collective(collective, nbytes, 6, cluster, as_json=True)
             slots[collective] = slots_of(collective, 6)
             piece = nbytes if slots[collective] == 1 else nbytes // 6
             taken = selection.choose(collective, 0, min(piece, slice_nbytes(collective, 6, "cpu")))

@@ -14,6 +14,7 @@ from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageEr
 from commrt.tools.commands import draw, plan, simulate, verify
 from commrt.tools.commands.arguments import spread
 from commrt.tools.commands.machine import doctor, probe
+from commrt.tools.commands.plan_collective import collective
 from commrt.tools.commands.simulate_backups import backups
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -71,7 +72,7 @@ _group(
         "exchange": plan.exchange,
         "step": plan.step,
         "backups": plan.backups,
-        "collective": plan.collective,
+        "collective": collective,
     },
 )
 _group(

@@ -16,8 +16,8 @@ from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
+from commrt.tools.commands.choosing import choose
 from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
-from commrt.tools.commands.verify import choose
 from commrt.tools.pictures.drawing import (
     draw_recorded_step,
     draw_scaling,

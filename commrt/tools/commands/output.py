@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print: tables, clusters and JSON."""
+"""What several commands print: tables, clusters, what is gained, and JSON."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ def table_of(
     for number, row in enumerate(rows):
         table.add_row(*row, style="bold" if number == bold else None)
     return table
+
+
+def gains(seconds: float, latency_s: float, digits: int) -> str:
+    """Return in words what is saved of a time, and which part of it is latencies.
+
+    >>> gains(0.003, 0.004, digits=0)
+    '4 ms less for latencies and 1 ms more for bytes'
+    """
+    less_ms = {"latencies": 1e3 * latency_s, "bytes": 1e3 * (seconds - latency_s)}
+    sides = [
+        f"{abs(ms):.{digits}f} ms {'less' if ms >= 0 else 'more'} for {what}"
+        for what, ms in less_ms.items()
+    ]
+    return " and ".join(sides)
 
 
 def json_of(facts: object) -> str:

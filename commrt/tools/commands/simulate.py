@@ -23,8 +23,8 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Price
 from commrt.schedule import Algorithm
 from commrt.tools.commands import arguments as opt
+from commrt.tools.commands.choosing import choose
 from commrt.tools.commands.output import about, json_of, table_of
-from commrt.tools.commands.verify import choose
 from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
 from commrt.tools.planning.stragglers import Jitter
 from commrt.tools.planning.timeline import (

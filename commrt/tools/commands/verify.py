@@ -6,29 +6,18 @@ Needs no torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from math import inf
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from commrt.algorithms.catalogue import (
-    ALGORITHMS,
-    COLLECTIVES,
-    POLICIES,
-    ROOTED,
-    by_name,
-    candidates,
-)
-from commrt.algorithms.double_tree import DoubleTree
+from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, ROOTED, candidates
 from commrt.algorithms.gossip import Gossip
-from commrt.algorithms.ring import Rings
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.errors import UsageError
 from commrt.nccl_groups import group_count, nccl_groups
-from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import require_candidate
 from commrt.proof import order_of_additions, replay
 from commrt.proof.additions import Additions
@@ -36,8 +25,8 @@ from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
 from commrt.schedule import MIX, Algorithm, Schedule
 from commrt.tools.commands.arguments import CollectiveOptions, Json, ShapeOptions, leave_out
+from commrt.tools.commands.choosing import choose
 from commrt.tools.commands.output import json_of
-from commrt.tools.planning.bounds import ring_count
 from commrt.tools.planning.mixing import mixing, steps_to_meet_all
 
 PERIODS = 2
@@ -45,57 +34,6 @@ PERIODS = 2
 MOST_STEPS_TO_MEET = 100_000
 MOST_RANKS_IN_ORDER = 256
 """Up to so many, it takes under a second to find in which order a schedule adds."""
-RINGS_FIELDS = {"rings": "count", "within": "per_node"}
-"""Of `Rings`, by the options that set them; other fields are called as the options."""
-
-
-def choose(
-    name: str, shape: ShapeOptions, cluster: Cluster | None = None, *, backups: int | None = None
-) -> Algorithm:
-    """Return the algorithm that the options describe; raises `UsageError` if they do not fit
-    together.
-
-    Rings and double trees fit the nodes of the `cluster`, if their options do not say otherwise.
-    """
-    algorithm: Any = by_name(name)
-    values: dict[str, Any] = {}
-    for option, value in (shape.given() | {"--backups": backups}).items():
-        if value is not None:
-            values[_field(algorithm, option, name)] = value
-    if "grid" in values:
-        values["grid"] = _grid(values["grid"])
-    if cluster is not None and isinstance(algorithm, DoubleTree):
-        values.setdefault("within", cluster.gpus_per_node)
-    if cluster is not None and isinstance(algorithm, Rings):
-        per_node = values.setdefault("per_node", cluster.gpus_per_node)
-        values.setdefault("count", min(ring_count(cluster), per_node))
-    return cast("Algorithm", replace(algorithm, **values))
-
-
-def _field(algorithm: Algorithm, option: str, name: str) -> str:
-    """Return which field of `algorithm`, called `name`, an option sets."""
-    field = option.removeprefix("--").replace("-", "_")
-    if isinstance(algorithm, Rings):
-        field = RINGS_FIELDS.get(field, field)
-    if field not in _fields(algorithm):
-        others = (each for each in (*ALGORITHMS, *POLICIES) if each != "rings")
-        takers = [each for each in others if field in _fields(by_name(each))]
-        takers += ["rings"] * (field in RINGS_FIELDS)
-        raise UsageError(f"{option} is for {', '.join(takers)}, not for {name}: leave it out")
-    return field
-
-
-def _fields(algorithm: Any) -> set[str]:
-    return {each.name for each in fields(algorithm)}
-
-
-def _grid(text: str) -> tuple[int, int]:
-    sides = re.fullmatch(r"(\d+)x(\d+)", text)
-    if sides is None:
-        raise UsageError(
-            f"--grid {text!r} is not a grid: write it as 4x3, ranks in a row x ranks in a column"
-        )
-    return int(sides[1]), int(sides[2])
 
 
 def verify(

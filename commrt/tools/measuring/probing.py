@@ -223,7 +223,7 @@ def _message_us(world: World) -> float:
             - world.comm_thread.submit(alone).result()
         )
     slowest_s = max(all_gather(world, median(excess_s[1:])))
-    return float(f"{max(1e6 * slowest_s / (2 * world.size - 4), 0.0):.3g}")
+    return max(1e6 * slowest_s / (2 * world.size - 4), 0.0)
 
 
 def fit_line(nbytes: Sequence[int], times_s: Sequence[float]) -> Line:

@@ -182,14 +182,13 @@ def read_times(path: str) -> Times:
             raise UsageError(
                 f"{path}: step {number} has {len(step)} times, step 0 has {ranks}: give each rank's"
             )
-        for rank, value in enumerate(step):
-            if not 0 < _number(value) < MAX_STEP_S:
-                place = f"{path}: step {number}, rank {rank}"
-                raise UsageError(
-                    f"{place}: {value!r:.80} is no number of seconds above 0 and below"
-                    f" {MAX_STEP_S:g}"
-                )
-    return np.array(steps, dtype=np.float64)
+    times_s = np.array([[_number(value) for value in step] for step in steps])
+    for number, rank in np.argwhere(~((times_s > 0) & (times_s < MAX_STEP_S)))[:1]:
+        raise UsageError(
+            f"{path}: step {number}, rank {rank}: {steps[number][rank]!r:.80} is no number of"
+            f" seconds above 0 and below {MAX_STEP_S:g}"
+        )
+    return times_s
 
 
 def _number(value: Any) -> float:
