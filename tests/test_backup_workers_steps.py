@@ -201,10 +201,10 @@ def test_ranks_that_call_each_other_out_of_slow_reductions_go_on(monkeypatch):
     monkeypatch.setattr(backup_step, "STALLED_S", 1e-3)
     reduce_now, calls = Engine.reduce_now, ATTEMPTS + 2
 
-    def slow(engine, bucket, step):
+    def slow(engine, bucket, step, members):
         while step == 1 and engine.world.membership.number < calls and not engine.world.membership.is_called:
             Event().wait(0.01)
-        return reduce_now(engine, bucket, step)
+        return reduce_now(engine, bucket, step, members)
 
     def body(world):
         model = torch.nn.Linear(3, 2)

@@ -132,11 +132,11 @@ def runs(world, compared):
 
 
 def test_of_many_exchanges_only_the_latest_are_kept(world):
-    made = prepared.Prepared(world, lambda *_: object(), kept=2)
+    made = prepared.Prepared(world, kept=2)
     some = [commrt.Ring().schedule(0, ranks) for ranks in (2, 3, 4)]
     for schedule in some:
-        made.get(schedule, None, 0)
-    assert [made.known(schedule, None, 0) is not None for schedule in some] == [False, True, True]
+        made.keep(object(), schedule)
+    assert [made.known(schedule) is not None for schedule in some] == [False, True, True]
 
 
 CHANGES = {

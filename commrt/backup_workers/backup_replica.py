@@ -404,11 +404,9 @@ def attach(request: Request) -> Replica:
     _check_for_backups(request)
     for count in range(needed, algorithm.needed_among(world.size, world.founders) + 1):
         algorithm.inner.schedule(0, count)  # raises where it cannot be made for so many
-    engine = Engine(
-        world, algorithm.inner, request.build_buckets(request.params[::-1]), ranks=needed
-    )
+    engine = Engine(world, algorithm.inner, request.build_buckets(request.params[::-1]))
     return request.open(
-        engine.schedule(0),
+        engine.schedule(0, needed),
         engine.buckets,
         partial(BackupWorkersReplica, request, engine),
         flags={"broadcast_buffers": request.broadcast_buffers},

@@ -29,11 +29,11 @@ from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.backup_workers.replica_state import Snapshot
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.riders import Riders
 from commrt.elastic.elastic_membership import LOOK_S, make_elastic
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
+from commrt.runtime.prepared import Members
 from commrt.threads.calls import start_call
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
@@ -129,12 +129,10 @@ class BackupStep:
         self._use_buckets()
 
     def _use_buckets(self) -> None:
-        self._ready_order = ReadyOrder([bucket.names for bucket in self._engine.buckets])
         allocate = self._world.transport.allocate
         self._flat_buffer = (
             FlatBuffer([*self._model.buffers()], allocate) if self._with_buffers else None
         )
-        self._memory_epoch = self._membership.memory_epoch
 
     def snapshot(self, *, in_pass: bool) -> Snapshot:
         """Return where this rank stands."""
@@ -192,7 +190,7 @@ class BackupStep:
 
     def begin(self, samples: int | None, number: int | None) -> None:
         """Begin backward pass `number` at its first gradient, or a step without one."""
-        self._ready_order.arm()
+        self._engine.order.arm()
         self._engine.own_weight = self._riding.own_weight
         steps, settings = self._guard.close(self.version)
         says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
@@ -207,19 +205,14 @@ class BackupStep:
         """Note that the gradient of `name` is ready, by default all gradients; announce full
         buckets.
         """
-        indices = self._ready_order.rest() if name is None else self._ready_order.mark(name)
+        order = self._engine.order
+        indices = order.rest() if name is None else order.mark(name)
         if (running := self._pass) is None:
             raise UsageError("a gradient outside of a backward pass: detach() and attach() again")
         for index in indices:
             bucket = self._engine.buckets[index]
-            header = bucket.header._replace(**running.says)
-            is_plain = (
-                running.number is not None and self._riding.is_idle and not self._riding.wants_stop
-            )
-            if bucket.riders is not None and not is_plain:
-                bucket.riders.load(leaving := self._riding.leave(running.number))
-                header = header._replace(weighed=leaving.weighed)
-            bucket.take(header, self._ready_order.seen)
+            leaving = None if bucket.riders is None else self._riding.leave(running.number)
+            bucket.take(bucket.header._replace(**running.says), order.seen, leaving)
             if running.ready:
                 running.ready[index].set_result(self._world.comm_thread.streams.record_event())
                 running.outcome = running.outcome or self._world.comm_thread.submit(
@@ -351,29 +344,27 @@ class BackupStep:
             membership.failures = 0
         return outcome
 
-    def _reduce(self, step: int, attempt: int, members: tuple[int, ...]) -> bool:
+    def _reduce(self, step: int, attempt: int, members: Members) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it."""
         self.votes.begin_reduction(attempt)
         running = self._carried
-        self._engine.members = members
         try:
-            if self._memory_epoch != self._membership.memory_epoch:
+            if not self._engine.is_current:
                 self._replace_buckets(running)
             running.spans = []
             for bucket in self._engine.buckets:
                 if running.ready:
                     self._wait_for(running.ready[bucket.index])
-                running.spans.append(self._engine.reduce_now(bucket, step))
+                running.spans.append(self._engine.reduce_now(bucket, step, members))
             if running.ready:
                 self._wait_for(running.ready[-1])
             if self._flat_buffer is not None or self.order is None:
-                running.spans += self._broadcast(running, step)
+                running.spans += self._broadcast(running, step, members)
             if self._world.comm_thread.streams.queues:
                 self._world.transport.wait()
             self._done.fill_(1)  # arrives at the first member when it was sent by all others
-            self._engine.tensors.get(tree.reduce(len(members)), members, self._done).run(
-                Tag(step, "through")
-            )
+            schedule = tree.reduce(len(members))
+            self._engine.run_now(schedule, self._done, members, Tag(step, "through"))
         except LOST as failure:
             self._membership.break_connections(failure)
             return False
@@ -383,17 +374,14 @@ class BackupStep:
         """Use new memory: a rank of an earlier generation may still read the old."""
         for ready in running.ready[:-1]:
             self._wait_for(ready)
-        ready_order = self._ready_order
         before = cast("Riders", self._engine.buckets[0].riders)
         self._renew_buckets()
-        self._ready_order = ready_order
         after = cast("Riders", self._engine.buckets[0].riders)
         after.digest = before.digest
         after.is_watched = before.is_watched
-        after.load(before.leaving)
         for bucket in self._engine.buckets:
-            weighed = before.leaving.weighed if bucket.riders is not None else 0
-            bucket.take(bucket.header._replace(**running.says, weighed=weighed), ready_order.seen)
+            header = bucket.header._replace(**running.says)
+            bucket.take(header, self._engine.order.seen, before.leaving)
 
     def _wait_for(self, ready: Future[StreamEvent]) -> None:
         """Wait until the training thread has come to `ready`; raises if the world was given up, or
@@ -401,14 +389,14 @@ class BackupStep:
         """
         self._world.comm_thread.streams.wait_event(self._membership.wait_for(ready))
 
-    def _broadcast(self, running: _Pass, step: int) -> Iterable[Span]:
+    def _broadcast(self, running: _Pass, step: int, members: Members) -> Iterable[Span]:
         """Send the first member's buffers, and in the first step its order of gradients."""
         if self._flat_buffer is not None:
             self._flat_buffer.fill([*self._model.buffers()])
-            yield self._engine.broadcast_now(self._flat_buffer.flat, step)
+            yield self._engine.broadcast_now(self._flat_buffer.flat, step, members)
         if self.order is None:
-            order = torch.tensor(self._ready_order.places(), device="cpu")
-            yield self._engine.broadcast_now(order, step)
+            order = torch.tensor(self._engine.order.places(), device="cpu")
+            yield self._engine.broadcast_now(order, step, members)
             running.order = order.tolist()
 
 

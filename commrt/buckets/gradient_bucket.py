@@ -27,7 +27,7 @@ from commrt.buckets.layout import (
     wire_dtype,
 )
 from commrt.buckets.overlap_check import OverlapCheck
-from commrt.buckets.riders import Riders, riding_numel
+from commrt.buckets.riders import Leaving, Riders, riding_numel
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout, layout_of
@@ -133,13 +133,17 @@ class GradientBucket:
         parts = (self.residual[place - self.head_numel :][:count] for place, count in spans)
         return dict(zip(self.names, parts, strict=True))
 
-    def take(self, header: Header, ready: Container[str]) -> None:
-        """Hold on to the gradients at hand, to be sent with `header`.
+    def take(self, header: Header, ready: Container[str], leaving: Leaving | None = None) -> None:
+        """Hold on to the gradients at hand, to be sent with `header`; in the first bucket `leaving`
+        rides along.
 
         Raises `UsageError` for a gradient that does not fit, or that is `ready` and gone.
         """
         if self._packing.mismatched:  # a GPU may have found out since the previous step
             self._refuse_sum()
+        if leaving is not None and self.riders is not None:
+            self.riders.load(leaving)
+            header = header._replace(weighed=leaving.weighed)
         self._word = encode(header)
         self._made = {}
         self._writes = 0
@@ -185,8 +189,10 @@ class GradientBucket:
                 if grad is not None:
                     self._require_fit(place, grad)
 
-    def require_dense(self) -> None:
-        """Raise `UsageError` for a sparse gradient, of which nothing else is checked now."""
+    def require_dense(self, leaving: Leaving | None) -> None:
+        """Do what `take` does where nothing travels, and refuse only sparse gradients."""
+        if leaving is not None and self.riders is not None:
+            self.riders.load(leaving)
         for (name, _), grad in zip(self.params, map(grad_of, self._tensors), strict=True):
             if grad is not None and grad.layout is not torch.strided:
                 raise UsageError(SPARSE.format(name=name, layout=grad.layout))

@@ -30,16 +30,22 @@ class ReadyOrder:
     [2, 1, 0]
     """
 
-    def __init__(self, names: Sequence[Sequence[str]]) -> None:
+    def __init__(self, names: Sequence[Sequence[str]] = ()) -> None:
         self.seen: dict[str, int] = {}
         """Gradients in the order in which they became ready in this pass, and the bucket of each.
         """
         self._bucket_of: dict[str, int] = {}
         self._missing: list[int] = []  # gradients by bucket
+        self._names: Sequence[Sequence[str]] | None = None
         self.use(names)
 
     def use(self, names: Sequence[Sequence[str]]) -> None:
-        """Count gradients of buckets that have these `names`; between two passes."""
+        """Count gradients of buckets that have these `names`; a pass may run only if they are those
+        of before.
+        """
+        if names == self._names:
+            return
+        self._names = names
         self._bucket_of.clear()
         self._bucket_of.update({name: bucket for bucket, some in enumerate(names) for name in some})
         self._counts = [*map(len, names)]

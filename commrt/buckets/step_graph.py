@@ -65,8 +65,9 @@ class StepGraphs:
         """
         self._latest = bound
         if self._refusal or not bound.replays:
-            bound.steps += bound.latest != tag.step
-            bound.latest = tag.step
+            if bound.latest != tag.step:
+                bound.steps += 1
+                bound.latest = tag.step
             self.reasons[bucket.index] = self._refusal or FIRST
             return False
         if bound.programs[bucket.index].peer_parts and not bucket.is_whole:
@@ -107,9 +108,8 @@ class StepGraphs:
         replays: list[Exchange] = []
         try:
             for bucket, program in zip(self._buckets, programs, strict=True):
-                if (
-                    replay := self._transport.capture(_work(bucket, program), program.group)
-                ) is None:
+                replay = self._transport.capture(_work(bucket, program), program.group)
+                if replay is None:
                     self._refusal = NOTHING_QUEUED
                     break
                 replays.append(replay)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -30,10 +30,11 @@ from commrt.kernels.layout import GRANULE, padded
 from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
 from commrt.program import chunk_bounds, member_program
 from commrt.runtime.executor import BoundProgram, Scratch, bind
+from commrt.runtime.prepared import Prepared
 from commrt.runtime.world import World
 from commrt.schedule import Schedule
 from commrt.threads.future import Future
-from commrt.threads.recording import Recorder
+from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
 from commrt.transport.channel import SMALL_NBYTES
 from commrt.transport.protocol import Tag, point
 
@@ -43,8 +44,6 @@ SPREAD = 0x9E3779B1
 """Makes sequence numbers differ in many bits, so that a call of one number is taken for no call of
 another.
 """
-KEPT = 256
-"""Plans that are kept, and programs: those used last."""
 
 
 class _Copy(NamedTuple):
@@ -53,6 +52,12 @@ class _Copy(NamedTuple):
     wire: Tensor
     row: int
     elements: slice
+
+
+class _Bound(NamedTuple):
+    program: BoundProgram
+    wire: Tensor
+    """[sum of the sizes of all slots]"""
 
 
 class _Part(NamedTuple):
@@ -87,8 +92,9 @@ class CallEngine:
         self.begun = 0
         """Calls that have run, or begun to: the sequence number of the next one."""
         self._memory = Scratch(self._allocate)
-        self._plan = lru_cache(KEPT)(self._new_plan)
-        self._bound = lru_cache(KEPT)(self._bind)  # its schedules were proven when they were chosen
+        self._plans = Prepared[_Plan](world)
+        # programs that plans share; their schedules were proven when they were chosen
+        self._programs = Prepared[_Bound](world)
 
     def begin(
         self, call: Call, timeout_s: float | None = None, *, waits: bool = False
@@ -115,14 +121,20 @@ class CallEngine:
             # The caller's tensors may be made under it. torch.inference_mode() takes four times as
             # long.
             with torch._C._InferenceMode(True):  # noqa: SLF001
-                plan = self._plan(call.kind)
+                plan = self._plans.known(call.kind)
+                if plan is None:
+                    plan = self._plans.keep(self._plan(call.kind), call.kind)
                 collective = call.kind.collective
                 tag = Tag(number, collective, plan.number ^ (number * SPREAD & 0xFFFFFFFF))
-                with comm_thread.within_range(
-                    collective, step=number, numel=plan.numel, schedule=plan.schedule
+                listener = comm_thread.listener
+                facts: dict[str, Fact] = {"numel": plan.numel, "schedule": plan.schedule}
+                with (
+                    NOTHING
+                    if listener is None
+                    else within_range(listener, collective, step=number, **facts)
                 ):
                     for part in plan.parts:
-                        _carry(part, call, tag, comm_thread.listener)
+                        _carry(part, call, tag, listener)
                     for target, row in call.copies:
                         target.copy_(row.view(target.dtype).view(target.shape))
             if call.kind.device.type == "cuda":
@@ -146,7 +158,7 @@ class CallEngine:
             if timeout_s is not None:
                 transport.timeout_s = self.timeout_s
 
-    def _new_plan(self, kind: Kind) -> _Plan:
+    def _plan(self, kind: Kind) -> _Plan:
         slot_nbytes = slice_nbytes(kind.collective, self._world.size, kind.device.type)
         schedule = self._selection.choose(
             kind.collective, kind.root, min(kind.piece_nbytes, slot_nbytes)
@@ -164,7 +176,11 @@ class CallEngine:
         sizes = tuple([min(max(size - lo, 0), slot_numel) for size in kind.sizes])
         shape = tuple(map(padded, sizes)) if kind.is_even else sizes
         places = [*accumulate(shape, initial=0)]
-        program, wire = self._bound(schedule, shape, kind.operation, kind.wire_dtype, kind.device)
+        key = schedule, shape, kind.operation, kind.wire_dtype, kind.device
+        bound = self._programs.known(*key)
+        if bound is None:
+            bound = self._programs.keep(self._bind(*key), *key)
+        program, wire = bound
         lands = (
             kind.divisor == 1
             and shape == sizes
@@ -198,14 +214,10 @@ class CallEngine:
         operation: str | None,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> tuple[BoundProgram, Tensor]:
-        """Return a program for slots of the sizes `shape`, and the wire [sum of shape] that it runs
-        on.
-        """
+    ) -> _Bound:
+        """Return a program for slots of the sizes `shape`, and the wire that it runs on."""
         world = self._world
-        ranks = self._world.size
-        # which remembers schedules
-        mine = member_program(schedule, range(ranks), world.rank, ranks)
+        mine = member_program(schedule, range(world.size), world.rank, world.size)
         bounds = [0]
         chunks_per_slot = schedule.chunks // len(shape)
         for size in shape:
@@ -213,20 +225,10 @@ class CallEngine:
                 bounds[-1] + bound for bound in chunk_bounds(size, chunks_per_slot, GRANULE)[1:]
             ]
         wire = self._memory.row(bounds[-1], dtype, device, "wire")
-        scratch = self._memory
+        streams = world.comm_thread.streams
         add = None if operation is None else combining(operation)
-        return (
-            bind(
-                mine,
-                wire,
-                world.transport,
-                scratch,
-                world.comm_thread.streams,
-                bounds=bounds,
-                add=add,
-            ),
-            wire,
-        )
+        program = bind(mine, wire, world.transport, self._memory, streams, bounds=bounds, add=add)
+        return _Bound(program, wire)
 
     def _allocate(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return so much that it seldom has to grow, since programs bound to what was too small

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from commrt.algorithms import halving_doubling
 from commrt.errors import UsageError
 from commrt.runtime.init import current
 from commrt.runtime.membership import LOST
+from commrt.runtime.prepared import Prepared
+from commrt.runtime.renewed import Renewed
 from commrt.runtime.world import World
 from commrt.store.parsing import MALFORMED, parse_int, require
 from commrt.threads.future import Future
@@ -40,6 +42,20 @@ class _Indexed(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
     def __len__(self) -> int: ...
+
+
+class _Buffers(NamedTuple):
+    """Memory for a batch that leaves, and for the one that comes."""
+
+    sent: FlatBuffer
+    received: FlatBuffer
+
+
+class _InFlight(NamedTuple):
+    places: Tensor
+    """Of the samples that leave, where others come."""
+    buffers: _Buffers
+    answer: Future[int | None]
 
 
 class RingShuffle:
@@ -81,10 +97,10 @@ class RingShuffle:
         """The number of whole passes so far."""
         self._taken = 0  # batches of the running pass
         self._order = lru_cache(2)(self._order_of)
-        self._like = [field[: self._batch_size] for field in self._fields]
         self._generation = self._world.membership.number
-        self._memory_epoch = -1  # of the memory below, see `Membership.memory_epoch`
-        self._in_flight: tuple[Tensor, Future[int | None]] | None = None
+        self._buffers = Renewed(self._world, self._new_buffers)
+        self._prepared = Prepared[Exchange](self._world, kept=1)
+        self._in_flight: _InFlight | None = None
         self._completed = 0  # batches exchanged since the start
         # which can be taken back
         self._replaced: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=UNDO_BATCHES)
@@ -125,13 +141,14 @@ class RingShuffle:
         """Wait for the batch in flight, and put what has come into the shard; not collective."""
         if self._in_flight is None:
             return
-        (places, answer), self._in_flight = self._in_flight, None
+        places, buffers, answer = self._in_flight
+        self._in_flight = None
         completed = answer.result()
         if completed is None:
             return
         if completed > self._completed:
             self._replaced.append((places, [field[places] for field in self._fields]))
-            self._put(places, self._received.parts)
+            self._put(places, buffers.received.parts)
         while self._completed > completed and self._replaced:
             self._put(*self._replaced.pop())
             self._completed -= 1
@@ -180,27 +197,33 @@ class RingShuffle:
 
     def _send(self, places: Tensor) -> None:
         # A smaller batch repeats its last sample, so that one exchange is bound for all.
-        places = torch.cat([places, places[-1:].expand(len(self._like[0]) - len(places))])
-        # a rank of an earlier generation may still read
-        if self._memory_epoch != self._world.membership.memory_epoch:
-            self._memory_epoch = self._world.membership.memory_epoch
-            self._sent, self._received = (
-                FlatBuffer(self._like, self._world.transport.allocate) for _ in range(2)
-            )
-            self._bound: Exchange | None = None
-        self._sent.fill([field[places] for field in self._fields])
+        most = min(self._batch_size, len(self._fields[0]))
+        places = torch.cat([places, places[-1:].expand(most - len(places))])
+        buffers = self._buffers.current()
+        buffers.sent.fill([field[places] for field in self._fields])
         if self._world.membership.needed:
             raise UsageError(
                 "RingShuffle passes a batch on in each step, and with BackupWorkers ranks make"
                 " different numbers of steps: let each rank draw from all samples, as torch's"
                 " DistributedSampler does"
             )
-        self._in_flight = (
-            places,
-            self._world.comm_thread.submit(partial(self._exchange, self._completed)),
-        )
+        exchange = partial(self._exchange, buffers, self._completed)
+        self._in_flight = _InFlight(places, buffers, self._world.comm_thread.submit(exchange))
 
-    def _exchange(self, completed: int) -> int | None:
+    def _new_buffers(self) -> _Buffers:
+        like = [field[: self._batch_size] for field in self._fields]
+        allocate = self._world.transport.allocate
+        return _Buffers(FlatBuffer(like, allocate), FlatBuffer(like, allocate))
+
+    def _bind(self, buffers: _Buffers) -> Exchange:
+        """Bind the exchange with both neighbours in the ring of the members."""
+        members = self._world.members
+        place = members.index(self._world.rank)
+        to_next = P2PMessage(members[(place + 1) % len(members)], buffers.sent.flat)
+        from_last = P2PMessage(members[place - 1], buffers.received.flat)
+        return self._world.transport.bind(P2PGroup([to_next], [from_last]))
+
+    def _exchange(self, buffers: _Buffers, completed: int) -> int | None:
         """Return how many batches all ranks have exchanged now, or None if that is unknown. On its
         own thread.
 
@@ -216,16 +239,10 @@ class RingShuffle:
         try:
             if membership.number != self._generation:
                 return self._lowest(completed)
-            if self._bound is None:
-                place = self._world.members.index(self._world.rank)
-                members = self._world.members
-                after = members[(place + 1) % len(members)]
-                before = members[place - 1]
-                group = P2PGroup(
-                    [P2PMessage(after, self._sent.flat)], [P2PMessage(before, self._received.flat)]
-                )
-                self._bound = self._world.transport.bind(group)
-            self._bound(TAG)
+            exchange = self._prepared.known(buffers)
+            if exchange is None:
+                exchange = self._prepared.keep(self._bind(buffers), buffers)
+            exchange(TAG)
             if membership.is_elastic:
                 self._world.transport.wait()
         except LOST as failure:

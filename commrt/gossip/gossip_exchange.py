@@ -29,15 +29,15 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import Scratch, bind
 from commrt.runtime.membership import LOST
+from commrt.runtime.prepared import Prepared
 from commrt.runtime.reading import bind_reading, bind_receiving
 from commrt.runtime.world import World
 from commrt.schedule import IntArray, Schedule
+from commrt.threads.recording import NOTHING, Fact, within_range
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
-KEPT = 1024
-"""Schedules whose programs are kept: those used last."""
-PROGRAMS_BOUND = 64
-"""Programs that all messages stay bound to: those used last."""
+KEPT = 64
+"""Schedules whose programs are kept, with all messages that they are bound to."""
 
 
 class Stop(NamedTuple):
@@ -65,6 +65,13 @@ class BoundExchange(NamedTuple):
     """The weight of what is received; 0 if nothing is."""
 
 
+class _Round(NamedTuple):
+    """This rank's part in a schedule."""
+
+    program: Program
+    exchanges: dict[Message, BoundExchange]
+
+
 def _nothing(_: Tag) -> None:
     pass
 
@@ -89,9 +96,8 @@ class GossipExchange:
         self.membership = make_elastic(world)
         self._generation = self._shared = -1
         self._prove = lru_cache(KEPT)(self._prove_anew)
-        self._program_of = lru_cache(KEPT)(self._find_program)
-        self._program_at = lru_cache(1)(self._find_program_at)
-        self._exchanges_of = lru_cache(PROGRAMS_BOUND)(self._no_exchanges)
+        self._prepared = Prepared[_Round](world, KEPT)
+        self._round_at = lru_cache(1)(self._find_round)
 
     def prove(self) -> Schedule:
         """Prove the exchanges of a period, and return the first."""
@@ -121,7 +127,7 @@ class GossipExchange:
         if self.world.size == 1:
             return
         self._shared = self._generation
-        messages = [message for bucket in buckets for message in bucket.free]
+        messages = [message for bucket in buckets for message in bucket.messages()]
         buffers = [buffer for message in messages for buffer in (message.sent, message.received)]
         windows = self.world.comm_thread.submit(
             lambda: self.world.transport.share(buffers)
@@ -154,22 +160,23 @@ class GossipExchange:
         if bucket.index == 0:
             self.membership.submit_step(step)
         header = Header(0, self._number, 0, step, bucket.index, 0)
-        message = bucket.packed(header, self.membership.memory_epoch, self.world.transport.allocate)
+        message = bucket.packed(header)
         message.step = step
         if message.said is not None and (stop != NO_STOP or message.said.is_loaded):
             message.said.load(NOTHING_LEAVES if stop == NO_STOP else stop.leaving())
-        with self.world.comm_thread.within_range("submit", number=bucket.index, step=step):
-            message.answer = self.world.comm_thread.submit(
-                partial(self._carry, message, bucket.index, step)
-            )
-        bucket.in_flight.append(bucket.free.popleft())
+        comm_thread = self.world.comm_thread
+        listener = comm_thread.listener
+        facts: dict[str, Fact] = {"number": bucket.index, "step": step}
+        with NOTHING if listener is None else within_range(listener, "submit", **facts):
+            message.answer = comm_thread.submit(partial(self._carry, message, bucket.index, step))
+        bucket.in_flight.append(message)
+        bucket.sent += 1
 
     def release(self) -> None:
         """Free all memory; call it when no exchange is in flight."""
         self._prove.cache_clear()
-        self._program_at.cache_clear()
-        self._program_of.cache_clear()
-        self._exchanges_of.cache_clear()
+        self._round_at.cache_clear()
+        self._prepared.forget()
         self._scratch = Scratch()
 
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
@@ -177,31 +184,30 @@ class GossipExchange:
         membership = self.membership
         done = NOTHING_DONE
         sources = list[int]()
-        with self.world.comm_thread.within_range(
-            "bucket", number=bucket, step=step, algorithm="gossip"
-        ):
+        listener = self.world.comm_thread.listener
+        facts: dict[str, Fact] = {"number": bucket, "step": step, "algorithm": "gossip"}
+        with NOTHING if listener is None else within_range(listener, "bucket", **facts):
             if bucket == 0:
                 membership.start_no_earlier(step + 1)
             if (generation := membership.generation).start <= step:
                 if generation.number != self._generation:
                     self._adopt(generation)
-                program = self._program_at(step)
+                mine = self._round_at(step)
                 try:
-                    if program.hops:
-                        done = self._exchange(program, message, Tag(step, bucket))
-                    sources = [leg.peer for hop in program.hops for leg in hop.recvs]
+                    if mine.program.hops:
+                        done = self._exchange(mine, message, Tag(step, bucket))
+                    sources = [leg.peer for hop in mine.program.hops for leg in hop.recvs]
                 except LOST as failure:
                     membership.recover(failure)
         return Received(
             Span(bucket, begin_s, perf_counter(), done.nbytes_sent), done.share, sources
         )
 
-    def _exchange(self, program: Program, message: Message, tag: Tag) -> BoundExchange:
+    def _exchange(self, mine: _Round, message: Message, tag: Tag) -> BoundExchange:
         """Exchange `message`, and check what came; return what did so."""
-        known = self._exchanges_of(program)
-        exchange = known.get(message)
-        if exchange is None:
-            exchange = known[message] = self._bind(program, message)
+        if message not in mine.exchanges:
+            mine.exchanges[message] = self._bind(mine.program, message)
+        exchange = mine.exchanges[message]
         if message.said is not None:
             if message.digests is not None:
                 message.said.watch(message.digests[0])
@@ -221,7 +227,7 @@ class GossipExchange:
         if message.digests is not None:
             said = cast("Riders", message.heard).read()["digest"][0]
             if int(said) != message.digests[1].now():
-                peers = [leg.peer for hop in program.hops for leg in hop.recvs]
+                peers = [leg.peer for hop in mine.program.hops for leg in hop.recvs]
                 raise DisagreementError(
                     f"watch: in step {tag.step} other weights came from rank {peers[0]} than it"
                     " sent: bits were flipped on the way; look at the network between these ranks,"
@@ -229,17 +235,17 @@ class GossipExchange:
                 )
         return exchange
 
-    def _find_program_at(self, step: int) -> Program:
-        """Return this rank's program in `step`, which all buckets have."""
-        return self._program_of(self._algorithm.schedule(step, len(self.members)))
-
-    def _find_program(self, schedule: Schedule) -> Program:
+    def _find_round(self, step: int) -> _Round:
+        """Return this rank's part in `step`, which all buckets have."""
+        schedule = self._algorithm.schedule(step, len(self.members))
+        found = self._prepared.known(schedule)
+        if found is not None:
+            return found
         proven, order = _unrenamed(schedule)
         self._prove(proven)
-        return permuted_program(proven, self._ranks[order], self.world.rank, self.world.size)
-
-    def _no_exchanges(self, _: Program) -> dict[Message, BoundExchange]:
-        return {}
+        rank, places = self.world.rank, self.world.size
+        program = permuted_program(proven, self._ranks[order], rank, places)
+        return self._prepared.keep(_Round(program, {}), schedule)
 
     def _bind(self, program: Program, message: Message) -> BoundExchange:
         transport = self.world.transport

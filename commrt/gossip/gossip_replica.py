@@ -34,7 +34,6 @@ def attach(request: Request) -> Replica:
     held = exchanged_tensors(request.model)
     wire = cast("torch.dtype | None", request.wire)
     messages = algorithm.staleness + 1
-    allocate = world.transport.allocate_shared
     watches = bool(request.optimizers)
     plan = plan_buckets(
         ((slot.tensor().nbytes, slot.tensor().dtype) for slot in held), request.cap_nbytes
@@ -45,7 +44,7 @@ def attach(request: Request) -> Replica:
             [held[i] for i in places],
             wire,
             messages,
-            allocate,
+            world,
             watches=watches,
             has_digests=request.watch,
         )

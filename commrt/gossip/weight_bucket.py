@@ -24,8 +24,10 @@ from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import layout_of
 from commrt.kernels.packing import Packing
+from commrt.runtime.renewed import Renewed
+from commrt.runtime.world import World
 from commrt.threads.future import Future
-from commrt.transport.protocol import Allocate, Window
+from commrt.transport.protocol import Window
 
 SOON_S = 0.05
 """An exchange that takes longer may wait for a rank that will not come."""
@@ -57,7 +59,6 @@ class Message:
     """What came with `received`."""
     digests: tuple[Digest, Digest] | None = None
     """Of the weights in `sent` and `received`, if they are watched."""
-    memory_epoch: int = 0  # see `WeightBucket.packed`
     step: int = 0
     answer: Future[Received] | None = None
 
@@ -66,8 +67,8 @@ class WeightBucket(WeightPart):
     """Weights that gossip sends together, with memory for so many `messages` at once.
 
     In each step the thread that trains calls `packed`, the communication thread exchanges the
-    message, and the thread that trains calls `mix`. Whoever sends moves the message from `free` to
-    `in_flight`, where the oldest comes first.
+    message, and the thread that trains calls `mix`. Whoever sends adds the message to `in_flight`,
+    where the oldest comes first, and counts it in `sent`.
     """
 
     IN_FLIGHT = (
@@ -86,7 +87,7 @@ class WeightBucket(WeightPart):
         held: Sequence[TensorSlot],
         wire: torch.dtype | None,
         messages: int,
-        allocate: Allocate,
+        world: World,
         *,
         watches: bool,
         has_digests: bool = False,
@@ -99,17 +100,23 @@ class WeightBucket(WeightPart):
         )
         self._wire = wire_dtype(self._kinds[0].dtype, wire)
         self.rounds = self._wire != self._kinds[0].dtype  # the wire is narrower than the weights
-        self.free = deque(self._message(allocate) for _ in range(messages))
+        self._allocate = world.transport.allocate_shared
+        # they take turns
+        self._at_once = messages
+        self._messages = [Renewed(world, self._message) for _ in range(messages)]
+        self.messages()  # makes them now, as a GPU may have to wait
         self.in_flight: deque[Message] = deque()
+        self.sent = 0
 
-    def _message(self, allocate: Allocate, memory_epoch: int = 0) -> Message:
+    def messages(self) -> list[Message]:
+        """Return the memory of all messages; nothing is in flight."""
+        return [message.current() for message in self._messages]
+
+    def _message(self) -> Message:
         like = self._tensors()
-        sent, received = (
-            allocate(self._layout.numel, self._wire, like[0].device) for _ in range(2)
-        )
-        message = Message(
-            sent, received, packing(sent, self._layout, like), memory_epoch=memory_epoch
-        )
+        sent = self._allocate(self._layout.numel, self._wire, like[0].device)
+        received = self._allocate(self._layout.numel, self._wire, like[0].device)
+        message = Message(sent, received, packing(sent, self._layout, like))
         if self._layout.riding:
             areas = (self._layout.riders(wire)[: SLOT.itemsize] for wire in (sent, received))
             message.said, message.heard = (Riders(area, 0) for area in areas)
@@ -126,16 +133,13 @@ class WeightBucket(WeightPart):
             self.index, self._wire, (slot.name for slot in self.held), self._kinds
         )
 
-    def packed(self, header: Header, memory_epoch: int, allocate: Allocate) -> Message:
-        """Write the weights to a free message, and return it; on a GPU in stream order.
-
-        A partner may still read one of an earlier `memory_epoch`, so this allocates another in its
-        place.
+    def packed(self, header: Header) -> Message:
+        """Write the weights to a message that is not in flight, and return it; on a GPU in stream
+        order.
         """
-        if self.free[0].memory_epoch != memory_epoch:
-            self.free[0] = self._message(allocate, memory_epoch)
-        self.free[0].packing.pack(self._tensors(), 1.0, encode(header))
-        return self.free[0]
+        message = self._messages[self.sent % self._at_once].current()
+        message.packing.pack(self._tensors(), 1.0, encode(header))
+        return message
 
     def mix(self, outwait: Callable[[Future[Received], int], Received]) -> Received:
         """Wait for the oldest exchange, mix what it brought into the weights, and return it.
@@ -150,7 +154,7 @@ class WeightBucket(WeightPart):
             found = message.answer.result(SOON_S)
         except TimeoutError:
             found = outwait(message.answer, message.step + 1)
-        self.free.append(self.in_flight.popleft())
+        self.in_flight.popleft()
         if found.share:
             with torch.no_grad():
                 message.packing.mix(self._tensors(), message.received, message.sent, found.share)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import cast
 
 import torch
@@ -30,6 +30,7 @@ from commrt.errors import PeerLost, Place
 from commrt.local_sgd.fragment import MERGING, Fragment, InFlight
 from commrt.local_sgd.policy import LocalSGD
 from commrt.runtime.membership import LOST
+from commrt.runtime.prepared import Members
 from commrt.threads.comm_thread import RecoveredError
 from commrt.training.request import Request
 from commrt.transport.protocol import Allocate
@@ -48,11 +49,11 @@ class FragmentExchange:
         self._membership = make_elastic(self.world)
         # the generation of the latest average that all ranks have
         self._agreed = self._membership.number
+        self.members: Members = tuple(range(self.world.founders))
+        """The ranks whose differences the next exchange averages; the training thread's."""
         self._buckets = self._new_buckets()
-        self._memory_epoch = self._membership.memory_epoch
         buckets = [*chain.from_iterable(self._buckets)]
-        self.engine = Engine(self.world, self.algorithm.inner, buckets, ranks=self.world.founders)
-        self.engine.members = tuple(range(self.world.founders))
+        self.engine = Engine(self.world, self.algorithm.inner, buckets)
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
         """Return the buckets of each fragment.
@@ -99,10 +100,7 @@ class FragmentExchange:
         number = fragment.exchanges - 1
         for bucket in buckets:
             header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
-            if bucket.riders is not None:
-                bucket.riders.load(in_flight.leaving)
-                header = header._replace(weighed=in_flight.leaving.weighed)
-            bucket.take(header, bucket.names)
+            bucket.take(header, bucket.names, in_flight.leaving)
             bucket.own_weight = in_flight.weight
         in_flight.buckets = buckets
         # remember the residuals, for an exchange that is done again
@@ -114,14 +112,19 @@ class FragmentExchange:
                 part.copy_(in_flight.residuals[name])
         watched = fragment.digest if self._request.watch else None
         in_flight.answer = self._membership.submit(
-            partial(self._average, in_flight, generation, number, watched)
+            partial(self._average, in_flight, generation, self.members, number, watched)
         )
         in_flight.generation = generation
 
     def _average(
-        self, in_flight: InFlight, generation: Generation, number: int, watched: Digest | None
+        self,
+        in_flight: InFlight,
+        generation: Generation,
+        members: Members,
+        number: int,
+        watched: Digest | None,
     ) -> tuple[Span, ...]:
-        """Average a fragment in its exchange `number`, and vote if there is a vote.
+        """Average a fragment over `members` in its exchange `number`, and vote if there is a vote.
 
         On the communication thread.
         """
@@ -130,11 +133,11 @@ class FragmentExchange:
         self._membership.start_no_earlier(in_flight.step)
         if watched is not None:
             cast("Riders", in_flight.buckets[0].riders).watch(watched)
-        spans = tuple(map(self.engine.reduce_now, in_flight.buckets, repeat(number)))
+        spans = [self.engine.reduce_now(bucket, number, members) for bucket in in_flight.buckets]
         if in_flight.vote:
             self.world.transport.wait()
             self._membership.barrier.promise(in_flight.vote, generation)
-        return spans
+        return tuple(spans)
 
     def residuals(self) -> dict[str, Tensor]:
         """Return this rank's residuals to the averages of what is still to leave, and of what is in
@@ -179,10 +182,9 @@ class FragmentExchange:
         all did so.
         """
         generation = self._membership.generation
-        self.engine.members = members = generation.ranks
-        self.engine.use_algorithm(self.algorithm.among(len(members)))
-        if self._memory_epoch != self._membership.memory_epoch:
-            self._memory_epoch = self._membership.memory_epoch
+        self.members = generation.ranks
+        self.engine.use_algorithm(self.algorithm.among(len(self.members)))
+        if not self.engine.is_current:
             residuals = self.engine.residuals()
             self._buckets = self._new_buckets()
             self.engine.replace_buckets([*chain.from_iterable(self._buckets)])

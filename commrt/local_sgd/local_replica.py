@@ -55,11 +55,11 @@ def attach(request: Request) -> Replica:
     exchange = FragmentExchange(request, cut_fragments(held, algorithm))
     engine = exchange.engine
     return request.open(
-        engine.schedule(0),
+        engine.schedule(0, request.world.founders),
         engine.buckets,
         partial(LocalReplica, request, exchange),
         # before the replica: from then on the world goes on without lost ranks
-        prepare=lambda: engine.submit_preparation(0).result(),
+        prepare=lambda: engine.submit_preparation(0, exchange.members).result(),
         come=LocalReplica.come if grows else None,
     )
 
@@ -150,7 +150,7 @@ class LocalReplica(AfterStepReplica):
             "step": self._clock.step - left,
             "fragment": state,
             "votes": votes - left,
-            "members": [*self._exchange.engine.members],
+            "members": [*self._exchange.members],
         }
 
     def _follow(self, record: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class LocalReplica(AfterStepReplica):
         fragment.load_state_dict(record["fragment"])
         fragment.left = min(fragment.left, record["step"])
         fragment.land()
-        self._exchange.engine.members = tuple(map(int, record["members"]))
+        self._exchange.members = tuple(map(int, record["members"]))
         fragment.seen, self._exchange.votes[0] = self._riding.seen, int(record["votes"])
         super()._follow(record)
 
@@ -198,7 +198,7 @@ class LocalReplica(AfterStepReplica):
                 if not self._local.delay_at(self._clock.step):
                     self._merge(fragment, in_flight)
         self._noted.pop(self._clock.step, None)
-        self._report(self._clock.step - 1, self._exchange.engine.members)
+        self._report(self._clock.step - 1, self._exchange.members)
 
     def _in_flight(self) -> list[tuple[Fragment, InFlight]]:
         return [(part, part.in_flight) for part in self._fragments if part.in_flight is not None]
@@ -246,7 +246,7 @@ class LocalReplica(AfterStepReplica):
     def _account(self) -> None:
         """Add what exchanges between steps have cost to the totals."""
         before = self._stats
-        self._report(self._clock.step, self._exchange.engine.members)
+        self._report(self._clock.step, self._exchange.members)
         self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
 
     def consolidate(self) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ from commrt.proof.spec import all_reduce
 from commrt.runtime.all_reduce_call import DEFAULT, AllReduce
 from commrt.runtime.executor import RunnableProgram, Scratch, bind
 from commrt.runtime.prepared import (
+    KEPT,
     Claim,
-    Compare,
     HasMembership,
     Members,
     Prepared,
@@ -50,13 +50,12 @@ from commrt.runtime.wire import (
 )
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.comm_thread import CommThread
-from commrt.threads.recording import Recorder, within_range
+from commrt.threads.recording import Fact, Recorder, within_range
 from commrt.transport.protocol import Tag, TransportByDevice
 
 SLICE_NUMEL = 1 << 20
 """Elements of a large sum on a CPU that travel at once."""
 HEADERS_KEPT = 256
-KNOWN_KEPT = 256
 UNCONFIRMED = 64
 """Latest calls on a GPU for which a mismatch may still be found."""
 
@@ -71,6 +70,7 @@ def _header(checksum: int, tag: Tag) -> int:
 @dataclass(frozen=True, slots=True)
 class _Sum:
     call: AllReduce
+    algorithm: str
     program: RunnableProgram
     packing: Packing
     scale: float
@@ -98,18 +98,16 @@ class _Sum:
         self.packing.pack([dense], self.scale, header)
         self.program.run(tag, recorder)
         self.packing.unpack([dense], header)
-        self.require_no_mismatch(tag)
-
-    def require_no_mismatch(self, tag: Tag) -> None:
-        """Raise `DisagreementError` if the ranks' calls were different ones; on a GPU that may show
-        later.
-        """
         if self.packing.mismatched:
-            raise DisagreementError(
-                f"all_reduce() of {self.call}, at step {tag.step}, as {tag.bucket}: another rank"
-                " came with another op, shape, layout in memory, dtype, wire, algorithm or tag;"
-                " make the same calls in the same order on every rank"
-            )
+            self.refuse(tag)
+
+    def refuse(self, tag: Tag) -> NoReturn:
+        """Raise `DisagreementError`: the ranks' calls were different ones."""
+        raise DisagreementError(
+            f"all_reduce() of {self.call}, at step {tag.step}, as {tag.bucket}: another rank"
+            " came with another op, shape, layout in memory, dtype, wire, algorithm or tag;"
+            " make the same calls in the same order on every rank"
+        )
 
 
 class _Slice(NamedTuple):
@@ -140,16 +138,9 @@ class _SlicedSum(_Sum):
             program.run(tag, recorder)
             if number == 0:  # and nothing was written
                 self.packing.unpack([row[:0]], header)
-                self.require_no_mismatch(tag)
+                if self.packing.mismatched:
+                    self.refuse(tag)
             torch._foreach_copy_(parts, places)
-
-
-class _Known(NamedTuple):
-    """What a call repeats that was made before."""
-
-    own: _Sum
-    algorithm: str
-    generation: int
 
 
 class Sums:
@@ -160,18 +151,16 @@ class Sums:
         transport: TransportByDevice,
         comm_thread: CommThread,
         world: HasMembership,
-        compare: Compare,
+        compare: Callable[[Claim], object],
     ) -> None:
         self._transport = transport
         self._comm_thread = comm_thread
         self._world = world
-        self._prepared = Prepared(
-            world, self._bind, prove=_prove, claim=self._claim, compare=compare
-        )
+        self._compare = compare
+        # each by what it was bound to, and by the kinds of calls that may repeat it
+        self._prepared = Prepared[_Sum](world, 2 * KEPT)
         self._calls = count(1)  # so that random numbers of untagged calls differ
         self._memory = Scratch(self._allocate)
-        # after connections broke, a peer may still read what it was sent
-        self._memory_of = world.membership.number
         self._unconfirmed: deque[tuple[_Sum, Tag]] = deque(maxlen=UNCONFIRMED)
 
     def schedule(self, algorithm: Algorithm | None, call: AllReduce) -> Schedule:
@@ -184,19 +173,17 @@ class Sums:
         members = self._world.membership.ranks
         schedule = _chosen(algorithm, call, len(members))
         if self._prepared.known(schedule, members, call) is None:
-            self._prepared.prove(schedule)
+            _prove(schedule)
             if is_quantized(call.wire):
                 require_short_sums(schedule, call.wire)
         return schedule
 
     def known(
         self, tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None
-    ) -> _Known | None:
+    ) -> _Sum | None:
         """Return what such a call may `repeat` unchecked, as `remember` noted one; else None."""
         try:
-            found: _Known | None = self._prepared.shortcuts.get(
-                _kind_of(tensor, op, algorithm, wire)
-            )
+            found = self._prepared.known(*_kind_of(tensor, op, algorithm, wire))
         except (
             AttributeError,
             RuntimeError,
@@ -205,7 +192,7 @@ class Sums:
             return None
         if found is None or tensor.is_inference() or tensor.is_neg():
             return None
-        return found if found.generation == self._world.membership.number else None
+        return found
 
     def remember(
         self,
@@ -215,30 +202,24 @@ class Sums:
         wire: AnyWire | None,
         call: AllReduce,
     ) -> None:
-        """Note a call that was made, of a tensor without gaps on the host."""
-        shortcuts = self._prepared.shortcuts
+        """Note a call that was made, of a tensor without gaps on the host; nothing is in flight."""
         members = self._world.membership.ranks
         schedule = _chosen(algorithm, call, len(members))
-        # after `shortcuts`, which another thread may replace
         own = self._prepared.known(schedule, members, call)
         if own is None or tensor.stride() != call.strides:
             return
-        if len(shortcuts) == KNOWN_KEPT:
-            shortcuts.clear()
         with suppress(TypeError):  # of an algorithm without a hash
-            known = _Known(own, schedule.name, self._world.membership.number)
-            shortcuts[_kind_of(tensor, op, algorithm, wire)] = known
+            self._prepared.keep(own, *_kind_of(tensor, op, algorithm, wire))
 
-    def repeat(self, known: _Known, tensor: Tensor, tag: Tag) -> None:
-        """Do what `run` does. On the communication thread."""
+    def repeat(self, own: _Sum, tensor: Tensor, residual: Tensor | None, tag: Tag) -> None:
+        """Run a sum that was prepared. On the communication thread."""
         listener = self._comm_thread.listener
         if listener is None:
-            known.own.run(tensor, None, tag)
-        else:
-            with within_range(
-                listener, "sum", step=tag.step, bucket=tag.bucket, algorithm=known.algorithm
-            ):
-                known.own.run(tensor, None, tag, listener)
+            own.run(tensor, residual, tag)
+            return
+        facts: dict[str, Fact] = {"bucket": tag.bucket, "algorithm": own.algorithm}
+        with within_range(listener, "sum", step=tag.step, **facts):
+            own.run(tensor, residual, tag, listener)
 
     def run(
         self, schedule: Schedule, call: AllReduce, tensor: Tensor, residual: Tensor | None, tag: Tag
@@ -250,12 +231,11 @@ class Sums:
         members = self._world.membership.ranks
         if len(members) == 1:
             return
-        own = self._prepared.get(schedule, members, call)
+        own = self._prepared.known(schedule, members, call)
+        if own is None:
+            own = self._prepare(schedule, members, call)
         self.require_no_mismatch()
-        with self._comm_thread.within_range(
-            "sum", step=tag.step, bucket=tag.bucket, algorithm=schedule.name
-        ):
-            own.run(tensor, residual, tag, self._comm_thread.listener)
+        self.repeat(own, tensor, residual, tag)
         if tensor.is_cuda:
             self._unconfirmed.append((own, tag))
             # may be freed on another stream
@@ -273,32 +253,29 @@ class Sums:
         one.
         """
         for own, tag in self._unconfirmed:
-            own.require_no_mismatch(tag)
+            if own.packing.mismatched:
+                own.refuse(tag)
 
-    def _claim(self, schedule: Schedule, members: Members, call: AllReduce) -> Claim:
+    def _prepare(self, schedule: Schedule, members: Members, call: AllReduce) -> _Sum:
+        if not self._prepared.is_current:
+            self.forget()  # a broken peer may still read what it was sent
         # other sizes on other ranks would end the world
         numel = layout_of([call.shape.numel()]).numel
-        return Claim(
-            cast("tuple[int, ...]", members),
-            f"{traits_of(schedule).digest} {numel} {wire_text(call.wire)}",
-        )
+        claim = Claim(members, f"{traits_of(schedule).digest} {numel} {wire_text(call.wire)}")
+        self._prepared.compare_once(claim, self._compare)
+        return self._prepared.keep(self._bind(schedule, members, call), schedule, members, call)
 
     def _bind(self, schedule: Schedule, members: Members, call: AllReduce) -> _Sum:
-        if self._memory_of != self._world.membership.number:
-            self._memory_of = self._world.membership.number
-            self._memory.clear()
-            self._unconfirmed.clear()
         packed = layout_of([call.shape.numel()])
-        ranks = cast("tuple[int, ...]", members)
-        mine = member_program(schedule, ranks, self._transport.rank, self._transport.places)
+        mine = member_program(schedule, members, self._transport.rank, self._transport.places)
         checksum = zlib.crc32(f"{call} {traits_of(schedule).digest}".encode())
-        scale = 1 / len(ranks) if call.op == "mean" else 1
+        scale = 1 / len(members) if call.op == "mean" else 1
         is_plain = call.device.type == "cpu" and not is_quantized(call.wire)
         is_long = (
             call.shape.numel() > SLICE_NUMEL and SLICE_NUMEL // mine.chunks >= packed.head_numel
         )
         if is_plain and is_long:
-            return self._bind_slices(mine, call, packed, scale, checksum)
+            return self._bind_slices(mine, call, schedule.name, packed, scale, checksum)
         wire = self._memory.row(packed.numel, buffer_dtype(call.wire), call.device, "wire")
         plain = wire[: packed.head_numel] if is_quantized(call.wire) else wire
         program: RunnableProgram
@@ -319,12 +296,17 @@ class Sums:
                 lambda use, nbytes: self._memory.row(nbytes, torch.uint8, call.device, use),
                 self._calls,
             )
-        return _Sum(
-            call, program, packing(wire, packed, [call.empty("meta")]), scale, checksum, residual
-        )
+        packs = packing(wire, packed, [call.empty("meta")])
+        return _Sum(call, schedule.name, program, packs, scale, checksum, residual)
 
     def _bind_slices(
-        self, mine: Program, call: AllReduce, packed: Layout, scale: float, checksum: int
+        self,
+        mine: Program,
+        call: AllReduce,
+        name: str,
+        packed: Layout,
+        scale: float,
+        checksum: int,
     ) -> _SlicedSum:
         bounds = chunk_bounds(packed.numel, mine.chunks, GRANULE)
         ahead = packed.head_numel
@@ -356,7 +338,7 @@ class Sums:
             slices.append(_Slice(programs[ends], places, spans))
         nothing = torch.empty(0, dtype=call.dtype, device="meta")
         head = packing(whole[:ahead], layout_of([0]), [nothing])
-        return _SlicedSum(call, slices[0].program, head, scale, checksum, None, slices)
+        return _SlicedSum(call, name, slices[0].program, head, scale, checksum, None, slices)
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._prepared.forget_bound()  # it would keep the smaller memory
@@ -365,7 +347,7 @@ class Sums:
 
 def _kind_of(
     tensor: Tensor, op: str, algorithm: Algorithm | None, wire: AnyWire | None
-) -> Hashable:
+) -> tuple[Any, ...]:
     """Return all on which it depends whether a call is right, but for values and tag."""
     return (
         type(tensor),
@@ -385,5 +367,6 @@ def _chosen(algorithm: Algorithm | None, call: AllReduce, ranks: int) -> Schedul
     return schedule_of(DEFAULT if algorithm is None else algorithm, 0, ranks)
 
 
+@lru_cache(KEPT)
 def _prove(schedule: Schedule) -> None:
     prove(schedule, all_reduce(schedule.ranks, schedule.chunks))

@@ -190,10 +190,8 @@ def bind(
     landings = list[Landing]()
     final = final_receives(program.hops, program.chunks)
     for number, hop in binder.hops():
-        piece = memory[half * waits.parity[number] * waits.overlap :]
-        places = binder.places(
-            hop, piece, lambda each: binder.own(each) if each.combine == COPY else None
-        )
+        begin = half if waits.overlap and waits.parity[number] else 0
+        places = binder.places(hop, memory[begin:], binder.final_place)
         group = binder.group(number, hop, places, reads=only_reads(hop))
         combinations = tuple(combinations_of(hop, program.rank, places, binder.own, add or adding))
         hops.append(
@@ -223,12 +221,12 @@ def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tup
     """Return the elements of scratch for even and odd hops; (all, 0) if every hop waits for the one
     before it.
     """
-    sizes = [[0], [0]]
+    even = [0]
+    odd = [0]
     for hop, parity in zip(program.hops, waits.parity, strict=True):
-        sizes[parity * waits.overlap].append(
-            sum(padded(bounds[transfer.hi] - bounds[transfer.lo]) for transfer in hop.combined)
-        )
-    return max(sizes[0]), max(sizes[1])
+        numel = sum(padded(bounds[each.hi] - bounds[each.lo]) for each in hop.combined)
+        (odd if waits.overlap and parity else even).append(numel)
+    return max(even), max(odd)
 
 
 class Binder:
@@ -256,6 +254,10 @@ class Binder:
     def own(self, transfer: Transfer) -> Tensor:
         """Return the chunks of `transfer` in the buffer."""
         return self.buffer[self.bounds[transfer.lo] : self.bounds[transfer.hi]]
+
+    def final_place(self, receive: Transfer) -> Tensor | None:
+        """Return where `receive` stays; None for one that is combined from scratch memory."""
+        return self.own(receive) if receive.combine == COPY else None
 
     def group(
         self, number: int, hop: Hop, places: Sequence[Tensor], *, reads: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,13 +21,13 @@ from commrt.transport.protocol import Tag
 
 T = TypeVar("T")
 KEPT = 256
-"""Exchanges that are kept, unless a kind says otherwise: those that were prepared last."""
+"""Exchanges that are kept, unless a kind says otherwise, and schedules that count as proven."""
 COMPARISONS_KEPT = 256
 """Comparisons that each set of ranks remembers."""
 SCHEDULES_KEPT = 16
 
-Members = tuple[int, ...] | None
-"""``members[i]`` plays rank i of a schedule; None if the ranks of the world play themselves."""
+Members = tuple[int, ...]
+"""``members[i]`` plays rank i of a schedule."""
 
 
 class HasMembership(Protocol):
@@ -39,106 +39,76 @@ class HasMembership(Protocol):
 class Claim(NamedTuple):
     """What `ranks` compare before an exchange of theirs runs for the first time."""
 
-    ranks: tuple[int, ...]
+    ranks: Members
     text: str
 
 
-Compare = Callable[[Claim, Schedule, int], None]
-"""(claim, schedule, step): raises unless all ranks of the claim come with it.
-
-On the communication thread.
-"""
-
-
 class Prepared(Generic[T]):
-    """The exchanges of one kind, each made once from a schedule, the members that play it, and the
-    memory it uses.
+    """The exchanges of one kind, each found by its key: all that it was made of.
 
-    `prove` sees each schedule once, and `compare` each claim once, before `bind` makes the
-    exchange. Whoever finds one here only runs it. The ranks of a claim compare, remember and forget
-    the same claims in the same order, whatever each of them has bound: when claims are forgotten,
-    so is all that is bound, so what is bound was compared. A new generation has other connections,
-    and perhaps a rank that was not there before: it begins with nothing.
+    Who finds none (`known`) proves its schedule, lets ranks compare it (`compare_once`), binds it
+    to memory, and keeps it (`keep`); who finds one only runs it. The latest `kept` are kept.
+
+    The ranks of a claim compare, remember and forget the same claims in the same order, whatever
+    each of them has bound: when claims are forgotten, so is all that is bound, so what is bound was
+    compared. A new generation has other connections, and perhaps a rank that was not there before:
+    it begins with nothing.
+
+    On the communication thread, but for what says otherwise.
     """
 
-    def __init__(
-        self,
-        world: HasMembership,
-        bind: Callable[[Schedule, Members, Any], T],
-        *,
-        prove: Callable[[Schedule], object] = lambda _: None,
-        claim: Callable[[Schedule, Members, Any], Claim | None] = lambda *_: None,
-        compare: Compare = lambda *_: None,
-        kept: int = KEPT,
-    ) -> None:
+    def __init__(self, world: HasMembership, kept: int = KEPT) -> None:
         self._world = world
-        self._bind = bind
-        self._claim = claim
-        self._compare = compare
         self._kept = kept
-        self.prove = lru_cache(KEPT)(prove)
-        """Raises unless a schedule does what it must. On any thread."""
-        self.shortcuts: dict[Hashable, Any] = {}
-        """What callers note of these exchanges, to run them unasked: empty again when one of them
-        is let go of.
-        """
         self.forget()
 
     def forget(self) -> None:
         """Let go of all memory, and begin anew; on all ranks alike, if they compare."""
-        self.shortcuts = {}
         self._generation = self._world.membership.number
-        self._bound: dict[tuple[Schedule, Members, Hashable], T] = {}
-        self._compared: dict[tuple[int, ...], set[str]] = {}
+        self._bound: dict[tuple[Hashable, ...], T] = {}
+        self._compared: dict[Members, set[str]] = {}
 
     def forget_bound(self) -> None:
         """Let go of all memory. A rank may do so alone."""
-        self.shortcuts = {}
         self._bound.clear()
 
-    def forget_one(self, schedule: Schedule, members: Members, memory: Hashable) -> None:
+    def forget_one(self, *key: Hashable) -> None:
         """Let go of one exchange, if it is there. A rank may do so alone, on any thread."""
-        self.shortcuts = {}
-        self._bound.pop((schedule, members, memory), None)
+        self._bound.pop(key, None)
 
-    def known(self, schedule: Schedule, members: Members, memory: Hashable) -> T | None:
+    @property
+    def is_current(self) -> bool:
+        """False if all that is here belongs to a generation that has ended. On any thread."""
+        return self._generation == self._world.membership.number
+
+    def known(self, *key: Hashable) -> T | None:
         """Return the exchange if it is prepared, else None. On any thread."""
-        is_current = self._generation == self._world.membership.number
-        return self._bound.get((schedule, members, memory)) if is_current else None
+        if self._generation != self._world.membership.number:  # `is_current`, at one call less
+            return None
+        return self._bound.get(key)
 
-    def get(self, schedule: Schedule, members: Members, memory: Hashable, step: int = 0) -> T:
-        """Return the exchange, prepared now if it is new; `step` is for `compare`.
-
-        On the communication thread.
-        """
-        if self._generation == self._world.membership.number:  # as `known` asks, at one call less
-            found = self._bound.get((schedule, members, memory))
-            if found is not None:
-                return found
-        return self._prepare(schedule, members, memory, step)
-
-    def _prepare(self, schedule: Schedule, members: Members, memory: Any, step: int) -> T:
-        if self._generation != self._world.membership.number:
+    def compare_once(self, claim: Claim, compare: Callable[[Claim], object]) -> None:
+        """Call ``compare(claim)``, which raises unless its ranks agree, if it is new to them."""
+        if not self.is_current:
             self.forget()
-        self.prove(schedule)
-        if claim := self._claim(schedule, members, memory):
-            self._compare_once(claim, schedule, step)
-        bound = self._bind(schedule, members, memory)
-        while len(self._bound) >= self._kept:
-            self.shortcuts = {}
-            self._bound.pop(next(iter(self._bound)), None)
-        self._bound[schedule, members, memory] = bound
-        return bound
-
-    def _compare_once(self, claim: Claim, schedule: Schedule, step: int) -> None:
         known = self._compared.setdefault(claim.ranks, set())
         if claim.text in known:
             return
-        self._compare(claim, schedule, step)
+        compare(claim)
         if len(known) == COMPARISONS_KEPT:  # all ranks forget at the same call
             known.clear()
             self.forget_bound()
         known.add(claim.text)
+
+    def keep(self, exchange: T, *key: Hashable) -> T:
+        """Keep `exchange`, which was proven, compared and bound, and return it."""
+        if not self.is_current:
+            self.forget()
+        while len(self._bound) >= self._kept:
+            oldest, *_ = self._bound
+            self.forget_one(*oldest)
+        self._bound[key] = exchange
+        return exchange
 
 
 class Traits(NamedTuple):

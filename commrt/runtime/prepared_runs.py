@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -18,9 +19,7 @@ from commrt.runtime.executor import BoundProgram, Scratch, bind
 from commrt.runtime.prepared import (
     SCHEDULES_KEPT,
     Claim,
-    Compare,
     HasMembership,
-    Members,
     Prepared,
     check_tag,
     cut,
@@ -55,17 +54,18 @@ class PreparedRuns:
     dies. An error that all ranks raise alike, before anything is sent, leaves the world usable.
     """
 
-    def __init__(self, transport: Transport, world: HasMembership, compare: Compare) -> None:
+    def __init__(
+        self, transport: Transport, world: HasMembership, compare: Callable[[Claim], object]
+    ) -> None:
         self._transport = transport
         self._world = world
+        self._compare = compare
         self._scratch = Scratch()
-        self._prepared = Prepared(
-            world, self._bind, claim=self._claim, compare=compare, kept=RUNS_KEPT
-        )
+        self._prepared = Prepared[_Run](world, RUNS_KEPT)
 
     def known(self, schedule: Schedule, buffer: Tensor) -> BoundProgram | None:
         """Return what `run` would only run, else None. On any thread."""
-        found = self._prepared.known(schedule, None, ref(buffer))
+        found = self._prepared.known(schedule, ref(buffer))
         if found is None or found.place != (
             buffer.data_ptr(),
             buffer.shape,
@@ -87,11 +87,7 @@ class PreparedRuns:
         self, schedule: Schedule, buffer: Tensor, tag: Tag, recorder: Recorder | None = None
     ) -> None:
         """Run `schedule`, of all ranks, on `buffer` [numel]. On the communication thread."""
-        program = self.known(schedule, buffer)
-        if program is None:
-            # it may be bound to memory that the buffer has left
-            self._prepared.forget_one(schedule, None, ref(buffer))
-            program = self._prepared.get(schedule, None, ref(buffer)).program
+        program = self.known(schedule, buffer) or self._prepare(schedule, buffer)
         program.run(tag, recorder)
 
     def forget(self) -> None:
@@ -99,11 +95,19 @@ class PreparedRuns:
         self._prepared.forget()
         self._scratch.clear()
 
-    def _claim(self, schedule: Schedule, _: Members, memory: ref[Tensor]) -> Claim | None:
-        """Return what the ranks that send or receive compare; None on others,
-        which need not come.
-        """
+    def _prepare(self, schedule: Schedule, buffer: Tensor) -> BoundProgram:
+        # it may be bound to memory that the buffer has left
+        self._prepared.forget_one(schedule, ref(buffer))
         digest, ranks, _combines = traits_of(schedule)
+        self._require_members(schedule, ranks)
+        if self._transport.rank in ranks:  # others need not come
+            claim = Claim(ranks, f"{digest} {buffer.numel()} {buffer.dtype}")
+            self._prepared.compare_once(claim, self._compare)
+            _require_equal_chunks(schedule, buffer.numel())
+        run = self._bind(schedule, buffer, ref(buffer))
+        return self._prepared.keep(run, schedule, ref(buffer)).program
+
+    def _require_members(self, schedule: Schedule, ranks: Sequence[int]) -> None:
         if lost := sorted({*ranks} - {*self._world.membership.ranks}):
             what = f"{schedule.name} names ranks {lost}, which are lost"
             do = (
@@ -111,26 +115,21 @@ class PreparedRuns:
                 " world=world.size)"
             )
             raise RecoveredError(UsageError(f"{what}: {do}"))
-        buffer = cast("Tensor", memory())
-        return (
-            Claim(ranks, f"{digest} {buffer.numel()} {buffer.dtype}")
-            if self._transport.rank in ranks
-            else None
-        )
 
-    def _bind(self, schedule: Schedule, _: Members, memory: ref[Tensor]) -> _Run:
-        buffer = cast("Tensor", memory())
+    def _bind(self, schedule: Schedule, buffer: Tensor, memory: ref[Tensor]) -> _Run:
         ranks = schedule.ranks
-        if self._transport.rank in traits_of(schedule).ranks:
-            _require_equal_chunks(schedule, buffer.numel())
-        row = buffer.detach()
-        # which remembers schedules
         mine = member_program(schedule, range(ranks), self._transport.rank, ranks)
-        program = bind(mine, row, self._transport, self._scratch, bounds=cut(schedule, buffer))
-        place = buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
-        return _Run(
-            program, place, ref(buffer, lambda _: self._prepared.forget_one(schedule, None, memory))
-        )
+        bounds = cut(schedule, buffer)
+        program = bind(mine, buffer.detach(), self._transport, self._scratch, bounds=bounds)
+
+        def let_go(_: ref[Tensor]) -> None:
+            self._prepared.forget_one(schedule, memory)  # a dead one has no hash of its own
+
+        return _Run(program, _place_of(buffer), ref(buffer, let_go))
+
+
+def _place_of(buffer: Tensor) -> Place:
+    return buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
 
 
 def check_run(schedule: Schedule, buffer: Tensor, tag: Tag, ranks: int) -> None:

@@ -178,25 +178,30 @@ class World:
         on all ranks if they differ; the world stays usable.
         """
         check_run(schedule, buffer, tag, self.size)
-        is_ready = not async_op and self._runs.known(schedule, buffer) is not None
-        if is_ready and self._is_plain:
-            self.comm_thread.call(
-                partial(self._runs.run, schedule, buffer, tag, self.comm_thread.listener)
-            )
+        if not async_op and self._is_plain and self._runs.known(schedule, buffer) is not None:
+            listener = self.comm_thread.listener
+            self.comm_thread.call(partial(self._runs.run, schedule, buffer, tag, listener))
             return Work([buffer], self.rank)
+
+        def run_now(row: Tensor) -> None:
+            self._runs.run(schedule, row, tag, self.comm_thread.listener)
 
         def begin() -> RunNow:
             self._runs.require_possible(schedule, buffer)
-            return lambda row: self._runs.run(schedule, row, tag, self.comm_thread.listener)
+            return run_now
 
         with self.collective("run()"):
             return self._work(begin, buffer, async_op=async_op)
 
     @property
     def _is_plain(self) -> bool:
-        """True if nobody else has a say in a call, and the caller's thread may write."""
-        is_alone = self.hooks is NO_HOOKS and self.joined is None and self.config is None
-        return is_alone and not (self.membership.is_elastic or torch.is_inference_mode_enabled())
+        """True if nothing but the call itself decides what happens: no attached model or other
+        rank has a say, and the caller's thread may write. What was checked once is then repeated.
+        """
+        if self.hooks is not NO_HOOKS or self.membership.is_elastic:
+            return False
+        is_complete = self.joined is None and self.config is None
+        return is_complete and not torch.is_inference_mode_enabled()
 
     def all_reduce(
         self,
@@ -228,21 +233,26 @@ class World:
         `DisagreementError` later, and ends the world. After a `TransportError` a part of a tensor
         of more than 2^20 elements on a CPU may hold the result already: make such a tensor anew.
         """
-        is_simple = not async_op and residual is None and isinstance(tag, Tag) and self._is_plain
-        if is_simple and (known := self._sums.known(tensor, op, algorithm, wire)) is not None:
-            self.comm_thread.call(partial(self._sums.repeat, known, tensor, tag))
+        may_repeat = not async_op and residual is None and isinstance(tag, Tag) and self._is_plain
+        known = self._sums.known(tensor, op, algorithm, wire) if may_repeat else None
+        if known is not None:
+            self.comm_thread.call(partial(self._sums.repeat, known, tensor, None, tag))
             return Work([tensor], self.rank)
         call = check_all_reduce_call(tensor, op, algorithm, wire, tag, residual)
 
         def begin() -> RunNow:
             schedule = self._sums.schedule(algorithm, call)
-            return lambda row: self._sums.run(schedule, call, row, residual, tag)
+
+            def run_now(row: Tensor) -> None:
+                self._sums.run(schedule, call, row, residual, tag)
+
+            return run_now
 
         with self.collective("all_reduce()"):
             if tensor.is_cuda:
                 self.connect(tensor.device)
             work = self._work(begin, tensor, residual, async_op=async_op)
-        if is_simple and not tensor.is_cuda:
+        if may_repeat and not tensor.is_cuda:
             self._sums.remember(tensor, op, algorithm, wire, call)
         return work
 

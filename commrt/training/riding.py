@@ -106,12 +106,14 @@ class Riding(GradientWeights):
         self._numbers = merged
         self.is_idle = False
 
-    def leave(self, number: int | None, *, is_mixed: bool = False) -> Leaving:
-        """Return what rides in the step of backward pass `number`; something in any case if it
-        `is_mixed`.
+    def leave(self, number: int | None, *, is_mixed: bool = False) -> Leaving | None:
+        """Return what rides in the step of backward pass `number`, None if nothing does; something
+        in any case if it `is_mixed`.
 
         A rank that had no backward pass is told what the others' gradients weigh.
         """
+        if number is not None and self.is_idle and not (self.wants_stop or is_mixed):
+            return None
         if number is not None:
             self.count_pass(number)
             self._left = number

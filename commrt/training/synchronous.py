@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from commrt.buckets.averaging import AveragingEngine
 from commrt.buckets.digest import Digest
-from commrt.buckets.engine import Engine, Span
+from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.riders import Riders
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.errors import UsageError
+from commrt.runtime.prepared import Members
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
+from commrt.threads.recording import NOTHING, within_range
 from commrt.training.hooks import (
     INTERRUPTED,
     TWICE,
@@ -62,18 +64,18 @@ def attach(request: Request) -> Replica:
         "graphs": graphs and not is_quantized(request.wire),
         "same_bits": request.same_bits,
     }
-    engine = Engine(request.world, request.algorithm, buckets, unpacks=True, **flags)
+    engine = AveragingEngine(request.world, request.algorithm, buckets, **flags)
     broadcasts = request.broadcast_buffers and not engine.mixes
     return request.open(
-        engine.schedule(0),
+        engine.schedule(0, request.world.size),
         buckets,
         partial(SynchronousReplica, request, engine, broadcast_buffers=broadcasts),
         flags={"broadcast_buffers": broadcasts, **flags},
-        prepare=lambda: engine.submit_preparation(0).result(),
+        prepare=lambda: engine.submit_preparation(0, engine.everybody).result(),
     )
 
 
-def _no_weights(engine: Engine, request: Request) -> str:
+def _no_weights(engine: AveragingEngine, request: Request) -> str:
     """Return why gradients cannot weigh; nothing if they can."""
     if request.same_bits:
         return (
@@ -98,7 +100,9 @@ class SynchronousReplica(Replica):
     ends: this rank has sent only a part of what the others wait for.
     """
 
-    def __init__(self, request: Request, engine: Engine, *, broadcast_buffers: bool) -> None:
+    def __init__(
+        self, request: Request, engine: AveragingEngine, *, broadcast_buffers: bool
+    ) -> None:
         named = [named for bucket in engine.buckets for named in bucket.params]
         super().__init__(request, named)
         self._engine = engine
@@ -112,7 +116,7 @@ class SynchronousReplica(Replica):
         self._alone = self._world.size == 1
         views = [bucket for bucket in engine.buckets if isinstance(bucket, ViewBucket)]
         self._moves_in = any(bucket.moves_in for bucket in views) and not self._alone
-        self._order = ReadyOrder([bucket.names for bucket in engine.buckets])
+        self._order = engine.order
         self._order_is_observed = False
         buffers = [*self.model.buffers()]
         self._broadcasts_buffers = broadcast_buffers and not self._alone
@@ -136,7 +140,9 @@ class SynchronousReplica(Replica):
         if request.watch and not self._alone:
             self._watched = Digest([*self.model.parameters()])
         self._looked: Future[None] | None = None
-        self._has_data: Future[None] | None = None
+        # in join(), which ranks still have data
+        self._has_data: Future[Members] | None = None
+        self._members = engine.everybody
         self._in_flight: list[Future[Span]] = []
         self._live(self._gradient_hooks(), self._guard.before_step, self._guard.after_step)
 
@@ -167,7 +173,7 @@ class SynchronousReplica(Replica):
         leaving = self._order.mark(name)
         if self._moves_in and self._world.joined is None:  # there, only `_has_data` tells the scale
             bucket = self._engine.buckets[self._order.seen[name]]
-            cast("ViewBucket", bucket).move_in(name, self._engine.scale())
+            cast("ViewBucket", bucket).move_in(name, self._engine.scale(self._world.size))
         if leaving:
             self._submit(leaving)
 
@@ -237,16 +243,15 @@ class SynchronousReplica(Replica):
             bucket = self._engine.buckets[i]
             header = self._header if i == 0 else bucket.header
             backward = None if self._number in (LATE, BY_HAND) else self._number
-            is_plain = self._riding.is_idle and not (self._riding.wants_stop or self._engine.mixes)
-            if bucket.riders is not None and not (is_plain and backward is not None):
+            leaving = None
+            if bucket.riders is not None:
                 leaving = self._riding.leave(backward, is_mixed=self._engine.mixes)
-                bucket.riders.load(leaving)
-                header = header._replace(weighed=leaving.weighed)
-            if self._alone:
-                bucket.require_dense()
+            if not self._alone:
+                bucket.take(header, self._order.seen, leaving)
             else:
-                bucket.take(header, self._order.seen)
-            self._in_flight.append(self._engine.submit(bucket, self._step, waits=waits))
+                bucket.require_dense(leaving)
+            answer = self._engine.submit(bucket, self._step, self._has_data, waits=waits)
+            self._in_flight.append(answer)
 
     def _finish(self) -> None:
         """Send what is left, and wait until all averages are in ``param.grad``."""
@@ -254,11 +259,13 @@ class SynchronousReplica(Replica):
         self._submit(self._order.rest(), waits=True)
         # which the backward pass may have changed
         buffers = self._submit_buffers() if self._broadcasts_buffers else []
-        if self._has_data:
-            self._has_data.result()  # first: if it failed, the others only know that something did
+        if self._has_data is not None:
+            # first: if it failed, the others only know that something did
+            self._members = self._has_data.result()
         if self._looked:
             self._looked.result()
-        with self._world.comm_thread.within_range("wait", step=self._step):
+        listener = self._world.comm_thread.listener
+        with NOTHING if listener is None else within_range(listener, "wait", step=self._step):
             spans = tuple(map(Future.result, self._in_flight))
         if not self._alone:
             for bucket in self._engine.buckets:
@@ -268,7 +275,7 @@ class SynchronousReplica(Replica):
         self._riding.unread = riders = cast("Riders", self._engine.buckets[0].riders)
         if riders.weight is not None and self._world.joined is None and not self._engine.mixes:
             self._riding.use_unit(riders.weight / self._world.size)
-        self.last = StepReport(self._step, self._engine.members, perf_counter() - begin_s, spans)
+        self.last = StepReport(self._step, self._members, perf_counter() - begin_s, spans)
         self._stats = self._stats.plus(self.last)
         self._number = None
         self._step += 1
@@ -289,9 +296,9 @@ class SynchronousReplica(Replica):
             )
         if self._flat_buffers is not None:
             self._flat_buffers.fill(buffers)
-            self._in_flight.append(
-                self._engine.submit_broadcast(self._flat_buffers.flat, self._step)
-            )
+            flat = self._flat_buffers.flat
+            answer = self._engine.submit_broadcast(flat, self._step, self._has_data)
+            self._in_flight.append(answer)
         return buffers
 
     def _observe_order(self) -> None:
@@ -300,9 +307,7 @@ class SynchronousReplica(Replica):
         """
         self._riding.read()  # from memory that other buckets may take
         order = torch.tensor(self._order.places(), device="cpu")
-        self._world.comm_thread.submit(
-            partial(self._engine.broadcast_now, order, self._step)
-        ).result()
+        self._engine.submit_broadcast(order, self._step).result()
         self._reorder(order.tolist())
 
     def _reorder(self, places: Sequence[int]) -> None:
@@ -314,8 +319,7 @@ class SynchronousReplica(Replica):
             self._engine.replace_buckets(())  # the new ones take their memory
             self._engine.replace_buckets(self._build_buckets(self._params))
             self._engine.restore_residuals(before)
-            self._engine.submit_preparation(self._step).result()
-            self._order.use([bucket.names for bucket in self._engine.buckets])
+            self._engine.submit_preparation(self._step, self._engine.everybody).result()
 
     @contextmanager
     def join(self, *also: Stateful) -> Iterator[None]:
@@ -345,18 +349,16 @@ class SynchronousReplica(Replica):
         finally:
             self._world.joined = None
             self._engine.forget()
-            self._engine.members = tuple(range(self._world.size))
+            self._members = self._engine.everybody
 
     def _outlast(self, also: Sequence[Stateful]) -> None:
         """Take part in steps until nobody has data, then take the state of a rank that worked to
         the end.
         """
-        last = self._engine.members
-        self._engine.submit_has_data(False, self._step).result()
-        while self._engine.members:
-            last = self._engine.members
+        last = self._members
+        while members := self._engine.submit_has_data(False, self._step).result():
+            last = members
             self._step += 1
-            self._engine.submit_has_data(False, self._step).result()
         self._copies.find()  # an optimizer may make them in its first step
         overwrite_model(self._world, self.model, self._step, last[0])
         overwrite_states(

@@ -118,10 +118,10 @@ class FaultInjector:
         engine = replica._engine
         whole = engine.reduce_now
 
-        def reduce_now(bucket, step):
+        def reduce_now(bucket, step, members):
             if bucket.index == 0:
                 self.at("counted", step)
-            span = whole(bucket, step)
+            span = whole(bucket, step, members)
             if bucket.index == 0:
                 self.at("reducing", step)
             if bucket.index == len(engine.buckets) - 1:

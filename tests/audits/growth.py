@@ -185,7 +185,7 @@ def local_once(tell, steps, every):
             backward(trainee.model, world.rank, step)
             trainee.optimizer.step()
             if step + 1 in sent:
-                tell(("merged", step + 1, sent[step + 1], seen(), exchange.engine.members))
+                tell(("merged", step + 1, sent[step + 1], seen(), exchange.members))
             is_over = not loop.goes_on()
         step = replica.step
         replica.consolidate()

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average buckets of gradients for ranks that stay equal: add them up in the background of a
+backward pass, and unpack the means into the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from commrt import proof
+from commrt.algorithms import halving_doubling
+from commrt.buckets.engine import Engine, Span
+from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.step_graph import BoundStep, StepGraphs
+from commrt.errors import UsageError
+from commrt.runtime.prepared import Claim, Members
+from commrt.runtime.wire import QuantizedWire
+from commrt.runtime.world import World
+from commrt.schedule import Algorithm, Schedule
+from commrt.threads.future import Future
+from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
+from commrt.transport.protocol import Tag
+
+
+class AveragingEngine(Engine):
+    """An engine whose averages end in the gradients, and whose ranks compare new schedules.
+
+    Methods called ``submit_...`` return at once, but for a caller that waits anyway.
+    """
+
+    unpacks = True
+
+    def __init__(
+        self,
+        world: World,
+        algorithm: Algorithm,
+        buckets: Sequence[GradientBucket],
+        *,
+        graphs: bool = False,
+        same_bits: bool = False,
+    ) -> None:
+        """With `same_bits` all schedules must add in one order."""
+        self.everybody: Members = tuple(range(world.size))
+        """All ranks, which are the members of a step outside of ``join()``."""
+        self._uses_graphs = graphs
+        self._same_bits = same_bits
+        super().__init__(world, algorithm, buckets)
+
+    def _prove(self, schedule: Schedule) -> None:
+        super()._prove(schedule)
+        if self._same_bits:
+            proof.require_one_order(schedule)
+
+    def require_any_members(self) -> None:
+        """Raise `UsageError` if the algorithm cannot go on when a rank leaves."""
+        if self._same_bits:
+            raise UsageError(
+                "join() with same_bits=True: a rank that leaves changes every sum; attach without"
+                " same_bits"
+            )
+        try:
+            for members in range(2, self.world.size + 1):  # one alone runs none
+                self.algorithm.schedule(0, members)
+        except UsageError as error:
+            raise UsageError(
+                f"{self.algorithm} cannot go on without a rank that has left join(): {error}"
+            ) from error
+
+    def forget(self) -> None:
+        """See `Engine.forget`."""
+        super().forget()
+        self.graphs = StepGraphs(self.buckets, self.world.transport) if self._uses_graphs else None
+
+    def submit(
+        self,
+        bucket: GradientBucket,
+        step: int,
+        vote: Future[Members] | None = None,
+        *,
+        waits: bool = False,
+    ) -> Future[Span]:
+        """Average `bucket` over all ranks, or those of a `vote` that is on its way; its gradients
+        must not change until the answer is there.
+
+        If the caller `waits` for it at once, its own thread does it on a CPU, unless others are on
+        their way.
+        """
+        comm_thread = self.world.comm_thread
+        begin = comm_thread.run if waits and not comm_thread.streams.queues else comm_thread.submit
+        listener = comm_thread.listener
+        facts: dict[str, Fact] = {"number": bucket.index, "step": step}
+        with NOTHING if listener is None else within_range(listener, "submit", **facts):
+            if vote is None:
+                return begin(partial(self.reduce_now, bucket, step, self.everybody))
+            return begin(lambda: self.reduce_now(bucket, step, vote.result()))
+
+    def submit_broadcast(
+        self, flat: Tensor, step: int, vote: Future[Members] | None = None
+    ) -> Future[Span]:
+        """Overwrite `flat` with the first member's; see `submit` for the `vote`, and for who does
+        it, as the caller waits.
+        """
+        comm_thread = self.world.comm_thread
+        begin = comm_thread.submit if comm_thread.streams.queues else comm_thread.run
+        if vote is None:
+            return begin(partial(self.broadcast_now, flat, step, self.everybody))
+        return begin(lambda: self.broadcast_now(flat, step, vote.result()))
+
+    def share(self, flat: Tensor) -> None:
+        """Let peers of this host read `flat`, which is broadcast in each step, where they can;
+        collective.
+        """
+        self.world.comm_thread.submit(lambda: self._tensors.share(flat)).result()
+
+    def submit_has_data(self, present: bool, step: int) -> Future[Members]:
+        """Ask all ranks who still has data: the members of the step, none if nobody has."""
+        tag = Tag(step, "has data")
+        return self.world.comm_thread.submit(lambda: self._ranks_with_flag(present, tag))
+
+    def capture_graphs(self, graphs: StepGraphs, step: int) -> None:
+        """Let devices capture the step before `step`, if it is time for that; between steps, with
+        nothing in flight.
+        """
+        if graphs.is_due:
+            agree = partial(self._ranks_with_flag, tag=Tag(step, "graphs"))
+            self.world.comm_thread.submit(lambda: graphs.capture(agree)).result()
+
+    def _ranks_with_flag(self, mine: bool, tag: Tag) -> Members:
+        flags = torch.zeros(self.world.size, device="cpu")
+        flags[self.world.rank] = float(mine)
+        self.world.run_now(halving_doubling.all_reduce(self.world.size), flags, tag)
+        return tuple(flags.nonzero().flatten().tolist())
+
+    @cached_property
+    def _first(self) -> str:
+        """The digest of the schedule of step 0, which ranks compared in `attach`."""
+        return self.schedule(0, self.world.size).digest()
+
+    def _prepare(
+        self, schedule: Schedule, members: Members, quantizer: QuantizedWire | None, step: int
+    ) -> BoundStep:
+        """See `Engine._prepare`; before that the members compare the schedule, as no header says
+        it.
+
+        Gossip's schedules follow from what ranks compared in `attach`.
+        """
+        self.require_proven(schedule)
+        if not self.mixes:
+            claim = Claim(members, schedule.digest())
+            if claim != (self.everybody, self._first):
+                self._prepared.compare_once(claim, partial(self._compare, schedule, step))
+        return super()._prepare(schedule, members, quantizer, step)
+
+    def _compare(self, schedule: Schedule, step: int, claim: Claim) -> None:
+        """Raise `DisagreementError` if members run different schedules; connect those that run the
+        same one.
+        """
+        self.world.consistency.require_same_schedule_now(claim.text, claim.ranks, step)
+        self._binding.connect_peers(schedule, claim.ranks, step)
+
+    def _carry(
+        self,
+        bucket: GradientBucket,
+        bound: BoundStep,
+        members: Members,
+        share: float,
+        tag: Tag,
+        listener: Recorder | None,
+    ) -> None:
+        """See `Engine._carry`; unpacks the average. A device graph may do it all."""
+        if self.graphs is not None and self._replay(self.graphs, bucket, bound, tag):
+            return
+        super()._carry(bucket, bound, members, share, tag, listener)
+        own = bound.programs[bucket.index]
+        with NOTHING if listener is None else within_range(listener, "unpack"):
+            bucket.unpack(own.peer_parts)
+        own.finish(tag)
+
+    def _replay(
+        self, graphs: StepGraphs, bucket: GradientBucket, bound: BoundStep, tag: Tag
+    ) -> bool:
+        """Return True if a device graph did all the work; never in ``join()``, where ranks see
+        different steps.
+        """
+        with self.world.comm_thread.within_range("graph"):
+            riders = bucket.riders
+            has_news = riders is not None and (riders.is_loaded or riders.is_watched)
+            if self.world.joined is not None or self._factor != 1 or has_news:
+                return False
+            return graphs.carry(bucket, bound, self.scale(self.world.size), tag)
+
+    def _keep_own(self, bucket: GradientBucket) -> None:
+        """See `Engine._keep_own`; the gradients do not travel."""
+        if bucket.riders is not None:
+            bucket.riders.write_alone()
+            bucket.weigh(1.0)
+            self._factor = bucket.factor
+        if (times := self.own_weight * self._factor) != 1:
+            bucket.multiply(times)
