@@ -219,7 +219,7 @@ def nccl_versions() -> dict[str, int] | str:
     """Return NCCL's versions at run time and at CuPy's build, or why they are unknown."""
     sys.path.insert(0, str(ROOT))
     try:
-        from commrt.transport.nccl_communicator import load  # noqa: PLC0415
+        from commrt.transport.nccl_binding import load  # noqa: PLC0415
 
         return {"runtime": load().get_version(), "build": load().get_build_version()}
     except Exception as error:  # the record says which error it was

@@ -29,7 +29,7 @@ from commrt.errors import CommrtError
 from commrt.program import program
 from commrt.runtime.world import World
 from commrt.schedule import MIX, Algorithm, Schedule, Step
-from commrt.transport.nccl_communicator import load
+from commrt.transport.nccl_binding import load
 
 __all__ = [
     "beside_torch",

@@ -221,7 +221,7 @@ def _unpacking(wire: Tensor, theirs: Tensor) -> dict[str, tuple[Callable[[], Non
     layout = layout_of([wire.numel() // 8 - 4096] * 8)
     tensors = [torch.empty(count, device=wire.device) for count in layout.counts]
     packed = packing(wire[: layout.numel], layout, tensors)
-    begin = layout.places[0]
+    begin = layout.offsets[0]
     parts = Parts([(theirs[begin : layout.numel], begin, layout.numel)])
     moved = sum(layout.counts) * (4 + wire.itemsize)
     return {

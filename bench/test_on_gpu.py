@@ -15,7 +15,7 @@ from kernel_variants import DEVICE
 from torch import Tensor
 from torch.distributed import HashStore
 
-from commrt.kernels import dispatch, quantize
+from commrt.kernels import dispatch, quantize, quantize_dispatch
 from commrt.kernels.dispatch import GPU_DTYPES
 from commrt.kernels.layout import Layout, layout_of
 from commrt.kernels.packing import Packing
@@ -23,7 +23,7 @@ from commrt.kernels.torch_packing import TorchPacking, views_of
 from commrt.quantizer import NEAREST, STOCHASTIC, Float8, Quantizer
 from commrt.threads.streams import streams_of
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.nccl_communicator import load
+from commrt.transport.nccl_binding import load
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 LENGTHS = (0, 1, 7, 8, 9, 127, 1009, 4095, 4096, 4097, 8192, 50257, 1_000_003)
@@ -316,7 +316,7 @@ def test_codes_and_what_they_lose_are_their_definition(quantizer: Quantizer):
         want = torch.full((quantizer.nbytes(numel),), 0xEE, dtype=torch.uint8)
         away, away_left, got = there(here), there(left), there(want)
         quantize.quantize(here, want, quantizer, left if quantizer.feedback else None, KEY)
-        quantize.quantizing(away, got, quantizer, away_left if quantizer.feedback else None)(KEY)
+        quantize_dispatch.quantizing(away, got, quantizer, away_left if quantizer.feedback else None)(KEY)
         assert torch.equal(got.cpu(), want)
         assert same(away_left, left)
 
@@ -328,9 +328,9 @@ def test_decoding_and_adding_codes_are_their_definitions(quantizer: Quantizer):
         away, dequantized, away_total = rows.to(DEVICE), torch.empty(numel, device=DEVICE), there(total)
         want = torch.empty(numel)
         quantize.dequantize(rows[0], want, quantizer)
-        quantize.dequantizing(away[0], dequantized, quantizer)()
+        quantize_dispatch.dequantizing(away[0], dequantized, quantizer)()
         quantize.add_quantized(total, list(rows), quantizer)
-        quantize.adding_quantized(away_total, list(away), quantizer)()
+        quantize_dispatch.adding_quantized(away_total, list(away), quantizer)()
         assert same(dequantized, want)
         assert same(away_total, total)
 

@@ -30,7 +30,7 @@ from commrt.errors import CommrtError
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm
 from commrt.training.replica import Replica
-from commrt.transport.nccl_communicator import load
+from commrt.transport.nccl_binding import load
 from commrt.transport.shared import SharedTransport
 
 __all__ = [

@@ -124,8 +124,8 @@ def on_tables(dtype: torch.dtype, wire: torch.dtype, align: int) -> Iterator[Cas
     if align == max(ALIGNMENTS):  # graphs are made for these only
         yield case("pack", 1, "held")
         yield case("unpack", 1, "held")
-        yield case("unpack", 1, "held", "far")
-    yield case("unpack", 1, "far")
+        yield case("unpack", 1, "held", "wide")
+    yield case("unpack", 1, "wide")
     yield case("mix", 3)
 
 

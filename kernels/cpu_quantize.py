@@ -54,7 +54,7 @@ def quantize_call(
     x = values.numpy()
     is_stochastic = quantizer.rounding == STOCHASTIC
     left = np.empty(0, np.float32) if residual is None else residual.numpy()
-    kind = (
+    form = (
         quantizer.block,
         quantizer.bits,
         np.float32(quantizer.largest),
@@ -62,8 +62,8 @@ def quantize_call(
         is_stochastic,
     )
     # compiles it, before anybody waits for this rank
-    _encode(x[:0], left[:0], tiles[:0], np.uint64(0), kind)
-    return lambda key: _encode(x, left, tiles, np.uint64(key), kind)
+    _encode(x[:0], left[:0], tiles[:0], np.uint64(0), form)
+    return lambda key: _encode(x, left, tiles, np.uint64(key), form)
 
 
 def sum_call(
@@ -73,8 +73,8 @@ def sum_call(
     `quantize.add_quantized`.
     """
     out = values.numpy()
-    kind = (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
-    _sum(out[:0], _tiles(received[0], quantizer)[:0], *kind)
+    form = (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
+    _sum(out[:0], _tiles(received[0], quantizer)[:0], *form)
     at_once = PIECE_NUMEL // quantizer.tile_numel
 
     def run() -> None:
@@ -83,7 +83,7 @@ def sum_call(
         for first in range(0, len(rows[0]), at_once):
             piece = out[first * quantizer.tile_numel : (first + at_once) * quantizer.tile_numel]
             for tiles in rows:
-                _sum(piece, tiles[first : first + at_once], *kind)
+                _sum(piece, tiles[first : first + at_once], *form)
 
     return run
 
@@ -94,10 +94,10 @@ def _tiles(codes: Tensor, quantizer: Quantizer) -> Array:
 
 @compiled
 def _encode(
-    values: Array, residual: Array, tiles: Array, key: Array, kind: tuple[Any, ...]
+    values: Array, residual: Array, tiles: Array, key: Array, form: tuple[Any, ...]
 ) -> None:
     # a named tuple, and functions of it, take Numba more time
-    block, bits, largest, is_float, is_stochastic = kind
+    block, bits, largest, is_float, is_stochastic = form
     numel = TILE_BLOCKS * block
     x = np.zeros(numel, np.float32)
     y = np.empty(numel, np.float32)

@@ -82,17 +82,13 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def suits_kernels(out: Tensor) -> bool:
-    """Return True if the Triton kernels can add to `out`: by its device,
-    its dtype and its address.
-    """
-    return out.dtype in GPU_DTYPES and suit_kernels(out)
+def has_kernels(out: Tensor) -> bool:
+    """Return True if the Triton kernels can add to `out`: by its device, dtype and address."""
+    return out.dtype in GPU_DTYPES and are_reachable(out)
 
 
-def suit_kernels(*buffers: Tensor) -> bool:
-    """Return True if the Triton kernels can work on all `buffers`: by their device and their
-    addresses.
-    """
+def are_reachable(*buffers: Tensor) -> bool:
+    """Return True if the Triton kernels can work on all `buffers`: by device and address."""
     return all(is_on_gpu(buffer) and buffer.data_ptr() % WIDEST_NBYTES == 0 for buffer in buffers)
 
 
@@ -100,7 +96,7 @@ def adding(out: Tensor, summands: Sequence[Tensor]) -> Combination:
     """Return a function that computes ``out = summands[0] + summands[1] + ...``, of which `out` is
     one.
     """
-    if suits_kernels(out):
+    if has_kernels(out):
         return cast("Combination", on_gpu("add")(out, summands))
     return partial(reduce_into, out, summands)
 
@@ -124,6 +120,6 @@ def copying(out: Tensor, source: Tensor) -> Combination:
 
 def mixing(out: Tensor, received: Tensor, weight: float) -> Combination:
     """Return a function that computes ``out += weight * (received - out)``."""
-    if suits_kernels(out):
+    if has_kernels(out):
         return cast("Combination", on_gpu("mix")(out, received, weight))
     return partial(mix_into, out, received, weight)

@@ -25,11 +25,11 @@ HEADER_NUMEL = 64
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places of the tensors in a wire buffer, in elements."""
+    """Offsets of the tensors in a wire buffer, in elements."""
 
     counts: tuple[int, ...]
     """[tensors] number of elements."""
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
     """[tensors] index of the first element."""
     numel: int
     """Elements of the whole wire buffer."""
@@ -57,7 +57,7 @@ class Layout:
 
     def tensor(self, wire: Tensor, index: int) -> Tensor:
         """Return the view of `wire` that holds tensor `index`, [counts[index]]."""
-        return wire[self.places[index] : self.places[index] + self.counts[index]]
+        return wire[self.offsets[index] : self.offsets[index] + self.counts[index]]
 
     def gaps(self) -> list[int]:
         """Return the indices of the elements that follow a tensor and belong to none.
@@ -65,8 +65,8 @@ class Layout:
         >>> layout_of([15, 16, 14]).gaps()
         [95, 126, 127]
         """
-        ends = (place + count for place, count in zip(self.places, self.counts, strict=True))
-        return [*chain.from_iterable(map(range, ends, [*self.places[1:], self.numel]))]
+        ends = (offset + count for offset, count in zip(self.offsets, self.counts, strict=True))
+        return [*chain.from_iterable(map(range, ends, [*self.offsets[1:], self.numel]))]
 
 
 def padded(count: int) -> int:
@@ -78,11 +78,11 @@ def layout_of(counts: Sequence[int], riding: int = 0) -> Layout:
     """Return the layout of tensors of `counts` elements, behind `riding` elements for other use.
 
     >>> layout_of([5, 0, 16, 17])
-    Layout(counts=(5, 0, 16, 17), places=(80, 96, 96, 112), numel=144, riding=0)
+    Layout(counts=(5, 0, 16, 17), offsets=(80, 96, 96, 112), numel=144, riding=0)
     """
     head_numel = HEADER_NUMEL + padded(len(counts)) + padded(riding)
-    *places, numel = accumulate(map(padded, counts), initial=head_numel)
-    return Layout(tuple(counts), tuple(places), numel, padded(riding))
+    *offsets, numel = accumulate(map(padded, counts), initial=head_numel)
+    return Layout(tuple(counts), tuple(offsets), numel, padded(riding))
 
 
 def refuse_count(tensors: Sequence[object], count: int) -> NoReturn:

@@ -27,7 +27,7 @@ NO_PARTS = Parts()
 
 
 class Packing(Protocol):
-    """Moves tensors to and from their places in one wire buffer.
+    """Moves tensors to and from one wire buffer.
 
     Tensors come in the order of the layout, None for an absent one. They may change from call to
     call, but not their dtypes, shapes and strides. Another number of tensors raises `ValueError`.
@@ -41,7 +41,7 @@ class Packing(Protocol):
         """
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """Write tensors times `scale` to their places, zeros for None; also the flags and the bits
+        """Write tensors times `scale` to the wire, zeros for None; also the flags and the bits
         of `header`.
 
         Writes zeros for what rides.
@@ -53,7 +53,7 @@ class Packing(Protocol):
     def unpack(
         self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS
     ) -> None:
-        """Write places to tensors; compare the wire's header with `header`.
+        """Write the wire to tensors; compare the wire's header with `header`.
 
         The wire's `parts` are read where they lie, by a `Repeatable`; the same object again costs
         nothing. The header is always the wire's own. After a mismatch, plain torch writes nothing;

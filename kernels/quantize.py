@@ -9,18 +9,12 @@ same operations in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import cast
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from commrt.kernels.dispatch import Combination, on_gpu, suit_kernels
 from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
 PIECE_NUMEL = 1 << 18
@@ -41,60 +35,6 @@ PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 PHILOX_COUNTERS = 1 << 14
 """Counters at once: what is computed from them stays in a core's cache."""
-
-
-def quantizing(
-    values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None
-) -> Callable[[int], None]:
-    """Return a function of a key that does `quantize`: Triton on a GPU, Numba on a CPU that has it,
-    or plain torch.
-    """
-    if suit_kernels(values, codes, *([] if residual is None else [residual])):
-        return cast("Callable[[int], None]", on_gpu("quantize")(values, codes, quantizer, residual))
-    if numba := _numba_for(values):
-        return cast(
-            "Callable[[int], None]", numba.quantize_call(values, codes, quantizer, residual)
-        )
-    return lambda key: quantize(values, codes, quantizer, residual, key)
-
-
-def dequantizing(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Combination:
-    """Return a function that does `dequantize`, likewise."""
-    if suit_kernels(values, codes):
-        return cast("Combination", on_gpu("dequantize")(codes, values, quantizer))
-    if numba := _numba_for(values):
-        return cast("Combination", numba.sum_call([codes], values, quantizer, is_added=False))
-    return lambda: dequantize(codes, values, quantizer)
-
-
-def adding_quantized(
-    values: Tensor, received: Sequence[Tensor], quantizer: Quantizer
-) -> Combination:
-    """Return a function that does `add_quantized`, likewise; on a GPU `received` lie evenly spaced
-    in one buffer.
-    """
-    if suit_kernels(values, *received):
-        return cast("Combination", on_gpu("add quantized")(values, received, quantizer))
-    if numba := _numba_for(values):
-        return cast("Combination", numba.sum_call(received, values, quantizer, is_added=True))
-    return lambda: add_quantized(values, received, quantizer)
-
-
-def _numba_for(values: Tensor) -> ModuleType | None:
-    return compiled_quantize() if values.device.type == "cpu" else None
-
-
-@cache
-def compiled_quantize() -> ModuleType | None:
-    """Return `cpu_quantize`, or None without one that works, and where Numba finds no folder for
-    what it compiles.
-    """
-    if find_spec("numba") is None:
-        return None
-    try:
-        return import_module("commrt.kernels.cpu_quantize")
-    except (ImportError, RuntimeError):  # a Numba that does not fit this NumPy, for one
-        return None
 
 
 def quantize(

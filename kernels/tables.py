@@ -46,16 +46,16 @@ class Tables:
         owners = np.repeat(np.arange(len(sizes)), tiles)
         numbers = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
         counts = np.minimum(sizes[owners] - numbers * tile, tile)
-        places = (np.array(layout.places, np.int64)[owners] + numbers * tile) // GRANULE
+        offsets = (np.array(layout.offsets, np.int64)[owners] + numbers * tile) // GRANULE
         of_tiles = (
             torch.from_numpy(column.astype(np.int32))
-            for column in (owners, numbers, counts, places)
+            for column in (owners, numbers, counts, offsets)
         )
-        self._places = places
+        self._offsets = offsets
         self.addresses = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         """[tensors] 0 for an absent tensor."""
         self.columns = (self.addresses, *(column.to(device) for column in of_tiles))
-        """Addresses; then int32 [tiles]: tensor, tile number in it, elements, place on the wire in
+        """Addresses; then int32 [tiles]: tensor, tile number in it, elements, offset on the wire in
         granules.
         """
         self.tiles = int(tiles.sum())
@@ -71,28 +71,28 @@ class Tables:
         """Return the bounds [chunks + 1] that cut a wire of `numel` elements about evenly, each
         where a tile begins.
         """
-        starts = np.sort(self._places) * GRANULE
+        starts = np.sort(self._offsets) * GRANULE
         nearest = np.searchsorted(starts, [numel * chunk // chunks for chunk in range(1, chunks)])
         return [0, *np.append(starts, numel)[nearest].tolist(), numel]
 
-    def places_in(self, wire: Tensor, parts: Sequence[tuple[Tensor, int, int]]) -> Tensor:
-        """Return a column of places, int64 [tiles], of which some are in other memory than `wire`.
+    def offsets_in(self, wire: Tensor, parts: Sequence[tuple[Tensor, int, int]]) -> Tensor:
+        """Return a column of offsets, int64 [tiles], of which some are in other memory than `wire`.
 
         Of each of `parts`, (memory, begin, end), elements [begin, end) lie in `memory`, and begin
         and end at tiles.
         """
-        places = self._places.copy()
+        offsets = self._offsets.copy()
         granule = GRANULE * wire.element_size()
         for memory, begin, end in parts:
-            inside = (begin <= self._places * GRANULE) & (self._places * GRANULE < end)
+            inside = (begin <= self._offsets * GRANULE) & (self._offsets * GRANULE < end)
             distance = memory.data_ptr() - begin * wire.element_size() - wire.data_ptr()
             if distance % granule:
                 raise ValueError(
                     f"memory at {memory.data_ptr():#x} is not a multiple of {granule} bytes from"
                     " the wire"
                 )
-            places[inside] += distance // granule
-        return torch.from_numpy(places).to(self.addresses.device)
+            offsets[inside] += distance // granule
+        return torch.from_numpy(offsets).to(self.addresses.device)
 
     def point_at(self, tensors: Sequence[Tensor | None]) -> None:
         """Update the addresses to those of `tensors`.

@@ -14,7 +14,7 @@ from forked_commands import printed
 from inspect_kernels import ARCHS, PEERS, SHORT, cases
 from interpreter import interpreted_gpu
 
-from commrt.kernels import dispatch, quantize
+from commrt.kernels import dispatch, quantize_dispatch
 from commrt.kernels.device import launch, packing
 from commrt.kernels.device.variants import sizes_for
 from commrt.kernels.layout import WIDEST_NBYTES, layout_of
@@ -82,7 +82,7 @@ def launch_everything(dtype, wire_dtype, skew):
     moved.pack(tensors, 0.5, 1)
     moved.unpack(tensors, 1)
     moved.mix(tensors, wire, wire, 0.5)
-    begin = layout_of([tensors[0].numel()]).places[0]
+    begin = layout_of([tensors[0].numel()]).offsets[0]
     dispatch.repeatable(moved).load(Parts([(wire[begin:], begin, wire.numel())]))
     rows = torch.zeros(8, 16, dtype=dtype)
     dispatch.mixing(rows[0], rows[1], 0.5)
@@ -142,9 +142,9 @@ def test_every_kernel_of_coding_that_is_launched_has_been_looked_at(monkeypatch)
         monkeypatch.setattr(launch, "launch_of", launch_of)
         for quantizer in inspect_quantize.quantizers():
             values, codes = torch.zeros(100), torch.zeros(quantizer.nbytes(100), dtype=torch.uint8)
-            quantize.quantizing(values, codes, quantizer, values if quantizer.feedback else None)
-            quantize.dequantizing(codes, values, quantizer)
-            quantize.adding_quantized(values, [codes], quantizer)
+            quantize_dispatch.quantizing(values, codes, quantizer, values if quantizer.feedback else None)
+            quantize_dispatch.dequantizing(codes, values, quantizer)
+            quantize_dispatch.adding_quantized(values, [codes], quantizer)
     assert launched <= {variant for _, variant in inspect_quantize.cases().values()}
 
 

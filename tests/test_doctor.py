@@ -263,7 +263,7 @@ def test_an_exchange_that_hangs_ends_with_its_deadline(monkeypatch):
 )
 def test_the_nccl_of_cupy_and_of_torch_must_be_one(runtime, of_torch, copies, verdict, detail, monkeypatch):
     binding = SimpleNamespace(get_version=lambda: runtime, get_build_version=lambda: 22707)
-    monkeypatch.setattr("commrt.transport.nccl_communicator.load", lambda: binding)
+    monkeypatch.setattr("commrt.transport.nccl_binding.load", lambda: binding)
     monkeypatch.setattr(doctor_machine, "_nccl_of_torch", lambda: of_torch)
     monkeypatch.setattr(doctor_machine, "nccl_files", lambda: [f"/{each}/libnccl.so.2" for each in range(copies)])
     finding = only(doctor_machine.nccl())

@@ -95,8 +95,8 @@ def test_on_a_gpu_a_chunk_between_two_aligned_addresses_is_added_by_plain_torch(
     monkeypatch.setattr(dispatch, "is_on_gpu", lambda tensor: True)
     room, received = torch.ones(64), torch.ones(64)
     own = room[5:10]
-    assert dispatch.suits_kernels(room[16:32])
-    assert not dispatch.suits_kernels(own)
+    assert dispatch.has_kernels(room[16:32])
+    assert not dispatch.has_kernels(own)
     dispatch.adding(own, [own, received[:5]])()
     dispatch.mixing(own, received[:5], 0.5)()
     assert own.tolist() == [1.5] * 5

@@ -26,8 +26,8 @@ from commrt.store.reports import diagnose
 from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
 from commrt.training.join_progress import JoinProgress
-from commrt.transport import channel, nccl_communicator
-from commrt.transport.nccl_communicator import ShutdownNotices
+from commrt.transport import local_sockets, nccl_communicator
+from commrt.transport.shutdown_notices import ShutdownNotices
 
 JUNK = st.one_of(
     FILES, VALUES.map(json.dumps).map(str.encode), st.sampled_from([b"null", b"{}", b"[]", b"0", b"x" * 10**6])
@@ -47,7 +47,7 @@ READERS = [
     lambda said: WorldConfig.read(planted("world configuration", said)),
     lambda said: parse_announcements(said.decode(errors="replace"), 0),
 ]
-RECORDS = [connection._parse_start, channel._parse_caller, nccl_communicator._parse_info]
+RECORDS = [connection._parse_start, local_sockets._parse_caller, nccl_communicator._parse_info]
 
 
 @cases(60)

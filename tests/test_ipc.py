@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from commrt.errors import DisagreementError, SizeMismatch, UsageError
 from commrt.runtime.connection import connect_gpu
 from commrt.transport import peers
-from commrt.transport.ipc import MappedMemory
+from commrt.transport.mapped_memory import MappedMemory
 from commrt.transport.protocol import CPU
 
 

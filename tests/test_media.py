@@ -19,7 +19,8 @@ from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.streams import DONE, CudaStreams, Streams, streams_of
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
+from commrt.transport.by_device import TransportByDevice
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 META = torch.device("meta")
 NOW = Tag(0, 0)

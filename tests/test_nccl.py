@@ -35,10 +35,11 @@ from commrt.errors import (
 from commrt.nccl_groups import MOST_MESSAGES
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
+from commrt.transport import group_watch, nccl_communicator
 from commrt.transport import nccl as transport_module
-from commrt.transport import nccl_communicator
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.nccl_communicator import require_usable, uncut
+from commrt.transport.nccl_binding import require_usable
+from commrt.transport.nccl_groups import uncut
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 
 NOW = Tag(step=3, bucket=1)
@@ -178,7 +179,7 @@ def test_an_exchange_that_was_in_time_costs_nothing(queued):
         swap(queued.transport)(NOW)
         queued.store.set("left/1", '{"0": 1}')
         clock.advance(PATIENT_S - 1)
-        while not queued.transport._notices._known:
+        while not queued.transport.watch.notices._known:
             wait_until_watched(queued)
         queued.queue.reached.set()
         wait_until_watched(queued)
@@ -212,7 +213,7 @@ def test_a_peer_that_left_without_its_part_is_noticed_on_the_store(queued, left)
 
 def test_a_store_that_does_not_answer_holds_no_deadline_up(queued, monkeypatch):
     answering = threading.Event()
-    monkeypatch.setattr(queued.transport._notices, "_read", lambda peers: answering.wait(PATIENT_S))
+    monkeypatch.setattr(queued.transport.watch.notices, "_read", lambda peers: answering.wait(PATIENT_S))
     with moved_clock() as clock:
         swap(queued.transport)(NOW)
         clock.advance(PATIENT_S + 1)
@@ -224,7 +225,7 @@ def test_a_store_that_does_not_answer_holds_no_deadline_up(queued, monkeypatch):
 @pytest.mark.parametrize("watched", [True, False])
 def test_on_a_gpu_that_failed_the_next_call_says_so_and_the_communicator_is_freed(queued, watched, monkeypatch):
     if not watched:
-        queued.transport._freeing.set()
+        queued.transport.watch.communicator.ended.set()
     monkeypatch.setattr(queued.queue, "record_event", lambda: SimpleNamespace(query=failing, synchronize=failing))
     swap(queued.transport)(NOW)
     if watched:
@@ -236,13 +237,13 @@ def test_on_a_gpu_that_failed_the_next_call_says_so_and_the_communicator_is_free
 
 
 def test_an_abort_waits_while_calls_are_being_issued(queued, monkeypatch):
-    monkeypatch.setattr(transport_module, "BUSY_S", PATIENT_S)
+    monkeypatch.setattr(nccl_communicator, "BUSY_S", PATIENT_S)
     held = []
-    queued.binding.send = lambda *arguments: held.append(queued.transport._in_use.locked())
+    queued.binding.send = lambda *arguments: held.append(queued.transport.watch.communicator.in_use.locked())
     swap(queued.transport)(NOW)
     assert held == [True]
     with ThreadPoolExecutor(1) as pool:
-        with queued.transport._in_use:
+        with queued.transport.watch.communicator.in_use:
             aborting = pool.submit(queued.transport.abort)
             assert not threading.Event().wait(0.1)
             assert "abort" not in queued.binding.calls
@@ -253,17 +254,18 @@ def test_an_abort_waits_while_calls_are_being_issued(queued, monkeypatch):
 def test_an_exchange_that_waits_while_the_communicator_is_freed_is_not_issued(queued):
     exchange = swap(queued.transport)
     with ThreadPoolExecutor(1) as pool:
-        with queued.transport._in_use:  # as while it is freed
+        with queued.transport.watch.communicator.in_use:  # as while it is freed
             issuing = pool.submit(exchange, NOW)
-            wait_until(lambda: queued.transport._pending)
-            queued.transport._closed = True
+            wait_until(lambda: queued.transport.watch._pending)
+            queued.transport.watch.is_closed = True
         with pytest.raises(TransportClosed):
             issuing.result(PATIENT_S)
     assert queued.binding.calls == []
 
 
 def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held(queued):
-    with ThreadPoolExecutor(1) as pool, queued.transport._in_use, queued.transport._freeing._cond:
+    held = queued.transport.watch.communicator
+    with ThreadPoolExecutor(1) as pool, held.in_use, held.ended._cond:
         pool.submit(queued.transport.leave_to_parent).result(PATIENT_S)
 
 
@@ -271,11 +273,11 @@ def polled(queued):
     """Whether this thread asks NCCL for errors if it looks for a failure now."""
     names = []
     queued.binding.check_async_error = lambda: names.append(threading.current_thread().name)
-    queued.transport._find_failure()
+    queued.transport.watch.find_failure()
     return threading.current_thread().name in names
 
 
-@pytest.mark.parametrize("how", ["close", "abort", "_abandon"])
+@pytest.mark.parametrize("how", ["close", "abort", "collected"])
 def test_errors_are_not_asked_for_while_the_communicator_is_freed_and_afterwards(queued, how):
     asked = []
 
@@ -283,16 +285,18 @@ def test_errors_are_not_asked_for_while_the_communicator_is_freed_and_afterwards
         asked.append((threading.current_thread().name, polled(queued)))
 
     queued.binding.abort = queued.binding.destroy = freeing
-    if aborted := getattr(queued.transport, how)():
-        aborted.result(PATIENT_S)
+    if how == "collected":
+        queued.transport.watch.communicator._collected().result(PATIENT_S)
+    else:
+        getattr(queued.transport, how)()
     assert asked == [("commrt-store-call", False)]
-    assert how == "_abandon" or not polled(queued)
+    assert how == "collected" or not polled(queued)
 
 
 def test_errors_are_not_asked_for_while_calls_are_being_issued(queued):
     while not polled(queued):  # the watchdog may be asking
         pass
-    with queued.transport._in_use:
+    with queued.transport.watch.communicator.in_use:
         assert not polled(queued)
 
 
@@ -302,7 +306,7 @@ def test_the_watchdog_and_the_creating_thread_use_the_gpu_of_this_rank(queued):
 
 
 def test_no_more_exchanges_are_queued_than_nccl_has_room_for(queued, monkeypatch):
-    monkeypatch.setattr(transport_module, "MAX_PENDING", 3)
+    monkeypatch.setattr(group_watch, "MAX_PENDING", 3)
     exchange = swap(queued.transport)
     for _ in range(3):
         exchange(NOW)
@@ -317,7 +321,7 @@ def test_no_more_exchanges_are_queued_than_nccl_has_room_for(queued, monkeypatch
 
 
 def test_a_stream_that_something_else_holds_up_is_waited_for_until_the_deadline(queued):
-    queued.transport._freeing.set()  # nobody watches
+    queued.transport.watch.communicator.ended.set()  # nobody watches
     with moved_clock() as clock, ThreadPoolExecutor(1) as pool:
         swap(queued.transport)(NOW)
         waiting = pool.submit(queued.transport.wait)
@@ -339,7 +343,7 @@ def test_a_rank_0_without_an_id_is_named_by_the_others_at_once():
 def test_at_the_end_of_the_interpreter_no_thread_is_started_to_abort(queued):
     threads, queued.binding.abort = [], lambda: threads.append(threading.get_ident())
     with patch.object(threading, "main_thread", return_value=SimpleNamespace(is_alive=bool)):
-        queued.transport._abandon()
+        queued.transport.watch.communicator._collected()
     assert threads == [threading.get_ident()]
 
 

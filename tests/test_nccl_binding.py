@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from commrt.errors import TransportError, UsageError
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.nccl_communicator import load
+from commrt.transport.nccl_binding import load
 from commrt.transport.protocol import CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # CuPy warns where there is no GPU
@@ -81,7 +81,7 @@ def test_where_cupy_is_absent_that_is_said(monkeypatch):
         load()
 
 
-@pytest.mark.parametrize("name", ["nccl", "nccl_communicator", "ipc", "peers"])
+@pytest.mark.parametrize("name", ["nccl", "nccl_binding", "ipc", "peers"])
 def test_transports_for_gpus_can_be_imported_where_cupy_is_absent(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     run_module(f"commrt.transport.{name}")

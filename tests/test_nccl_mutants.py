@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from commrt.testing import conformance
 from commrt.threads.calls import start_call
-from commrt.transport import nccl, nccl_communicator
+from commrt.transport import group_watch, nccl, nccl_communicator
 from commrt.transport.protocol import CPU
 
 SHORT_S = 0.2
@@ -27,7 +27,7 @@ ISSUED = """            self._nccl.groupStart()
             finally:
                 self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 """
-ABOVE_6 = "CuPy has no name for NCCL's statuses above 6\n            "
+ERROR = "except (RuntimeError, KeyError) as error:\n            "
 EACH = "            for call in calls:\n"
 CALL = "call(stream)\n"
 
@@ -43,24 +43,24 @@ MUTANTS = {
     "receives in another order": (nccl, "for each in some.recvs", "for each in some.recvs[::-1]"),
     "a send forgotten": (nccl, "for each in some.sends", "for each in some.sends[:-1]"),
     "a receive forgotten": (nccl, "for each in some.recvs", "for each in some.recvs[1:]"),
-    "the last byte forgotten": (nccl, "= message.data.nbytes, self", "= message.data.nbytes - 1, self"),
-    "elements for bytes": (nccl, "= message.data.nbytes, self", "= message.data.numel(), self"),
+    "the last byte forgotten": (nccl, "= message.data.nbytes\n", "= message.data.nbytes - 1\n"),
+    "elements for bytes": (nccl, "= message.data.nbytes\n", "= message.data.numel()\n"),
     "the beginning of the storage": (nccl, "message.data.data_ptr()", "message.data.untyped_storage().data_ptr()"),
     "sends for receives": (nccl, "_call(recv", "_call(send"),
     "peers mixed up": (nccl, ".index(message.peer)", ".index(max(message.peer - 1, 0))"),
     "empty transfers sent": (nccl, "= split_self(group, self.rank, self.members)", "= group, []"),
     "copies to self forgotten": (nccl, "target.copy_(source)", "pass"),
     "errors swallowed": (
-        nccl,
-        f"{ABOVE_6}raise self._explained(error, pending) from error",
-        f"{ABOVE_6}self._explained(error, pending)",
+        group_watch,
+        f"{ERROR}raise self._explained(error, pending) from error",
+        f"{ERROR}self._explained(error, pending)",
     ),
-    "no deadline": (nccl, "age_s > pending.timeout_s", "False"),
-    "a deadline of its own": (nccl, "tag, clock.now_s(), self.timeout_s,", "tag, clock.now_s(), 300.0,"),
-    "a late communicator not aborted": (nccl, "(communicator.abort)", "(int)"),
-    "the others not told": (nccl, "self._notices.announce(None)", "pass"),
-    "the others not asked": (nccl, "self._lost_peer(pending.counts, pending.tag, pending.group.hop) if", "None if"),
-    "use after close": (nccl, "            self._closed = True\n            if self", "            if self"),
+    "no deadline": (group_watch, "age_s > pending.timeout_s", "False"),
+    "a deadline of its own": (group_watch, "tag, clock.now_s(), self.timeout_s,", "tag, clock.now_s(), 300.0,"),
+    "a late communicator not aborted": (nccl_communicator, "(nccl.abort)", "(int)"),
+    "the others not told": (group_watch, "self.notices.announce(None)", "pass"),
+    "the others not asked": (group_watch, "self.lost_peer(pending.counts, pending.tag, pending.group.hop)", "None"),
+    "use after close": (group_watch, "            self.is_closed = True\n            if self", "            if self"),
     "an id of each rank's own": (
         nccl_communicator,
         "bytes.fromhex(infos[members[0]].unique_id)",
@@ -103,7 +103,7 @@ def complaint(transport, monkeypatch):
     finally:
         for one in made:
             one.abort()
-            one._communicator.abort()  # which the mutant may have forgotten
+            one.watch.communicator.nccl.abort()  # which the mutant may have forgotten
     return None
 
 
@@ -112,8 +112,9 @@ def complaint(transport, monkeypatch):
 def test_a_broken_rule_is_noticed(name, monkeypatch):
     module, old, new = MUTANTS[name]
     mutant = mutated(module, old, new)
-    if module is nccl_communicator:
-        monkeypatch.setattr(nccl, "create", mutant.create)
+    if module is not nccl:
+        replaced = "create" if module is nccl_communicator else "GroupWatch"
+        monkeypatch.setattr(nccl, replaced, getattr(mutant, replaced))
         mutant = nccl
     noticed = complaint(mutant.NcclTransport, monkeypatch)
     sys.stdout.write(f"{name}: {noticed}\n")  # for pytest -s

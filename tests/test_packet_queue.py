@@ -111,12 +111,12 @@ def test_in_no_order_of_loads_and_stores_does_one_sleep_whom_the_other_does_not_
         while one._written.put(bytes(channel.PACKET_NBYTES)):
             pass
         one.unsent.append((bytes(channel.PACKET_NBYTES), ()))
-        other._take = lambda _: None
+        other._handle = lambda _: None
         waker, news = recorded(1, other.receive, pair, monkeypatch), (0, READ)
-        sleeper, flag = recorded(0, one.doze, pair, monkeypatch), (0, STATE)
+        sleeper, flag = recorded(0, one.begin_sleep, pair, monkeypatch), (0, STATE)
     else:
         waker, news = recorded(0, lambda: one.refuse(8), pair, monkeypatch), (0, WRITTEN)
-        sleeper, flag = recorded(1, other.doze, pair, monkeypatch), (1, STATE)
+        sleeper, flag = recorded(1, other.begin_sleep, pair, monkeypatch), (1, STATE)
     assert not [*losses(waker, sleeper, news, flag)]
     for which in range(2):  # each of the two fences is needed
         without = [

@@ -208,7 +208,7 @@ def test_a_layout_leaves_no_two_things_in_one_place(counts):
     for piece in (layout.header(taken), layout.flags(taken), *(layout.tensor(taken, i) for i in range(len(counts)))):
         piece.add_(1)
     assert taken.max() == 1
-    assert all(place % GRANULE == 0 for place in layout.places)
+    assert all(offset % GRANULE == 0 for offset in layout.offsets)
     assert layout.numel < 64 + 16 + 16 * len(counts) + len(counts) + sum(counts) + 1
 
 

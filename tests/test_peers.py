@@ -24,7 +24,7 @@ from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import Streams
 from commrt.transport import nccl as nccl_module
-from commrt.transport import peers
+from commrt.transport import signals
 from commrt.transport.protocol import P2PGroup, Tag
 
 
@@ -137,7 +137,7 @@ def test_a_local_peer_that_gives_up_is_seen_while_a_graph_waits_for_a_remote_ran
         replay = transport.capture(lambda: bound.run(NOW), bound.group)
         assert bound.group.peers == {2}
         future = group.pool.submit(replay, NOW)
-        wait_until(lambda: transport._notices._next_read_s)  # what comes now is in no read but a later one
+        wait_until(lambda: transport._watch.notices._next_read_s)  # what comes now is in no read but a later one
         group.transports[1].abort()
         error = future.exception(60)
     assert (type(error), error.place.peer) == (PeerLost, 1)
@@ -148,11 +148,11 @@ def test_a_graph_of_waits_is_replayed_only_while_it_is_not_freed(monkeypatch):
     monkeypatch.setattr(nccl_module, "streams_of", lambda device: Capturing(lambda work: graph))
     with connected("aa") as group:
         transport = group.transports[0]
-        graph.replay.side_effect = lambda: locked.append(transport._in_use.locked())
+        graph.replay.side_effect = lambda: locked.append(transport._watch.communicator.in_use.locked())
         locked, replay = [], transport.capture(int, P2PGroup([], [], reads=True))
         replay(NOW)
         assert locked == [True]
-        monkeypatch.setattr(transport, "_note", lambda *_: transport.abort())  # as another thread does, right after it
+        monkeypatch.setattr(transport, "_begin", lambda *_: transport.abort())  # as another thread does, right after it
         with pytest.raises(TransportClosed):
             replay(NOW)
     graph.replay.assert_called_once()
@@ -164,7 +164,7 @@ DIRECT = direct.all_reduce(3)
 @contextmanager
 def missing(hops):
     """(group, futures) of ranks 0 and 1, which wait for rank 2 after it has run so many hops."""
-    watched_late = patch.object(peers, "READ_NOTICES_S", inf)  # or the watchdog may say first who has left
+    watched_late = patch.object(signals, "READ_NOTICES_S", inf)  # or the watchdog may say first who has left
     with watched_late, connected("aaa") as group, moved_clock() as clock:
         buffers = group.buffers(ODD)
         bound = group.on_all(lambda rank: group.bound(DIRECT, buffers, rank))
@@ -250,7 +250,7 @@ def test_what_was_given_up_between_hosts_is_not_read_within_one():
             transport.timeout_s = 2.0
             bound = group.bound(schedule, buffers, rank)
             if rank == 0:
-                transport._words[ABORT] = 1  # as before NCCL is aborted
+                transport._signals.words[ABORT] = 1  # as before NCCL is aborted
             try:
                 bound.run(NOW)
                 transport.wait()

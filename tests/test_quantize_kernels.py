@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from interpreter import interpret, interpreted_gpu, require, watched
 from quantizers import KINDS, ODD, QUANTIZERS, same, ties, values
 
-from commrt.kernels import quantize
+from commrt.kernels import quantize, quantize_dispatch
 from commrt.kernels.device import variants
 from commrt.quantizer import NEAREST, STOCHASTIC, TILE_BLOCKS, Float8, Int2, Int4, Int8, Quantizer
 
@@ -193,26 +193,26 @@ def test_plain_torch_codes_where_numba_cannot(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(quantize, "import_module", refuse)
-    quantize.compiled_quantize.cache_clear()
+    quantize_dispatch.compiled_quantize.cache_clear()
     try:
         assert is_coded_alike(nullcontext, Int8(), torch.randn(100), None)
     finally:
-        quantize.compiled_quantize.cache_clear()
+        quantize_dispatch.compiled_quantize.cache_clear()
 
 
 def test_buffers_that_begin_elsewhere_are_coded_in_plain_torch():
     quantizer, x = Int8(64), values(513, 64)[1:]
     with interpreted_gpu() as launches:
         codes, _ = coded(quantize, x, quantizer, None)
-        quantize.dequantizing(codes, x, quantizer)()
-        quantize.adding_quantized(x, [codes], quantizer)()
+        quantize_dispatch.dequantizing(codes, x, quantizer)()
+        quantize_dispatch.adding_quantized(x, [codes], quantizer)()
     assert launches.names == []
 
 
 def test_rows_that_lie_unevenly_are_refused():
     quantizer, rows = Int8(64), torch.zeros(5, Int8(64).tile_nbytes, dtype=torch.uint8)
     with interpreted_gpu(), pytest.raises(ValueError, match="must lie evenly"):
-        quantize.adding_quantized(torch.zeros(512), [rows[0], rows[1], rows[4]], quantizer)
+        quantize_dispatch.adding_quantized(torch.zeros(512), [rows[0], rows[1], rows[4]], quantizer)
 
 
 def quantized_and_back(x, quantizer, key=KEY, residual=None):

@@ -20,7 +20,7 @@ from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, SizeMismatch
 from commrt.testing.processes import run_processes
 from commrt.transport import channel
 from commrt.transport import shared as shared_module
-from commrt.transport.channel import SEGMENT_NBYTES
+from commrt.transport.arena import SEGMENT_NBYTES
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 

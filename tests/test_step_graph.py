@@ -36,6 +36,7 @@ from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import DONE, Streams
 from commrt.transport import nccl as transport_module
+from commrt.transport import nccl_communicator
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 
@@ -254,7 +255,7 @@ def exchange_by_graph(transport):
 
 def test_capturing_is_no_exchange(gpu):
     with two_transports() as (transports, _):
-        assert [transport._counts for transport in transports] == [{0: 0, 1: 0}] * 2
+        assert [transport.watch.counts for transport in transports] == [{0: 0, 1: 0}] * 2
 
 
 @pytest.mark.parametrize("connect", [over_nccl, over_peers])
@@ -282,7 +283,7 @@ def test_a_status_that_cupy_does_not_know_is_a_refusal_too(gpu, monkeypatch):
 
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkeypatch):
-    monkeypatch.setattr(transport_module, "FREE_S", 60.0)
+    monkeypatch.setattr(nccl_communicator, "FREE_S", 60.0)
     with two_transports() as (transports, exchanges), ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda exchange: exchange(Tag(1, 0)), exchanges))
         for ended in [pool.submit(getattr(transport, how)) for transport in transports]:
@@ -294,8 +295,8 @@ def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkey
 def test_a_transport_that_nobody_closed_does_not_wait_for_its_graphs_at_exit(gpu):
     with two_transports() as (transports, exchanges):
         for transport in transports:
-            transport._abandon().result(20)  # which is called then, and when it is collected
-            assert transport._communicator.comm == 0
+            transport.watch.communicator._collected().result(20)  # which is called then, and when it is collected
+            assert transport.watch.communicator.nccl.comm == 0
         assert len(exchanges) == 2
 
 

@@ -37,9 +37,10 @@ from commrt.store.rendezvous import listen
 from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
 from commrt.transport import descriptors
+from commrt.transport.by_device import TransportByDevice
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.names import GPU_TRANSPORTS
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag, TransportByDevice
+from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 
 
@@ -113,12 +114,12 @@ def gloo_rank(store, rank, members, timeout_s):
 def test_a_closed_transport_of_nccl_is_not_watched_any_more():
     transports = over_nccl(HashStore(), 2, 10.0)
     on_threads(2, lambda rank: transports[rank].close())
-    assert [transport._freeing.is_set() for transport in transports] == [True, True]
+    assert [transport.watch.communicator.ended.is_set() for transport in transports] == [True, True]
 
 
 def test_whoever_collects_a_transport_of_nccl_does_not_wait_for_its_abort():
     transports = over_nccl(HashStore(), 2, 10.0)
-    communicators = [transport._communicator for transport in transports]
+    communicators = [transport.watch.communicator.nccl for transport in transports]
     with stand_in.changed:  # an abort on another thread needs this lock
         del transports
         gc.collect()

@@ -129,7 +129,7 @@ class GradientBucket:
         """
         if self.residual is None:
             return {}
-        spans = zip(self.layout.places, self.layout.counts, strict=True)
+        spans = zip(self.layout.offsets, self.layout.counts, strict=True)
         parts = (self.residual[place - self.head_numel :][:count] for place, count in spans)
         return dict(zip(self.names, parts, strict=True))
 

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from commrt.errors import UsageError
-from commrt.kernels.quantize import adding_quantized, dequantizing, key_of, quantizing
+from commrt.kernels.quantize import key_of
+from commrt.kernels.quantize_dispatch import adding_quantized, dequantizing, quantizing
 from commrt.program import Hop, Program, chunk_bounds
 from commrt.quantizer import Adaptive, Progress, Quantizer
 from commrt.runtime.executor import BoundProgram, RunnableProgram, only_reads

@@ -51,7 +51,8 @@ from commrt.runtime.wire import (
 from commrt.schedule import Algorithm, Schedule
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.recording import Fact, Recorder, within_range
-from commrt.transport.protocol import Tag, TransportByDevice
+from commrt.transport.by_device import TransportByDevice
+from commrt.transport.protocol import Tag
 
 SLICE_NUMEL = 1 << 20
 """Elements of a large sum on a CPU that travel at once."""

@@ -23,7 +23,8 @@ from commrt.runtime.membership import Membership
 from commrt.schedule import Schedule
 from commrt.store.disagreement import TOPIC, find_disagreement
 from commrt.threads.comm_thread import RecoveredError
-from commrt.transport.protocol import Tag, TransportByDevice
+from commrt.transport.by_device import TransportByDevice
+from commrt.transport.protocol import Tag
 
 CLAIM_NBYTES = 128
 """Room for a digest, a number and the name of a dtype."""

@@ -104,7 +104,7 @@ def suited(hosts: Sequence[str | None]) -> HostTransport:
     otherwise.
     """
     between = (
-        "commrt.transport.gloo:HierarchicalTransport"
+        "commrt.transport.hierarchical:HierarchicalTransport"
         if len(set(hosts)) < len(hosts)
         else TRANSPORTS["gloo"]
     )
@@ -189,7 +189,7 @@ def _parse_start(text: bytes) -> _Start:
     return start
 
 
-NCCL_BINDING = "commrt.transport.nccl_communicator:load"
+NCCL_BINDING = "commrt.transport.nccl_binding:load"
 
 
 def connect_gpu(

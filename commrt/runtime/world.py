@@ -36,7 +36,8 @@ from commrt.threads.comm_thread import CommThread
 from commrt.threads.forking import release_in_forked_child
 from commrt.threads.recording import Nvtx, Recorder
 from commrt.threads.streams import streams_of
-from commrt.transport.protocol import NullTransport, Tag, Transport, TransportByDevice
+from commrt.transport.by_device import TransportByDevice
+from commrt.transport.protocol import NullTransport, Tag, Transport
 
 UNNAMED = Tag(0, "run")
 UNFINISHED = "its process ended, and no world.close() before that had said that its data has ended"

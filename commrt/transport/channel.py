@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets and shared memory between the ranks of one host: how ranks connect, and what they tell
-each other.
-
-To connect, each rank listens for higher ranks and calls lower ones. Its sockets have names in
-Linux's abstract namespace, so no file is left behind. A name is a hash of a secret, which is on the
-store only, and of the rank that is called. So a caller is known by the name of its socket: a name
-can be read from ``/proc/net/unix`` while it is in use, but nobody else can guess it before, or take
-it then.
+"""What two ranks of one host tell each other: one end, for the thread that exchanges; never waits.
 
 Packets, which arrive whole and in order::
 
@@ -30,30 +23,20 @@ A socket that ends means that its process ended or gave up.
 from __future__ import annotations
 
 import array
-import json
 import mmap
 import os
-import secrets
 import socket
 import struct
-import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from hashlib import sha256
-from itertools import count
-from threading import Lock
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
-from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
-from commrt.store.parsing import require, typed
-from commrt.store.records import gather
-from commrt.threads.deadline import clock
+from commrt.transport.arena import KEEP_NO_FILE, Segment
 from commrt.transport.packet_queue import (
     AWAKE,
     IS_ORDERED,
@@ -64,7 +47,6 @@ from commrt.transport.packet_queue import (
     fence,
 )
 
-SECRET_NBYTES = 16
 NUMBER = struct.Struct("<cQ")
 OFFER = struct.Struct("<QQQ")
 CALL = struct.Struct("<cI")
@@ -73,109 +55,7 @@ SMALL_NBYTES = 16 << 10
 copies more.
 """
 PACKET_NBYTES = CALL.size + SMALL_NBYTES
-KEEP_NO_FILE: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-"""Else a mapping opens its file once more, for as long as it lives."""
 DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
-
-
-def connect(
-    store: Store, rank: int, members: Sequence[int], timeout_s: float
-) -> dict[int, socket.socket]:
-    """Return a socket to each other member.
-
-    Raises `DeadlineExceeded`, `PeerLost` for a rank that came and left, and `TransportError` on
-    all ranks if one of them can open no sockets.
-    """
-    deadline = clock.now_s() + timeout_s
-    own = secrets.token_bytes(SECRET_NBYTES)
-    with ExitStack() as opened:
-        sockets = dict[int, socket.socket]()
-        problem = ""
-        try:
-            listener = opened.enter_context(_socket(_name(own)))
-            listener.listen(socket.SOMAXCONN)  # other programs may call too
-            for peer in members:
-                if peer < rank:
-                    sockets[peer] = opened.enter_context(_socket(_name(own, peer)))
-        except OSError as error:
-            problem = str(error)
-        others = gather(store, rank, members, [own.hex(), problem], timeout_s, _parse_caller)
-        for peer, other in others.items():
-            if other.problem:
-                raise TransportError(
-                    f"rank {peer} can open no sockets within its host ({other.problem}): is there "
-                    "a limit on open files (`ulimit -n`)",
-                    Place(rank, peer),
-                )
-        for peer, end in sockets.items():
-            _call(end, others[peer].secret, Place(rank, peer))
-        callers = {_name(others[peer].secret, rank): peer for peer in members if peer > rank}
-        sockets |= {
-            peer: opened.enter_context(end) for peer, end in _accepted(listener, callers, deadline)
-        }
-        listener.close()
-        if missing := [*callers.values()]:
-            what = (
-                f"ranks {missing} came and did not connect within {timeout_s:g} s: look at their"
-                " output"
-            )
-            raise DeadlineExceeded(what, Place(rank, missing[0]))
-        opened.pop_all()
-    return sockets
-
-
-def _call(end: socket.socket, secret: bytes, place: Place) -> None:
-    """Connect to a rank that listens; the kernel accepts the call even if that process is busy."""
-    try:
-        end.setblocking(False)  # the listener's queue has room for all ranks
-        end.connect(_name(secret))
-    except OSError as error:
-        what = (
-            "the peer listens no more: it failed while the world was starting; look at its own"
-            " output"
-        )
-        raise PeerLost(what, place) from error
-
-
-class _Caller(NamedTuple):
-    secret: bytes
-    problem: str
-    """Why the rank can open no sockets; empty if it can."""
-
-
-def _parse_caller(data: bytes) -> _Caller:
-    secret, problem = typed(json.loads(data), str, str)
-    require(len(bytes.fromhex(secret)) == SECRET_NBYTES)
-    return _Caller(bytes.fromhex(secret), problem)
-
-
-def _accepted(
-    listener: socket.socket, callers: dict[bytes, int], deadline: float
-) -> Iterator[tuple[int, socket.socket]]:
-    """Yield `callers`, by name, as they call, and remove them, until the deadline is over; hang up
-    on all others.
-    """
-    while callers and (left_s := deadline - clock.now_s()) > 0:
-        listener.settimeout(min(left_s, clock.slice_s))
-        with suppress(TimeoutError):
-            end, name = listener.accept()
-            if name in callers:
-                yield callers.pop(name), end
-            else:
-                end.close()
-
-
-def _socket(name: bytes) -> socket.socket:
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    end.bind(name)
-    return end
-
-
-def _name(secret: bytes, called: int | None = None) -> bytes:
-    """Return the name of the socket with which the rank of `secret` calls the rank `called`, or
-    listens.
-    """
-    return b"\0commrt-" + sha256(secret + str(called).encode()).hexdigest().encode()
 
 
 class Offer(NamedTuple):
@@ -207,7 +87,7 @@ class Channel:
         self.fd = end.fileno()
         self.is_open = True
         """False once the peer sends no more."""
-        self.untaken: deque[int] = deque()
+        self.unacknowledged: deque[int] = deque()
         """Bytes of each of our offers that the peer has yet to copy."""
         self.offers: deque[Offer] = deque()
         """What the peer sent and we have yet to receive."""
@@ -224,18 +104,16 @@ class Channel:
         self._uses_memory = IS_ORDERED
 
     def post(self, packets: Iterable[Packet], call: int) -> None:
-        """Send `packets` for `call`;
-        the peer comes to map the segments in which bytes are offered.
-        """
+        """Send `packets` for `call`; the peer comes to map segments in which bytes are offered."""
         for content, segment, nbytes in packets:
             if segment is not None:
-                self.untaken.append(nbytes)
+                self.unacknowledged.append(nbytes)
                 if segment.number not in self._announced:
                     self._announced.add(segment.number)
                     self._send(NUMBER.pack(b"S", segment.number), [segment.fd])
             self._send(b"".join((CALL.pack(b"M" if segment is None else b"O", call), content)))
 
-    def forget(self, number: int) -> None:
+    def unmap(self, number: int) -> None:
         """Let the peer unmap our freed segment `number`."""
         if number in self._announced:
             self._announced.remove(number)
@@ -259,8 +137,9 @@ class Channel:
         self._send(NUMBER.pack(b"R", nbytes))
 
     def _send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
-        if not (self.unsent or fds or self._written is None) and self._written.put(packet):
-            self._wake(WAITS_FOR_PACKETS)
+        goes_first = not (self.unsent or fds)
+        if goes_first and self._written is not None and self._written.put(packet):
+            self._wake_peer(WAITS_FOR_PACKETS)
             return
         self.unsent.append((packet, fds))
         if len(self.unsent) == 1:
@@ -273,12 +152,12 @@ class Channel:
         while self.unsent:
             packet, fds = self.unsent[0]
             if fds or self._written is None:
-                if not self._tell(packet, fds):
+                if not self._send_to_socket(packet, fds):
                     return
             elif not self._written.put(packet):
                 return
             else:
-                self._wake(WAITS_FOR_PACKETS)
+                self._wake_peer(WAITS_FOR_PACKETS)
             self.unsent.popleft()
 
     def _open_memory(self) -> None:
@@ -290,7 +169,7 @@ class Channel:
             try:
                 os.ftruncate(fd, QUEUE_NBYTES)
                 memory = _memory_of_queue(fd)
-                self._tell(NUMBER.pack(b"Q", 0), [fd])
+                self._send_to_socket(NUMBER.pack(b"Q", 0), [fd])
             finally:
                 os.close(fd)
         except OSError:
@@ -298,7 +177,7 @@ class Channel:
         else:
             self._written = PacketQueue(memory)
 
-    def _tell(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
+    def _send_to_socket(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
         """Send `packet` on the socket, with descriptors; return False if it takes no more now."""
         try:
             if fds:
@@ -311,7 +190,7 @@ class Channel:
             pass  # the peer has left; its last packets can still be read, and then the end
         return True
 
-    def _wake(self, least: int) -> None:
+    def _wake_peer(self, least: int) -> None:
         """Wake the peer if it sleeps, and waits for what this end has just done: its state is
         `least`, or a later one.
 
@@ -320,7 +199,7 @@ class Channel:
         """
         fence()
         if self._read is None or self._read.state >= least:
-            self._tell(NUMBER.pack(b"W", 0))
+            self._send_to_socket(NUMBER.pack(b"W", 0))
 
     @property
     def needs_socket(self) -> bool:
@@ -328,7 +207,7 @@ class Channel:
         return bool(self.unsent) and (self._written is None or bool(self.unsent[0][1]))
 
     @property
-    def has_news(self) -> bool:
+    def can_progress(self) -> bool:
         """True if a packet is there, or room for one that waits; only where they lie in memory.
 
         Costs 0.2 us.
@@ -337,50 +216,45 @@ class Channel:
             return True
         return bool(self.unsent) and self._written is not None and self._written.has_more_room
 
-    def doze(self) -> bool:
-        """Tell the peer that this end falls asleep; return True if there are news: then it must
-        not.
-        """
+    def begin_sleep(self) -> bool:
+        """Tell the peer that this end falls asleep; return `can_progress`: if so, it must not."""
         if self._written is not None:
-            self._written.say(WAITS_FOR_ROOM if self.unsent else WAITS_FOR_PACKETS)
+            self._written.set_state(WAITS_FOR_ROOM if self.unsent else WAITS_FOR_PACKETS)
             fence()
-        return self.has_news
+        return self.can_progress
 
-    def rouse(self) -> None:
+    def end_sleep(self) -> None:
         """Tell the peer that this end is awake."""
         if self._written is not None:
-            self._written.say(AWAKE)
+            self._written.set_state(AWAKE)
 
-    def listen(self) -> None:
+    def read_socket(self) -> None:
         """Read what came on the socket."""
-        while self._hear():
+        while self._receive_from_socket():
             pass
 
-    def _hear(self) -> bool:
+    def _receive_from_socket(self) -> bool:
         """Read one packet from the socket, return False if there is none."""
         try:
             packet, extra, _, _ = self._socket.recvmsg(
                 PACKET_NBYTES, DESCRIPTOR_NBYTES, socket.MSG_CMSG_CLOEXEC
             )
-        except (
-            BlockingIOError,
-            ConnectionResetError,
-        ):  # a reset is reported once, before what can still be read
-            return False
-        kind = packet[:1]
+        except (BlockingIOError, ConnectionResetError):
+            return False  # a reset is reported once, before what can still be read
+        letter = packet[:1]
         fds = [fd for *_, found in extra for fd in array.array("i", found)]
-        if kind == b"S":
+        if letter == b"S":
             self._mapped[NUMBER.unpack(packet)[1]] = _mapped(*fds)
-        elif kind == b"Q":
+        elif letter == b"Q":
             (fd,) = fds
             try:
                 self._read = PacketQueue(_memory_of_queue(fd))
             finally:
                 os.close(fd)
-        elif kind == b"W":
+        elif letter == b"W":
             pass
         elif packet:
-            self._take(packet)
+            self._handle(packet)
         else:
             self.is_open = False
         return bool(packet)
@@ -390,33 +264,34 @@ class Channel:
         there.
         """
         if self._read is None:
-            return self._hear()
+            return self._receive_from_socket()
         packet = self._read.get()
         if packet is None:
             return False
-        self._wake(WAITS_FOR_ROOM)
-        self._take(packet)
+        self._wake_peer(WAITS_FOR_ROOM)
+        self._handle(packet)
         return True
 
-    def _take(self, packet: bytes) -> None:
-        if packet[:1] == b"M":
+    def _handle(self, packet: bytes) -> None:
+        letter = packet[:1]
+        if letter == b"M":
             message = memoryview(packet)[CALL.size :]
             self.offers.append(Offer(CALL.unpack_from(packet)[1], len(message), message=message))
-        elif packet[:1] == b"O":
+        elif letter == b"O":
             number, offset, nbytes = OFFER.unpack_from(packet, CALL.size)
             if number not in self._mapped:
-                self.listen()
+                self.read_socket()
             self.offers.append(Offer(CALL.unpack_from(packet)[1], nbytes, number, offset))
         else:
             self._apply(*NUMBER.unpack(packet))
 
-    def _apply(self, kind: bytes, number: int) -> None:
-        if kind == b"T":
+    def _apply(self, letter: bytes, number: int) -> None:
+        if letter == b"T":
             for _ in range(number):
-                self.untaken.popleft()
-        elif kind == b"F":
+                self.unacknowledged.popleft()
+        elif letter == b"F":
             del self._mapped[number]
-        elif kind == b"R":
+        elif letter == b"R":
             self.expected_nbytes = number
 
     def shut_down(self) -> None:
@@ -456,84 +331,3 @@ def _memory_of_queue(fd: int) -> memoryview:
     except RuntimeError as error:  # torch's, of the system
         raise OSError(str(error).partition("\n")[0]) from error
     return packets.numpy().data
-
-
-SEGMENT_NBYTES = 32 << 20
-"""Least size of a segment: untouched pages cost nothing, and a process may open few files."""
-ALIGNMENT_NBYTES = 64
-"""A cache line, and the widest vector access."""
-
-
-class Segment(NamedTuple):
-    """One anonymous file, mapped in this process."""
-
-    number: int
-    """Identifies it in this process; never reused."""
-    fd: int
-    addresses: range
-
-
-class Arena:
-    """Allocates tensors from the segments of one rank; a segment is freed with the last tensor in
-    it.
-
-    Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self.freed: deque[int] = deque()
-        """Numbers of freed segments; the transport takes them out and tells the peers."""
-        self._segments: dict[int, Segment] = {}
-        self._numbers = count(1)
-        self._lock = Lock()
-        self._memory: mmap.mmap | None = None  # the segment that new tensors are cut from
-        self._used = 0
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros [numel]."""
-        if not numel:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        nbytes = numel * dtype.itemsize
-        with self._lock:
-            if self._memory is None or self._used + nbytes > len(self._memory):
-                self._memory = self._new_segment(nbytes)
-                self._used = 0
-            start = self._used
-            self._used = aligned(self._used + nbytes)
-            return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
-
-    def find(self, data: Tensor) -> tuple[Segment, int] | None:
-        """Return the segment that holds `data` and the offset in it in bytes, or None for other
-        memory.
-        """
-        address = data.data_ptr()
-        segment = next(
-            (each for each in tuple(self._segments.values()) if address in each.addresses), None
-        )
-        return None if segment is None else (segment, address - segment.addresses.start)
-
-    def _new_segment(self, nbytes: int) -> mmap.mmap:
-        number = next(self._numbers)
-        fd = os.memfd_create(f"commrt-{number}")
-        try:
-            os.ftruncate(fd, max(nbytes, SEGMENT_NBYTES))
-            memory = mmap.mmap(fd, 0, **KEEP_NO_FILE)
-        except BaseException:
-            os.close(fd)
-            raise
-        start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        self._segments[number] = Segment(number, fd, range(start, start + len(memory)))
-        # Each tensor references the mapping, so this runs when the last tensor is gone, on any
-        # thread.
-        weakref.finalize(memory, _free, number, self._segments, self.freed).atexit = False
-        return memory
-
-
-def _free(number: int, segments: dict[int, Segment], freed: deque[int]) -> None:
-    os.close(segments.pop(number).fd)
-    freed.append(number)
-
-
-def aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a multiple of `ALIGNMENT_NBYTES`."""
-    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets between processes, through torch's Gloo backend: the CPU transport between hosts, alone
-or with `shared`.
+"""Sockets between processes, through torch's Gloo backend: the CPU transport between hosts.
 
 The Gloo backend object is our own, on the given store. ``torch.distributed`` is never initialised,
 so your own process groups are not touched.
@@ -43,7 +42,6 @@ from commrt.threads.forking import release_in_forked_child
 from commrt.transport.descriptors import refuse_connections
 from commrt.transport.protocol import (
     CPU,
-    EndLoan,
     Exchange,
     P2PGroup,
     Tag,
@@ -51,7 +49,6 @@ from commrt.transport.protocol import (
     require_cpu,
     split_self,
 )
-from commrt.transport.shared import SharedTransport
 
 UNUSED_TAG = (1 << 31) - 1
 """The largest of Gloo's tags, which torch passes as a signed int: nobody sends with it; see
@@ -98,7 +95,7 @@ class GlooTransport(Transport):
         self._received = {peer: count() for peer in members}
         self._lazy = lazy
         self._gloo = cast("Any", None)
-        # places of members to which a connection may lead
+        # indices of members to which a connection may lead
         self._used = set(() if lazy else range(len(members)))
         self._connect(store, address)
         release_in_forked_child(self)
@@ -121,11 +118,11 @@ class GlooTransport(Transport):
                     "open files and memory",
                     Place(self.rank, rank),
                 )
-        place = self.members.index(self.rank)
+        index = self.members.index(self.rank)
         ranks = len(self.members)
         left_s = max(begun_s + self.timeout_s - clock.now_s(), POLL_S)
         try:
-            make = partial(ProcessGroupGloo, store, place, ranks, _options(devices, left_s))
+            make = partial(ProcessGroupGloo, store, index, ranks, _options(devices, left_s))
             self._gloo = call_store(make, left_s, self.rank)
         except (RuntimeError, MemoryError, TransportError) as error:
             passed_s = min(clock.now_s() - begun_s, self.timeout_s)
@@ -136,7 +133,7 @@ class GlooTransport(Transport):
                 Place(self.rank),
             ) from error
         if not self._lazy:
-            addresses = partial(_published, store, place, len(devices))
+            addresses = partial(_published, store, index, len(devices))
             refuse_connections(call_store(addresses, rank=self.rank))
 
     def _gather(self, store: Store, problem: str) -> dict[int, str]:
@@ -165,10 +162,10 @@ class GlooTransport(Transport):
             begun = gloo.recv_anysource([data], tag)
             self._used.update(range(len(self.members)))
         else:
-            place = self.members.index(peer)
+            index = self.members.index(peer)
             post = gloo.send if is_send else gloo.recv
-            begun = post([data], place, tag)
-            self._used.add(place)
+            begun = post([data], index, tag)
+            self._used.add(index)
         return cast("Work", begun)
 
     def bind(self, group: P2PGroup) -> Exchange:
@@ -267,9 +264,9 @@ class GlooTransport(Transport):
         gloo = self._gloo
         self._gloo = None
         own = self.members.index(self.rank)
-        for place in self._used - {own} if gloo is not None else ():
+        for index in self._used - {own} if gloo is not None else ():
             with suppress(RuntimeError):
-                gloo.recv([torch.empty(1, device=CPU)], place, UNUSED_TAG).wait(
+                gloo.recv([torch.empty(1, device=CPU)], index, UNUSED_TAG).wait(
                     timedelta(seconds=POLL_S)
                 )
 
@@ -286,84 +283,13 @@ class GlooTransport(Transport):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
 
 
-class HierarchicalTransport(Transport):
-    """One rank of several on each of several hosts: shared memory within a host, Gloo between
-    hosts.
-
-    Both parts of a group run at the same time: Gloo's own threads serve the sockets, so transfers
-    between hosts start first, and this thread copies within the host meanwhile. Of all `members`,
-    `local_members` are on this host.
-    """
-
-    kind = "shared and gloo"
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        members: Sequence[int],
-        timeout_s: float,
-        address: str | None,
-        local_members: Sequence[int],
-    ) -> None:
-        self.rank = rank
-        self.members = members
-        self.timeout_s = timeout_s
-        self._remote = GlooTransport(PrefixStore("gloo", store), rank, members, timeout_s, address)
-        self._local: Transport = self._remote
-        try:
-            if len(local_members) > 1:  # a rank alone on its host may have no shared memory
-                self._local = SharedTransport(
-                    PrefixStore("shared", store), rank, local_members, timeout_s
-                )
-        except BaseException:
-            self._remote.close()  # others may be connected already, and wait for this rank
-            raise
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return memory that the ranks of this host share, and that sockets can read too."""
-        return self._local.allocate(numel, dtype, device)
-
-    def bind(self, group: P2PGroup) -> Exchange:
-        local, remote = group.split(self._local.members)
-        run_local = self._local.bind(local)
-        start_remote = self._remote.bind_start(remote)
-
-        def run(tag: Tag) -> EndLoan | None:
-            self._local.timeout_s = self._remote.timeout_s = self.timeout_s
-            finish_remote = start_remote(tag)
-            try:
-                return_borrowed = run_local(tag)
-            except BaseException as error:
-                try:
-                    if isinstance(error, DeadlineExceeded):
-                        with suppress(DeadlineExceeded):
-                            # raises for a lost peer, which may be why the local one is late
-                            finish_remote()
-                finally:
-                    # or transfers could still write to memory that the caller frees
-                    self._remote.abort()
-                raise
-            finish_remote()
-            return return_borrowed
-
-        return run
-
-    def close(self) -> None:
-        self._local.close()
-        self._remote.close()
-
-    def abort(self) -> None:
-        self._local.abort()
-        self._remote.abort()
-
-
 def _devices(address: str | None, *, lazy: bool) -> list[Any]:
     """Return what Gloo listens on: `address`, or its own choice."""
     how: Any = {"lazy_init": lazy}
     if address:
         return [ProcessGroupGloo.create_device(hostname=address, **how)]
-    if interfaces := variable("GLOO_SOCKET_IFNAME"):
+    interfaces = variable("GLOO_SOCKET_IFNAME")
+    if interfaces:
         return [
             ProcessGroupGloo.create_device(interface=each, **how) for each in interfaces.split(",")
         ]
@@ -377,9 +303,9 @@ def _options(devices: list[Any], timeout_s: float) -> Any:
     return options
 
 
-def _published(store: Store, place: int, devices: int) -> bytes:
-    """Return the addresses that Gloo has written for the rank at `place`, under keys of its own."""
-    keys = [f"{number}/{place}" for number in range(devices)]
+def _published(store: Store, index: int, devices: int) -> bytes:
+    """Return the addresses that Gloo has written for a member, under keys of its own."""
+    keys = [f"{number}/{index}" for number in range(devices)]
     return b"".join(store.get(key) for key in keys if store.check([key]))
 
 

@@ -100,11 +100,13 @@ class Fabric:
     def _post(self, rank: int, group: P2PGroup, call: int) -> list[_Post]:
         posts = []
         for message in group.sends:
-            posts.append(post := _Post(message.peer, message.data, call))
+            post = _Post(message.peer, message.data, call)
+            posts.append(post)
             self._sends[rank, post.peer].append(post)
             self._match(rank, post.peer)
         for message in group.recvs:
-            posts.append(post := _Post(message.peer, message.data, call))
+            post = _Post(message.peer, message.data, call)
+            posts.append(post)
             self._recvs[post.peer, rank].append(post)
             self._match(post.peer, rank)
         return posts

@@ -1,106 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of an NCCL communicator: CuPy's binding, how ranks create one, and how they notice that
-one ends.
+"""The life of one rank's end of an NCCL communicator: how all ranks create one, and how it ends.
 
 All ranks meet on the store before they call NCCL: a call that waits inside NCCL for a missing rank
-has no deadline and cannot be interrupted. Ranks that shut down leave a notice on the store, because
-NCCL does not tell the others.
+has no deadline and cannot be interrupted.
+
+A communicator ends once, by whoever comes first::
+
+    created --- abort() ------------> aborted: what waits in it ends
+        |------ destroy() ----------> destroyed: nothing was queued any more
+        |------ collected ----------> aborted, by a thread of its own
+        +------ leave_to_parent() --> never freed in a forked child: it is the parent's
+
+NCCL may wait for other ranks in both calls. So another thread makes them, and is waited for at most
+`FREE_S`. Graphs are freed first, as NCCL waits for them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
-import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from operator import itemgetter
 from typing import Any, NamedTuple
-from weakref import WeakMethod
 
 import torch
 from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
-from commrt.nccl_groups import MOST_MESSAGES, joined
-from commrt.store.client import call_store, clone_connection
 from commrt.store.disagreement import find_disagreement
 from commrt.store.launcher import variable
-from commrt.store.parsing import MALFORMED, parse_int, typed
+from commrt.store.parsing import typed
 from commrt.store.records import gather
 from commrt.threads.calls import start_call
-from commrt.threads.deadline import clock
 from commrt.threads.future import Future
 from commrt.threads.streams import Streams
-from commrt.transport.protocol import P2PGroup, P2PMessage
+from commrt.transport.nccl_binding import Binding, named
 
 SHARES_GPUS = 23003
 """The first NCCL whose ranks can share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1."""
-
-CHECK_INTERVAL_S = 0.05
-READ_INTERVAL_S = 0.5
-"""Between two reads of the notices: a GPU that is behind its host is not late, and all ranks read
-from one store.
-"""
+FREE_S = 10.0
+"""Time to free a communicator: other ranks of this host must come, and what is queued must end."""
+BUSY_S = 0.2
+"""Time that an abort waits for a call in progress: a first exchange may wait inside of it."""
 OLD_CUPY = (
     "this CuPy is older than 14, whose ids of communicators differ: pip install 'cupy-cuda13x>=14'"
 )
 
-Binding = Any
-"""The module ``cupy.cuda.nccl``, which has no types; `tests/support/nccl_stand_in.py` has what is
-used of it.
-"""
-Communicator = Any
-"""Its ``NcclCommunicator``: one rank's end, used by one thread at a time, but for
-`check_async_error` and `abort`.
-"""
+NcclCommunicator = Any
+"""CuPy's object: used by one thread at a time, but for `check_async_error` and `abort`."""
+Graphs = weakref.WeakSet["torch.cuda.CUDAGraph"]
 
 
-def load() -> Binding:
-    """Return CuPy's binding of the NCCL that torch has loaded before; raises `UsageError` if it
-    cannot be used.
+class Communicator:
+    """A communicator, and what must not outlive it."""
+
+    def __init__(self, nccl: NcclCommunicator) -> None:
+        self.nccl = nccl
+        self.in_use = threading.Lock()
+        """Held during calls of the communicator, so that it is not freed meanwhile."""
+        self.graphs = Graphs()
+        """Those that use it."""
+        self.ended = threading.Event()
+        self._collected = weakref.finalize(
+            self, _abort_collected, self.ended, self.in_use, self.graphs, nccl
+        )
+
+    def begin_to_end(self) -> bool:
+        """Return True for the first caller, who must then call `abort` or `destroy`."""
+        self.ended.set()
+        return self._collected.detach() is not None
+
+    def abort(self) -> None:
+        """End what is queued, and free the communicator."""
+        _abort(self.in_use, self.graphs, self.nccl)
+
+    def destroy(self) -> None:
+        """Free the communicator, in which nothing is queued."""
+        # a rank of this host does not come: a thread waits on
+        with self.in_use, suppress(TimeoutError):
+            _reset(self.graphs)
+            start_call(self.nccl.destroy).result(FREE_S)
+
+    def leave_to_parent(self) -> None:
+        """Never free it in a forked child: that would end the parent's.
+
+        Takes no lock, as a thread that is not here may have held it, such as the watchdog that of
+        its event.
+        """
+        if self._collected.detach() is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.nccl))
+
+
+def _abort_collected(
+    ended: threading.Event, in_use: threading.Lock, graphs: Graphs, nccl: NcclCommunicator
+) -> Future[None] | None:
+    """Abort a communicator that nobody ended, before CuPy frees it and waits for other ranks.
+
+    Whoever happens to collect may hold what an abort waits for, so a thread of its own aborts. At
+    the end of the interpreter nobody holds anything, and no thread can be started (Python 3.12).
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what CuPy warns of is an error below
-            from cupy.cuda import nccl  # noqa: PLC0415  # slow to import, and absent without a GPU
-    except ImportError as error:
-        raise UsageError(
-            f"GPUs exchange through CuPy, which cannot be imported ({error}): pip install"
-            " cupy-cuda13x"
-        ) from error
-    require_usable(nccl)
-    return nccl
+    ended.set()
+    if threading.main_thread().is_alive():
+        return start_call(lambda: _abort(in_use, graphs, nccl))
+    _reset(graphs)
+    nccl.abort()
+    return None
 
 
-def require_usable(binding: Binding) -> None:
-    """Raise `UsageError` for an NCCL that would fail later,
-    with an error that is harder to read.
+def _abort(in_use: threading.Lock, graphs: Graphs, nccl: NcclCommunicator) -> None:
+    """Abort while nobody uses the communicator, except for a call that waits inside and is ended
+    by this.
     """
-    if not binding.available:
-        raise UsageError(
-            "CuPy finds no NCCL library: install the one of your torch, such as pip install"
-            " nvidia-nccl-cu13"
-        )
-    if variable("NCCL_COMM_BLOCKING") == "0":
-        raise UsageError(
-            "NCCL_COMM_BLOCKING=0 makes calls return before they are done, which CuPy takes for an"
-            " error: unset it"
-        )
-    runtime = binding.get_version()
-    built = binding.get_build_version()
-    if runtime < built:
-        raise UsageError(
-            f"NCCL {named(runtime)} was loaded, and CuPy was built with {named(built)}: upgrade"
-            " nvidia-nccl"
-        )
+    idle = in_use.acquire(timeout=BUSY_S)
+    freed = start_call(nccl.abort)
+    if not idle:
+        idle = in_use.acquire(timeout=FREE_S)
+    if idle:
+        _reset(graphs)
+    with suppress(TimeoutError):
+        freed.result(FREE_S)
+    if idle:
+        in_use.release()
 
 
-def named(version: int) -> str:
-    """Return ``2.28.9`` for 22809."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+def _reset(graphs: Graphs) -> None:
+    for graph in tuple(graphs):
+        graph.reset()
 
 
 def create(
@@ -129,7 +156,8 @@ def create(
     own = _RankInfo(binding.get_version(), _gpu(device), made)
     infos = gather(store, rank, members, own, timeout_s, _parse_info)
     claims = {peer: {"the version of NCCL": named(info.nccl)} for peer, info in infos.items()}
-    if mismatch := find_disagreement("connect", claims):
+    mismatch = find_disagreement("connect", claims)
+    if mismatch:
         raise mismatch
     _require_a_gpu_each(infos)
     if failure is not None:
@@ -139,12 +167,12 @@ def create(
         what = f"rank {members[0]} could not make a communicator: look at its output"
         raise PeerLost(what, Place(rank, members[0]))
 
-    def construct() -> Communicator:
+    def construct() -> NcclCommunicator:
         streams.use()
         return binding.NcclCommunicator(len(members), unique_id, members.index(rank))
 
     try:
-        return start_call(construct).result(timeout_s)
+        return Communicator(start_call(construct).result(timeout_s))
     except TimeoutError as error:
         what = (
             f"all ranks came, but NCCL did not connect them within {timeout_s:g} s: run with"
@@ -191,134 +219,11 @@ def _require_a_gpu_each(infos: Mapping[int, _RankInfo]) -> None:
         return
     owners: dict[str, int] = {}
     for rank, info in infos.items():
-        if info.gpu is not None and (owner := owners.setdefault(info.gpu, rank)) != rank:
+        if info.gpu is None:
+            continue
+        owner = owners.setdefault(info.gpu, rank)
+        if owner != rank:
             raise UsageError(
                 f"ranks {owner} and {rank} chose the same GPU, {info.gpu}: move each model to its"
                 " rank's world.device before it is attached"
             )
-
-
-def watch(check: Callable[[], None], begin: Callable[[], None]) -> threading.Event:
-    """Call `begin`, then the method `check` every `CHECK_INTERVAL_S`, on a thread, until its object
-    is collected.
-
-    Returns the event that ends it too; a check that is running goes on.
-    """
-    method = WeakMethod(check)
-    stopped = threading.Event()
-    threading.Thread(
-        target=_watch, args=(method, begin, stopped), name="commrt-watchdog", daemon=True
-    ).start()
-    return stopped
-
-
-def _watch(
-    method: WeakMethod[Callable[[], None]], begin: Callable[[], None], stopped: threading.Event
-) -> None:
-    begin()
-    while not stopped.wait(CHECK_INTERVAL_S):
-        if (check := method()) is None:
-            return
-        check()
-        del check  # or its object would live until the next check
-
-
-Counts = dict[int, int] | None
-"""Groups that a rank had begun with each peer when it closed; None for a rank that gave up."""
-
-
-class ShutdownNotices:
-    """Notices on the store of ranks that shut down their communicator, for ranks that still wait
-    for them.
-
-    A rank that closed has done its part in all groups that it counts. A rank that gave up has not,
-    and counts none.
-    """
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = clone_connection(store)
-        self._rank = rank
-        self._known: dict[int, Counts] = {}
-        self._asked: set[int] = set()
-        """Peers that were asked about since the last read began: the next one covers them all."""
-        self._reading: Future[None] | None = None
-        self._next_read_s = 0.0
-
-    def announce(self, counts: Counts) -> None:
-        """Tell the others that this rank shuts down. Waits for 2 s at most."""
-        # the store is gone, and the other ranks with it
-        with suppress(RuntimeError, TransportError):
-            call_store(lambda: self._store.set(f"left/{self._rank}", json.dumps(counts)))
-
-    def left_early(self, begun: Mapping[int, int]) -> int | None:
-        """Return a peer that is known to have left without its part in what was `begun` with it;
-        None if none has.
-
-        Never waits: another thread reads the store.
-        """
-        self._asked.update(begun)
-        if (self._reading is None or self._reading.done()) and clock.now_s() >= self._next_read_s:
-            self._next_read_s = clock.now_s() + READ_INTERVAL_S
-            asked = self._asked
-            self._asked = set()
-            self._reading = start_call(lambda: self._read(asked))
-        known = ((peer, self._known[peer]) for peer in begun if peer in self._known)
-        return next(
-            (
-                peer
-                for peer, counts in known
-                if counts is None or counts.get(self._rank, 0) < begun[peer]
-            ),
-            None,
-        )
-
-    def _read(self, peers: Collection[int]) -> None:
-        for peer in peers:
-            if self._store.check([key := f"left/{peer}"]):
-                with suppress(*MALFORMED):  # a malformed notice is none
-                    self._known[peer] = _parse_counts(self._store.get(key))
-
-
-def _parse_counts(data: bytes) -> Counts:
-    counts = json.loads(data)
-    return (
-        None if counts is None else {int(peer): parse_int(count) for peer, count in counts.items()}
-    )
-
-
-def uncut(group: P2PGroup, rank: int, members: Sequence[int]) -> list[P2PGroup]:
-    """Return the messages of `group` as groups that NCCL never cuts, in an order that is the same
-    on all `members`.
-
-    A hop's messages say where they belong. Many without a schedule, as of ``batch_isend_irecv``,
-    are sent by distance.
-    """
-    count = len(group.sends) + len(group.recvs)
-    if count > MOST_MESSAGES and all(each.group is None for each in (*group.sends, *group.recvs)):
-        group = _by_distance(group, members.index(rank), members)
-    found = defaultdict[tuple[int, int], tuple[list[P2PMessage], list[P2PMessage]]](
-        lambda: ([], [])
-    )
-    for side, messages in enumerate((group.sends, group.recvs)):
-        for each in messages:
-            key = (0, 0) if each.group is None else joined(each.group, each.data.nbytes)
-            found[key][side].append(each)
-    in_order = sorted(found.items(), key=itemgetter(0))
-    return [replace(group, sends=sends, recvs=recvs) for _, (sends, recvs) in in_order]
-
-
-def _by_distance(group: P2PGroup, place: int, members: Sequence[int]) -> P2PGroup:
-    """Return the same messages in groups that both ends know: all first messages of pairs, then all
-    second ones, ...
-    """
-
-    def grouped(messages: Sequence[P2PMessage], sign: int) -> Iterator[P2PMessage]:
-        before: Counter[int] = Counter()  # messages of each peer
-        for each in messages:
-            of_distance = sign * (members.index(each.peer) - place) % len(members) // MOST_MESSAGES
-            yield each._replace(
-                group=before[each.peer] * (len(members) // MOST_MESSAGES + 1) + of_distance
-            )
-            before[each.peer] += 1
-
-    return replace(group, sends=[*grouped(group.sends, 1)], recvs=[*grouped(group.recvs, -1)])

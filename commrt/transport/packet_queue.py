@@ -94,7 +94,7 @@ class PacketQueue:
         """True if the reader has read something since `put` returned False. Of the writer."""
         return self._words[READ] != self._read
 
-    def say(self, state: int) -> None:
+    def set_state(self, state: int) -> None:
         """Tell the reader that this process sleeps, and what it waits for, or that it is `AWAKE`.
 
         Of the writer.

@@ -12,7 +12,6 @@ more.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,41 +20,36 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.dependencies import SignalWait
 from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
-from commrt.kernels.signal_wait import (
-    ABORT,
-    ENDED,
-    FAILED,
-    HOST_WORDS,
-    MOST_RANKS,
-    TIMEOUT_NS,
-    SignalWaitPlan,
-)
+from commrt.dependencies import SignalWait
 from commrt.store.addresses import host_identity
 from commrt.store.client import clone_connection
 from commrt.threads.calls import start_call
 from commrt.threads.deadline import clock
-from commrt.transport.ipc import IpcMemory, MappedMemory
+from commrt.threads.forking import release_in_forked_child
+from commrt.transport.group_watch import HELD_UP, Pending
+from commrt.transport.ipc import IpcMemory
+from commrt.transport.mapped_memory import MappedMemory
 from commrt.transport.names import chosen_transport
-from commrt.transport.nccl import CAPTURE, FREE_S, HELD_UP, READ_NOTICES_S, NcclTransport, Pending
-from commrt.transport.nccl_communicator import Binding
-from commrt.transport.protocol import Exchange, P2PGroup, Tag, Window
+from commrt.transport.nccl import NcclTransport
+from commrt.transport.nccl_binding import Binding
+from commrt.transport.nccl_communicator import FREE_S
+from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, Window
+from commrt.transport.signals import Signals
 
 _log = logging.getLogger("commrt")
 LINGER_S = 1.0
 """Time for the peers to unmap the memory of this rank before it is freed."""
-BEGUN_KEPT = 4096
-"""Programs whose tags are remembered: more than a GPU has queued."""
-WHY_NOT = "slow, stopped, waiting for another rank, or running another program"
 
 
-class PeersTransport(NcclTransport):
+class PeersTransport(Transport):
     """NCCL, and windows in memory that `mapped` shares with at least one other rank of this host.
 
-    The error of a wait is raised as that of a group. All exchanges come from one thread at a
-    time, on one stream.
+    The error of a wait is raised as that of a group. All exchanges come from one thread at a time,
+    on one stream.
     """
 
     kind = "peers' memory and nccl"
+    can_move_receives = False
 
     def __init__(
         self,
@@ -66,35 +60,47 @@ class PeersTransport(NcclTransport):
         binding: Binding | None = None,
         on_failure: Callable[[TransportError], None] | None = None,
     ) -> None:
+        self.rank = mapped.rank
+        self.members = mapped.members
         self._mapped = mapped
-        self._memory = mapped.memory
-        self._begun = deque([(0, CAPTURE)], BEGUN_KEPT)
-        """(number, tag) of each program that was queued, the latest last."""
+        self._signals = Signals(mapped, device)
+        self._nccl = NcclTransport(
+            store, self.rank, self.members, timeout_s, device, binding, on_failure
+        )
+        self._watch = self._nccl.watch
+        self._watch.waits = self._signals
         self._captured: list[Sequence[int]] = []
         """For each program of the graph that is being captured, the ranks that it waits for."""
-        self._host = self._memory.host_words(len(HOST_WORDS))
-        self._words = self._host.numpy()
-        self._state = torch.zeros(2, dtype=torch.int32, device=device)
-        self._begins = {
-            peer: torch.zeros(1, dtype=torch.int32, device=device) for peer in mapped.local_peers
-        }
-        """By peer, int32 [1]: see `SignalWaitPlan.counts`."""
-        self._stalled: tuple[int, float] = 0, 0.0  # how many had ended, and since when no other has
         self._is_unmapped = False
-        super().__init__(store, mapped.rank, mapped.members, timeout_s, device, binding, on_failure)
+        release_in_forked_child(self)
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of one group, and of one wait."""
+        return self._watch.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._watch.timeout_s = seconds
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> Tensor:
+        return self._nccl.allocate(numel, dtype, device)
 
     def allocate_shared(
         self, numel: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> Tensor:
         """Return an allocation of its own; waits for the device."""
-        self._require_device(device or self.device)
+        self._nccl.require_device(device or self._nccl.device)
         return self._mapped.allocate(numel, dtype)
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        return [
-            Window(peers, self.bind_signal_wait)
-            for peers in self._mapped.share(buffers, self.timeout_s)
-        ]
+        shared = self._mapped.share(buffers, self.timeout_s)
+        return [Window(peers, self.bind_signal_wait) for peers in shared]
+
+    def bind(self, group: P2PGroup) -> Exchange:
+        return self._nccl.bind(group)
 
     def bind_signal_wait(
         self,
@@ -112,28 +118,15 @@ class PeersTransport(NcclTransport):
         begin anew. One that `checks_abort` fails if an exchange before it, by other means, has been
         given up.
         """
-        self._require_open(hop)
+        self._watch.require_open(hop)
         begun = [ranks] if first else []
-        plan = SignalWaitPlan(
-            [self._mapped.outbox(peer) for peer in ranks],
-            [self._mapped.inbox(peer) for peer in ranks],
-            [self._begins[peer] for peer in ranks],
-            ranks,
-            [signal_wait.needs.get(peer, 0) for peer in ranks],
-            self._state,
-            self._host,
-            signal_wait.position,
-            signal_wait.position if last else 0,
-            hop,
-            checks_abort,
-        )
-        launch = self._memory.signal_wait(plan)
+        launch = self._signals.bind(signal_wait, hop, ranks, last=last, checks_abort=checks_abort)
 
         def run(tag: Tag) -> None:
-            if self._capturing:
+            if self._watch.is_capturing:
                 self._captured += begun
             else:
-                self._note(begun, tag, hop)
+                self._begin(begun, tag, hop)
             launch()
 
         return run
@@ -141,81 +134,50 @@ class PeersTransport(NcclTransport):
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """Record one CUDA graph. NCCL is not in it if all messages of `group` are read."""
         self._captured = []
-        return super().capture(work, group)
-
-    def _replay_of(
-        self, graph: torch.cuda.CUDAGraph, work: Callable[[], None], group: P2PGroup
-    ) -> Exchange:
+        watch = self._watch
+        graph = watch.capture(work, group)
+        if graph is None:
+            return None
         captured = self._captured
 
-        def replay(tag: Tag, _kept: object = work) -> None:
-            self._note(captured, tag, group.hop)
+        def replay(tag: Tag, _kept: object = work) -> None:  # with all memory that the graph uses
+            self._begin(captured, tag, group.hop)
             if group.reads:
-                with self._in_use:
-                    self._require_open(group.hop, tag)  # the watchdog may have freed it
+                with watch.communicator.in_use:
+                    watch.require_open(group.hop, tag)  # the watchdog may have freed it
                     graph.replay()
             else:
-                self._queue(graph.replay, group, tag)
+                watch.queue(graph.replay, group, tag)
 
         return replay
 
-    def _note(self, begun: Sequence[Sequence[int]], tag: Tag, hop: int) -> None:
+    def _begin(self, begun: Sequence[Sequence[int]], tag: Tag, hop: int) -> None:
         """Note that programs begin, given the ranks that each waits for; raises an error of those
         before them.
         """
-        self._note_failure()
-        self._require_open(hop, tag)
+        self._note_failed_wait()
+        self._watch.require_open(hop, tag)
         for ranks in begun:
-            self._words[TIMEOUT_NS] = int(min(self.timeout_s, 1e9) * 1e9)
-            self._begun.append((self._begun[-1][0] + 1, tag))
+            self._signals.begin(tag, self._watch.timeout_s)
             for peer in ranks:
-                self._counts[peer] += 1
+                self._watch.counts[peer] += 1
 
-    def _note_failure(self) -> None:
-        if (failure := self._failed_wait()) is not None:
-            self._fail(failure)
-
-    def _find_failure(self) -> TransportError | None:
-        return self._failed_wait() or super()._find_failure() or self._stalled_wait()
-
-    def _failed_wait(self) -> TransportError | None:
-        if not (word := int(self._words[FAILED])):
-            return None
-        hop, peer = divmod(word - 1, MOST_RANKS)
-        # programs end in order
-        latest = self._begun[-1]
-        ended = self._words[ENDED]
-        _, tag = next((each for each in tuple(self._begun) if each[0] > ended), latest)
-        what = f"rank {peer} did not come within {self.timeout_s:g} s, or gave up: {WHY_NOT}"
-        return DeadlineExceeded(what, tag.place(self.rank, hop, peer))
-
-    def _stalled_wait(self) -> TransportError | None:
-        """Return the error for a peer that left without its part in what is queued; looked up if
-        nothing moves.
-        """
-        (ended, since_s), (queued, latest) = self._stalled, self._begun[-1]
-        if ended != self._words[ENDED] or ended == queued:
-            self._stalled = int(self._words[ENDED]), clock.now_s()
-        elif clock.now_s() - since_s > READ_NOTICES_S:
-            begun = {peer: self._counts[peer] for peer in self._mapped.local_peers}
-            return self._lost_peer(begun, latest, 0)
-        return None
-
-    def _give_up(self) -> None:
-        self._words[ABORT] = 1  # no rank signals any more that what NCCL was to bring is ready
-        super()._give_up()
+    def _note_failed_wait(self) -> None:
+        failure = self._signals.failed_wait(self._watch.timeout_s)
+        if failure is not None:
+            self._watch.fail(failure)
 
     def wait(self) -> None:
         """Wait for what is queued on this thread's stream."""
-        if self._failure is None:
-            end = self._streams.record_event()
-            self._wait_for(
-                Pending(
-                    P2PGroup([], []), self._begun[-1][1], clock.now_s(), self.timeout_s, {}, end
-                )
+        watch = self._watch
+        if watch.failure is None:
+            end = watch.streams.record_event()
+            _, latest = self._signals.begun[-1]
+            watch.wait_for(
+                Pending(P2PGroup([], []), latest, clock.now_s(), watch.timeout_s, {}, end)
             )
-        self._note_failure()
-        super().wait()
+        self._note_failed_wait()
+        watch.wait()
 
     def close(self) -> None:
         """Wait until the device has done all work, then unmap the memory of peers, even after an
@@ -224,30 +186,32 @@ class PeersTransport(NcclTransport):
         if self._is_unmapped:
             return
         self._is_unmapped = True
-        was_open = not self._closed
+        watch = self._watch
+        was_open = not watch.is_closed
         is_idle = False
         try:
-            start_call(self._memory.synchronize).result(self.timeout_s + 2 * FREE_S)
+            start_call(self._mapped.memory.synchronize).result(self.timeout_s + 2 * FREE_S)
             is_idle = True
         except TimeoutError:
-            self._fail(DeadlineExceeded(HELD_UP, Place(self.rank)))
+            watch.fail(DeadlineExceeded(HELD_UP, Place(self.rank)))
         except RuntimeError as error:
-            self._fail(
-                TransportError(
-                    f"the GPU failed ({error}): look at the output of all ranks", Place(self.rank)
-                )
-            )
-        self._note_failure()
+            what = f"the GPU failed ({error}): look at the output of all ranks"
+            watch.fail(TransportError(what, Place(self.rank)))
+        self._note_failed_wait()
         try:
-            super().close()
+            watch.close()
         finally:
             if is_idle:  # else kernels may still read what is mapped
-                self._mapped.close(LINGER_S if was_open and self._failure is None else 0.0)
+                self._mapped.close(LINGER_S if was_open and watch.failure is None else 0.0)
+
+    def abort(self) -> None:
+        """End what is queued and free the communicator; callable from any thread."""
+        self._watch.abort()
 
     def leave_to_parent(self) -> None:
+        """Unmap nothing in a forked child; NCCL's part is left by itself."""
         self._is_unmapped = True
         self._mapped.leave_to_parent()
-        super().leave_to_parent()
 
 
 def connect(
@@ -258,7 +222,7 @@ def connect(
     device: torch.device,
     *,
     on_failure: Callable[[TransportError], None],
-) -> NcclTransport:
+) -> Transport:
     """Connect a rank by NCCL, with windows in peers' memory where the ranks of its host can map it.
     Collective.
 
@@ -269,7 +233,7 @@ def connect(
     mapped = MappedMemory(own, rank, members, timeout_s, IpcMemory(device), host)
     own = PrefixStore("nccl", store)
     try:
-        transport = (
+        transport: Transport = (
             PeersTransport(mapped, own, timeout_s, device, on_failure=on_failure)
             if mapped.local_peers
             else NcclTransport(own, rank, members, timeout_s, device, on_failure=on_failure)
@@ -284,8 +248,7 @@ def connect(
             f" {mapped.refusal}. Unset it"
         )
         raise UsageError(what)
-    if why := mapped.refusal:
-        _log.info(
-            "GPUs of this host exchange through NCCL, not through each other's memory: %s", why
-        )
+    if mapped.refusal:
+        what = "GPUs of this host exchange through NCCL, not through each other's memory: %s"
+        _log.info(what, mapped.refusal)
     return transport

@@ -2,7 +2,7 @@
 """The interface of a transport: groups of sends and receives between ranks, each completed as a
 unit.
 
-A rank may have several transports. As one, they are a `TransportByDevice`.
+A rank may have several transports (`commrt.transport.by_device`).
 
 The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -87,13 +86,17 @@ class P2PGroup:
 
     def split(self, ranks: Collection[int]) -> tuple[P2PGroup, P2PGroup]:
         """Return the messages with `ranks`, and all others."""
-        sends, recvs = ([m for m in side if m.peer in ranks] for side in (self.sends, self.recvs))
-        other_sends, other_recvs = (
-            [m for m in side if m.peer not in ranks] for side in (self.sends, self.recvs)
+        inside = replace(
+            self,
+            sends=[each for each in self.sends if each.peer in ranks],
+            recvs=[each for each in self.recvs if each.peer in ranks],
         )
-        return replace(self, sends=sends, recvs=recvs), replace(
-            self, sends=other_sends, recvs=other_recvs
+        outside = replace(
+            self,
+            sends=[each for each in self.sends if each.peer not in ranks],
+            recvs=[each for each in self.recvs if each.peer not in ranks],
         )
+        return inside, outside
 
 
 EndLoan = Callable[[], None]
@@ -238,7 +241,8 @@ def split_self(
     Drops empty messages, since both ends know that they are empty. Raises `UsageError` for a rank
     outside `members`, and for a message to itself without its other end.
     """
-    if strangers := sorted(peer for peer in group.peers if peer not in members):
+    strangers = sorted(peer for peer in group.peers if peer not in members)
+    if strangers:
         whole = list(members) == list(range(len(members)))
         known = f"0..{len(members) - 1}" if whole else ", ".join(map(str, members))
         raise UsageError(
@@ -258,117 +262,6 @@ def split_self(
         for side in (group.sends, group.recvs)
     )
     return replace(group, sends=sends, recvs=recvs), list(zip(own_sends, own_recvs, strict=True))
-
-
-class TransportByDevice(Transport):
-    """Runs groups on `host`, or on the transport of a GPU for tensors that lie on it.
-
-    `kind` has the names of all; `members`, `one_host` and `can_move_receives` are those of `host`.
-    """
-
-    def __init__(self, host: Transport, places: int | None = None) -> None:
-        """There are more `places` than members of `host` if ranks may come later."""
-        self.rank = host.rank
-        self._timeout_s = host.timeout_s
-        self.places = len(host.members) if places is None else places
-        self._by_device: dict[torch.device, Transport] = {}
-        self.add(CPU, host)
-
-    def add(self, device: torch.device, transport: Transport) -> None:
-        """Use `transport` for tensors on `device` from now on, and close its predecessor; bound
-        groups stay bound.
-        """
-        before = self._by_device.get(device)
-        transport.timeout_s = self._timeout_s
-        self._by_device[device] = transport
-        host = self._by_device[CPU]
-        self.members = host.members
-        self.one_host = host.one_host
-        self.can_move_receives = host.can_move_receives
-        self.kind = " and ".join(each.kind for each in reversed(self._by_device.values()))
-        if before is not None:
-            with suppress(TransportError):  # it was raised, or nobody waits for it any more
-                before.close()
-
-    @property
-    def gpus(self) -> list[torch.device]:
-        """Those of this rank that have a transport."""
-        return [device for device in self._by_device if device != CPU]
-
-    def require_no_other(self, device: torch.device) -> None:
-        """Raise `UsageError` if another GPU than `device` has a transport."""
-        for other in self.gpus:
-            if other != device:
-                raise UsageError(
-                    f"this rank exchanges on {other} already, and has one GPU: move the model to it"
-                )
-
-    def reaches(self, device: torch.device) -> bool:
-        """Return True if a transport can move tensors on `device`, or none is needed."""
-        return device.type != "cuda" or device in self._by_device or self.places == 1
-
-    @property
-    def timeout_s(self) -> float:
-        """The same for all transports."""
-        return self._timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._timeout_s = seconds
-        for transport in tuple(self._by_device.values()):
-            transport.timeout_s = seconds
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        return self._of(device).allocate(numel, dtype, device)
-
-    def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        return self._of(device).allocate_shared(numel, dtype, device)
-
-    def bind(self, group: P2PGroup) -> Exchange:
-        return self._of(_device(group)).bind(group)
-
-    def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
-        return self._of(_device(group)).capture(work, group)
-
-    def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        return self._of(buffers[0].device).share(buffers) if buffers else ()
-
-    def _of(self, device: torch.device) -> Transport:
-        if not self.reaches(device):
-            raise UsageError(
-                f"no transport for tensors on {device} yet: call world.connect({str(device)!r}) on"
-                " every rank first, or attach() a model on that device"
-            )
-        return self._by_device.get(device, self._by_device[CPU])
-
-    def wait(self) -> None:
-        for transport in tuple(self._by_device.values()):  # another thread may add one
-            transport.wait()
-
-    def close(self) -> None:
-        """Close all transports, and raise the error of one."""
-        with ExitStack() as stack:
-            for transport in self._by_device.values():
-                stack.callback(transport.close)
-
-    def abort(self) -> None:
-        for transport in tuple(self._by_device.values()):
-            transport.abort()
-
-    def abort_host(self) -> None:
-        """End what waits in host memory only; transports of GPUs keep the error that no call has
-        raised yet.
-        """
-        self._by_device[CPU].abort()
-
-
-def _device(group: P2PGroup) -> torch.device:
-    """Return where the tensors of `group` lie; raise `UsageError` for several devices."""
-    devices = {message.data.device for message in (*group.sends, *group.recvs)} or {CPU}
-    if len(devices) > 1:
-        where = sorted(map(str, devices))
-        raise UsageError(f"hop {group.hop}: its tensors lie on {where}: move them to one device")
-    return devices.pop()
 
 
 class NullTransport(Transport):

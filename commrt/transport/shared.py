@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from operator import methodcaller
@@ -25,12 +24,9 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import (
-    OTHER_PROGRAMS,
-    CallMismatch,
     DeadlineExceeded,
     PeerLost,
     Place,
-    SizeMismatch,
     TransportClosed,
     TransportError,
 )
@@ -38,7 +34,10 @@ from commrt.store.client import call_store
 from commrt.store.parsing import MALFORMED
 from commrt.threads.deadline import clock
 from commrt.threads.forking import release_in_forked_child
-from commrt.transport.channel import OFFER, SMALL_NBYTES, Arena, Channel, Packet, aligned, connect
+from commrt.transport.arena import Arena, aligned
+from commrt.transport.channel import OFFER, SMALL_NBYTES, Channel, Packet
+from commrt.transport.local_sockets import connect
+from commrt.transport.peer_exchange import PeerExchange, Where
 from commrt.transport.protocol import (
     CPU,
     EndLoan,
@@ -47,7 +46,6 @@ from commrt.transport.protocol import (
     P2PMessage,
     Tag,
     Transport,
-    point,
     require_cpu,
     split_self,
 )
@@ -56,111 +54,6 @@ LOOK_S = 100e-6
 """So long a rank that waits looks for what a peer writes, before it sleeps: to sleep and to wake up
 takes longer.
 """
-Where = Callable[..., Place]
-"""(peer, nbytes) -> the place of a transfer of a group."""
-
-
-@dataclass(slots=True, eq=False)
-class _PeerExchange:
-    """All messages of a bound group with one peer, in the order agreed with it."""
-
-    peer: int
-    channel: Channel
-    packets: Sequence[Packet]
-    targets: Sequence[Tensor]
-    originals: Sequence[Tensor] | None
-    """[receives] the same memory, if a receive may be the peer's memory until `return_borrowed`;
-    None if it may not.
-    """
-    received: int = 0
-    call: int = 0
-    lent: bool = False
-    """True from `begin` to `return_borrowed` if receives may be the peer's memory.
-
-    The peer reads our sends as long.
-    """
-    borrowed: int = 0
-    """Number of receives that are."""
-
-    def begin(self, call: int) -> None:
-        """Make all offers, and send all small messages."""
-        self.received = 0
-        self.call = call
-        self.lent = self.originals is not None
-        self.channel.post(self.packets, call)
-
-    def progress(self, where: Where) -> bool:
-        """Read a packet and receive what can be received; return True if all is complete, in a loan
-        all receives.
-        """
-        channel = self.channel
-        if channel.unsent:
-            channel.flush()
-        while True:
-            if channel.offers and self.received < len(self.targets):
-                self._take_offers(where)
-            if channel.expected_nbytes is not None:
-                raise self._mismatch(where)
-            if self.received == len(self.targets) and (self.lent or not channel.untaken):
-                return self.lent or not channel.unsent
-            if not channel.receive():
-                return False
-
-    def _take_offers(self, where: Where) -> None:
-        channel = self.channel
-        offers = self.channel.offers
-        copied = 0
-        while offers and self.received < len(self.targets):
-            offer = offers[0]
-            target = self.targets[self.received]
-            if (offer.call, offer.nbytes) != (self.call, target.nbytes):
-                raise self._mismatch(where)
-            if offer.message is not None:
-                target.view(torch.uint8).numpy().data[:] = offer.message
-            elif self.lent:
-                point(target, channel.source(offer, target.dtype))
-                self.borrowed += 1
-            else:
-                target.copy_(channel.source(offer, target.dtype))
-                copied += 1
-            self.received += 1
-            offers.popleft()
-        if copied:
-            channel.acknowledge(copied)
-
-    def _mismatch(self, where: Where) -> TransportError:
-        """Return how the two ends differ; tell the peer."""
-        place = self.place(where)
-        expected = self.channel.expected_nbytes
-        if expected is not None:
-            own = [*self.channel.untaken, "other"][0]
-            what = f"this rank sends {own} bytes and the peer expects {expected}"
-        elif self.channel.offers[0].call != self.call:
-            what = (
-                "the peer makes another call: make the same calls in the same order on every rank"
-            )
-            return CallMismatch(what, place)
-        else:
-            self.channel.refuse(self.targets[self.received].nbytes)
-            what = (
-                f"the peer sends {self.channel.offers[0].nbytes} bytes and this rank expects"
-                f" {place.nbytes}"
-            )
-        return SizeMismatch(f"{what}: {OTHER_PROGRAMS}", place)
-
-    def return_borrowed(self) -> None:
-        """Tell the peer that its memory was read, and let go of it."""
-        if self.borrowed:
-            for target, original in zip(self.targets, self.originals or (), strict=True):
-                point(target, original)
-            self.channel.acknowledge(self.borrowed)
-        self.lent = False
-        self.borrowed = 0
-
-    def place(self, where: Where) -> Place:
-        """Return the place of the first transfer that is not complete, in a group at `where`."""
-        sizes = [target.nbytes for target in self.targets[self.received :]]
-        return where(self.peer, [*sizes, *self.channel.untaken, 0][0])
 
 
 class SharedTransport(Transport):
@@ -186,7 +79,7 @@ class SharedTransport(Transport):
         self._closed = False
         self._is_crowded = len(members) > len(os.sched_getaffinity(0))
         """True if other ranks of this host may need the core on which this one waits."""
-        self._nothing = select.poll()
+        self._no_descriptors = select.poll()
         ends = call_store(lambda: connect(store, rank, members, timeout_s), timeout_s, rank)
         self._channels = {peer: Channel(end) for peer, end in ends.items()}
         release_in_forked_child(self)
@@ -224,11 +117,9 @@ class SharedTransport(Transport):
             if not exchanges:
                 return None
             self._run(exchanges, where, methodcaller("begin", tag.call))
-            return (
-                partial(self._run, exchanges, where, _PeerExchange.return_borrowed)
-                if group.reads
-                else None
-            )
+            if not group.reads:
+                return None
+            return partial(self._run, exchanges, where, PeerExchange.return_borrowed)
 
         return run
 
@@ -253,7 +144,7 @@ class SharedTransport(Transport):
         copies = [(_on_cpu(data), slots[key].view(data.dtype)) for key, data in outside.items()]
         return [slots.get(id(m.data), m.data) for m in sends], copies
 
-    def _exchanges(self, group: P2PGroup, memory: Sequence[Tensor]) -> Iterator[_PeerExchange]:
+    def _exchanges(self, group: P2PGroup, memory: Sequence[Tensor]) -> Iterator[PeerExchange]:
         for peer in dict.fromkeys(m.peer for m in (*group.sends, *group.recvs)):
             packets = [
                 self._packet(data)
@@ -262,13 +153,14 @@ class SharedTransport(Transport):
             ]
             targets = [_on_cpu(m.data) for m in group.recvs if m.peer == peer]
             originals = [target.detach() for target in targets] if group.reads else None
-            yield _PeerExchange(peer, self._channels[peer], packets, targets, originals)
+            yield PeerExchange(peer, self._channels[peer], packets, targets, originals)
 
     def _packet(self, data: Tensor) -> Packet:
         """Return the small message `data`, or an offer of it from the segment that it lies in."""
-        if data.nbytes <= SMALL_NBYTES or (place := self._arena.find(data)) is None:
+        found = None if data.nbytes <= SMALL_NBYTES else self._arena.find(data)
+        if found is None:
             return Packet(_on_cpu(data).view(torch.uint8).numpy().data)
-        segment, offset = place
+        segment, offset = found
         return Packet(OFFER.pack(segment.number, offset, data.nbytes), segment, data.nbytes)
 
     def _require_open(self, where: Where) -> None:
@@ -281,9 +173,9 @@ class SharedTransport(Transport):
 
     def _run(
         self,
-        exchanges: Mapping[int, _PeerExchange],
+        exchanges: Mapping[int, PeerExchange],
         where: Where,
-        start: Callable[[_PeerExchange], None],
+        start: Callable[[PeerExchange], None],
     ) -> None:
         """Call `start` with each of `exchanges`, by descriptor,
         and return when all are complete.
@@ -292,7 +184,7 @@ class SharedTransport(Transport):
             while self._arena.freed:
                 number = self._arena.freed.popleft()
                 for channel in self._channels.values():
-                    channel.forget(number)
+                    channel.unmap(number)
             for exchange in exchanges.values():
                 start(exchange)
             self._complete(exchanges, where)
@@ -300,7 +192,7 @@ class SharedTransport(Transport):
             self._failure = failure
             raise
 
-    def _complete(self, exchanges: Mapping[int, _PeerExchange], where: Where) -> None:
+    def _complete(self, exchanges: Mapping[int, PeerExchange], where: Where) -> None:
         """Serve each peer that has sent something, until all of `exchanges` are complete."""
         deadline = clock.now_s() + self.timeout_s
         waiting = dict(exchanges)
@@ -327,24 +219,25 @@ class SharedTransport(Transport):
                     f"{what}: slow, stopped, or running another program", late[0].place(where)
                 )
 
-    def _look(self, waiting: Mapping[int, _PeerExchange]) -> list[int]:
+    def _look(self, waiting: Mapping[int, PeerExchange]) -> list[int]:
         """Look for a while whether peers have written something; return the descriptors of those
         that have.
         """
         end_s = perf_counter() + LOOK_S
         while True:
-            if ready := [fd for fd, exchange in waiting.items() if exchange.channel.has_news]:
+            ready = [fd for fd, exchange in waiting.items() if exchange.channel.can_progress]
+            if ready:
                 return ready
             if perf_counter() > end_s:
                 return []
-            self._nothing.poll(0)  # lets other threads run
+            self._no_descriptors.poll(0)  # lets other threads run
             if self._is_crowded:
                 os.sched_yield()
 
-    def _progress(self, exchange: _PeerExchange, where: Where, *, has_slept: bool) -> bool:
+    def _progress(self, exchange: PeerExchange, where: Where, *, has_slept: bool) -> bool:
         try:
             if has_slept:
-                exchange.channel.listen()
+                exchange.channel.read_socket()
             if exchange.progress(where):
                 return True  # though the peer may be gone: its last small messages were here
         except OSError as error:
@@ -393,7 +286,7 @@ class SharedTransport(Transport):
             channel.release()
 
 
-def _sleep(waiting: Mapping[int, _PeerExchange], left_s: float) -> list[int]:
+def _sleep(waiting: Mapping[int, PeerExchange], left_s: float) -> list[int]:
     """Sleep for at most `left_s` seconds, and return the descriptors of peers that have sent
     something.
     """
@@ -401,7 +294,8 @@ def _sleep(waiting: Mapping[int, _PeerExchange], left_s: float) -> list[int]:
         return []
     channels = {fd: exchange.channel for fd, exchange in waiting.items()}
     try:
-        if ready := [fd for fd, channel in channels.items() if channel.doze()]:
+        ready = [fd for fd, channel in channels.items() if channel.begin_sleep()]
+        if ready:
             return ready
         poller = select.poll()
         for fd, channel in channels.items():
@@ -409,7 +303,7 @@ def _sleep(waiting: Mapping[int, _PeerExchange], left_s: float) -> list[int]:
         return [fd for fd, _ in poller.poll(ceil(min(left_s, clock.slice_s) * 1000))]
     finally:
         for channel in channels.values():
-            channel.rouse()
+            channel.end_sleep()
 
 
 def _on_cpu(data: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ def mix_kernel(
     tensors,
     numbers,
     counts,
-    places,
+    offsets,
     received,
     sent,
     weight,
@@ -29,8 +29,8 @@ def mix_kernel(
     address = tl.load(addresses + tensor)
     count = tl.where(address != 0, count, 0)
     own = pointer(address, first, DTYPE, ALIGN)
-    theirs = on_wire(received, places)
-    ours = on_wire(sent, places)
+    theirs = on_wire(received, offsets)
+    ours = on_wire(sent, offsets)
     factor = tl.load(weight)
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)

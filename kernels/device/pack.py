@@ -15,7 +15,7 @@ def pack_kernel(
     tensors,
     numbers,
     counts,
-    places,
+    offsets,
     wire,
     header,
     scale,
@@ -25,13 +25,13 @@ def pack_kernel(
     TILE: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """A tile of a tensor, times ``scale[0]``, cast, to its place on `wire`; zeros where the address
-    is 0.
+    """A tile of a tensor, times ``scale[0]``, cast, to its offset on `wire`; zeros where the
+    address is 0.
     """
     tensor, first, count = tile_of(tensors, numbers, counts, TILE)
     address = tl.load(addresses + tensor)
     source = pointer(address, first, DTYPE, ALIGN)
-    target = on_wire(wire, places)
+    target = on_wire(wire, offsets)
     factor = tl.where(address != 0, tl.load(scale), 0.0)  # or zeros would become -0.0, or NaN
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)

@@ -54,7 +54,7 @@ class TritonPacking:
         self._nothing = torch.zeros(1, dtype=torch.int64, device=wire.device)
         self._nowhere = (*[self._nothing.data_ptr()] * len(self.tables.columns), wire.data_ptr())
         self._fixed = (*(column.data_ptr() for column in self.tables.columns), wire.data_ptr())
-        self._columns = WeakKeyDictionary[Parts, Tensor]()  # of places
+        self._columns = WeakKeyDictionary[Parts, Tensor]()  # of offsets
         self._kernels: dict[tuple[object, ...], Launch] = {}
         self._alignments = [align for align in ALIGNMENTS if align >= dtype.itemsize]
         for align in self._alignments:
@@ -88,7 +88,7 @@ class TritonPacking:
         cannot know yet.
         """
         self.tables.point_at(tensors)
-        launch = self._kernel(variants.unpack, self.tables.align, far=bool(parts))
+        launch = self._kernel(variants.unpack, self.tables.align, wide=bool(parts))
         launch(self.tables.tiles, *self._read(parts), header, self._mark)
         _note_written(tensors)
 
@@ -100,9 +100,9 @@ class TritonPacking:
         """See `Repeatable.repeated`."""
         staged = self._staged
         self._staged = {}
-        for place, stage in staged.items():
-            cast("Tensor", tensors[place]).copy_(stage)
-        _note_written(tensor for place, tensor in enumerate(tensors) if place not in staged)
+        for index, stage in staged.items():
+            cast("Tensor", tensors[index]).copy_(stage)
+        _note_written(tensor for index, tensor in enumerate(tensors) if index not in staged)
 
     def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
         """See `Repeatable.aim`: one launch for a header that has changed, and the same copies as
@@ -116,19 +116,19 @@ class TritonPacking:
             for i, tensor in enumerate(tensors)
             if tensor is not None and tensor.data_ptr() % WIDEST_NBYTES
         ]
-        self._staged = {place: self._stage(place, cast("Tensor", tensors[place])) for place in odd}
+        self._staged = {index: self._stage(index, cast("Tensor", tensors[index])) for index in odd}
         if odd:
-            tensors = [self._staged.get(place, tensor) for place, tensor in enumerate(tensors)]
+            tensors = [self._staged.get(index, tensor) for index, tensor in enumerate(tensors)]
         self.tables.point_at(tensors)
         self._scale.at(scale)
         if header != self._header:
             self._held.fill_(header - (1 << 64) if header >> 63 else header)
             self._header = header
 
-    def _stage(self, place: int, tensor: Tensor) -> Tensor:
-        if place not in self._stages:
-            self._stages[place] = torch.empty_like(tensor)
-        return self._stages[place].copy_(tensor)
+    def _stage(self, index: int, tensor: Tensor) -> Tensor:
+        if index not in self._stages:
+            self._stages[index] = torch.empty_like(tensor)
+        return self._stages[index].copy_(tensor)
 
     def load(self, parts: Parts = NO_PARTS) -> None:
         """See `Repeatable.load`."""
@@ -138,7 +138,7 @@ class TritonPacking:
             self._read(parts)
             self._held_unpack(parts)
             for align in self._alignments:
-                self._kernel(variants.unpack, align, far=True)
+                self._kernel(variants.unpack, align, wide=True)
 
     def cut(self, chunks: int) -> list[int]:
         """See `Repeatable.cut`."""
@@ -148,15 +148,16 @@ class TritonPacking:
         """Return the first arguments of a kernel that reads `parts` where they lie."""
         if not parts:
             return self._fixed
-        if (column := self._columns.get(parts)) is None:
-            column = self._columns[parts] = self.tables.places_in(self._wire, parts.pieces)
+        column = self._columns.get(parts)
+        if column is None:
+            column = self._columns[parts] = self.tables.offsets_in(self._wire, parts.pieces)
         return (*self._fixed[:-2], column.data_ptr(), self._fixed[-1])
 
     def _held_pack(self) -> Launch:
         return self._kernel(variants.pack, WIDEST_NBYTES, held=True)
 
     def _held_unpack(self, parts: Parts) -> Launch:
-        return self._kernel(variants.unpack, WIDEST_NBYTES, held=True, far=bool(parts))
+        return self._kernel(variants.unpack, WIDEST_NBYTES, held=True, wide=bool(parts))
 
     def pack_aimed(self) -> None:
         """See `Repeatable.pack_aimed`."""
@@ -189,7 +190,8 @@ class TritonPacking:
         self, make: Callable[..., Variant], align: int, inputs: int = 1, **options: bool
     ) -> Launch:
         key = (make, align, *[name for name, is_so in options.items() if is_so])
-        if (launch := self._kernels.get(key)) is None:
+        launch = self._kernels.get(key)
+        if launch is None:
             sizes = sizes_for(arch_of(self._wire.device), inputs, align)
             variant = make(self._dtype, self._wire.dtype, align, sizes, **options)
             launch = self._kernels[key] = launch_of(variant, self._wire.device)
@@ -204,15 +206,15 @@ class _Scalar:
     """A number in GPU memory, written when it changes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._place = torch.zeros(1, device=device)
+        self._memory = torch.zeros(1, device=device)
         self._known = 0.0
-        self.address = self._place.data_ptr()
+        self.address = self._memory.data_ptr()
 
     def at(self, value: float) -> int:
         """Return the address of `value`, written in stream order by a kernel, without a copy from
         the host.
         """
         if value != self._known:
-            self._place.fill_(value)
+            self._memory.fill_(value)
             self._known = value
         return self.address

@@ -49,7 +49,7 @@ def quantize_kernel(
     STOCHASTIC: tl.constexpr,
 ):
     """A tile of ``codes = code(values + residual)``, and of what that loses, for `residual`."""
-    first, count = _place(numel, BLOCK)
+    first, count = _span(numel, BLOCK)
     x = _read(values + first, count, BLOCK)
     if FEEDBACK:
         x += _read(residual + first, count, BLOCK)
@@ -81,7 +81,7 @@ def dequantize_kernel(
     codes, values, numel, BLOCK: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr
 ):
     """A tile of ``values = dequantized(codes)``."""
-    first, count = _place(numel, BLOCK)
+    first, count = _span(numel, BLOCK)
     _write(values + first, _decoded(_tile(codes, BLOCK, BITS), BLOCK, BITS, IS_FLOAT), count, BLOCK)
 
 
@@ -99,7 +99,7 @@ def add_quantized_kernel(
     """A tile of ``values += dequantized(received[0]) + ...``; the `rows` received lie `stride`
     granules apart.
     """
-    first, count = _place(numel, BLOCK)
+    first, count = _span(numel, BLOCK)
     total = _read(values + first, count, BLOCK)
     source = _tile(received, BLOCK, BITS)
     number = 0
@@ -111,7 +111,7 @@ def add_quantized_kernel(
 
 
 @triton.jit
-def _place(numel, BLOCK: tl.constexpr):
+def _span(numel, BLOCK: tl.constexpr):
     """The first value of this program's tile, and how many it has."""
     first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
     return first, tl.minimum(numel - first, BLOCKS * BLOCK).to(tl.int32)
@@ -130,8 +130,8 @@ def _as_scales(tile):
 
 
 @triton.jit
-def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS, BLOCK] places, of which a thread takes `VECTOR` at once."""
+def _offsets(ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, BLOCK] offsets, of which a thread takes `VECTOR` at once."""
     column = tl.max_contiguous(tl.arange(0, BLOCK), VECTOR)
     return (tl.arange(0, ROWS) * BLOCK)[:, None] + column[None, :]
 
@@ -139,24 +139,24 @@ def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _read(source, count, BLOCK: tl.constexpr):
     """The `count` values of a tile, and zeros."""
-    place = _places(BLOCKS, BLOCK)
+    offset = _offsets(BLOCKS, BLOCK)
     whole = (count // VECTOR) * VECTOR  # the compiler can tell: accesses stay wide
-    x = tl.load(source + place, mask=place < whole, other=0.0)
+    x = tl.load(source + offset, mask=offset < whole, other=0.0)
     if whole < count:
         lane = tl.arange(0, VECTOR)
         tail = tl.load(source + whole + lane, mask=whole + lane < count, other=0.0)[None, None, :]
         tail = tl.reshape(tl.broadcast_to(tail, [BLOCKS, BLOCK // VECTOR, VECTOR]), [BLOCKS, BLOCK])
-        x = tl.where((place >= whole) & (place < whole + VECTOR), tail, x)
+        x = tl.where((offset >= whole) & (offset < whole + VECTOR), tail, x)
     return x
 
 
 @triton.jit
 def _write(target, x, count, BLOCK: tl.constexpr):
-    place = _places(BLOCKS, BLOCK)
+    offset = _offsets(BLOCKS, BLOCK)
     whole = (count // VECTOR) * VECTOR
-    tl.store(target + place, x, mask=place < whole)
+    tl.store(target + offset, x, mask=offset < whole)
     if whole < count:
-        tl.store(target + place, x, mask=(place >= whole) & (place < count))
+        tl.store(target + offset, x, mask=(offset >= whole) & (offset < count))
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def _plane(codes, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """Pointers to the bytes that hold `WIDTH` bits of each code, [WIDTH, BLOCK]; planes of more
     bits come first.
     """
-    return codes + BLOCK * (BITS & (16 - 2 * WIDTH)) + _places(WIDTH, BLOCK)
+    return codes + BLOCK * (BITS & (16 - 2 * WIDTH)) + _offsets(WIDTH, BLOCK)
 
 
 @triton.jit

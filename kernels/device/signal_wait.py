@@ -113,7 +113,7 @@ def _signal_all(outboxes, counts, position, PEERS: tl.constexpr):
 
 @triton.jit
 def _first_gone_back(inboxes, counts, PEERS: tl.constexpr):
-    """Return 1 and the place of the first peer that has gone back; 0 if none has."""
+    """Return 1 and the index of the first peer that has gone back; 0 if none has."""
     gone = 0
     for peer in tl.static_range(PEERS):
         ahead = _load_relaxed(tl.load(inboxes + peer)) - tl.load(_word(counts, peer))
@@ -124,7 +124,7 @@ def _first_gone_back(inboxes, counts, PEERS: tl.constexpr):
 
 @triton.jit
 def _first_missing(inboxes, counts, needs, host, PEERS: tl.constexpr):
-    """Wait for all peers; return 1 and the place of the first that did not come in time, 0 if all
+    """Wait for all peers; return 1 and the index of the first that did not come in time, 0 if all
     came.
     """
     begin = _now_ns()

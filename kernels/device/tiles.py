@@ -41,9 +41,9 @@ def pointer(address, first, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def on_wire(wire, places):
-    """A pointer to the place of this program's tile on the wire."""
-    return tl.multiple_of(wire + tl.load(places + tl.program_id(0)).to(tl.int64) * GRAIN, GRAIN)
+def on_wire(wire, offsets):
+    """A pointer to this program's tile on the wire."""
+    return tl.multiple_of(wire + tl.load(offsets + tl.program_id(0)).to(tl.int64) * GRAIN, GRAIN)
 
 
 @triton.jit

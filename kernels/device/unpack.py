@@ -15,7 +15,7 @@ def unpack_kernel(
     tensors,
     numbers,
     counts,
-    places,
+    offsets,
     wire,
     header,
     mismatch,
@@ -25,12 +25,12 @@ def unpack_kernel(
     TILE: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """A tile of a tensor from its place on `wire`, cast; none where the address is 0."""
+    """A tile of a tensor from its offset on `wire`, cast; none where the address is 0."""
     tensor, first, count = tile_of(tensors, numbers, counts, TILE)
     address = tl.load(addresses + tensor)
     count = tl.where(address != 0, count, 0)
     target = pointer(address, first, DTYPE, ALIGN)
-    source = on_wire(wire, places)
+    source = on_wire(wire, offsets)
     element = lanes(TILE, VECTOR)
     whole = whole_of(count)
     inside = element < whole

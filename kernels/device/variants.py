@@ -33,7 +33,7 @@ TABLES = {
     "tensors": "*i32",
     "numbers": "*i32",
     "counts": "*i32",
-    "places": "*i32",
+    "offsets": "*i32",
 }
 
 HEADER_TYPES = {False: "u64", True: "*u64"}
@@ -103,12 +103,12 @@ def unpack(
     sizes: Sizes,
     *,
     held: bool = False,
-    far: bool = False,
+    wide: bool = False,
 ) -> Variant:
-    """Return the variant that unpacks; with `far`, places are int64, and may lie in other memory
-    than the wire.
+    """Return the variant that unpacks; with `wide`, offsets are int64, and may lead to other
+    memory than the wire.
     """
-    types = TABLES | ({"places": "*i64"} if far else {})
+    types = TABLES | ({"offsets": "*i64"} if wide else {})
     types |= {"wire": POINTERS[wire], "header": HEADER_TYPES[held], "mismatch": "*i32"}
     constants = _table(dtype, align, vector(dtype, align), sizes) | {"HELD": held}
     return _variant(unpack_kernel, types, constants, sizes.warps)
@@ -124,8 +124,8 @@ def mix(dtype: torch.dtype, wire: torch.dtype, align: int, sizes: Sizes) -> Vari
 
 def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
     """Return the variant that adds up one buffer of `dtype` and `count` others."""
-    kind = POINTERS[dtype]
-    types = {"head": kind, "rest": "*i64", "out": kind, "count": "i64"}
+    pointer = POINTERS[dtype]
+    types = {"head": pointer, "rest": "*i64", "out": pointer, "count": "i64"}
     constants = {
         "COUNT": count,
         "DTYPE": DTYPES[dtype],
@@ -205,7 +205,7 @@ def compiled(variant: Variant, arch: int) -> CompiledKernel:
     """
     types = dict(variant.types)
     signature = {name: types.get(name, "constexpr") for name in variant.kernel.arg_names}
-    aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    aligned = [i for i, each in enumerate(signature.values()) if each.startswith("*")]
     hints = {(i,): [["tt.divisibility", WIDEST_NBYTES]] for i in aligned}
     source = ASTSource(
         fn=variant.kernel, signature=signature, constexprs=dict(variant.constants), attrs=hints

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from nccl_messages import Message, group_of, in_groups, mixed, several  # of this folder
 from nccl_plans import Rules, find_cycle
 
-from commrt.transport.nccl_communicator import named
+from commrt.transport.nccl_binding import named
 
 VERSIONS = (22707, 22809, 22902, 22907)
 """The last of each set of rules but the newest, and the first of that, which holds up to 2.30.7."""

@@ -15,7 +15,7 @@ from commrt.program import member_program
 from commrt.runtime.executor import bind
 from commrt.runtime.reading import bind_reading
 from commrt.testing import ranks
-from commrt.transport.ipc import MappedMemory
+from commrt.transport.mapped_memory import MappedMemory
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.peers import PeersTransport
 from commrt.transport.protocol import CPU, Tag

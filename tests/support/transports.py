@@ -7,7 +7,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from commrt.store.launcher import LOOPBACK
 from commrt.testing.ranks import RECONNECTING, over_threads
-from commrt.transport.gloo import GlooTransport, HierarchicalTransport
+from commrt.transport.gloo import GlooTransport
+from commrt.transport.hierarchical import HierarchicalTransport
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.protocol import CPU
 from commrt.transport.shared import SharedTransport

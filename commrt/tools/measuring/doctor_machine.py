@@ -300,7 +300,7 @@ def nccl() -> Iterator[Finding]:
             "Only GPUs need it.",
         )
         return
-    from commrt.transport.nccl_communicator import load, named  # noqa: PLC0415  # imports CuPy
+    from commrt.transport.nccl_binding import load, named  # noqa: PLC0415  # imports CuPy
 
     binding = load()
     runtime = binding.get_version()

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore
 from commrt.algorithms import direct, halving_doubling
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import adding
-from commrt.kernels.quantize import adding_quantized, dequantizing, quantizing
+from commrt.kernels.quantize_dispatch import adding_quantized, dequantizing, quantizing
 from commrt.pricing.cluster import Between, Cluster, Link
 from commrt.program import program
 from commrt.quantizer import Int4
