@@ -266,7 +266,7 @@ def test_an_exchange_that_waits_while_the_communicator_is_freed_is_not_issued(qu
 def test_a_forked_child_waits_for_no_lock_that_a_thread_of_its_parent_held(queued):
     held = queued.transport.watch.communicator
     with ThreadPoolExecutor(1) as pool, held.in_use, held.ended._cond:
-        pool.submit(queued.transport.leave_to_parent).result(PATIENT_S)
+        pool.submit(queued.transport.watch.leave_to_parent).result(PATIENT_S)
 
 
 def polled(queued):

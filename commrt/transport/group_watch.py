@@ -35,6 +35,7 @@ import torch
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError
 from commrt.threads.deadline import clock
+from commrt.threads.forking import release_in_forked_child
 from commrt.threads.streams import DONE, StreamEvent, Streams
 from commrt.transport.nccl_communicator import FREE_S, Communicator
 from commrt.transport.protocol import P2PGroup, Tag
@@ -128,6 +129,7 @@ class GroupWatch:
             name="commrt-watchdog",
             daemon=True,
         ).start()
+        release_in_forked_child(self)
 
     def queue(self, issue: Callable[[], None], group: P2PGroup, tag: Tag) -> None:
         """Call `issue`, which queues `group`, and let the watchdog enforce the deadline."""

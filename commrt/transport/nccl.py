@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed import Store
 
 from commrt.errors import TransportError, UsageError
-from commrt.threads.forking import release_in_forked_child
 from commrt.threads.streams import streams_of
 from commrt.transport.group_watch import GroupWatch
 from commrt.transport.nccl_binding import Binding, load
@@ -69,7 +68,6 @@ class NcclTransport(Transport):
         self.watch = GroupWatch(
             rank, members, timeout_s, streams, communicator, notices, on_failure
         )
-        release_in_forked_child(self)
 
     @property
     def timeout_s(self) -> float:
@@ -166,7 +164,3 @@ class NcclTransport(Transport):
     def abort(self) -> None:
         """End what is queued and free the communicator; callable from any thread."""
         self.watch.abort()
-
-    def leave_to_parent(self) -> None:
-        """Never free the communicator in a forked child: that would end the parent's."""
-        self.watch.leave_to_parent()

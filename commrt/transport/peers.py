@@ -209,7 +209,7 @@ class PeersTransport(Transport):
         self._watch.abort()
 
     def leave_to_parent(self) -> None:
-        """Unmap nothing in a forked child; NCCL's part is left by itself."""
+        """Unmap nothing in a forked child, where `GroupWatch` leaves the rest."""
         self._is_unmapped = True
         self._mapped.leave_to_parent()
 
