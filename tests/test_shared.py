@@ -136,7 +136,7 @@ def test_messages_of_different_calls_are_refused_although_they_look_alike(pair, 
     assert not landing.any()
 
 
-STEPS = ("post", "receive", "source", "acknowledge", "_wake")
+STEPS = ("post", "receive", "source", "acknowledge", "_wake_peer")
 POINTS = [*((channel.Channel, name) for name in STEPS), (shared_module, "_sleep")]
 
 
