@@ -58,7 +58,7 @@ def rows_of(quantizer, numel, count):
 
 def is_coded_alike(backend, quantizer, x, left, key=KEY):
     with backend():
-        got, got_left = coded(quantize, x, quantizer, left, key)
+        got, got_left = coded(quantize_dispatch, x, quantizer, left, key)
     want, want_left = coded(DEFINITION, x, quantizer, left, key)
     return torch.equal(got, want) and (want_left is None or same(got_left, want_left))
 
@@ -77,7 +77,7 @@ def are_ties_coded_alike(backend, quantizer):
 
 def are_decoded_alike(backend, quantizer, numel, rows):
     with backend():
-        got = decoded(quantize, rows, quantizer, numel)
+        got = decoded(quantize_dispatch, rows, quantizer, numel)
     return all(map(same, got, decoded(DEFINITION, rows, quantizer, numel)))
 
 
@@ -192,7 +192,7 @@ def test_plain_torch_codes_where_numba_cannot(monkeypatch, error):
     def refuse(_):
         raise error
 
-    monkeypatch.setattr(quantize, "import_module", refuse)
+    monkeypatch.setattr(quantize_dispatch, "import_module", refuse)
     quantize_dispatch.compiled_quantize.cache_clear()
     try:
         assert is_coded_alike(nullcontext, Int8(), torch.randn(100), None)
@@ -203,7 +203,7 @@ def test_plain_torch_codes_where_numba_cannot(monkeypatch, error):
 def test_buffers_that_begin_elsewhere_are_coded_in_plain_torch():
     quantizer, x = Int8(64), values(513, 64)[1:]
     with interpreted_gpu() as launches:
-        codes, _ = coded(quantize, x, quantizer, None)
+        codes, _ = coded(quantize_dispatch, x, quantizer, None)
         quantize_dispatch.dequantizing(codes, x, quantizer)()
         quantize_dispatch.adding_quantized(x, [codes], quantizer)()
     assert launches.names == []

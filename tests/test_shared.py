@@ -18,7 +18,7 @@ from transports import shared
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, TransportError
 from commrt.testing.processes import run_processes
-from commrt.transport import channel
+from commrt.transport import channel, local_sockets
 from commrt.transport import shared as shared_module
 from commrt.transport.arena import SEGMENT_NBYTES
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
@@ -239,12 +239,12 @@ def test_connections_from_other_sockets_are_ignored():
         zero = pool.submit(SharedTransport, store, 0, range(2), PATIENT_S)
         store.wait(["record/0"], timedelta(seconds=PATIENT_S))
         secret, _ = json.loads(store.get("record/0"))
-        listening = channel._name(bytes.fromhex(secret))
-        for name in ("", channel._name(bytes(channel.SECRET_NBYTES), 0)):
-            with channel._socket(name) as stranger:
+        listening = local_sockets._name(bytes.fromhex(secret))
+        for name in ("", local_sockets._name(bytes(local_sockets.SECRET_NBYTES), 0)):
+            with local_sockets._socket(name) as stranger:
                 stranger.connect(listening)
                 stranger.send(b"hello")
-        silent = channel._socket("")
+        silent = local_sockets._socket("")
         silent.connect(listening)
         one = pool.submit(SharedTransport, store, 1, range(2), PATIENT_S)
         pair = zero.result(), one.result()

@@ -160,7 +160,9 @@ def test_some_ranks_of_a_world_exchange_under_its_numbers(open_one):
     assert on_threads(3, body) == [True] * 3
 
 
-@pytest.mark.parametrize(("open_one", "opens"), [(gloo_rank, "gloo._devices"), (SharedTransport, "channel._socket")])
+@pytest.mark.parametrize(
+    ("open_one", "opens"), [(gloo_rank, "gloo._devices"), (SharedTransport, "local_sockets._socket")]
+)
 def test_a_rank_that_can_open_no_sockets_is_named_by_all_at_once(monkeypatch, open_one, opens):
     store, limits = HashStore(), [OSError("Too many open files")]
     open_sockets = resolve_name(f"commrt.transport.{opens}")
