@@ -35,7 +35,7 @@ def nccl_groups(step: Step, ranks: int) -> IntArray | None:
     if np.bincount(np.concatenate((step.src, step.dst)), minlength=1).max() <= MOST_MESSAGES:
         return None
     distance = (step.dst - step.src) % ranks
-    sent, received = (_places(ends, distance) for ends in (step.src, step.dst))
+    sent, received = (_positions(ends, distance) for ends in (step.src, step.dst))
     if np.array_equal(sent, received):
         return sent // MOST_MESSAGES if sent.max() >= MOST_MESSAGES else None
     found = []
@@ -49,17 +49,17 @@ def nccl_groups(step: Step, ranks: int) -> IntArray | None:
     return np.array(found)
 
 
-def _places(ends: IntArray, distance: IntArray) -> IntArray:
-    """Return the place of each transfer among those of the same end, by distance."""
+def _positions(ends: IntArray, distance: IntArray) -> IntArray:
+    """Return the position of each transfer among those of the same end, by distance."""
     order = np.lexsort((distance, ends))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order)) - np.searchsorted(ends[order], ends[order])
-    return place
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order)) - np.searchsorted(ends[order], ends[order])
+    return position
 
 
 def joined(group: int, nbytes: float) -> tuple[int, int]:
-    """Return the place of the group that carries a message of `nbytes`, given its group if all were
-    large.
+    """Return the position of the group that carries a message of `nbytes`, given its group if all
+    were large.
 
     Smaller messages take less of a kernel, so several groups become one.
     """

@@ -37,9 +37,9 @@ from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 from commrt.transport import group_watch, nccl_communicator
 from commrt.transport import nccl as transport_module
+from commrt.transport.message_groups import uncut
 from commrt.transport.nccl import NcclTransport
 from commrt.transport.nccl_binding import require_usable
-from commrt.transport.nccl_groups import uncut
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 
 NOW = Tag(step=3, bucket=1)

@@ -20,7 +20,6 @@ from torch.distributed import PrefixStore, Store
 
 from commrt.dependencies import SignalWait
 from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
-from commrt.dependencies import SignalWait
 from commrt.store.addresses import host_identity
 from commrt.store.client import clone_connection
 from commrt.threads.calls import start_call

@@ -13,7 +13,7 @@ from nccl_plans import Call, Rules, cut  # of this folder
 
 from commrt.nccl_groups import joined, nccl_groups
 from commrt.schedule import COPY, Step
-from commrt.transport.nccl_groups import uncut
+from commrt.transport.message_groups import uncut
 from commrt.transport.protocol import P2PGroup, P2PMessage
 
 __all__ = [
