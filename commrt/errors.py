@@ -26,15 +26,11 @@ class UsageError(CommrtError, ValueError):
 
 
 class ScheduleError(CommrtError):
-    """A schedule that is malformed or does not do what it promises; the message has the
-    counter-example.
-    """
+    """A schedule is malformed or breaks its promise; the message has the counter-example."""
 
 
 class DisagreementError(CommrtError):
-    """Ranks have different schedules, bucket layouts, settings or calls at the same point of the
-    program.
-    """
+    """Ranks differ in schedule, bucket layout, settings or call at one point of the program."""
 
     def __init__(self, what: str, about: str | None = None) -> None:
         self.about = about
@@ -91,9 +87,7 @@ def cause_of(error: BaseException) -> str:
 
 
 class DeadlineExceeded(TransportError, TimeoutError):
-    """A peer did not respond before the deadline; it may be slow, stopped or busy with something
-    else.
-    """
+    """A peer did not respond before the deadline; it may be slow, stopped or busy."""
 
 
 class PeerLost(TransportError):
@@ -109,9 +103,7 @@ OTHER_PROGRAMS = "the ranks run different programs, or made different numbers of
 
 
 class CallMismatch(TransportError):
-    """The two ends of a transfer belong to different calls:
-    the ranks do not run the same program.
-    """
+    """The two ends of a transfer belong to different calls: the ranks' programs differ."""
 
 
 class TransportClosed(TransportError):
@@ -119,11 +111,10 @@ class TransportClosed(TransportError):
 
 
 class Evicted(TransportError):
-    """The other ranks go on without this process, because it missed a deadline. End it; a launcher
-    may start it again.
+    """The other ranks go on without this process, because it missed a deadline.
 
-    `generation` is the number of the generation that goes on without this process, `by` the rank
-    that found it late (None if another process has this rank's place now).
+    End it; a launcher may start it again. `generation` is the number of the generation that goes on
+    without it, `by` the rank that found it late (None if another process has its place now).
     """
 
     def __init__(self, why: str, place: Place, generation: int, by: int | None) -> None:
@@ -143,6 +134,4 @@ class Evicted(TransportError):
 
 
 class QuorumLost(TransportError):
-    """Too few ranks are left: fewer than half of the last ones, or than backup workers need
-    gradients for a step.
-    """
+    """Too few ranks are left: below half of the last ones, or of what backup workers need."""

@@ -14,9 +14,7 @@ MAX_NBYTES = 256 << 20
 
 
 def read_text(file: str | Path, encoding: str = "utf-8") -> str:
-    """Return the text of a regular file of at most `MAX_NBYTES`; raises `UsageError`,
-    never waits.
-    """
+    """Return the text of a regular file of at most `MAX_NBYTES`; raise `UsageError`, never wait."""
     try:
         return _read(file).decode(encoding).replace("\r\n", "\n")
     except (OSError, ValueError) as error:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which options go together: one table, and the functions that refuse. Needs no torch.
 
-An algorithm or a wire that is more than the usual says so by `traits`, a tuple of words of this
-table.
+An algorithm or a wire that is more than the usual says so by `traits`, words of this table.
 """
 
 from __future__ import annotations

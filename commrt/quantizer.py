@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How values become codes of few bits on the wire, and how many, as data. Needs no torch. It stands
-below `kernels`, which turn values into these codes, and `quantization`, which carries them.
+"""Settings of wires of few bits: how values become codes, and how many bits. Needs no torch.
 
-Values are quantized in *blocks*: a block has one scale, a bfloat16, and one code per value. Eight
-blocks make a *tile*, the smallest part of a buffer that travels: its scales come first, then its
-codes. Codes do not add, so they are summed as the values that they stand for.
+It stands below `kernels`, which turn values into these codes, and `quantization`, which carries
+them. Values are quantized in *blocks*: a block has one scale, a bfloat16, and one code per value.
+Eight blocks make a *tile*, the smallest part of a buffer that travels: its scales come first, then
+its codes. Codes do not add, so they are summed as the values that they stand for.
 
 An `Adaptive` wire has a rule, which looks at how training goes and chooses the bits of a step. It
 sees the same numbers on all ranks, so all choose the same bits, and nothing is negotiated.
@@ -43,7 +43,7 @@ class Quantizer:
     """Keep what rounding lost, and add it in the next step."""
     rounding: str = NEAREST
     seed: int = 0
-    """Of stochastic rounding."""
+    """The seed of stochastic rounding."""
     is_float: bool = False
     """The codes are floats with 4 bits of exponent and 3 of mantissa (e4m3)."""
     carried_by: ClassVar[str] = "commrt.quantization.carrier"
@@ -90,7 +90,7 @@ class Quantizer:
 
     @property
     def tile_numel(self) -> int:
-        """Return the values of a tile."""
+        """Return the number of values of a tile."""
         return TILE_BLOCKS * self.block
 
     @property
@@ -104,8 +104,7 @@ class Quantizer:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Return the widths in bits that a code is cut into, lowest bits last, so that each fits
-        bytes evenly.
+        """Return the widths in bits that a code is cut into, lowest bits last; each divides 8.
 
         >>> [Quantizer(bits).planes for bits in (8, 4, 3, 7)]
         [(8,), (4,), (2, 1), (4, 2, 1)]
@@ -156,9 +155,7 @@ def Int2(  # noqa: N802
 
 
 def Float8(block: int = 256, *, feedback: bool = False) -> Quantizer:  # noqa: N802
-    """Return a wire of 8-bit floats (e4m3): small values of a block keep more digits than with
-    `Int8`.
-    """
+    """Return a wire of 8-bit floats (e4m3): small values keep more digits than in `Int8`."""
     return Quantizer(8, block, feedback, is_float=True)
 
 
@@ -168,7 +165,7 @@ class Progress(NamedTuple):
     step: int
     """The training step that needs bits."""
     norm: float
-    """Of the averaged gradient of the step before."""
+    """The norm of the averaged gradient of the step before."""
 
 
 Rule = Callable[[Progress], float]
@@ -177,12 +174,11 @@ Rule = Callable[[Progress], float]
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """A wire of integers whose bits change from step to step: ``wire=Adaptive(dq(target=20,
-    steps=1000))``.
+    """A wire of integers whose bits change from step to step.
 
-    The first steps get `most` bits, until gradients leave in their final order; so does one after a
-    step whose norm is not finite, and the first one after ``join()``. The other fields are those of
-    `Quantizer`. Raises `UsageError`.
+    Write ``wire=Adaptive(dq(target=20, steps=1000))``. The first steps get `most` bits, until
+    gradients leave in their final order; so does one after a step whose norm is not finite, and the
+    first one after ``join()``. The other fields are those of `Quantizer`. Raises `UsageError`.
     """
 
     rule: Rule = field(repr=False)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass samples round a ring of ranks, so that each rank trains on all of them and none reads the
-whole data set.
+"""Pass samples round a ring of ranks: each trains on all of them, and none reads them all.
 
 Daily et al., "GossipGraD", 2018: while a rank computes on one batch, the batch that it used before
-travels to the next rank. There it takes the place of the batch that the next rank sends on.
+travels to the next rank. There it takes the place of the batch that the next rank sends on. The
+communication thread exchanges; all else happens on the thread that trains.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from commrt.training.model_state import FlatBuffer
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 UNDO_BATCHES = 8
-"""How many exchanged batches can be taken back; a rank may be ahead by so many of one that lost its
-neighbour.
-"""
+"""Batches that can be taken back: so far a rank may be ahead of one that lost its neighbour."""
 TAG = Tag(0, "samples")
 
 
@@ -45,22 +43,19 @@ class _Indexed(Protocol):
 
 
 class _Buffers(NamedTuple):
-    """Memory for a batch that leaves, and for the one that comes."""
-
     sent: FlatBuffer
     received: FlatBuffer
 
 
 class _InFlight(NamedTuple):
     places: Tensor
-    """Of the samples that leave, where others come."""
+    """Places of the samples that leave, where others come."""
     buffers: _Buffers
     answer: Future[int | None]
 
 
 class RingShuffle:
-    """Iterate over this rank's shard in batches; after each pass every sample has moved to the next
-    rank.
+    """Iterate over this rank's shard in batches; after each pass all samples move to the next rank.
 
     `samples` is a map-style dataset or a list, whose items are tensors, numbers, or tuples of
     these. Or it is a tuple of tensors [n, ...]. All samples stay in memory. Apply random
@@ -159,9 +154,7 @@ class RingShuffle:
             field[places] = part
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a checkpoint needs, the samples included: they have moved since the
-        start.
-        """
+        """Return all that a checkpoint needs, also the samples: they have moved since the start."""
         self.drain()
         return {
             "passes": self.passes,
@@ -170,9 +163,7 @@ class RingShuffle:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was saved, on the same rank; all ranks must load states that were
-        saved together.
-        """
+        """Go on where `state` was saved on this rank; all ranks load what was saved together."""
         try:
             passes = parse_int(state["passes"])
             taken = parse_int(state["taken"])
@@ -216,7 +207,6 @@ class RingShuffle:
         return _Buffers(FlatBuffer(like, allocate), FlatBuffer(like, allocate))
 
     def _bind(self, buffers: _Buffers) -> Exchange:
-        """Bind the exchange with both neighbours in the ring of the members."""
         members = self._world.members
         place = members.index(self._world.rank)
         to_next = P2PMessage(members[(place + 1) % len(members)], buffers.sent.flat)
@@ -224,8 +214,7 @@ class RingShuffle:
         return self._world.transport.bind(P2PGroup([to_next], [from_last]))
 
     def _exchange(self, buffers: _Buffers, completed: int) -> int | None:
-        """Return how many batches all ranks have exchanged now, or None if that is unknown. On its
-        own thread.
+        """Return how many batches all ranks have exchanged; None if unknown. On the comm thread.
 
         After a loss, the first exchange of the new generation is none: the ranks compare how many
         batches each has exchanged instead, and all go back to the lowest number. So no sample is

@@ -39,7 +39,6 @@ class _Draw(NamedTuple):
     share: Ranges
 
     def is_like(self, other: _Draw) -> bool:
-        """Return True if these are the same samples."""
         (seed, epoch, _), (other_seed, other_epoch, _) = self.point, other.point
         return (seed, epoch, self.share) == (other_seed, other_epoch, other.share)
 
@@ -63,8 +62,8 @@ class Shares:
     Samples of a step that failed, of gradients that backup workers dropped and of a dead rank come
     again before the epoch ends. If fewer samples than ranks are left, all ranks take the same ones,
     and their mean counts once. So the last batches may have one sample, of which BatchNorm makes no
-    mean. Gossip and local SGD notice a lost rank at different steps, so
-    nobody uses the samples of its place until you start again.
+    mean. Gossip and local SGD notice a lost rank at different steps, so nobody uses the samples of
+    its place until you start again.
 
     One batch makes one step: split it to accumulate gradients. Costs 8 bytes of memory per sample.
     Raises `UsageError` for a dataset without a length, and a batch without samples.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by gossip of weights: after each optimizer step they go to one partner, and what it sent is
-mixed in while the next forward pass runs. Its schedules are in `commrt.algorithms.gossip`.
+"""Train by gossip: after each optimizer step a rank sends its weights to one partner.
+
+What came is mixed in while the next forward pass runs. Schedules: `commrt.algorithms.gossip`.
 """

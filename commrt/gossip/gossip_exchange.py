@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of weights by gossip: one message to a partner for each bucket and step.
 
-The thread that trains sends a bucket; the communication thread proves, binds and runs what that
-takes.
+The thread that trains sends a bucket; the communication thread proves, binds and runs.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ NO_STOP = Stop(1 << 32, -1)
 
 
 class BoundExchange(NamedTuple):
-    """The exchange of one message by one program."""
+    """How one program exchanges one message."""
 
     run: Callable[[Tag], object]
     nbytes_sent: int = 0
@@ -204,7 +203,7 @@ class GossipExchange:
         )
 
     def _exchange(self, mine: _Round, message: Message, tag: Tag) -> BoundExchange:
-        """Exchange `message`, and check what came; return what did so."""
+        """Exchange `message`, and check what came; return the exchange."""
         if message not in mine.exchanges:
             mine.exchanges[message] = self._bind(mine.program, message)
         exchange = mine.exchanges[message]
@@ -236,7 +235,7 @@ class GossipExchange:
         return exchange
 
     def _find_round(self, step: int) -> _Round:
-        """Return this rank's part in `step`, which all buckets have."""
+        """Return this rank's part in `step`, the same for all buckets."""
         schedule = self._algorithm.schedule(step, len(self.members))
         found = self._prepared.known(schedule)
         if found is not None:
@@ -278,7 +277,5 @@ class GossipExchange:
 
 
 def _unrenamed(schedule: Schedule) -> tuple[Schedule, IntArray]:
-    """Return what `schedule` renames the ranks of, and the order of ranks there; itself if it does
-    not.
-    """
+    """Return what `schedule` renames the ranks of, or itself, and the order of ranks there."""
     return schedule.renames or (schedule, np.arange(schedule.ranks))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by gossip: after each optimizer step the weights go to one partner while the next forward
-pass runs. Used on the thread that trains.
+"""A replica that trains by gossip: when its weights leave, and when what came is mixed in.
+
+Used on the thread that trains.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ def attach(request: Request) -> Replica:
     world = request.world
     algorithm = cast("Gossip", request.algorithm)
     exchange = GossipExchange(world, algorithm, request.number)
-    # else it was refused
     held = exchanged_tensors(request.model)
-    wire = cast("torch.dtype | None", request.wire)
+    wire = cast("torch.dtype | None", request.wire)  # else it was refused
     messages = algorithm.staleness + 1
     watches = bool(request.optimizers)
     plan = plan_buckets(
@@ -65,8 +65,7 @@ def attach(request: Request) -> Replica:
 
 
 class GossipReplica(AfterStepReplica):
-    """Train one replica by gossip; it stays close to the others, and waits for at most one of them
-    at a time.
+    """Train one replica by gossip; it stays close to the others, and waits for at most one of them.
 
     At the end of a step parameters and running statistics are sent. Before a module next runs
     forward, what its partner sent is mixed into its parameters. If no optimizer steps, as under a
@@ -144,9 +143,7 @@ class GossipReplica(AfterStepReplica):
         self._clock.end_step()
 
     def _mix(self, bucket: WeightBucket, allowed: int) -> None:
-        """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what the others
-        brought.
-        """
+        """Wait until at most `allowed` exchanges of `bucket` are in flight, and mix what came."""
         while len(bucket.in_flight) > allowed:
             with self._waiting_for(bucket):
                 self._heard = bucket.in_flight[0].heard if bucket.index == 0 else self._heard
@@ -160,9 +157,7 @@ class GossipReplica(AfterStepReplica):
                 bucket.note(anyway=True)
 
     def stop(self) -> None:
-        """See `Replica.stop`: ranks hear of it one by one, and all stop after the same,
-        later step.
-        """
+        """See `Replica.stop`: ranks hear of it one by one, and stop after the same later step."""
         if not self._stops:
             raise UsageError(
                 f"stop() with {self._algorithm}: messages of rows are added up; use within=1"
@@ -193,9 +188,7 @@ class GossipReplica(AfterStepReplica):
         super()._take_from_first(buffers_only=buffers_only)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides model and optimizer; each rank saves a model of
-        its own.
-        """
+        """Return what a checkpoint needs besides optimizer and this rank's own model."""
         self.drain()
         return super().state_dict()
 

@@ -44,9 +44,7 @@ class Received(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """Memory for one exchange of a bucket: `sent` and `received` are [layout.numel] in the dtype
-    that travels.
-    """
+    """Memory for one exchange: `sent` and `received` are [layout.numel] of the wire's dtype."""
 
     sent: Tensor
     received: Tensor
@@ -58,7 +56,7 @@ class Message:
     heard: Riders | None = None
     """What came with `received`."""
     digests: tuple[Digest, Digest] | None = None
-    """Of the weights in `sent` and `received`, if they are watched."""
+    """Digests of the weights in `sent` and `received`, if they are watched."""
     step: int = 0
     answer: Future[Received] | None = None
 
@@ -101,7 +99,6 @@ class WeightBucket(WeightPart):
         self._wire = wire_dtype(self._kinds[0].dtype, wire)
         self.rounds = self._wire != self._kinds[0].dtype  # the wire is narrower than the weights
         self._allocate = world.transport.allocate_shared
-        # they take turns
         self._at_once = messages
         self._messages = [Renewed(world, self._message) for _ in range(messages)]
         self.messages()  # makes them now, as a GPU may have to wait
@@ -109,7 +106,7 @@ class WeightBucket(WeightPart):
         self.sent = 0
 
     def messages(self) -> list[Message]:
-        """Return the memory of all messages; nothing is in flight."""
+        """Return the memory of all messages, of which none is in flight."""
         return [message.current() for message in self._messages]
 
     def _message(self) -> Message:
@@ -134,9 +131,7 @@ class WeightBucket(WeightPart):
         )
 
     def packed(self, header: Header) -> Message:
-        """Write the weights to a message that is not in flight, and return it; on a GPU in stream
-        order.
-        """
+        """Write the weights to a message not in flight, and return it; GPUs in stream order."""
         message = self._messages[self.sent % self._at_once].current()
         message.packing.pack(self._tensors(), 1.0, encode(header))
         return message
@@ -161,9 +156,7 @@ class WeightBucket(WeightPart):
         return found
 
     def _tensors(self) -> list[Tensor]:
-        """Return the tensors as they are now, to be read and written; raises `UsageError` if they
-        are others.
-        """
+        """Return the tensors as they are now; raise `UsageError` if they are others."""
         tensors = [slot.tensor() for slot in self.held]
         for slot, tensor, kind in zip(self.held, tensors, self._kinds, strict=True):
             if (tensor.dtype, tensor.shape, tensor.stride()) != kind:

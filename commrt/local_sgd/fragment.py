@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a model under local SGD: its anchor, what leaves when a period ends, and how an average
-is merged. It knows no other rank. Used on the thread that trains.
+"""A part of a model under local SGD: its anchor, what leaves, and how an average is merged.
+
+It knows no other rank. Used on the thread that trains.
 """
 
 from __future__ import annotations
@@ -27,17 +28,13 @@ from commrt.threads.future import Future
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """An exchange of a fragment, from the step in which its weights leave to that in which the
-    average is merged.
-    """
+    """An exchange of a fragment, from the step after which its weights leave to the merge."""
 
     step: int
-    """After which the weights left."""
+    """The step after which the weights left."""
     settings: int
     rates: Sequence[float | None]
-    """The learning rate of each tensor in the step after which the weights left; None if no
-    optimizer steps it.
-    """
+    """The learning rate of each tensor in that step; None if no optimizer steps it."""
     generation: Generation | None = None
     """The ranks that average; None before it was sent."""
     vote: str = ""
@@ -53,7 +50,7 @@ class InFlight:
 
 
 MERGING = "merging what left after step"
-"""What ranks come to, with the number of the step, where they merge together."""
+"""What ranks come to where they merge together; the number of the step follows."""
 
 
 class _Tensor:
@@ -78,7 +75,7 @@ class _Tensor:
 
 
 class Fragment(WeightPart):
-    """Tensors that leave together. All calls belong to the thread that trains."""
+    """Tensors that leave together. Used on the thread that trains."""
 
     IN_FLIGHT = (
         "{name} was written while an average of the old weights was in flight, and not by a step of"
@@ -94,7 +91,7 @@ class Fragment(WeightPart):
 
     def __init__(self, index: int, held: Sequence[TensorSlot], algorithm: LocalSGD) -> None:
         super().__init__(index, held)
-        # how many have begun; the step after which the weights left last
+        # exchanges begun; the step after which the weights left last
         self.exchanges = self.left = 0
         self.seen = (0, 0, 0.0)
         """`Riding.seen` when the weights left last."""
@@ -117,9 +114,7 @@ class Fragment(WeightPart):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the weights as they are for the anchor,
-        without momentum and with nothing in flight.
-        """
+        """Take the weights for the anchor, without momentum and with nothing in flight."""
         self.drop_in_flight()
         self.settle()
         for each in self._tensors:
@@ -128,9 +123,7 @@ class Fragment(WeightPart):
 
     @torch.no_grad()
     def leave(self, in_flight: InFlight) -> None:
-        """Note what this rank sends: the anchor minus its weights; where ranks gossip, minus the
-        weights.
-        """
+        """Note what this rank sends: the anchor minus its weights; in gossip minus the weights."""
         self.require_attached()
         for each in self._tensors:
             weights = each.slot.tensor().to(each.anchor.dtype)
@@ -213,7 +206,6 @@ class Fragment(WeightPart):
         }
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint keeps, by name."""
         velocities = {
             each.slot.name: each.velocity for each in self._tensors if each.velocity is not None
         }
@@ -224,9 +216,7 @@ class Fragment(WeightPart):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a checkpoint, after `check_state`; what was in flight is to be sent
-        again.
-        """
+        """Take a checkpoint's state, after `check_state`; what was in flight is to be resent."""
         self.drop_in_flight()
         self.exchanges = state["exchanges"]
         self.left = state["left"]

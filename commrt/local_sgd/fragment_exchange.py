@@ -77,9 +77,7 @@ class FragmentExchange:
         return found
 
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
-        """Let leave what `fragment` holds as its differences, unless a rank was lost since all
-        ranks had an average.
-        """
+        """Send the differences of `fragment`, unless a rank was lost since all had an average."""
         membership = self._membership
         generation = self._membership.generation
         self.votes[fragment.index] += 1
@@ -89,8 +87,7 @@ class FragmentExchange:
         number = self.votes[fragment.index]
         in_flight.vote = f"{topic}.{number}" if membership.is_elastic else ""
         if in_flight.vote and number > 2 and generation.ranks[0] == self.world.rank:
-            # All ranks have merged since the vote before the last, or they would not have sent
-            # again.
+            # All ranks have merged since the vote before the last, or they would not send again.
             membership.barrier.forget(f"{topic}.{number - 2}")
         with self.world.comm_thread.within_range("submit", number=fragment.index):
             self._submit(fragment, in_flight, generation)
@@ -140,9 +137,7 @@ class FragmentExchange:
         return tuple(spans)
 
     def residuals(self) -> dict[str, Tensor]:
-        """Return this rank's residuals to the averages of what is still to leave, and of what is in
-        flight.
-        """
+        """Return this rank's residuals to the averages still to leave, and to those in flight."""
         residuals = self.engine.residuals()
         for fragment in self.fragments:
             residuals |= (
@@ -151,18 +146,14 @@ class FragmentExchange:
         return residuals
 
     def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
-        """Wait until all ranks have the average of `fragment`, on the wires of its buckets; return
-        what it cost.
-        """
+        """Wait until all ranks have the average on the buckets' wires; return what it cost."""
         if not self._all_have(in_flight):
             with self._membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
                 self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
         return in_flight.answer.result()
 
     def _all_have(self, in_flight: InFlight) -> bool:
-        """Return True if the average that was made in the background is there on all ranks; they
-        get one answer.
-        """
+        """Return True if all ranks have the background's average; they get one answer."""
         if in_flight.generation is None:
             return False
         membership = self._membership
@@ -178,9 +169,7 @@ class FragmentExchange:
         )
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
-        """Average again over the ranks that are left; return the number of the generation in which
-        all did so.
-        """
+        """Average again over the ranks left; return the number of the generation that did so."""
         generation = self._membership.generation
         self.members = generation.ranks
         self.engine.use_algorithm(self.algorithm.among(len(self.members)))

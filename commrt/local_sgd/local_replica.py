@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train by local SGD: ranks train alone for a period, and average what they have learned while they
-go on.
+"""A replica that trains alone for a period, and averages what was learned while it goes on.
+
+Used on the thread that trains.
 """
 
 from __future__ import annotations
@@ -80,9 +81,7 @@ def _require_that_grows(request: Request) -> None:
 
 
 class LocalReplica(AfterStepReplica):
-    """Trains alone, and merges averages at steps that all ranks know; in between it waits for
-    nobody.
-    """
+    """Trains alone, and merges averages at steps that all ranks know; else it waits for nobody."""
 
     def __init__(self, request: Request, exchange: FragmentExchange) -> None:
         super().__init__(request, exchange.fragments)
@@ -90,9 +89,7 @@ class LocalReplica(AfterStepReplica):
         self._fragments = exchange.fragments
         self._exchange = exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
-        """By step: what settings and learning rates were in its backward pass, before a scheduler
-        could change them.
-        """
+        """By step: settings and rates in its backward pass, before a scheduler changed them."""
         self._rides = not self._local.is_gossip
         if request.watch and self._rides:
             self._watched = Digest(
@@ -134,9 +131,7 @@ class LocalReplica(AfterStepReplica):
         return self._fragments[0].in_flight is None
 
     def _answer_in_a_merge(self) -> None:
-        """Give what this rank had before the step after which its weights left, while it waits for
-        others to merge.
-        """
+        """Give what this rank had before its weights left, while it waits for others to merge."""
         giver = cast("StateGiver", self._giver)
         if giver.is_asked and not self._may_give():
             giver.answer(self._packed)
@@ -154,9 +149,7 @@ class LocalReplica(AfterStepReplica):
         }
 
     def _follow(self, record: Mapping[str, Any]) -> None:
-        """Begin from the anchor, so that what another rank has learned
-        since does not count twice.
-        """
+        """Begin from the anchor, so that what the giver has learned since counts once."""
         (fragment,) = self._fragments
         fragment.check_state(record["fragment"])
         fragment.load_state_dict(record["fragment"])
@@ -172,9 +165,7 @@ class LocalReplica(AfterStepReplica):
             self._noted[step] = self._settings(step)
 
     def _settings(self, step: int) -> tuple[int, dict[int, float]]:
-        """Return a digest of the optimizers' settings, 0 in ``join()``, and the learning rate of
-        each parameter.
-        """
+        """Return a digest of optimizer settings, 0 in ``join()``, and all learning rates by id."""
         rates = {
             id(param): float(group.get("lr") or 0.0)
             for optimizer in self._optimizers
@@ -185,9 +176,7 @@ class LocalReplica(AfterStepReplica):
         return 0 if is_joined else settings_digest(self._optimizers, step), rates
 
     def _advance(self) -> None:
-        """Count a step, merge what is due after it, and let leave what is due: in this order, see
-        `LocalSGD`.
-        """
+        """Count a step, merge what is due, then send what is due: in this order (`LocalSGD`)."""
         self._clock.end_step()
         for fragment, in_flight in self._in_flight():
             if self._clock.step - in_flight.step >= self._local.delay_at(in_flight.step):
@@ -219,7 +208,6 @@ class LocalReplica(AfterStepReplica):
         return in_flight
 
     def _merge(self, fragment: Fragment, in_flight: InFlight) -> None:
-        """Wait for the average of `fragment`, and merge it."""
         with self._waiting_for(fragment):
             self._spans += self._exchange.receive(fragment, in_flight)
             is_fresh = self._clock.step == in_flight.step or isinstance(self._local.merge, Mix)
@@ -250,8 +238,7 @@ class LocalReplica(AfterStepReplica):
         self._stats = replace(self._stats, steps=before.steps, counted=before.counted)
 
     def consolidate(self) -> None:
-        """End the period, and set the weights to the anchor, bitwise equal on all ranks;
-        collective.
+        """End the period: set the weights to the anchor, bitwise equal on all ranks; collective.
 
         What ranks have learned since their weights last left is averaged first. Where ranks gossip,
         weights and anchor become the mean of all ranks' weights. Buffers that are not averaged
@@ -277,9 +264,7 @@ class LocalReplica(AfterStepReplica):
                 self._compare_replicas()
 
     def _has_learned(self, fragment: Fragment) -> bool:
-        """Return True if a rank has made a step since its weights left: one of passes in `no_sync`
-        has no number.
-        """
+        """Return True if a rank made a step since its weights left, also one in `no_sync`."""
         own = int(self._riding.seen != fragment.seen)
         learned = self._world.membership.together(lambda: gather_integers(self._world, own))
         return self._rides and any(learned.values())  # with gossip all weights are averaged anyway
@@ -297,20 +282,17 @@ class LocalReplica(AfterStepReplica):
             yield
 
     def overwrite_with_first(self) -> None:
-        """Send parameters and buffers of rank 0 to all, and begin anew from them; collective, not
-        inside `join`.
-        """
+        """Send rank 0's weights and buffers to all, begin anew; collective, not inside `join`."""
         super().overwrite_with_first()
         for fragment in self._fragments:
             fragment.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides model and optimizer. Not collective; each rank
-        saves its own.
+        """Return what a checkpoint needs besides model and optimizer; each rank saves its own.
 
-        What is in flight is part of it, and is sent again after it was loaded, so nothing waits and
-        nothing is lost. A step whose optimizers were all left out, as by a `GradScaler`, ends
-        first.
+        Not collective. What is in flight is part of it, and is sent again after it was loaded, so
+        nothing waits and nothing is lost. A step whose optimizers were all left out, as by a
+        `GradScaler`, ends first.
         """
         self._end_steps(self._clock.on_save())
         due, stepped = self._clock.pending()
@@ -357,9 +339,7 @@ class LocalReplica(AfterStepReplica):
     def _restore_weights(
         self, saved: Sequence[Mapping[str, Any]], seen: Sequence[tuple[int, int, float]] | None
     ) -> None:
-        """Go on with what the steps of each period weighed so far, and with what is to be sent
-        again.
-        """
+        """Go on with what each period's steps weighed so far, and what is to be sent again."""
         for i, fragment in enumerate(self._fragments):
             fragment.seen = self._riding.seen.since(seen[i] if seen else NOTHING_SEEN)
             if (
@@ -386,9 +366,7 @@ class LocalReplica(AfterStepReplica):
             fragment.check_state(part)
 
     def _agree_on_state(self, passes: int) -> None:
-        """Raise `DisagreementError` if ranks have loaded what does not belong together, of so many
-        `passes`.
-        """
+        """Raise `DisagreementError` if ranks have loaded what does not belong together."""
         in_flight = ", ".join(
             f"{part.index} after step {part.left}" for part, _ in self._in_flight()
         )
@@ -397,9 +375,7 @@ class LocalReplica(AfterStepReplica):
         self._world.agree("load_state_dict", step=str(passes), in_flight=in_flight, anchors=digests)
 
     def detach(self) -> None:
-        """Remove all hooks, and drop the averages that are in flight once they are there; not
-        collective.
-        """
+        """Remove all hooks, and drop averages in flight once they are there; not collective."""
         for _, in_flight in self._in_flight():
             if in_flight.generation is not None:
                 in_flight.answer.exception()  # waits

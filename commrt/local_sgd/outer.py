@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outer optimizers of local SGD: how the anchor follows the average of what ranks have learned in a
-period.
+"""Outer optimizers of local SGD: how the anchor follows the average of what ranks have learned.
 
 A rule is a frozen value with one method, ``step(anchor, difference, velocity, inner_rate)``. It
 changes `anchor` and `velocity`, numpy arrays or tensors of one shape, in place. `difference` is the
@@ -18,7 +17,6 @@ from typing import Any, Protocol
 from commrt.errors import UsageError
 
 Values = Any
-"""A numpy array or a tensor."""
 
 
 class Outer(Protocol):
@@ -31,9 +29,7 @@ class Outer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeavyBall:
-    """Momentum SGD: ``v = momentum v + difference``, ``anchor -= rate v``.
-    NoLoCo has 0.7 and 0.3.
-    """
+    """Momentum SGD: ``v = momentum v + difference``, ``anchor -= rate v``. NoLoCo has 0.7, 0.3."""
 
     rate: float = 0.7
     momentum: float = 0.3
@@ -43,7 +39,7 @@ class HeavyBall:
 
     @property
     def late_bound(self) -> float:
-        """Below which rate the anchor comes to rest where each average is a whole period late."""
+        """The rate below which the anchor comes to rest if each average is a whole period late."""
         return 2 * (1 - self.momentum**2)
 
     def step(self, anchor: Values, difference: Values, velocity: Values, inner_rate: float) -> None:
@@ -55,8 +51,7 @@ class HeavyBall:
 
 @dataclass(frozen=True, slots=True)
 class Nesterov:
-    """Nesterov's momentum: ``v = momentum v + difference``, ``anchor -= rate (difference + momentum
-    v)``.
+    """Nesterov's momentum: v = momentum v + difference, anchor -= rate (difference + momentum v).
 
     DiLoCo has 0.7 and 0.9, for hundreds of steps of AdamW in a period. For momentum SGD inside, and
     for short periods, that is too much: see docs/algorithms/local_sgd.md.
@@ -72,7 +67,7 @@ class Nesterov:
 
     @property
     def late_bound(self) -> float:
-        """Below which rate the anchor comes to rest where each average is a whole period late.
+        """The rate below which the anchor comes to rest if each average is a whole period late.
 
         >>> round(Nesterov(0.7, 0.9).late_bound, 2)
         1.09
@@ -91,8 +86,7 @@ class Nesterov:
 
 @dataclass(frozen=True, slots=True)
 class SlowMomentum(HeavyBall):
-    """SlowMo: ``v = momentum v + difference / r``, ``anchor -= rate r v``, with the inner learning
-    rate r.
+    """SlowMo: v = momentum v + difference / r, anchor -= rate r v, with the inner learning rate r.
 
     So the momentum of times with another learning rate counts as gradients, not as distances.
     """
@@ -113,9 +107,7 @@ class SlowMomentum(HeavyBall):
 
 
 def _require_stable(rule: object, rate: float, momentum: float, bound: float) -> None:
-    """Raise `UsageError` for settings that diverge even if each period of local training ended in
-    the minimum.
-    """
+    """Raise `UsageError` for settings that diverge even if each period ended in the minimum."""
     name = type(rule).__name__
     for key, value in (("rate", rate), ("momentum", momentum)):
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD: ranks train alone for a period, then average their weights; the average may arrive
-some steps later. Settings as data, which need no torch: `local_replica` trains by them.
+"""Local SGD as settings, which need no torch: `local_replica` trains by them.
 
+Ranks train alone for a period, then average their weights; the average may arrive some steps later.
 One mechanism with few settings is DaSGD, CoCoD-SGD, DiLoCo, Streaming DiLoCo and NoLoCo; see the
 functions below.
 
@@ -33,9 +33,7 @@ OUTER_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Merge by mixing: keep the share `local` of a rank's own weights, and take the rest from the
-    anchor.
-    """
+    """Merge by mixing: keep the share `local` of a rank's own weights, the rest is the anchor's."""
 
     local: float = 0.5
 
@@ -128,9 +126,7 @@ class LocalSGD:
 
     @property
     def _late_bound(self) -> float:
-        """Below which outer rate the anchor comes to rest where averages are a period late;
-        infinity if unknown.
-        """
+        """The outer rate below which the anchor rests if averages are a period late, or inf."""
         return float(getattr(self.outer, "late_bound", inf))
 
     @property
@@ -175,8 +171,9 @@ class LocalSGD:
 
     @property
     def at_once(self) -> int:
-        """How many fragments may be in flight at once; those whose numbers differ by a multiple of
-        it never are.
+        """How many fragments may be in flight at once.
+
+        Those whose numbers differ by a multiple of it never are.
 
         >>> delays = (0, 5, 25, 26, 51, 100)
         >>> [LocalSGD(period=100, delay=delay, fragments=4).at_once for delay in delays]
@@ -202,8 +199,7 @@ class LocalSGD:
         return self.inner.schedule(step, ranks)
 
     def unwise(self, steps: int | None = None) -> list[str]:
-        """Return what speaks against these settings, in sentences; `steps` is how long training
-        will last, if known.
+        """Return what speaks against these settings, in sentences; `steps`: of the run, if known.
 
         >>> LocalSGD(period=16, outer=Nesterov(0.7, 0.9)).unwise(steps=480)[0][:71]
         '30 outer steps are few for a momentum of 0.9, which needs about 100: us'
@@ -249,11 +245,9 @@ def dasgd(
 
 
 def cocod(period: int = 16, *, inner: Algorithm = Torus2D()) -> LocalSGD:  # noqa: B008
-    """Return CoCoD-SGD: an average is a whole period late, and what was learned meanwhile is added
-    to it.
+    """Return CoCoD-SGD: averages are a whole period late, and what was learned meanwhile is added.
 
-    Shen et al., "Faster Distributed Deep Net Training", 2019; the rule is that of its published
-    code.
+    Shen et al., "Faster Distributed Deep Net Training", 2019; the rule is of its published code.
     """
     return LocalSGD(period, period, inner=inner)
 
@@ -265,8 +259,7 @@ def diloco(
     inner: Algorithm = Torus2D(),  # noqa: B008
     wire: Any = None,
 ) -> LocalSGD:
-    """Return DiLoCo: long periods of AdamW, whose state stays local, and Nesterov momentum for the
-    anchor.
+    """Return DiLoCo: long periods of AdamW with local state, and Nesterov momentum for the anchor.
 
     Douillard et al., 2023. The outer rate and momentum are those of its published code. They are
     made for hundreds of inner steps of AdamW; public trainers use outer rates from 0.3 to 0.9,
@@ -285,8 +278,7 @@ def streaming_diloco(
     inner: Algorithm = Direct(),  # noqa: B008
     wire: Any = Int4(),  # noqa: B008
 ) -> LocalSGD:
-    """Return Streaming DiLoCo: DiLoCo whose fragments leave one after the other, are merged late,
-    and travel in 4 bits.
+    """Return Streaming DiLoCo: its fragments leave in turn, are merged late, and travel in 4 bits.
 
     Douillard et al., 2025 (arXiv 2501.18512). The paper tried shares of 0 and 0.5 of local weights,
     and found delays below 5 harmless. It sends floats of 4 bits; here they are integers with a
@@ -303,8 +295,7 @@ def noloco(
     *,
     inner: Gossip = Gossip(),  # noqa: B008
 ) -> LocalSGD:
-    """Return NoLoCo: in each period a rank averages with one partner only, so ranks keep anchors of
-    their own.
+    """Return NoLoCo: in a period a rank averages with one partner only, and keeps its own anchor.
 
     Kolehmainen et al., 2025 (arXiv 2506.10911); rule, rates and period are those of its published
     code, which draws pairs at random. Here partners follow from `inner`, which meets all ranks in

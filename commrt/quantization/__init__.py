@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wires of few bits: quantizers, rules that choose the bits, and how a program quantizes what it
-sends.
-"""
+"""Wires of few bits: quantizers, rules that choose the bits, and programs that carry codes."""
 
 from commrt.importing import names_of
 

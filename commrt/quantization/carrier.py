@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runtime needs of a wire of few bits, see `commrt.runtime.wire.Carrier`: programs that
-carry codes.
+"""Programs that carry codes of few bits: what the runtime needs of a wire (`Carrier`).
+
+See `commrt.runtime.wire.Carrier`. Used on the communication thread, or in place of it.
 
 Codes do not add: each rank quantizes every value once, either what it gives away to be summed, or
 the sum that it has formed. What was received to be added is dequantized and added in fp32. What is
@@ -37,7 +38,7 @@ from commrt.threads.recording import Recorder, within_range
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 Quantize = Callable[[int], None]
-"""Codes with the random numbers that a key selects."""
+"""Computes codes with the random numbers that a key selects."""
 KEYS = 1 << 64
 ZEROS = repeat(0)  # numbers of calls whose tags tell them apart
 
@@ -73,9 +74,7 @@ class step_quantizer:  # noqa: N801  # a function of `Carrier`
 
     @property
     def norm(self) -> float | None:
-        """The norm of the latest average, rounded to fp32, so that the order of additions makes no
-        difference.
-        """
+        """The norm of the latest average, rounded to fp32: the order of sums does not matter."""
         if not self._squares:
             return self._resumed
         return float(torch.stack(self._squares).sum().sqrt().float())
@@ -116,9 +115,7 @@ def bind_values(
     allocate: Callable[[str, int], Tensor],
     calls: Iterator[int] = ZEROS,
 ) -> list[QuantizedProgram]:
-    """Return, for each buffer, a program that runs its head and carries its values quantized; see
-    `Carrier`.
-    """
+    """Return for each buffer a program: its head as it is, its values as codes; see `Carrier`."""
     binders = [_Binder(program, each, quantizer, transport) for each in buffers]
     codes = allocate("quantized", max(quantizer.nbytes(len(each.values)) for each in buffers))
     scratch = allocate("received", max(binder.scratch_nbytes() for binder in binders))
@@ -173,9 +170,7 @@ class QuantizedProgram(RunnableProgram):
 
 
 class _Binder:
-    """Binds a program to one buffer; those that never run at the same time may share codes and
-    scratch.
-    """
+    """Binds a program to one buffer; those that never run together may share codes and scratch."""
 
     def __init__(
         self, program: Program, buffer: ValuesOnWire, quantizer: Quantizer, transport: Transport
@@ -184,10 +179,8 @@ class _Binder:
         self.buffer = buffer
         self.quantizer = quantizer
         self.transport = transport
-        # of whole tiles
         self.bounds = chunk_bounds(len(buffer.values), program.chunks, quantizer.tile_numel)
         self.nbytes_sent = 0
-        # the codes are the values', or another rank's
         self._is_quantized = np.zeros(program.chunks, dtype=bool)
 
     def scratch_nbytes(self) -> int:
@@ -199,10 +192,10 @@ class _Binder:
         return max(sizes, default=0)
 
     def bound(self, codes: Tensor, scratch: Tensor, calls: Iterator[int]) -> QuantizedProgram:
-        """Return the program on `codes` and `scratch`, uint8 of at least the bytes of all values
-        and `scratch_nbytes`.
+        """Return the program on `codes` and `scratch`, uint8.
 
-        Raises `UsageError` for a schedule in which a rank would code twice, or that mixes.
+        `codes` has at least the bytes of all values, `scratch` those of `scratch_nbytes`. Raises
+        `UsageError` for a schedule in which a rank would code twice, or that mixes.
         """
         self.codes = codes
         self.scratch = scratch
