@@ -26,8 +26,7 @@ from commrt.store.reports import diagnose
 from commrt.store.world_config import WorldConfig
 from commrt.testing.ranks import run_ranks
 from commrt.training.join_progress import JoinProgress
-from commrt.transport import local_sockets, nccl_communicator
-from commrt.transport.shutdown_notices import ShutdownNotices
+from commrt.transport import local_sockets, nccl_communicator, shutdown_notices
 
 JUNK = st.one_of(
     FILES, VALUES.map(json.dumps).map(str.encode), st.sampled_from([b"null", b"{}", b"[]", b"0", b"x" * 10**6])
@@ -105,7 +104,7 @@ def test_words_of_ranks_are_understood_or_refused_in_words(said):
     met(progress.last)
     met(lambda: list(progress.outlast(0)))
     met(diagnose, store, 0, 2, PeerLost("gone", Place(0, 1)))
-    departures = ShutdownNotices(store, 0)
+    departures = shutdown_notices.ShutdownNotices(store, 0)
     departures.left_early({1: 1})
     departures._reading.exception(5.0)
     departures.left_early({1: 1})

@@ -35,11 +35,10 @@ from commrt.errors import (
 from commrt.nccl_groups import MOST_MESSAGES
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
-from commrt.transport import group_watch, nccl_communicator
+from commrt.transport import group_watch, nccl_binding, nccl_communicator
 from commrt.transport import nccl as transport_module
 from commrt.transport.message_groups import uncut
 from commrt.transport.nccl import NcclTransport
-from commrt.transport.nccl_binding import require_usable
 from commrt.transport.protocol import CPU, P2PGroup, P2PMessage, Tag
 
 NOW = Tag(step=3, bucket=1)
@@ -285,10 +284,9 @@ def test_errors_are_not_asked_for_while_the_communicator_is_freed_and_afterwards
         asked.append((threading.current_thread().name, polled(queued)))
 
     queued.binding.abort = queued.binding.destroy = freeing
-    if how == "collected":
-        queued.transport.watch.communicator._collected().result(PATIENT_S)
-    else:
-        getattr(queued.transport, how)()
+    end = queued.transport.watch.communicator._collected if how == "collected" else getattr(queued.transport, how)
+    if aborted := end():
+        aborted.result(PATIENT_S)
     assert asked == [("commrt-store-call", False)]
     assert how == "collected" or not polled(queued)
 
@@ -400,7 +398,7 @@ def test_a_binding_of_an_older_cupy_is_refused():
 def test_an_nccl_that_would_fail_later_is_refused(changes, blocking, said, monkeypatch):
     monkeypatch.setenv("NCCL_COMM_BLOCKING", blocking)
     with pytest.raises(UsageError, match=said):
-        require_usable(but(**changes))
+        nccl_binding.require_usable(but(**changes))
 
 
 def test_tensors_of_another_device_are_refused():

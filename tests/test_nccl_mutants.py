@@ -13,7 +13,8 @@ from torch.distributed import HashStore
 
 from commrt.testing import conformance
 from commrt.threads.calls import start_call
-from commrt.transport import group_watch, nccl, nccl_communicator
+from commrt.transport import group_watch, nccl
+from commrt.transport import nccl_communicator as communicator
 from commrt.transport.protocol import CPU
 
 SHORT_S = 0.2
@@ -28,6 +29,7 @@ ISSUED = """            self._nccl.groupStart()
                 self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
 """
 ERROR = "except (RuntimeError, KeyError) as error:\n            "
+EXPLAINED = "self._explained(error, pending)"
 EACH = "            for call in calls:\n"
 CALL = "call(stream)\n"
 
@@ -50,23 +52,15 @@ MUTANTS = {
     "peers mixed up": (nccl, ".index(message.peer)", ".index(max(message.peer - 1, 0))"),
     "empty transfers sent": (nccl, "= split_self(group, self.rank, self.members)", "= group, []"),
     "copies to self forgotten": (nccl, "target.copy_(source)", "pass"),
-    "errors swallowed": (
-        group_watch,
-        f"{ERROR}raise self._explained(error, pending) from error",
-        f"{ERROR}self._explained(error, pending)",
-    ),
+    "errors swallowed": (group_watch, f"{ERROR}raise {EXPLAINED} from error", f"{ERROR}{EXPLAINED}"),
     "no deadline": (group_watch, "age_s > pending.timeout_s", "False"),
     "a deadline of its own": (group_watch, "tag, clock.now_s(), self.timeout_s,", "tag, clock.now_s(), 300.0,"),
-    "a late communicator not aborted": (nccl_communicator, "(nccl.abort)", "(int)"),
+    "a late communicator not aborted": (communicator, "(nccl.abort)", "(int)"),
     "the others not told": (group_watch, "self.notices.announce(None)", "pass"),
     "the others not asked": (group_watch, "self.lost_peer(pending.counts, pending.tag, pending.group.hop)", "None"),
     "use after close": (group_watch, "            self.is_closed = True\n            if self", "            if self"),
-    "an id of each rank's own": (
-        nccl_communicator,
-        "bytes.fromhex(infos[members[0]].unique_id)",
-        "binding.get_unique_id()",
-    ),
-    "a rank of another": (nccl_communicator, "unique_id, members.index(rank))", "unique_id, 0)"),
+    "an id of each rank's own": (communicator, "bytes.fromhex(infos[members[0]].unique_id)", "binding.get_unique_id()"),
+    "a rank of another": (communicator, "unique_id, members.index(rank))", "unique_id, 0)"),
 }
 
 
@@ -113,7 +107,7 @@ def test_a_broken_rule_is_noticed(name, monkeypatch):
     module, old, new = MUTANTS[name]
     mutant = mutated(module, old, new)
     if module is not nccl:
-        replaced = "create" if module is nccl_communicator else "GroupWatch"
+        replaced = "create" if module is communicator else "GroupWatch"
         monkeypatch.setattr(nccl, replaced, getattr(mutant, replaced))
         mutant = nccl
     noticed = complaint(mutant.NcclTransport, monkeypatch)

@@ -18,9 +18,8 @@ from transports import shared
 
 from commrt.errors import CallMismatch, DeadlineExceeded, PeerLost, SizeMismatch, TransportClosed, TransportError
 from commrt.testing.processes import run_processes
-from commrt.transport import channel, local_sockets
+from commrt.transport import arena, channel, local_sockets
 from commrt.transport import shared as shared_module
-from commrt.transport.arena import SEGMENT_NBYTES
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 from commrt.transport.shared import SharedTransport
 
@@ -190,7 +189,7 @@ def test_segments_go_with_their_last_tensor_on_both_ends(pair):
     landing = torch.empty(LARGE)
     before, counts = shared_memory(), []
     for _ in range(12):
-        data = pair[0].allocate(SEGMENT_NBYTES // 4, torch.float32)
+        data = pair[0].allocate(arena.SEGMENT_NBYTES // 4, torch.float32)
         assert across(pair, data[:LARGE], landing) == [None, None]
         counts.append(shared_memory())
     assert len(set(counts[2:])) == 1

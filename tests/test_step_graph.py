@@ -36,7 +36,6 @@ from commrt.runtime import reading
 from commrt.testing.ranks import run_ranks
 from commrt.threads.streams import DONE, Streams
 from commrt.transport import nccl as transport_module
-from commrt.transport import nccl_communicator
 from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 
@@ -283,7 +282,7 @@ def test_a_status_that_cupy_does_not_know_is_a_refusal_too(gpu, monkeypatch):
 
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_a_communicator_is_freed_though_graphs_of_it_are_in_use(gpu, how, monkeypatch):
-    monkeypatch.setattr(nccl_communicator, "FREE_S", 60.0)
+    monkeypatch.setattr("commrt.transport.nccl_communicator.FREE_S", 60.0)
     with two_transports() as (transports, exchanges), ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda exchange: exchange(Tag(1, 0)), exchanges))
         for ended in [pool.submit(getattr(transport, how)) for transport in transports]:
