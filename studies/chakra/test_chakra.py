@@ -264,7 +264,7 @@ def test_export_takes_how_long_adding_takes_from_the_cluster(tmp_path):
     [
         (["star", "--nbytes", 8], "no algorithm is called 'star'"),
         (["ring", "--nbytes", "1e18"], "--nbytes 1e+18: give a number from 0 to 1e+18"),
-        (["ring", "--nbytes", 8, "--grid", "2x2"], "--grid and --both-ways are for torus2d"),
+        (["ring", "--nbytes", 8, "--grid", "2x2"], "--grid is for torus2d, not for ring"),
         (["ring", "--nbytes", 8, "--ranks", 1000], "ring on 1000 ranks has more than 500,000 messages"),
         (["ring", "--nbytes", 8, "--cluster", "mars"], "no cluster is called 'mars'"),
     ],
