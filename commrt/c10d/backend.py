@@ -74,10 +74,11 @@ def _read(given: Sequence[Any]) -> list[Tensor]:
     """Return the tensors that a call reads: by c10d's order the second argument, or the first if
     that has none.
     """
-    found = (
-        [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in given[1::-1]
-    )
-    return next(filter(None, found), [])
+    for each in given[1::-1]:
+        tensors = [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
+        if tensors:
+            return tensors
+    return []
 
 
 @untraced
@@ -379,7 +380,8 @@ def _sparse_all_reduce(
         return outputs
 
     own = tensor.coalesce()
-    counts = [*map(int, gathered(torch.tensor([len(own.values())], device=own.device), 1))]
+    number = torch.tensor([len(own.values())], device=own.device)
+    counts = [int(count) for count in gathered(number, 1)]
     indices = gathered(own.indices().t(), max(counts))
     values = gathered(own.values(), max(counts))
     parts = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -73,8 +72,9 @@ class CheckedCalls:
             pieces = self._one_each(
                 pieces, own, f"{'outputs' if gathers else 'inputs'} of {collective}"
             )
-        put, taken = ([own], pieces) if gathers else (pieces, [own])
-        return self._call(collective, own, put, taken, opts)
+        if gathers:
+            return self._call(collective, own, [own], pieces, opts)
+        return self._call(collective, own, pieces, [own], opts)
 
     def barrier(self) -> Call:
         """Wait for all ranks."""
@@ -96,7 +96,8 @@ class CheckedCalls:
         copies: list[tuple[Tensor, Tensor]] = []
         taken = [_row(one, torch.uint8, copies) for one in outputs]
         put = [_row(one, torch.uint8) for one in inputs]
-        sent, received = ([row.numel() for row in rows] for rows in (put, taken))
+        sent = [row.numel() for row in put]
+        received = [row.numel() for row in taken]
         if sent[mine] != received[mine]:
             raise UsageError(
                 f"an all_to_all gives this rank {sent[mine]} bytes of its own, and its output has"
@@ -155,8 +156,8 @@ class CheckedCalls:
         op: Any = option(opts, "reduceOp", ReduceOp.SUM) if collective in SUMS else None
         wire_dtype = torch.uint8 if op is None else like.dtype
         copies: list[tuple[Tensor, Tensor]] = []
-        outputs = [*map(_row, taken, repeat(wire_dtype), repeat(copies))]
-        inputs = outputs if taken is put else [*map(_row, put, repeat(wire_dtype))]
+        outputs = [_row(each, wire_dtype, copies) for each in taken]
+        inputs = outputs if taken is put else [_row(each, wire_dtype) for each in put]
         rows = tuple([(len(side), side[0].numel() if side else 0) for side in (inputs, outputs)])
         how = getattr(op, "op", op)
         root = _root(collective, opts)
@@ -216,9 +217,12 @@ class CheckedCalls:
         """
         numel = like.numel()
         size = self.size
-        given, expected = (
-            ([pieces], [size * numel]) if isinstance(pieces, Tensor) else (pieces, [numel] * size)
-        )
+        if isinstance(pieces, Tensor):
+            given: Sequence[Tensor] = [pieces]
+            expected = [size * numel]
+        else:
+            given = pieces
+            expected = [numel] * size
         if [tensor.numel() for tensor in given] != expected:
             raise UsageError(
                 f"{len(given)} {what}, {', '.join(map(_text, given)):.200}, beside {_text(like)}:"
@@ -251,7 +255,8 @@ def _operation(kind: Any, dtype: torch.dtype) -> str:
     """Return what is combined for an operation of torch; raises `UsageError` if it fails on one
     element.
     """
-    if (operation := NAMES.get(kind)) is None:
+    operation = NAMES.get(kind)
+    if operation is None:
         raise UsageError(f"{kind} is no operation that tensors can be combined with")
     if kind == _OPS.AVG and dtype is torch.bool:
         raise UsageError(f"the mean of {dtype} has no place in its own dtype: convert it to float")
@@ -299,8 +304,8 @@ def memory_of(tensor: Tensor) -> Tensor:
     kind = type(tensor)
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         return tensor.data
-    # torch's AsyncCollectiveTensor has it
-    if (wait := getattr(tensor, "trigger_wait", None)) is None:
+    wait = getattr(tensor, "trigger_wait", None)  # torch's AsyncCollectiveTensor has it
+    if wait is None:
         raise UsageError(
             f"a {kind.__name__} cannot travel: pass the tensor in it, such as to_local() of a"
             " DTensor"

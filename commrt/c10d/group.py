@@ -52,9 +52,8 @@ A late or dead peer takes all of them.
 
 def group_devices() -> list[torch.device]:
     """Return the kinds of devices whose tensors a group takes."""
-    return [
-        torch.device(kind) for kind in (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
-    ]
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [torch.device(kind) for kind in kinds]
 
 
 class ProcessGroupWorld:
@@ -103,10 +102,11 @@ class ProcessGroupWorld:
     def set_timeout(self, timeout_s: float) -> None:
         """Give later collectives, sends and receives another deadline."""
         require_deadlines(timeout=timeout_s)
-        self.world.transport.timeout_s = self.engine.timeout_s = self.host_messages.timeout_s = (
-            timeout_s
-        )
-        if (gloo := self.gloo.process_group) is not None:  # else this group was closed
+        self.world.transport.timeout_s = timeout_s
+        self.engine.timeout_s = timeout_s
+        self.host_messages.timeout_s = timeout_s
+        gloo = self.gloo.process_group
+        if gloo is not None:  # else this group was closed
             gloo._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # torch's name
 
     def close(self, limit_s: float | None = None) -> None:

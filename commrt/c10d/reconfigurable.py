@@ -108,9 +108,8 @@ class ReconfigurableBackend(CommrtBackend):
         )
         self._handles = handles
         place = handles.index(self._handle), len(handles)
-        self._running = start_call(
-            partial(self._connect, opts.uuid, place, opts.timeout or self._timeout)
-        )
+        timeout = opts.timeout or self._timeout
+        self._running = start_call(partial(self._connect, opts.uuid, place, timeout))
         return GroupWork(self._running, [], "the reconfiguration")
 
     def _connect(self, uuid: int, place: tuple[int, int], timeout: Any) -> None:
@@ -174,7 +173,8 @@ class ReconfigurableBackend(CommrtBackend):
         if world is not None:
             world.abort(reason)
             world.close()
-            if (failure := world.world.comm_thread.failure) is not None:
+            failure = world.world.comm_thread.failure
+            if failure is not None:
                 failure.__traceback__ = None  # its frames keep the old DDP, whose hooks would run
 
     def get_error(self) -> ErrorType:

@@ -67,12 +67,14 @@ def time_reverse_lookup(host: str) -> None:
 
 
 def _time_reverse_lookup(host: str) -> None:
-    if (route := _route(host)) is None:
+    route = _route(host)
+    if route is None:
         return
     begun_s = clock.now_s()
     with suppress(OSError):
         socket.getnameinfo((route[0], 0), socket.NI_NUMERICSERV)
-    if (passed_s := clock.now_s() - begun_s) >= SLOW_LOOKUP_S:
+    passed_s = clock.now_s() - begun_s
+    if passed_s >= SLOW_LOOKUP_S:
         _log.warning(
             "commrt: the name server took %.1f s to look up %s, and torch waits for that at each "
             "connection to the store: add the address to /etc/hosts, or set "

@@ -43,8 +43,12 @@ def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None 
     `request` raises. Cost: 0.035 ms.
     """
     future = start_call(request)
-    deadline = Deadline(limit_s := waits_s + ANSWER_S)
-    while not future.done() and (left_s := deadline.left_s) > 0:
+    limit_s = waits_s + ANSWER_S
+    deadline = Deadline(limit_s)
+    while not future.done():
+        left_s = deadline.left_s
+        if left_s <= 0:
+            break
         with suppress(TimeoutError):  # what counts is whether the answer is there when we look
             future.exception(min(left_s, deadline.poll_s))
     if not future.done():

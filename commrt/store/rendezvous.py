@@ -62,7 +62,8 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
                 " every rank"
             )
             raise TransportError(what, Place(rank=launch.rank)) from error
-        if (why := _why_unreachable(launch.address, launch.port)) is None:
+        why = _why_unreachable(launch.address, launch.port)
+        if why is None:
             what = (
                 f"what listens at {at} did not answer as a store within {passed_s:.1f} s: is it "
                 "rank 0 of this job, and not stopped? If it is another program, set MASTER_PORT to "
@@ -95,7 +96,8 @@ def _listener(launch: Launch) -> int | None:
     None if the port is taken, perhaps by a store of this process, which torch shares; and if the
     address is a name, or not this machine's own, as behind NAT.
     """
-    if (number := number_of(launch.address)) is not None:
+    number = number_of(launch.address)
+    if number is not None:
         with suppress(OSError):
             return listen(str(number), launch.port).detach()
     return None

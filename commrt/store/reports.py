@@ -34,8 +34,10 @@ def leave_report(store: Store, rank: int, failure: BaseException) -> bool:
     peer = failure.place.peer if isinstance(failure, TransportError) else None
     report = json.dumps([peer, f"{type(failure).__name__}: {failure}"])
 
+    key = f"report/{rank}"
+
     def write() -> bool:
-        store.set(key := f"report/{rank}", report)
+        store.set(key, report)
         return bool(store.check([key]))  # torch does not wait for an answer to `set`
 
     return bool(_answered(write))
@@ -79,11 +81,9 @@ def _trail(
         if not store.check([f"report/{peer}"]):
             yield f"Rank {peer} reported nothing: look there first"
             return
-        reporter, (peer, saw) = (
-            peer,
-            typed(json.loads(store.get(f"report/{peer}")), int | None, str),
-        )
-        yield f"Rank {reporter} saw {saw:.1000}"
+        waited_for, saw = typed(json.loads(store.get(f"report/{peer}")), int | None, str)
+        yield f"Rank {peer} saw {saw:.1000}"
+        peer = waited_for
 
 
 def _count(store: Store, size: int) -> None:

@@ -103,13 +103,15 @@ class WorldConfig:
             )
         another = 0 if rank else 1
         topic = f"this process takes the place of rank {rank}"
-        if error := find_disagreement(topic, {another: self.claim, rank: claim}):
+        error = find_disagreement(topic, {another: self.claim, rank: claim})
+        if error is not None:
             raise error
 
 
 def _parse_config(text: bytes) -> WorldConfig | None:
     """Return None if it was withdrawn."""
-    if (fields := json.loads(text)) is None:
+    fields = json.loads(text)
+    if fields is None:
         return None
     config = WorldConfig(**fields)
     parse_int(config.size, 1)
