@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that exchange after the optimizers' steps, not in the backward pass; between exchanges
-they may differ. What gossip and local SGD share, used on the thread that trains.
+"""Replicas that exchange after the optimizers' steps, not in the backward pass.
+
+Between exchanges they may differ. What gossip and local SGD share, used on the thread that trains.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def _needs_nobody(_: int) -> int:
 
 @untraced
 class AfterStepReplica(Replica):
-    """A replica whose step is a backward pass outside of `no_sync`, so that all ranks count the
-    same steps; `StepClock` says when it ends.
+    """A replica whose step is a backward pass outside of `no_sync`; `StepClock` says when it ends.
 
-    What the `parts` of the model rely on may be written by the given optimizers only.
+    So all ranks count the same steps. What the `parts` of the model rely on may be written by the
+    given optimizers only.
     """
 
     def __init__(self, request: Request, parts: Sequence[WeightPart]) -> None:
@@ -81,7 +82,7 @@ class AfterStepReplica(Replica):
         self._exposed_s = 0.0
         self._received_from = set[int]()
         self._spans: list[Span] = []
-        # the state of another rank, until the first step of this process
+        # another rank's state, until the first step of this process
         self._taken: bytes | None = None
         self._owners_of_state = [*request.optimizers, *request.also, request.copies]
         admits = self._world.size > self._world.founders
@@ -108,9 +109,7 @@ class AfterStepReplica(Replica):
             self._giver.open()
 
     def _steps_made(self) -> int | None:
-        """Return what ranks compare where they meet; a step that a `GradScaler` left out counts
-        too.
-        """
+        """Return what ranks compare where they meet; steps a `GradScaler` left out count too."""
         return self._clock.passes if self._progress is None else None
 
     @property
@@ -182,18 +181,14 @@ class AfterStepReplica(Replica):
         return self._clock.unused > 0 and not are_zeroed(param for _, param in self._params)
 
     def _end_weighing(self, number: int | None) -> None:
-        """Divide gradients that were weighed by what they weigh together, so that each rank steps
-        by its own mean.
-        """
+        """Divide weighed gradients by their total weight: each rank steps by its own mean."""
         if factor := self._riding.end_step(number):
             torch._foreach_mul_(
                 [param.grad for _, param in self._params if param.grad is not None], factor
             )
 
     def _end_of_pass(self, _: str) -> None:
-        """Note that a step is due once the optimizers have stepped; called for the first gradient
-        of each pass.
-        """
+        """Note that a step is due after the optimizers'; called at each pass's first gradient."""
         number = current_pass()
         if not self._is_synchronous:
             self._riding.count_pass(number)
@@ -224,9 +219,7 @@ class AfterStepReplica(Replica):
             self._on_pass()
 
     def _live_with(self, handles: Iterable[RemovableHandle]) -> None:
-        """Begin to act; steps of optimizers are refused where others have written what an exchange
-        relies on.
-        """
+        """Begin to act; refuse optimizers' steps where others wrote what an exchange relies on."""
         checks = [self._parameters.require_unchanged]
         checks += [part.require_unwritten for part in self._parts]
         self._live(handles, self._before_step, self._after_step, checks)
@@ -245,9 +238,7 @@ class AfterStepReplica(Replica):
         self._end_steps(self._clock.on_step_end(id(optimizer)))
 
     def skip(self) -> None:
-        """Note that this rank leaves out the step whose backward pass comes next, or runs; no other
-        rank need do so.
-        """
+        """Leave out the step whose backward pass comes next, or runs, on this rank alone."""
         self._clock.leave_out(running=current_pass() == self._pass)
 
     @property
@@ -268,17 +259,14 @@ class AfterStepReplica(Replica):
                 self._end_all_steps()
 
     def come(self) -> Self:
-        """Become a member while the others train, with the state of one of them, or detach; not
-        collective.
-        """
+        """Become a member while others train, with the state of one, or detach; not collective."""
         with letting_in(self, self._world) as membership:
             self._enter(membership)
             cast("StateGiver", self._giver).open()
         return self
 
     def _enter(self, membership: ElasticMembership) -> None:
-        """Become a member, with the state of another; this rank trains alone until its generation
-        starts.
+        """Become a member, with another's state; train alone until its generation starts.
 
         So it makes all collectives that the others make after the step of that state.
         """
@@ -306,9 +294,7 @@ class AfterStepReplica(Replica):
         self._follow(record)
 
     def _keeps_taken_state(self) -> bool:
-        """Return True before the first step of a process that came: it keeps the state of the
-        others.
-        """
+        """Return True before the first step of a process that came: it keeps the others' state."""
         if self._taken is None:
             return False
         _log.info(
@@ -319,10 +305,7 @@ class AfterStepReplica(Replica):
         return True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the step of `state`; collective.
-
-        A process that came keeps the state of the others.
-        """
+        """Continue at the step of `state`; a process that came keeps the others'. Collective."""
         if not self._keeps_taken_state():
             super().load_state_dict(state)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process comes to ranks that train: it takes the state of one of them, and later gives its
-own.
+"""How a process comes to ranks that train: it takes one's state, and later gives its own.
 
 A rank gives its state at the end of a backward pass, so it never waits for one that comes.
 """
@@ -23,16 +22,12 @@ from commrt.threads.future import Future
 from commrt.training.replica import Replica
 
 PASS_SHARE = 1 / 4
-"""For this share of a step's limit a source is asked before another one: so long may a backward
-pass take to end.
-"""
+"""A source is asked for this share of a step's limit: so long may a backward pass take to end."""
 
 
 @contextmanager
 def letting_in(replica: Replica, world: World) -> Iterator[ElasticMembership]:
-    """Become a member of `world` in the body, with `replica`; if that fails, tell the others, and
-    detach it.
-    """
+    """Become a member of `world` in the body; if that fails, tell the others and detach."""
     membership = make_elastic(world)
     try:
         yield membership
@@ -90,10 +85,7 @@ class StateGiver:
             each.set_result(packed)
 
     def fetch(self, membership: ElasticMembership) -> bytes | None:
-        """Return the state of a member, None if none of them gives it now.
-
-        The k-th rank asks another first.
-        """
+        """Return a member's state, None if none gives it now; the k-th rank asks another first."""
         own = self._world.rank
         places = self._world.size
         limits = Timeouts.of(self._world.timeout_s)

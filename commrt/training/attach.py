@@ -57,8 +57,7 @@ def attach(  # noqa: PLR0913  # each has its default
     watch: bool = False,
     also: Sequence[Stateful] = (),
 ) -> Replica:
-    """Make `model` one replica of a world: from now on ``backward()`` averages its gradients over
-    all ranks.
+    """Make `model` a replica of a world: ``backward()`` averages its gradients over all ranks.
 
     Collective. All ranks begin with rank 0's parameters, buffers and optimizer state. During each
     backward pass buckets leave on the communication thread as their gradients become ready.

@@ -34,23 +34,23 @@ T = TypeVar("T")
 
 @dataclass
 class DDPState:
-    """How the gradients of one DDP model travel: ``model.register_comm_hook(commrt.DDPState(),
-    commrt.ddp_hook)``.
+    """How the gradients of one DDP model travel.
 
-    `algorithm` and `wire` are as for `attach`; for gossip and backup workers use `attach`, as they
-    need more than gradients. `world` is by default the one that is open when gradients leave, or
-    `init`'s, through DDP's own group. DDP must span all of its ranks, and each model needs a state
-    of its own. What a `wire` with feedback has lost in rounding is not saved with the model. Raises
-    `UsageError` for what cannot work, some of it in the first ``backward()``.
+    Register it: ``model.register_comm_hook(commrt.DDPState(), commrt.ddp_hook)``. `algorithm` and
+    `wire` are as for `attach`; for gossip and backup workers use `attach`, as they need more than
+    gradients. `world` is by default the one that is open when gradients leave, or `init`'s, through
+    DDP's own group. DDP must span all of its ranks, and each model needs a state of its own. What a
+    `wire` with feedback has lost in rounding is not saved with the model. Raises `UsageError` for
+    what cannot work, some of it in the first ``backward()``.
     """
 
     algorithm: Algorithm = Torus2D()  # noqa: RUF009  # a frozen value
     wire: AnyWire | None = None
     world: World | None = None
     step: int = field(default=-1, init=False)
-    """Of the gradients that leave; for errors and traces."""
+    """The step of the gradients that leave; for errors and traces."""
     number: int = field(default=0, init=False)
-    """Of the model, among those attached to the world."""
+    """The number of the model, among those attached to the world."""
     _used: World | None = field(default=None, init=False, repr=False)
     _params: frozenset[int] = field(default=frozenset(), init=False, repr=False)
     _residuals: dict[int, tuple[tuple[int, ...], Tensor]] = field(
@@ -65,7 +65,7 @@ class DDPState:
         check_all_reduce(self.algorithm, self.wire)
 
     def begin(self, bucket: GradBucket) -> Work:
-        """Send `bucket` on its way."""
+        """Start the all-reduce of `bucket`."""
         first = bucket.parameters()[0]
         world = self._open(first)
         if self._params and id(first) not in self._params:
@@ -100,15 +100,11 @@ class DDPState:
         return type(self)(self.algorithm, self.wire, self.world)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what is saved with DDP's model, without the world, which the loaded state finds
-        anew.
-        """
+        """Return what is saved with DDP's model; the loaded state finds a world anew."""
         return vars(type(self)(self.algorithm, self.wire))
 
     def _open(self, param: Tensor) -> World:
-        """Return the world used before; if that is closed and `world` was left out, the one that is
-        open now.
-        """
+        """Return the world used before; if it is closed and `world` was left out, the open one."""
         if self._used is None or (self._used.closed and self.world is None and is_open()):
             world = init() if self.world is None else self.world
             _require_same_ranks(world, owner := _owner(self, param))
@@ -121,8 +117,7 @@ class DDPState:
 
 
 def ddp_hook(state: DDPState, bucket: GradBucket) -> Future[Tensor]:
-    """Average `bucket` over all ranks of the state's world, under the rest of the backward pass;
-    called by DDP.
+    """Average `bucket` over all ranks of the state's world, under the backward pass; DDP calls it.
 
     ``backward()`` raises what ends a transfer. Cost: the schedule's steps and bytes, and a copy to
     and from a wire buffer of the largest bucket's size.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gradients weigh, from the backward passes that make them until they leave or an optimizer
-uses them.
+"""What gradients weigh, from their backward passes until they leave or an optimizer uses them.
 
 Used on the thread that trains, and by hooks of losses in backward passes.
 """
@@ -35,7 +34,7 @@ class Seen(NamedTuple):
         return Seen(self.steps - before[0], self.weighed_steps - before[1], self.weight - before[2])
 
     def plus(self, more: Seen) -> Seen:
-        """Return both together."""
+        """Return the sum of both."""
         return Seen(
             self.steps + more.steps,
             self.weighed_steps + more.weighed_steps,
@@ -49,17 +48,15 @@ ONE_STEP = Seen(1)
 
 @untraced
 class Accumulation:
-    """What the gradients at hand weigh, the sum of backward passes that were not averaged yet."""
+    """What the gradients at hand weigh: the sum of backward passes that were not averaged yet."""
 
     def __init__(self) -> None:
         self.passes = 0
-        """As far as they were counted."""
+        """Backward passes that were counted."""
         self.weight: float | None = None
-        """None if they do not weigh."""
+        """None if these gradients are not weighed."""
         self.reference = 0.0
-        """By what gradients are divided, so that they stay as large as a mean: about the first
-        weight; 0 before.
-        """
+        """Divides gradients to keep them as large as a mean: about the first weight; 0 before."""
         # each parameter, and which gradient it had, written how often
         self._grads: list[tuple[Tensor, int, int]] = []
 
@@ -70,8 +67,7 @@ class Accumulation:
         ]
 
     def was_thrown_away(self) -> bool:
-        """Return True if a gradient was removed or replaced since `note`, or some were set to
-        zeros.
+        """Return True if a gradient was removed or replaced since `note`, or some are zeros now.
 
         Zeros that a pass has made are gradients that count.
         """
@@ -93,8 +89,7 @@ class GradientWeights:
     def __init__(self, params: Sequence[Named]) -> None:
         self._params = params
         self._at_hand = Accumulation()
-        # the latest pass of losses that weigh
-        self._begun = NO_PASS
+        self._begun = NO_PASS  # the latest pass of losses that weigh
         self._coming = 0.0
         self._is_refused = False
         # the latest passes that were counted, and whose step has begun
@@ -103,11 +98,9 @@ class GradientWeights:
         self.seen = NOTHING_SEEN
         """What this rank has made alone, in steps that optimizers have used."""
         self.made = NOTHING_SEEN
-        """In the latest step, which no optimizer has used."""
+        """What it has made in the latest step, which no optimizer has used."""
         self.is_idle = True
-        """True if nothing rides in the next step, but perhaps the wish to stop, and nothing rode in
-        the latest.
-        """
+        """True if nothing rides in the next step, nor did in the latest; the wish to stop may."""
 
     def weigh(
         self, loss: object, weight: object, reduction: str, holds_means: Callable[[], bool]
@@ -163,8 +156,7 @@ class GradientWeights:
             self._at_hand.note(self._params)
 
     def count_pass(self, number: int) -> None:
-        """Note that backward pass `number` adds to the gradients at hand; a pass of `autograd.grad`
-        does not.
+        """Note that backward pass `number` adds to the gradients; one of `autograd.grad` does not.
 
         Raises `UsageError` if it weighs and those before it do not, or the other way round, or if
         they are averages.
@@ -203,8 +195,7 @@ class GradientWeights:
         return self._at_hand.passes > 0
 
     def end_step(self, number: int | None) -> float | None:
-        """Return what makes a mean of the gradients of a step that this rank makes alone; None if
-        they do not weigh.
+        """Return what makes a mean of gradients that this rank steps by alone; None if not weighed.
 
         The step is that of backward pass `number`, or of those in `no_sync` before it. It counts
         once it was used.
@@ -222,7 +213,7 @@ class GradientWeights:
         self.seen = self.seen.plus(made)
 
     def forget_thrown_away(self) -> None:
-        """Forget what gradients weigh that nobody will use."""
+        """Forget what gradients weigh that were thrown away."""
         is_none_left = all(param.grad is None for _, param in self._params)
         if is_none_left or self._at_hand.was_thrown_away():
             self._take_gradients()
@@ -234,9 +225,7 @@ class GradientWeights:
         return taken
 
     def use_unit(self, unit: float) -> None:
-        """Divide later gradients by about `unit` where they travel: a power of two, so that no bit
-        follows from it.
-        """
+        """Divide later gradients by about `unit` on the wire: a power of two, so no bit changes."""
         self._unit = ldexp(0.5, frexp(unit)[1]) if unit else self._unit
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on gradients and modules; autograd calls those of gradients on the thread that runs the
-backward pass.
+"""Hooks on gradients and modules; autograd calls gradient hooks on the backward pass's thread.
 
 C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer
 to would never be freed if it referred back. So these refer weakly to a replica, and the model's
@@ -36,7 +35,7 @@ TWICE = (
 )
 OUTLIVED = "{name} outlived the model it was attached with: keep the model or its replica"
 NO_PASS = -1
-"""In place of the number of a backward pass."""
+"""Stands for the number of a backward pass where there is none."""
 ATTRIBUTE = "_commrt"
 """Where a module holds a `Keeper`."""
 
@@ -56,8 +55,7 @@ def on_dense_gradients(
     *,
     once_per_pass: bool = False,
 ) -> Iterator[RemovableHandle]:
-    """Call ``call(owner, name)`` each time the gradient of a parameter is ready; does not keep
-    `owner` alive.
+    """Call ``call(owner, name)`` each time a gradient is ready; does not keep `owner` alive.
 
     With `once_per_pass` only the first gradient of a backward pass does so. ``backward()`` raises
     `UsageError` for a sparse gradient, and for a parameter that outlived `owner`.
@@ -116,9 +114,7 @@ def _on_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableH
 
 
 class PassEnd:
-    """Calls `ended` where the running backward pass ends, and then `anyway`; only this if an error
-    ends the pass.
-    """
+    """Calls `ended` where the running backward pass ends, then `anyway`; on an error only this."""
 
     def __init__(self, ended: Callable[[], None], anyway: Callable[[], None]) -> None:
         self._ended = ended
@@ -126,7 +122,7 @@ class PassEnd:
         at_end_of_backward(self)
 
     def __call__(self) -> None:
-        """End the pass; autograd calls it."""
+        """End the pass; autograd calls this."""
         anyway = self._anyway
         self._anyway = None
         try:
@@ -141,9 +137,7 @@ class PassEnd:
 
 
 class ModuleHook:
-    """A hook of a module that does nothing on a copy or a pickle of the module, nor while torch
-    compiles it.
-    """
+    """A hook of a module; does nothing on its copies and pickles, nor while torch compiles it."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -158,9 +152,7 @@ class ModuleHook:
 
 
 class Keeper(list[object]):
-    """Keeps its items alive for as long as the module that holds it; a copy or a pickle of it is
-    None.
-    """
+    """Keeps its items alive as long as the module that holds it; copied or pickled it is None."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

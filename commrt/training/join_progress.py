@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far each rank is in its loop, on the store, where ranks run out of data at different times.
+"""How far each rank is in its loop, on the store, as ranks run out of data at different times.
 
 Used on the thread that trains, inside `Replica.join`.
 """
@@ -18,15 +18,14 @@ from commrt.store.parsing import parse, require
 from commrt.threads.deadline import clock
 
 LOOK_S = 0.005
-"""Between two reads of the store."""
+"""Seconds between two reads of the store."""
 
 
 class JoinProgress:
-    """How many steps each member of `world` has begun, and whether it has data; needs a store
-    prefix of its own.
+    """How many steps each member has begun, and whether it has data; on a store prefix of its own.
 
-    What a rank had begun counts after it was lost, too: all that are left go as far as one of them
-    may have gone.
+    What a rank had begun counts after it was lost, too: all that are left go as far as it may have
+    gone.
     """
 
     def __init__(self, store: Store, world: World) -> None:
@@ -42,8 +41,7 @@ class JoinProgress:
             self._set(steps)
 
     def outlast(self, steps: int) -> Iterator[int]:
-        """Record that this rank has ended after `steps` steps, then yield each further step as
-        another rank begins it.
+        """Record that this rank ended after `steps` steps; yield each step another rank begins.
 
         Returns when all have ended and no rank has done more. Raises `DeadlineExceeded` with the
         ranks that began no step within the timeout, `PeerLost` if one is gone.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that multiply a model's gradients, and must be equal on all ranks: the scales of
-`GradScaler` objects.
+"""The scales of `GradScaler` objects, which multiply gradients and must be equal on all ranks.
 
 A scaler is known if it was given to `attach`, or, where ranks train synchronously, once its `step`
 has stepped an optimizer. Ranks compare scales in the headers of the steps that follow, with the
@@ -30,7 +29,7 @@ class LossScales:
     def __init__(self, owners: Iterable[object] = (), *, keep_pace: bool = True) -> None:
         self._keep_pace = keep_pace
         self.known: dict[int, tuple[object, Callable[[], float]]] = {}
-        """By id, a scaler and what returns its scale."""
+        """By id, a scaler and the function that returns its scale."""
         self.begin(owners)
 
     def begin(self, owners: Iterable[object]) -> None:
@@ -57,7 +56,7 @@ class LossScales:
         if getattr(scaler, "_device", "cpu") == "cpu":
             self.known[id(scaler)] = scaler, scaler.get_scale
         elif self._keep_pace:
-            # at first use: `attach` makes scalers equal
+            # cached at first use, as `attach` makes scalers equal
             self.known[id(scaler)] = scaler, cache(scaler.get_scale)
 
     def values(self) -> list[float]:

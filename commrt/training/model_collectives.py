@@ -39,9 +39,7 @@ def overwrite_model(
 
 
 def _broadcast(world: World, flat: Tensor, step: int, source: int | None) -> bool:
-    """Overwrite `flat` with the source's, among those who are members then; return True on the
-    source.
-    """
+    """Overwrite `flat` with the source's, among those who are members then; True on the source."""
 
     def broadcast_now() -> bool:
         members = sorted(world.members, key=lambda rank: (rank != source, rank))
@@ -54,9 +52,7 @@ def _broadcast(world: World, flat: Tensor, step: int, source: int | None) -> boo
 def overwrite_states(
     world: World, owners: Sequence[Stateful], step: int, source: int | None = None
 ) -> None:
-    """Overwrite the state of `owners` with the source's, which loads its own as well, to fail where
-    the others fail.
-    """
+    """Overwrite the state of `owners` with the source's; it loads it too, to fail as others."""
     if not owners or len(world.members) == 1:
         return
     is_source = min(world.members, key=lambda rank: (rank != source, rank)) == world.rank
@@ -70,9 +66,7 @@ def overwrite_states(
 
 
 def mean(world: World, tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Return the mean of all members' `tensors`, in fp32 (fp64 for fp64), the same bits on all of
-    them.
-    """
+    """Return the mean of all members' `tensors`, fp32 (fp64 for fp64), the same bits on all."""
     members = tuple(world.members)
     wide = [
         tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors
@@ -121,11 +115,9 @@ def take_means(world: World, model: nn.Module, step: int) -> None:
 
 
 def farthest_from_mean(world: World, tensors: Sequence[Tensor], step: int) -> float:
-    """Return the distance of the farthest member's `tensors` from the mean, relative to the mean's
-    norm.
-    """
+    """Return the farthest member's distance from the mean of `tensors`, relative to its norm."""
     own = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
-    # one more for each rank whose tensors are in the sum
+    # a one of each rank whose tensors are in the sum
     counted = [own, own.new_ones(1)]
     total, count = world.membership.together(lambda: total_of(world, counted, step))
     norm = (total / count).norm().clamp(min=torch.finfo(torch.float64).tiny)  # of zeros too

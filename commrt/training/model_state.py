@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of models and optimizers on one rank: as bytes, to compare and to send it, and back
-from bytes that another rank sent. Sends nothing.
+"""The state of models and optimizers on one rank: as bytes to compare and send, and back.
+
+Sends nothing.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ PLAIN = (bool, int, float, complex, str, Tensor, type(None), np.generic)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that gives its state and takes another's: an optimizer, a scheduler, a
-    `GradScaler`.
-    """
+    """An object that gives its state and takes another's: an optimizer, scheduler, `GradScaler`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -55,8 +54,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.inference_mode(False)
 def restore(flat: Tensor, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
-    """Overwrite those of `tensors` that differ from `flat`, the bytes that `flatten` made of
-    tensors like them.
+    """Overwrite those of `tensors` that differ from `flat`, `flatten`'s bytes of tensors like them.
 
     Autograd then refuses to run a graph backward that saved one of them, as after any write in
     place. It does not notice writes to tensors whose ids are in `unread`. On a GPU this waits once
@@ -73,9 +71,7 @@ def restore(flat: Tensor, tensors: Sequence[Tensor], unread: frozenset[int] = fr
 
 
 def unread_buffers(model: nn.Module) -> frozenset[int]:
-    """Return the ids of buffers that a graph saves and does not read: what BatchNorm counts while
-    it trains.
-    """
+    """Return ids of buffers that a graph saves but does not read: BatchNorm's while it trains."""
     norms = (
         module for module in model.modules() if isinstance(module, _BatchNorm) and module.training
     )
@@ -83,9 +79,7 @@ def unread_buffers(model: nn.Module) -> frozenset[int]:
 
 
 class FlatBuffer:
-    """Memory from `allocate` that carries tensors of the dtypes and shapes of `like` step after
-    step, as `flat`.
-    """
+    """Memory from `allocate` that carries tensors like `like` step after step, as `flat`."""
 
     def __init__(self, like: Sequence[Tensor], allocate: Allocate) -> None:
         sizes = [-(-tensor.nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES for tensor in like]
@@ -134,11 +128,9 @@ class FlatBuffer:
 
 
 def dump(owners: Sequence[Stateful]) -> Tensor:
-    """Return the state of all `owners` as one tensor of bytes, an empty one if it cannot be
-    written.
+    """Return the state of all `owners` as one tensor of bytes, empty if it cannot be written.
 
-    An optimizer's settings that are no plain values, such as functions, are left out. Costs a copy
-    of the state.
+    An optimizer's settings that are no plain values, such as functions, are left out. Costs a copy.
     """
     file = io.BytesIO()
     try:
@@ -152,11 +144,9 @@ def dump(owners: Sequence[Stateful]) -> Tensor:
 
 @torch.inference_mode(False)  # or what is loaded could not be stepped later
 def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
-    """Give `owners` the state that `dump` took from others like them; runs nothing of what it
-    reads.
+    """Give `owners` the state that `dump` took from others like them; runs nothing that it reads.
 
-    Raises `UsageError` for a state of other than plain values, and for one that an owner does not
-    take.
+    Raises `UsageError` for a state of other than plain values, or one that an owner does not take.
     """
     try:
         states = torch.load(io.BytesIO(flat.numpy().data), map_location="cpu", weights_only=True)
@@ -174,7 +164,7 @@ def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
     for owner, state in zip(owners, states, strict=True):
         try:
             owner.load_state_dict(_with_objects(state, owner))
-            # one that wraps another may have none
+            # an optimizer that wraps another may have none
             if isinstance(owner, Optimizer) and "param_groups" in state:
                 _keep_dtypes(owner, state)
         except UsageError:
@@ -190,9 +180,7 @@ def load(flat: Tensor, owners: Sequence[Stateful]) -> None:
 
 
 def _keep_dtypes(optimizer: Optimizer, sent: dict[str, Any]) -> None:
-    """Undo torch's cast of an optimizer's state to its parameter's dtype: master weights, for one,
-    have their own.
-    """
+    """Undo torch's cast of optimizer state to the parameter's dtype, such as of fp32 masters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     places = [place for group in sent["param_groups"] for place in group["params"]]
     for param, place in zip(params, places, strict=True):
@@ -203,7 +191,7 @@ def _keep_dtypes(optimizer: Optimizer, sent: dict[str, Any]) -> None:
 
 
 def _without_objects(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of an optimizer without settings that only their own process understands."""
+    """Return an optimizer's state without settings that only their own process understands."""
     if "param_groups" not in state:
         return state
     groups = [
@@ -237,9 +225,7 @@ def _is_plain(value: object) -> bool:
 
 
 def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the residuals of `rank` for `wanted` parameters; raises `UsageError` for a state of
-    others.
-    """
+    """Return the residuals of `rank` for `wanted` names; raise `UsageError` for another rank's."""
     found = state.get("residuals") if isinstance(state, Mapping) else None
     if not isinstance(state, Mapping) or not found or not wanted:
         return {}
@@ -259,9 +245,7 @@ def own_residuals(state: object, rank: int, wanted: Mapping[str, Tensor]) -> Map
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the SHA-256 over names and bytes of tensors:
-    equal exactly if these are bitwise equal.
-    """
+    """Return the SHA-256 over names and bytes of tensors, equal exactly if these are."""
     seen = hashlib.sha256()
     for name, tensor in named:
         seen.update(name.encode())

@@ -22,8 +22,8 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 class ParameterList:
     """The parameters of a model as they are now; modules without any may come and go later.
 
-    Cost of a check: 0.1 us per module and parameter, and a walk through the model after a module
-    has changed.
+    A check costs 0.1 us per module and parameter, and after a module has changed a walk through
+    all.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,9 +39,7 @@ class ParameterList:
         self._remember()
 
     def require_unchanged(self) -> None:
-        """Raise `UsageError` if a parameter came or went, requires a gradient now, or is written by
-        a forward pass.
-        """
+        """Raise `UsageError` if a parameter came, went, was unfrozen, or is written in forward."""
         if not self._is_as_before():
             _refuse(self._changed_parameter())
             self._remember()
@@ -63,8 +61,7 @@ class ParameterList:
 
     def _remember(self) -> None:
         modules = list(self._model.modules())
-        # Public access would walk through all modules again: these are the dicts in which they keep
-        # their contents.
+        # These dicts hold the contents of modules; public access would walk through all again.
         self._dicts: list[dict[str, Any]] = [
             *(module._modules for module in modules),  # noqa: SLF001
             *(module._parameters for module in modules),  # noqa: SLF001

@@ -51,9 +51,7 @@ def require_open_to_models(world: World) -> None:
 
 
 def require_fitting_world(world: World, algorithm: Algorithm, trained_by: str) -> None:
-    """Refuse a world that has places for later ranks, or has lost a rank, where `trained_by` cannot
-    do with it.
-    """
+    """Refuse a world with later or lost ranks, where `trained_by` cannot do with it."""
     if world.size > world.founders and trained_by == SYNCHRONOUS:
         what = "only to BackupWorkers, LocalSGD and gossip of weights can ranks come later"
         raise UsageError(f"init(up_to={world.size}) and {algorithm}: {what}")
@@ -86,7 +84,7 @@ def require_module(model: object) -> None:
 
 
 def wire_of(algorithm: Algorithm, given: AnyWire | None) -> AnyWire | None:
-    """Return what travels: the wire that was `given`, or that of the algorithm."""
+    """Return the wire that travels: the `given` one, or the algorithm's."""
     own: AnyWire | None = getattr(algorithm, "wire", None)
     if None not in (given, own) and given != own:
         raise UsageError(
@@ -113,9 +111,7 @@ def require_flags(**flags: object) -> None:
 
 
 def require_averageable(model: nn.Module, params: Sequence[Named]) -> None:
-    """Refuse a model unless the gradients of `params` can be averaged and all its state
-    overwritten.
-    """
+    """Refuse a model whose gradients cannot be averaged, or whose state cannot be overwritten."""
     if isinstance(model, DistributedDataParallel):
         raise UsageError(
             "the model is wrapped in DistributedDataParallel already: attach the bare module"

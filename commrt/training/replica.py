@@ -73,9 +73,7 @@ class Replica(ABC):
         after_step: Callable[[Optimizer], None],
         checks: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """Begin to act on steps of optimizers, see `OptimizerSteps`, and on what the `handles`
-        stand for.
-        """
+        """Begin to act on optimizers' steps (`OptimizerSteps`), and on what `handles` stand for."""
         self._handles += handles
         self._steps = OptimizerSteps(
             self._world,
@@ -114,9 +112,7 @@ class Replica(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients in this context; the first backward pass outside of it averages
-        the sum.
-        """
+        """Only accumulate gradients here; the first backward pass outside averages the sum."""
         before = self._is_synchronous
         self._is_synchronous = False
         try:
@@ -131,8 +127,7 @@ class Replica(ABC):
     def weigh(
         self, loss: Tensor, weight: float, *, reduction: Literal["mean", "sum"] = "mean"
     ) -> Tensor:
-        """Let the gradients of this `loss` count for `weight`, so that their average is the mean
-        over all that weighs.
+        """Let the gradients of `loss` count for `weight`: averages are means of all that weighs.
 
         `loss` is the mean of `weight` parts, such as tokens, or with ``reduction="sum"`` their sum.
         Over micro-batches m and ranks, the average is then ``sum(weight[m] * grad(mean_loss[m])) /
@@ -165,9 +160,7 @@ class Replica(ABC):
 
     @property
     def rode(self) -> Mapping[str, Rode]:
-        """The numbers of the latest step, of all ranks that sent some; empty on a rank that sent
-        none.
-        """
+        """The latest step's numbers, of all ranks that sent some; empty on one that sent none."""
         return self._riding.rode
 
     def stop(self) -> None:
@@ -182,9 +175,7 @@ class Replica(ABC):
         self._riding.wants_stop = True
 
     def _holds_means(self) -> bool:
-        """Return True if ``param.grad`` holds averages that were not used, and were not set to
-        zeros.
-        """
+        """Return True if ``param.grad`` holds averages neither used nor set to zeros."""
         return False
 
     def _require_riders(self, call: str) -> None:
@@ -198,8 +189,7 @@ class Replica(ABC):
 
     @property
     def stopping(self) -> tuple[int, ...]:
-        """The ranks that have asked to stop, the same on all ranks after each step; empty while
-        none has.
+        """The ranks that have asked to stop, equal on all ranks after each step; else empty.
 
         For a late rank of backup workers, the rank that gave it its state has asked. Not the same
         after ``join()``: read it inside. Raises `UsageError` where `stop` does.
@@ -209,8 +199,7 @@ class Replica(ABC):
         return self._riding.stopping
 
     def skip(self) -> None:
-        """Ask all ranks not to use the gradients of the step whose backward pass comes next, or
-        runs.
+        """Ask all ranks not to use the gradients of the step that comes next, or runs backward.
 
         Once ``backward()`` has returned, gradients are equal on all ranks, and so is what each of
         them sees in them.
@@ -220,33 +209,29 @@ class Replica(ABC):
 
     @property
     def skipping(self) -> tuple[int, ...]:
-        """The ranks that asked to skip the latest step; if there are any, no rank may call
-        ``optimizer.step()``.
-        """
+        """The ranks that asked to skip the latest step; if any, call no ``optimizer.step()``."""
         self._require_wishes("skipping")
         return self._riding.skipping
 
     def drain(self) -> None:  # noqa: B027  # between synchronous steps nothing is in flight
-        """Wait for all exchanges that are in flight, and use their results. Collective with
-        `LocalSGD` only.
+        """Wait for all exchanges in flight, and use them; collective with `LocalSGD` only.
 
         Call it before you save or look at weights.
         """
 
     def before_giving_up(self, call: Callable[[], object]) -> None:  # noqa: B027  # only backup workers need it
-        """With backup workers: call `call` before an error ends training, to save a checkpoint;
-        else never.
+        """Let backup workers call `call` before an error ends training, to save a checkpoint.
 
-        The error is `QuorumLost`, or other ranks do not answer (`DeadlineExceeded`), or the store
-        does not (`PeerLost`). The weights are those of the latest whole step of this rank; a late
-        one has older ones.
+        Other algorithms never call it. The error is `QuorumLost`, or other ranks do not answer
+        (`DeadlineExceeded`), or the store does not (`PeerLost`). The weights are those of the
+        latest whole step of this rank; a late one has older ones.
         """
 
     def consolidate(self) -> None:
-        """Make all replicas bitwise equal now: the mean of weights and of running means and
-        variances; collective.
+        """Make all replicas bitwise equal now; collective.
 
-        Other buffers become rank 0's. Each rank's optimizers keep their state.
+        Weights, and running means and variances, become the mean. Other buffers become rank 0's.
+        Each rank's optimizers keep their state.
         """
         with self._world.collective("consolidate()"):
             self.drain()
@@ -256,8 +241,7 @@ class Replica(ABC):
             self._take_from_first(buffers_only=True)
 
     def disagreement(self) -> float:
-        """Return the distance of the farthest replica from the mean, relative to the mean's norm;
-        collective.
+        """Return the farthest replica's distance from the mean, relative to its norm; collective.
 
         Costs two all-reduces. One is of all parameters in fp64, which adds up equal ones without
         rounding.
@@ -290,8 +274,7 @@ class Replica(ABC):
             )
 
     def replicas_equal(self) -> bool:
-        """Return True if parameters and buffers are bitwise equal on all ranks; collective, not
-        inside `join`.
+        """Return True if weights and buffers are bitwise equal; collective, not inside `join`.
 
         With backup workers, False if a rank has ended before the others did (see `consolidate`).
         """
@@ -299,10 +282,7 @@ class Replica(ABC):
             return self._world.all_equal("replicas", fingerprint(self.model))
 
     def _compare_replicas(self) -> None:
-        """Raise `DisagreementError` if somebody watches, and ranks hold different weights.
-
-        Collective.
-        """
+        """Raise `DisagreementError` if somebody watches and weights differ; collective."""
         if self._watched is not None:
             with self._world.collective("watch"):
                 require_equal_digests(self._world, self._watched, self.step)
@@ -312,11 +292,10 @@ class Replica(ABC):
 
     @property
     def lost(self) -> tuple[Loss, ...]:
-        """The ranks that are lost, since when, and why; gossip of weights and backup workers go on
-        without them.
+        """The ranks that are lost, since when, and why.
 
-        With backup workers the death of a rank that was not needed is noticed when ranks connect
-        anew, or in a collective call.
+        Gossip of weights and backup workers go on without them. With backup workers the death of a
+        rank that was not needed is noticed when ranks connect anew, or in a collective call.
         """
         return self._world.lost
 
@@ -325,9 +304,7 @@ class Replica(ABC):
         return self._stats
 
     def why_not_graphs(self) -> dict[int, str]:
-        """Return why buckets were not carried by a graph in the latest step; empty where none are
-        tried.
-        """
+        """Return why no graph carried buckets in the latest step; empty where none are tried."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -335,8 +312,9 @@ class Replica(ABC):
         return {"step": self.step, "algorithm": repr(self._algorithm)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the step of `state`; collective, raises `DisagreementError` if ranks load
-        different steps.
+        """Continue at the step of `state`; collective.
+
+        Raises `DisagreementError` if ranks load different steps.
         """
         step = self._step_in(state)
         with self._world.collective("load_state_dict()"):
@@ -352,9 +330,7 @@ class Replica(ABC):
             raise UsageError(what) from None
 
     def detach(self) -> None:
-        """Remove every hook; the model is a plain model again. Not collective;
-        safe to call twice.
-        """
+        """Remove every hook: the model is a plain one again. Not collective; safe to call twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every way to train makes its replica: ranks agree on what they attach, and begin with one
-state. On the thread that trains.
+"""How every way to train makes its replica: ranks agree, and begin with one state.
+
+On the thread that trains.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Request:
 
     world: World
     number: int
-    """Of the model, among all that were attached to the world."""
+    """The number of the model, among all that were attached to the world."""
     model: nn.Module
     params: Sequence[Named]
     optimizers: Sequence[Optimizer]
@@ -141,9 +142,7 @@ class Request:
         }
 
     def _agree(self, claim: Mapping[str, str]) -> None:
-        """Raise `DisagreementError` unless all ranks come with the same `claim` and the same
-        optimizers.
-        """
+        """Raise `DisagreementError` unless all ranks come with equal `claim` and optimizers."""
         optimizer = _describe_optimizers(self.optimizers, self.params)
         self.world.agree("attach", model=str(self.number), optimizer=optimizer, **claim)
 
@@ -179,9 +178,7 @@ class Request:
 
 
 def _comparable(value: object) -> str:
-    """Return `value` as text that ranks can compare: without the places where a process keeps
-    objects.
-    """
+    """Return `value` as text that ranks can compare, without the addresses of objects."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
@@ -191,9 +188,7 @@ def describe_buffers(model: nn.Module) -> str:
 
 
 def _describe_optimizers(optimizers: Sequence[Optimizer], params: Sequence[Named]) -> str:
-    """Return all that decides how `optimizers` step, but the values of their state: types,
-    settings, who has state.
-    """
+    """Return what decides how `optimizers` step, as text: types, settings, and who has state."""
     names = {id(param): name for name, param in params}
     groups = []
     for optimizer in optimizers:

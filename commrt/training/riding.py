@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop sends along with its gradients, and what came back: numbers, the wish to stop or to
-skip, and what the gradients weigh. It sends nothing itself: buckets carry what leaves.
+"""What a loop sends along with its gradients, and what came back; buckets carry it.
+
+Numbers, the wish to stop or to skip, and what the gradients weigh. It sends nothing itself. Used on
+the thread that trains.
 """
 
 from __future__ import annotations
@@ -45,9 +47,7 @@ class Rode(NamedTuple):
 
     @property
     def sum(self) -> float:
-        """The sum over the ranks that sent it, in float64, in their order:
-        the same on all ranks.
-        """
+        """The sum over the ranks that sent it, float64 in their order: the same on all ranks."""
         return sum(self.by_rank.values())
 
     @property
@@ -57,12 +57,12 @@ class Rode(NamedTuple):
 
     @property
     def min(self) -> float:
-        """The smallest."""
+        """The smallest of them."""
         return min(self.by_rank.values(), default=nan)
 
     @property
     def max(self) -> float:
-        """The largest."""
+        """The largest of them."""
         return max(self.by_rank.values(), default=nan)
 
 
@@ -80,9 +80,7 @@ class Riding(GradientWeights):
         self._sent: tuple[str, ...] = ()  # names of the numbers that came last
         self._skips = False
         self.wants_stop = False
-        """This rank has asked to stop, which rides in each step from then on; set on any thread,
-        and by signals.
-        """
+        """True once this rank has asked to stop; rides in each step. Any thread may set it."""
         self.unread: Riders | None = None
         """What came in the latest step and was not read."""
         self.known_to_stop: tuple[int, ...] = ()
@@ -107,8 +105,7 @@ class Riding(GradientWeights):
         self.is_idle = False
 
     def leave(self, number: int | None, *, is_mixed: bool = False) -> Leaving | None:
-        """Return what rides in the step of backward pass `number`, None if nothing does; something
-        in any case if it `is_mixed`.
+        """Return what rides in the step of pass `number`; None if nothing does and not `is_mixed`.
 
         A rank that had no backward pass is told what the others' gradients weigh.
         """
@@ -124,9 +121,7 @@ class Riding(GradientWeights):
     def leave_with(
         self, weight: float, weighed: int, unit: float, *, anyway: bool = False
     ) -> Leaving:
-        """Return what rides, with gradients that are `weighed`, or are not, or of which nothing is
-        known.
-        """
+        """Return what rides with gradients; `weighed` is 1 if they are, 0 if not, or `UNKNOWN`."""
         flags = STOP * self.wants_stop | SKIP * self._skips
         leaving = _leaving(weight, weighed, unit, flags=flags, numbers=self._numbers, anyway=anyway)
         self._numbers = {}
@@ -137,8 +132,7 @@ class Riding(GradientWeights):
     def leave_since(
         self, before: tuple[int, int, float], *, with_numbers: bool
     ) -> tuple[float, Leaving]:
-        """Return what this rank's steps since it had `seen` weigh, 1 if they do not, and what rides
-        with them.
+        """Return what this rank's steps since `before` weigh, 1 if they do not, and what rides.
 
         Weights ride in any case, and all else `with_numbers`. Raises `UsageError` if only some
         steps were weighed.
@@ -168,9 +162,7 @@ class Riding(GradientWeights):
         self.drop()
 
     def read(self) -> None:
-        """Read what came in the latest step, if that was not done; on a GPU this waits for the
-        first bucket's sum.
-        """
+        """Read what came in the latest step, once; a GPU waits for the first bucket's sum."""
         if self.unread is not None:
             self._sent = self.unread.leaving.names
             self._slots = self.unread.read()

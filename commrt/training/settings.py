@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numeric settings of optimizers, which ranks compare in each step, since schedulers change
-them: a pure function of the optimizers.
+"""The numeric settings of optimizers, as a digest that ranks compare in each step.
+
+A pure function of the optimizers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ PLAIN = frozenset({int, float, bool})
 def settings_digest(
     optimizers: Sequence[Optimizer], step: int, scales: Sequence[float] = ()
 ) -> int:
-    """Return 8 bits of all numeric settings of `optimizers`, and of `scales`, the same in every
-    process.
+    """Return 8 bits of all numeric settings of `optimizers` and of `scales`, equal in any process.
 
     Ranks compare them in each step, since schedulers change settings. Two different settings have
     equal bits once in 256 times, and other ones in another `step`: a difference that lasts is
@@ -36,7 +36,7 @@ def settings_digest(
     salt = step % (1 << WIDTHS.step)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # loaded ones have another order
+            # sorted, as loaded ones have another order
             for value in map(group.get, sorted(group.keys() - {"params"})):
                 if type(value) in PLAIN:  # nearly all: this calls nothing
                     numbers += (value,)

@@ -15,8 +15,7 @@ NONE = range(0)
 
 
 class StepClock:
-    """Counts the backward passes of a loop and the steps of its optimizers, and tells which steps
-    have to end.
+    """Counts a loop's backward passes and its optimizers' steps, and tells which steps must end.
 
     Step k belongs to pass k. An event returns the steps that end there, in order. The caller
     exchanges after each of them, and calls `end_step`; one that fails before is due again.
@@ -29,17 +28,13 @@ class StepClock:
         self.passes = 0
         """Backward passes outside of `no_sync`, and calls of `average`, so far."""
         self.unused = 0
-        """How many of them have come since an optimizer stepped; more than `MOST_PASSES` are an
-        error of the loop.
-        """
+        """Of them, those since an optimizer stepped; over `MOST_PASSES` is an error of the loop."""
         # by optimizer: how many passes had come when it last stepped
         self._used = dict.fromkeys(optimizers, 0)
         self._left_out: int | None = None
 
     def on_pass(self, *, within_step: bool) -> None:
-        """Count a pass; one `within_step` comes from the closure of an optimizer, which may run it
-        as often as it likes.
-        """
+        """Count a pass; one `within_step` is of an optimizer's closure, which may repeat it."""
         self.passes += 1
         self.unused = 0 if within_step else self.unused + 1
 
@@ -91,9 +86,7 @@ class StepClock:
         return self.passes - self.step, used
 
     def restart(self, step: int, passes: int = 0, used: Sequence[int] = ()) -> None:
-        """Go on after `step` steps, with so many `passes` that have no end yet, as `pending`
-        returned them.
-        """
+        """Go on after `step` steps and so many `passes` without an end, as `pending` returned."""
         self.step = step
         self.passes = step + passes
         self.unused = passes

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizers may step an attached model, and when: replicas must not drift apart, so what an
-optimizer steps was averaged.
+"""Which optimizers may step an attached model, and when: what they step was averaged.
 
-torch calls `_before_any_step` and `_after_any_step` around each step of any optimizer in this
-process. They ask the `OptimizerSteps` of each attached model, on the thread that steps. Where
-gradients are averaged, these ask a `StepGuard`.
+Else replicas would drift apart. torch calls `_before_any_step` and `_after_any_step` around each
+step of any optimizer in this process. They ask the `OptimizerSteps` of each attached model, on the
+thread that steps. Where gradients are averaged, these ask a `StepGuard`.
 """
 
 from __future__ import annotations
@@ -81,15 +80,13 @@ class OptimizerSteps:
         _living.pop(id(self), None)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse a step of any optimizer that would let the replicas drift apart; note that a given
-        one steps.
-        """
+        """Refuse a step that would let replicas drift apart; note that a given optimizer steps."""
         if optimizer not in self.optimizers:
             self._check_stranger(optimizer)
             return
         while optimizer in self.running:  # an error ended its step, and all that began within it
             self.running.pop()
-        # ended a transfer on a GPU after backward() had returned
+        # a transfer on a GPU may fail after backward() has returned
         if failure := self.world.unraised_failure:
             raise failure
         for group in optimizer.param_groups:
@@ -104,9 +101,7 @@ class OptimizerSteps:
         self.running.append(optimizer)
 
     def _check_stranger(self, optimizer: Optimizer) -> None:
-        """Refuse a step of an optimizer that was not given, if it steps this model and passes
-        nothing on.
-        """
+        """Refuse a step of this model by an optimizer that was not given and passes nothing on."""
         if self.running:
             return
         names = self._parameters.names()
@@ -130,9 +125,7 @@ class OptimizerSteps:
         )
 
     def _refuse_stranger(self, optimizer: Optimizer, name: str) -> None:
-        """Raise `UsageError` unless `optimizer` passes its steps on to one that was given, or none
-        was given.
-        """
+        """Raise `UsageError` unless `optimizer` passes its steps on to a given one, or none is."""
         if self.optimizers and not any(wrapped_as(each, [optimizer]) for each in self.optimizers):
             inner = wrapped_as(optimizer, self.optimizers)
             which = (
@@ -208,9 +201,7 @@ def attached_to(world: World) -> int:
 
 
 def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:
-    """Return the attribute of one of `optimizers` that is `inner` or holds it, as text; None if
-    there is none.
-    """
+    """Return which attribute of `optimizers` is `inner` or holds it, as text; None if none does."""
     for outer in optimizers:
         for key, value in vars(outer).items():
             if isinstance(value, dict):
@@ -242,7 +233,7 @@ class StepGuard:
         self._optimizers = optimizers
         self._take_part = take_part
         self._scales = scales
-        # looking at the small ones first is enough in most steps
+        # the small ones first, which is enough in most steps
         self._params = sorted(params, key=Tensor.numel)
         # True after a backward pass that added to gradients without averaging them
         self.held_back = False
@@ -251,22 +242,16 @@ class StepGuard:
         self._unused_by: set[int] = set()
         self._weights = {id(each): 1 + i % 31 for i, each in enumerate(optimizers)}
         self.steps = 0
-        """The sum of all steps, each with the weight of its optimizer: it shows if ranks step
-        different optimizers.
-        """
+        """The sum of all steps, weighted by optimizer: it shows if ranks step different ones."""
 
     def close(self, step: int) -> tuple[int, int]:
-        """Refuse steps, as gradients are on their way; return what ranks compare: steps so far,
-        digest of settings.
-        """
+        """Refuse steps while gradients travel; return steps so far and a digest of settings."""
         self._refusal = MIDWAY
         scales = self._scales.values() if self._scales.known else ()
         return self.steps, settings_digest(self._optimizers, step, scales)
 
     def restart(self, also: Iterable[object]) -> None:
-        """Count steps and learn of scalers anew, but for those in `also`: ranks may have stepped
-        different numbers.
-        """
+        """Count steps anew, and know only scalers in `also`: ranks may have stepped differently."""
         self.steps = 0
         self._scales.begin(also)
 
@@ -284,9 +269,7 @@ class StepGuard:
 
     @property
     def is_due(self) -> bool:
-        """True if averaged gradients are at hand for an optimizer that
-        has not stepped with them.
-        """
+        """True if averaged gradients are at hand that some optimizer has not used."""
         if not self._unused_by:
             return False
         unused = (optimizer for optimizer in self._optimizers if id(optimizer) in self._unused_by)
@@ -295,9 +278,7 @@ class StepGuard:
         )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Refuse a step with other gradients than averaged ones; return its arguments if a closure
-        makes them.
-        """
+        """Refuse a step with gradients that were not averaged; return arguments for a closure."""
         if self._refusal:
             raise UsageError(self._refusal)
         # since the last backward pass: what is known is about older gradients
@@ -318,9 +299,7 @@ class StepGuard:
         return None
 
     def _guarded(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `closure`, which makes the gradients, followed by the checks that would come
-        before it.
-        """
+        """Return `closure`, which makes the gradients, and after it the checks due before it."""
 
         @wraps(closure)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -352,9 +331,7 @@ class StepGuard:
 
 
 def are_zeroed(params: Iterable[Tensor]) -> bool:
-    """Return True if no gradient has other values than zeros; one on a GPU, which would have to be
-    waited for, has.
-    """
+    """Return True if all gradients are zeros; one on a GPU, which would wait, counts as not."""
     for param in params:
         grad = param.grad
         if grad is not None and (grad.is_cuda or grad.layout != torch.strided or grad.any()):

@@ -16,9 +16,7 @@ class StepReport:
     members: tuple[int, ...]
     """The ranks that took part: whose gradients were averaged, or that gossiped with each other."""
     exposed_s: float
-    """How long ``backward()`` waited at its end: for communication that the backward pass did not
-    hide, and for a processor to run the communication thread.
-    """
+    """Seconds that ``backward()`` waited at its end for communication or a processor to run it."""
     spans: tuple[Span, ...]
     """The communication thread's work, bucket by bucket."""
     received_from: frozenset[int] = frozenset()
@@ -28,21 +26,19 @@ class StepReport:
     ended: bool = False
     """Backup workers: True if too few ranks still train, so that no gradient was used."""
     late_s: float = 0.0
-    """Backup workers: how much later this rank's gradient was ready than the last one that counted.
+    """Backup workers: how much later its gradient was ready than the last one that counted.
+
     Without backups all ranks would have waited so long (clocks of hosts may differ).
     """
     samples: int | None = None
-    """Backup workers: the number of samples behind the gradients that counted, by the first
-    dimension of the models' inputs; None if a member could not say.
+    """Backup workers: samples of the gradients that counted; None if a member could not say.
+
+    By the first dimension of the models' inputs.
     """
     dropped: tuple[int, ...] = ()
-    """Backup workers: the ranks whose gradients did not count, because they were slow, stopped or
-    gone.
-    """
+    """Backup workers: ranks whose gradients did not count, as they were slow, stopped or gone."""
     saved_s: float = 0.0
-    """Backup workers: how long all ranks would have waited in earlier steps, as late ranks report
-    it now.
-    """
+    """Backup workers: what all would have waited in earlier steps, as late ranks report now."""
 
     @property
     def comm_s(self) -> float:
@@ -51,7 +47,7 @@ class StepReport:
 
     @property
     def nbytes_sent(self) -> int:
-        """Bytes that this rank sent."""
+        """Number of bytes that this rank sent."""
         return sum(span.nbytes_sent for span in self.spans)
 
 
@@ -71,7 +67,7 @@ class Stats:
     """Gradients of all ranks that were not used."""
     saved_s: float = 0.0
     samples: int = 0
-    """Without the steps in which a member could not say."""
+    """Samples of all steps, without those in which a member could not say."""
 
     def plus(self, step: StepReport) -> Stats:
         """Return the totals with one more step."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous training: gradients are averaged while the backward pass still runs, and replicas
-stay bitwise equal.
+"""Synchronous training: gradients are averaged while the backward pass still runs.
+
+Replicas stay bitwise equal. Used on the thread that trains; hooks of gradients run on that of the
+backward pass.
 """
 
 from __future__ import annotations
@@ -50,9 +52,7 @@ EVEN = 0.5
 # autograd says -1 outside of a pass
 LATE = -2
 BY_HAND = -3
-"""In place of a backward pass's number: averaging in the optimizer's step, and by
-`Replica.average`.
-"""
+"""In place of a pass's number: averaging in the optimizer's step, and by `Replica.average`."""
 
 
 def attach(request: Request) -> Replica:
@@ -76,7 +76,7 @@ def attach(request: Request) -> Replica:
 
 
 def _no_weights(engine: AveragingEngine, request: Request) -> str:
-    """Return why gradients cannot weigh; nothing if they can."""
+    """Return why gradients cannot weigh; "" if they can."""
     if request.same_bits:
         return (
             "same_bits=True, as the first bucket is multiplied after its sum: attach without one of"
@@ -209,9 +209,7 @@ class SynchronousReplica(Replica):
                 self._order.disarm()
 
     def _begin(self, number: int, what: str) -> None:
-        """Start the step of backward pass `number`, from which `what` comes; refuse it inside of
-        another pass.
-        """
+        """Start the step of backward pass `number`; refuse `what` of it inside of another pass."""
         if self._number is not None and not self._alone and not self._world.closed:
             raise UsageError(INTERRUPTED.format(what=what))
         if self._world.joined not in (None, self):
@@ -302,9 +300,7 @@ class SynchronousReplica(Replica):
         return buffers
 
     def _observe_order(self) -> None:
-        """Rebuild the buckets in the order in which rank 0's gradients
-        became ready in this pass.
-        """
+        """Rebuild the buckets in the order in which rank 0's gradients became ready."""
         self._riding.read()  # from memory that other buckets may take
         order = torch.tensor(self._order.places(), device="cpu")
         self._engine.submit_broadcast(order, self._step).result()
@@ -352,9 +348,7 @@ class SynchronousReplica(Replica):
             self._members = self._engine.everybody
 
     def _outlast(self, also: Sequence[Stateful]) -> None:
-        """Take part in steps until nobody has data, then take the state of a rank that worked to
-        the end.
-        """
+        """Take part in steps until nobody has data, then the state of one of the last."""
         last = self._members
         while members := self._engine.submit_has_data(False, self._step).result():
             last = members
@@ -367,14 +361,12 @@ class SynchronousReplica(Replica):
         self._guard.restart(also)
         self._riding.read()
         wish = self._riding.known_to_stop or (self._world.rank,) * self._riding.wants_stop
-        # of steps in which this rank had no data, too
+        # also of steps in which this rank had no data
         asked = gather_integers(self._world, wish[0] if wish else -1)
         self._riding.known_to_stop = tuple(sorted({*asked.values()} - {-1}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the rest; with feedback,
-        each rank saves its own.
-        """
+        """Return what a checkpoint needs besides; with feedback each rank saves its own."""
         state = super().state_dict()
         quantizer = self._engine.quantizer
         if quantizer is None:

@@ -20,25 +20,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 DEEPEST = 12
-"""Steps from an optimizer to a copy; ``optimizer.inner.state[param]["master"]`` is four steps away.
-"""
+"""Steps from an optimizer to a copy; ``optimizer.inner.state[param]["master"]`` is four away."""
 Path = tuple[tuple[bool, Any], ...]
 """How to get from an optimizer to a tensor: (is an attribute, name or key) of each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A tensor with the values of `param`, or a part of a flat one; looked up each time, as it may
-    be replaced.
-    """
+    """A tensor with the values of `param`, or part of a flat one; looked up anew each time."""
 
     name: str
-    """The same on all ranks."""
+    """Equal on all ranks."""
     optimizer: Optimizer
     path: Path
     param: Tensor
     begin: int | None = None
-    """Where it begins in a flat tensor."""
+    """Where it begins in a flat tensor; None if it is not flat."""
 
     def tensor(self) -> Tensor | None:
         """Return the copy, in the shape of the parameter; None if it is gone."""
@@ -55,9 +52,7 @@ class _Copy:
 
     @torch.no_grad()
     def stands_for_param(self) -> bool:
-        """Return True while the copy is what the parameter is, but for rounding; on a GPU this
-        waits.
-        """
+        """Return True while the copy is the parameter, but for rounding; a GPU waits."""
         copy = self.tensor()
         if copy is None or not copy.is_floating_point():
             return False
@@ -67,40 +62,32 @@ class _Copy:
 
 
 class WeightCopies:
-    """The copies that were found in `optimizers`: in their state, and in attributes, lists, dicts
-    and flat tensors.
-    """
+    """The copies found in `optimizers`: in state, attributes, lists, dicts and flat tensors."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._numbers = {optimizer: number for number, optimizer in enumerate(optimizers)}
         self._steps = Counter[Optimizer]()
         self.found: dict[object, _Copy] = {}
-        """By the place where each lies."""
+        """By the place where each lies in an optimizer."""
 
     def owners(self) -> list[WeightCopies]:
         """Return what is sent along with the optimizers' state: nothing if there are no copies."""
         return [self] if self.found else []
 
     def find(self) -> None:
-        """Look for more copies: tensors that hold the values of all parameters they stand for, as
-        they are now.
-        """
+        """Look for more copies: tensors that hold all values of the parameters they stand for."""
         self._drop_others()
         for optimizer in self._numbers:
             self._find_in(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Look for copies after steps 1, 2, 4, 8 and so on of `optimizer`, which may make them in
-        any step.
-        """
+        """Look for copies after steps 1, 2, 4, 8 and so on, as any step may make them."""
         self._steps[optimizer] += 1
         if self._steps[optimizer].bit_count() == 1:
             self._find_in(optimizer)
 
     def _drop_others(self) -> None:
-        """Forget what only began as a copy, such as an average of the weights, or weights that
-        others are drawn to.
-        """
+        """Forget what only began as a copy, as an average of weights, or what they are drawn to."""
         self.found = {place: copy for place, copy in self.found.items() if copy.stands_for_param()}
 
     def _find_in(self, optimizer: Optimizer) -> None:
@@ -197,9 +184,7 @@ def _tensors(value: object, path: Path, seen: set[int]) -> Iterator[tuple[Path, 
 def _paired(
     family: Sequence[tuple[Path, Tensor]], own: Sequence[Tensor], numbers: Mapping[int, int]
 ) -> list[tuple[Path, Tensor, int | None]]:
-    """Return each path with its parameter, if `family` are copies; with a place in the tensor if
-    that is flat.
-    """
+    """Return each path with its parameter if `family` are copies, and its place if flat."""
     narrow = [param for param in own if param.dtype.itemsize < torch.float32.itemsize]
     named = [key for path, _ in family for _, key in path if id(key) in numbers]
     for params in (named,) if named else (own, narrow):
@@ -211,9 +196,7 @@ def _paired(
 def _in_order(
     family: Sequence[tuple[Path, Tensor]], params: Sequence[Tensor]
 ) -> list[tuple[Path, Tensor, int | None]]:
-    """Return the pairs if each of `family` holds the next of `params` that it can, or several of
-    them, flat.
-    """
+    """Return the pairs if each of `family` holds the next possible of `params`, or several."""
     pairs: list[tuple[Path, Tensor, int | None]] = []
     next_one = 0
     for path, tensor in family:
@@ -234,9 +217,7 @@ def _in_order(
 
 
 def _covered(tensor: Tensor, params: Sequence[Tensor], begin: int) -> Sequence[Tensor]:
-    """Return the parameters, from number `begin` on, whose values `tensor` holds: one, or several
-    if it is flat.
-    """
+    """Return the parameters from number `begin` on that `tensor` holds: one, or several if flat."""
     if _is_copy(params[begin], tensor):
         return params[begin : begin + 1]
     if tensor.dim() != 1:
