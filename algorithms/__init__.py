@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collective algorithms as pure functions from a rank count to a schedule, and algorithms for
-training.
-"""
+"""Collectives as pure functions from a rank count to a schedule, and algorithms for training."""
 
 from commrt.importing import names_of
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bruck's pattern: all-gather and reduce-scatter in a logarithmic number of steps, for any rank
-count; a barrier.
+"""Bruck's pattern: all-gather, reduce-scatter and barrier in ceil(log2(p)) steps, for any p.
 
 Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in
 multiport message-passing systems", 1997.
@@ -20,8 +19,7 @@ from commrt.schedule import ADD, Schedule, Step
 
 @lru_cache
 def all_gather(p: int) -> Schedule:
-    """Copy chunk r from rank r to all ranks: in step k rank r sends chunks r to r + 2^k - 1 to rank
-    r - 2^k.
+    """Copy chunk r from rank r to all: in step k rank r sends chunks r to r + 2^k - 1 to r - 2^k.
 
     Cost: ceil(log2(p)) steps; (p - 1)/p of the buffer sent per rank.
 
@@ -55,8 +53,7 @@ def reduce_scatter(p: int) -> Schedule:
 
 @lru_cache
 def barrier(p: int) -> Schedule:
-    """Let every rank know that all have come: chunk r is rank r's token, and `all_gather` brings it
-    to all.
+    """Let all ranks know that all have come: `all_gather` brings chunk r, rank r's token, to all.
 
     Cost: ceil(log2(p)) steps; p - 1 tokens sent per rank.
     """

@@ -50,9 +50,7 @@ COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {
     }
     for collective in dict.fromkeys(each.collective for each in REGISTERED)
 }
-"""For each collective its schedules by name, as functions of the ranks, and of the root for those
-of `ROOTED`.
-"""
+"""Schedules by collective and name: functions of the ranks, and of the root in `ROOTED`."""
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
@@ -88,10 +86,10 @@ def home_of(algorithm: type[Algorithm]) -> str:
 
 
 def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule]:
-    """Return the schedules of `collective` that take `ranks` ranks, by name; equal arguments give
-    the same objects.
+    """Return the schedules of `collective` that take `ranks` ranks, by name.
 
-    Raises `UsageError` for an unknown collective, listing all, and for a root outside the ranks.
+    Equal arguments give the same objects. Raises `UsageError` for an unknown collective, listing
+    all, and for a root outside the ranks.
 
     >>> list(candidates("all_gather", 4)), list(candidates("all_gather", 6))
     (['ring', 'doubling', 'bruck', 'direct'], ['ring', 'bruck', 'direct'])

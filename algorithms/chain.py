@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain: broadcast and reduce from rank to rank, with several slices of the buffer on the way
-at once.
+"""The chain: broadcast and reduce from rank to rank, several slices of the buffer at once.
 
 A long buffer needs hardly more time than one transfer of it, however many ranks there are.
 """
@@ -20,8 +19,7 @@ from commrt.schedule import ADD, COPY, Schedule, Step
 
 @lru_cache
 def broadcast(p: int, root: int = 0, slices: int | None = None) -> Schedule:
-    """Copy the root's buffer to all ranks, along root, root + 1, ... modulo p, in `slices` equal
-    parts.
+    """Copy the root's buffer to all along root, root + 1, ... modulo p, in `slices` equal parts.
 
     Cost: p - 2 + slices steps, in each of which a rank sends one slice; the buffer sent per rank.
     None makes 4p - 7 slices (1 for less than two ranks): then the steps together carry at most 5/4

@@ -135,11 +135,11 @@ def all_reduce(p: int) -> Schedule:
 
 @lru_cache
 def one_shot(p: int) -> Schedule:
-    """Sum over all ranks at every rank in one step: each sends its buffer to all, and adds all up
-    in order of ranks.
+    """Sum over all ranks at every rank in one step: each sends its buffer to all others.
 
-    So a sum has the same bits as that of `all_reduce`. Cost: 1 step; p - 1 buffers sent per rank.
-    Raises `UsageError` for more than 16 ranks, as each receives all buffers.
+    Each adds all up in order of ranks. So a sum has the same bits as that of `all_reduce`. Cost: 1
+    step; p - 1 buffers sent per rank. Raises `UsageError` for more than 16 ranks, as each receives
+    all buffers.
 
     >>> print(one_shot(3))
     one-shot: 3 ranks, 1 chunk
@@ -178,8 +178,7 @@ def all_to_all(p: int) -> Schedule:
 
 @lru_cache
 def pairwise_all_to_all(p: int) -> Schedule:
-    """Copy chunk s * p + d from rank s to rank d, for all s and d, one at a time: in step k to s +
-    k, modulo p.
+    """Copy chunk s * p + d from rank s to rank d for all s and d: in step k to s + k, modulo p.
 
     Cost: p - 1 steps; a rank sends one of the p * p chunks in each.
 
@@ -200,8 +199,7 @@ def pairwise_all_to_all(p: int) -> Schedule:
 
 @lru_cache
 def all_reduce_within(x: int, between: Schedule) -> Schedule:
-    """Sum over ``x * y`` ranks at every rank: within groups of `x`, then `between` the y groups,
-    then within them.
+    """All-reduce ``x * y`` ranks: within groups of `x`, `between` the y groups, then within.
 
     Rank r is in place ``r % x`` of group ``r // x``. Cost: 2 steps and those of `between`; a rank
     sends 2(x - 1)/x of the buffer within its group, and 1/x of what `between` sends.
@@ -290,8 +288,9 @@ def _limited(p: int) -> int:
 
 
 MOST_TRIED = 64
-"""Most ranks of a node that ``commrt plan`` lets exchange with all others at once. Between nodes it
-does not: many that send to one node at once share its card, which no price knows.
+"""Most ranks of a node that ``commrt plan`` lets exchange with all others at once.
+
+Between nodes it does not: many that send to one node at once share its card, which no price knows.
 """
 
 

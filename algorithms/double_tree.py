@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The double binary tree: few steps and nearly as few bytes as a ring, by two trees with half of
-the buffer each.
+"""The double binary tree: a tree for each half of the buffer; few steps, nearly a ring's bytes.
 
 Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
 2009. In one tree the leaves are every other rank; the other tree has its leaves where the first has
@@ -26,8 +25,7 @@ MAX_SLICES = 1 << 12
 
 
 def parents(p: int) -> IntArray:
-    """Return the parent of each rank [p] in the first tree: rank 0 is the root, and odd ranks are
-    leaves.
+    """Return the parent of each rank [p] in the first tree: rank 0 is the root, odd ranks leaves.
 
     >>> parents(8).tolist()
     [-1, 2, 4, 2, 0, 6, 4, 6]
@@ -40,9 +38,7 @@ def parents(p: int) -> IntArray:
 
 
 def second_tree(p: int) -> IntArray:
-    """Return which rank takes each place of the second tree,
-    so that odd places are not odd ranks.
-    """
+    """Return the rank in each place of the second tree, so that odd places are not odd ranks."""
     places = np.arange(p)
     return p - 1 - places if p % 2 == 0 else (places + 1) % p
 
@@ -58,8 +54,7 @@ def _depths(up: IntArray) -> IntArray:
 
 @lru_cache
 def all_reduce(p: int, slices: int | None = None) -> Schedule:
-    """Sum over all ranks at every rank: each slice climbs to the root of its tree, and comes down
-    again.
+    """Sum over all ranks at every rank: each slice climbs to its tree's root, and comes down again.
 
     Cost: slices + 2 D - 1 steps for trees of depth D = ceil(log2(p)); a rank sends at most 2
     buffers. None makes 8 D slices: then trees that fill and empty take a fifth of the steps.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gossip: in each step every rank exchanges with one other, and partners change, so that all values
-spread to all.
+"""Gossip: in each step every rank exchanges with one other, and partners change.
 
 Daily, Vishnu, Siegel, Warfel and Amatya, "GossipGraD: Scalable Deep Learning using Gossip
 Communication based Asynchronous Gradient Descent", 2018. In a period of ``ceil(log2 p)`` steps each
@@ -30,8 +29,7 @@ LATE_WEIGHT = 0.25
 
 
 def period(p: int) -> int:
-    """Return the steps until each rank's value has reached all ranks: ``ceil(log2 p)``, and 1 for
-    one rank.
+    """Return the steps until each rank's value has reached all: ``ceil(log2 p)``, 1 for one rank.
 
     >>> [period(p) for p in (1, 2, 3, 4, 5, 100)]
     [1, 1, 2, 2, 3, 7]
@@ -73,10 +71,10 @@ def hypercube(p: int, k: int, weight: float = WEIGHT) -> Schedule:
 
 @lru_cache
 def permutation(p: int, number: int, seed: int) -> IntArray:
-    """Return the permutation of ranks in period `number`: entry i takes the part of rank i. Period
-    0 has the identity.
+    """Return the permutation of ranks in period `number`: entry i takes the part of rank i.
 
-    It is the same on every machine, and does not touch the global random number generators.
+    Period 0 has the identity. All periods are the same on every machine, and do not touch the
+    global random number generators.
     """
     if number == 0:
         return np.arange(p)
@@ -154,9 +152,7 @@ class Gossip:
 
     @property
     def trained_by(self) -> str:
-        """Return the module whose ``attach`` trains a model so; gradients travel as in synchronous
-        training.
-        """
+        """Return the module whose ``attach`` trains so: with gradients, the synchronous one."""
         return "commrt.gossip.gossip_replica" if self.payload == "weights" else SYNCHRONOUS
 
     @property
@@ -176,8 +172,7 @@ class Gossip:
         return period(self._rows(ranks))
 
     def among(self, ranks: int) -> Gossip:
-        """Return this algorithm, or the most similar one that takes `ranks` ranks, for use after
-        ranks were lost.
+        """Return this algorithm, or the most similar one for `ranks` ranks, after ranks were lost.
 
         >>> Gossip("hypercube").among(7).topology, Gossip(within=4).among(6).within
         ('dissemination', 1)

@@ -79,11 +79,10 @@ def all_reduce(p: int) -> Schedule:
 
 @lru_cache
 def doubling(p: int) -> Schedule:
-    """Recursive doubling, for short buffers: in step k ranks whose numbers differ in bit k exchange
-    the whole buffer.
+    """Recursive doubling: in step k ranks whose numbers differ in bit k exchange the whole buffer.
 
-    All ranks get the same bits, because a + b and b + a are equal. Ranks beyond the largest power
-    of two are folded in.
+    For short buffers. All ranks get the same bits, because a + b and b + a are equal. Ranks beyond
+    the largest power of two are folded in.
 
     Cost: log2(p) steps, each sending the buffer, for a power of two; otherwise 2 steps more, and
     one buffer more at the busiest rank.
@@ -104,8 +103,7 @@ def doubling(p: int) -> Schedule:
 
 
 def _mirrored(p: int) -> list[int]:
-    """Return each rank with its bits in reverse order, so that the largest messages go to
-    neighbours.
+    """Return each rank with its bits reversed, so that the largest messages go to neighbours.
 
     >>> _mirrored(8)
     [0, 4, 2, 6, 1, 5, 3, 7]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that several algorithms share: a schedule backwards or folded, chunks that wrap around,
-checked arguments.
-"""
+"""Parts of several algorithms: schedules backwards or folded, chunks that wrap, argument checks."""
 
 from __future__ import annotations
 
@@ -13,13 +11,11 @@ from commrt.errors import ScheduleError, UsageError
 from commrt.schedule import ADD, COPY, Combine, IntArray, Schedule, Step
 
 MAX_HELPERS = 8
-"""Most helpers per extra rank: NCCL runs up to 8 point-to-point operations of a group in one batch.
-"""
+"""Most helpers per extra rank: NCCL batches up to 8 point-to-point operations of a group."""
 
 
 def backwards(schedule: Schedule, combine: Combine, name: str | None = None) -> Schedule:
-    """Return `schedule` with its steps in reverse order, senders and receivers exchanged, all
-    combining by `combine`.
+    """Return `schedule` in reverse: senders and receivers exchanged, all combining by `combine`.
 
     With ADD, a broadcast becomes a reduce, and an all-gather becomes a reduce-scatter. With COPY, a
     scatter becomes a gather. The result is right only if `schedule` brings each chunk to each rank
@@ -42,8 +38,7 @@ def backwards(schedule: Schedule, combine: Combine, name: str | None = None) -> 
 
 
 def wrapped(src: IntArray, dst: IntArray, first: IntArray, count: IntArray, p: int) -> Step:
-    """Return a step that copies chunks ``first, first + 1, ...`` modulo `p`, `count` of them, from
-    `src` to `dst`.
+    """Return a step that copies `count` chunks from `first` on, modulo `p`, from `src` to `dst`.
 
     A range that passes chunk p - 1 becomes two transfers. `count` is at most `p`.
 
@@ -64,8 +59,7 @@ def wrapped(src: IntArray, dst: IntArray, first: IntArray, count: IntArray, p: i
 
 
 def two_levels(scatter: Schedule, between: Schedule, gather: Schedule, name: str) -> Schedule:
-    """Return a schedule over a grid: `scatter` along rows, `between` along columns, `gather` along
-    rows.
+    """Return a grid schedule: `scatter` along rows, `between` along columns, `gather` along rows.
 
     `scatter` is a reduce-scatter and `gather` an all-gather over the X ranks of a row, `between` an
     all-reduce or an exchange over the Y ranks of a column. Rank r is in column ``r % X`` of row ``r
@@ -87,8 +81,7 @@ def two_levels(scatter: Schedule, between: Schedule, gather: Schedule, name: str
 
 
 def folded(core: Schedule, ranks: int) -> Schedule:
-    """Return an all-reduce on `ranks` ranks, made of `core`, an all-reduce on the first
-    ``core.ranks`` of them.
+    """Return an all-reduce on `ranks` ranks made of `core`, one on the first ``core.ranks``.
 
     The extra ranks send their buffers to core ranks in one step before it, and receive the result
     in one step after it. Each has several core ranks as helpers, a slice of the buffer each, so
@@ -120,9 +113,7 @@ def folded(core: Schedule, ranks: int) -> Schedule:
 
 
 def _slices(core: int, extras: int, chunks: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return columns (extra, helper, lo, hi): the helpers of extra rank i are core ranks h with h %
-    extras == i.
-    """
+    """Return columns (extra, helper, lo, hi): extra i's helpers are core ranks i modulo extras."""
     rows: list[tuple[int, int, int, int]] = []
     for i in range(extras):
         helpers = range(i, core, extras)[: min(MAX_HELPERS, chunks)]

@@ -18,9 +18,7 @@ from commrt.schedule import Algorithm, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The ranks that ``commrt plan`` is asked about: `per_node` consecutive ones share a node of
-    `cards` network cards.
-    """
+    """Ranks to plan for: `per_node` consecutive ones share a node of `cards` network cards."""
 
     ranks: int
     per_node: int = 1
@@ -38,9 +36,7 @@ class Shape(NamedTuple):
 
     algorithm: Algorithm
     steps: int = 0
-    """Its steps, if they are so many on many ranks that only those are priced that may be the best;
-    0: always price it.
-    """
+    """Its steps, if so many that it is priced only where it may be the best; 0: always price it."""
 
 
 def no_shapes(_: Nodes) -> Iterable[Shape]:

@@ -114,12 +114,12 @@ def all_reduce_on_rings(nodes: int, per_node: int, count: int) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """All-reduce on several rings, one per network card of a node, as NCCL's rings are; see
-    `all_reduce_on_rings`.
+    """All-reduce on several rings, one per network card of a node, as NCCL's rings are.
 
-    `per_node` consecutive ranks share a node; by default as many as there are rings, or the largest
-    divisor of that by which the ranks fill nodes. There are at most as many rings as ranks in a
-    node. Raises `UsageError` for ranks that do not fill nodes of a given `per_node`.
+    See `all_reduce_on_rings`. `per_node` consecutive ranks share a node; by default as many as
+    there are rings, or the largest divisor of that by which the ranks fill nodes. There are at most
+    as many rings as ranks in a node. Raises `UsageError` for ranks that do not fill nodes of a
+    given `per_node`.
 
     >>> Rings(8).schedule(0, 16).name
     '8 rings'
@@ -150,14 +150,13 @@ class Rings:
 
 
 COMPARED_RANKS = 1024
-"""Up to so many ranks ``commrt plan`` prices the ring, or the rings, whatever they cost, to compare
-with.
-"""
+"""Up to so many ranks ``commrt plan`` prices rings whatever they cost, to compare with."""
 
 
 def _shapes(nodes: Nodes) -> Iterator[Shape]:
-    """Yield the ring, or where nodes have several network cards as many rings as these, as NCCL
-    has: one ring might use one card, and all else would look fast beside it.
+    """Yield the ring, or as many as nodes have network cards, as NCCL has.
+
+    One ring might use one card, and all else would look fast beside it.
     """
     count = min(nodes.cards, nodes.within)
     steps = _all_reduce_steps(nodes.ranks) if nodes.ranks > COMPARED_RANKS else 0

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any algorithm on slices of the buffer in turn, so that one slice is combined while the next one
-is transferred.
-"""
+"""Any algorithm on slices of the buffer: one is combined while the next one is transferred."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ class Sliced:
 
 @lru_cache  # one object for equal arguments, as proofs and programs are cached by it
 def in_slices(schedule: Schedule, slices: int) -> Schedule:
-    """Return the same schedule on each of `slices` equal parts of the buffer, a step of each in
-    turn.
+    """Return `schedule` on each of `slices` equal parts of the buffer, a step of each in turn.
 
     Cost: `slices` times the steps, the same bytes.
     """

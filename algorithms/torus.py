@@ -43,8 +43,7 @@ def all_reduce(x: int, y: int) -> Schedule:
 
 
 def both_ways(x: int, y: int) -> Schedule:
-    """Sum half of the buffer row-first and half column-first, in the same steps, so that all links
-    are always busy.
+    """Sum half of the buffer row-first and half column-first, so that all links are always busy.
 
     Cost: the steps and bytes of `all_reduce`, each step using two peers.
     """

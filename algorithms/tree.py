@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binomial tree: broadcast, reduce, scatter and gather in a logarithmic number of steps, or
-with a ring in parts.
+"""The binomial tree: broadcast, reduce, scatter, gather in log2(p) steps, or in parts with a ring.
 
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
 2005.
@@ -104,10 +103,9 @@ def gather(p: int, root: int = 0) -> Schedule:
 
 @lru_cache
 def broadcast_in_parts(p: int, root: int = 0) -> Schedule:
-    """Copy the root's buffer to all ranks, for long buffers: a tree scatters it, a ring gathers it
-    (van de Geijn).
+    """Copy the root's buffer to all: a tree scatters it, a ring gathers it (van de Geijn).
 
-    Cost: ceil(log2(p)) + p - 1 steps; the root sends 2(p - 1)/p of the buffer.
+    For long buffers. Cost: ceil(log2(p)) + p - 1 steps; the root sends 2(p - 1)/p of the buffer.
 
     >>> print(broadcast_in_parts(2))
     scatter-gather broadcast: 2 ranks, 2 chunks
@@ -119,8 +117,7 @@ def broadcast_in_parts(p: int, root: int = 0) -> Schedule:
 
 @lru_cache
 def reduce_in_parts(p: int, root: int = 0) -> Schedule:
-    """Sum all ranks' buffers at the root: a ring sums them, one part at each rank, and a tree
-    gathers the parts.
+    """Sum all ranks' buffers at the root: a ring sums a part at each rank, a tree gathers them.
 
     Cost: p - 1 + ceil(log2(p)) steps. The busiest rank sends at most 3/2 of the buffer: (p - 1)/p,
     and what `gather` sends.

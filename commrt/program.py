@@ -19,9 +19,7 @@ from commrt.nccl_groups import nccl_groups
 from commrt.schedule import COPY, Combine, IntArray, Schedule, Step, require_valid
 
 PROGRAMS_KEPT = 64
-"""Programs that `member_program` remembers, by schedule and rank of the schedule; schedules of
-`permuted_program`.
-"""
+"""Programs kept by `member_program`, by schedule and its rank; schedules by `permuted_program`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,9 @@ class Program:
 
 
 def program(schedule: Schedule, rank: int) -> Program:
-    """Return the program of `rank`; O(transfers of the whole schedule). Raises `ScheduleError` for
-    invalid transfers.
+    """Return the program of `rank`, in O(transfers of the whole schedule).
+
+    Raises `ScheduleError` for invalid transfers.
 
     >>> from commrt.schedule import ADD
     >>> swap = Schedule("swap", 2, 1, lambda: iter([Step.of([0, 1], [1, 0], 0, 1, ADD)]))
@@ -110,8 +109,7 @@ _COMBINES = [*Combine]
 
 
 def member_program(schedule: Schedule, members: Sequence[int], rank: int, ranks: int) -> Program:
-    """Return the program of `rank` where ``members[i]``, of a world of `ranks`, runs rank i of
-    `schedule`.
+    """Return the program of `rank` where ``members[i]``, of `ranks`, runs rank i of `schedule`.
 
     The result equals that of ``schedule.over(members, ranks)``, but for NCCL groups. Repeated
     calls, with any members, cost only O(transfers of this rank): a quorum gives a rank another
@@ -136,9 +134,7 @@ _program_kept = lru_cache(PROGRAMS_KEPT)(program)
 
 
 def permuted_program(schedule: Schedule, members: IntArray, rank: int, ranks: int) -> Program:
-    """Return what `member_program` does; keeps all transfers of a short schedule, as `members`
-    often change places.
-    """
+    """Return what `member_program` does; keeps all of a short schedule, as `members` change."""
     hops = []
     place = int(np.flatnonzero(members == rank)[0])
     for step in _steps_kept(schedule):
@@ -153,8 +149,7 @@ def _steps_kept(schedule: Schedule) -> list[Step]:
 
 
 def chunk_bounds(numel: int, chunks: int, granule: int = 1) -> list[int]:
-    """Return the bounds [chunks + 1] that cut `numel` elements evenly, each at a multiple of
-    `granule`.
+    """Return bounds [chunks + 1] that cut `numel` elements evenly, at multiples of `granule`.
 
     With fewer granules than chunks, the last chunks are empty and start at `numel`.
 

@@ -45,9 +45,10 @@ class Combine(IntEnum):
 COPY = Combine.COPY
 """Overwrite the receiver's own value."""
 ADD = Combine.ADD
-"""Add to the receiver's own value. What one range of chunks receives in a step is added in order of
-ranks, the receiver's own value in its place, and rounded once; ranges that overlap are added one
-after the other, by (lo, hi).
+"""Add to the receiver's own value.
+
+What one range of chunks receives in a step is added in order of ranks, the receiver's own value in
+its place, and rounded once; ranges that overlap are added one after the other, by (lo, hi).
 """
 MIX = Combine.MIX
 """Move the receiver's own value towards the received one: ``own += weight * (received - own)``."""
@@ -73,8 +74,7 @@ class Step:
     """Share of the received value where `combine` is MIX, else 0."""
 
     def __post_init__(self) -> None:
-        # Digests compare bytes, so steps that move the same must have the same dtypes and the same
-        # unused weights.
+        # digests compare bytes: equal moves need equal dtypes, and equal weights that are not used
         columns = [
             _int_column(name, getattr(self, name)) for name in ("src", "dst", "lo", "hi", "combine")
         ]
@@ -98,8 +98,7 @@ class Step:
         combine: Combine,
         weight: float = 0.5,
     ) -> Step:
-        """Build a step from scalars or arrays, broadcast against each other, a transfer for each
-        entry of the result.
+        """Build a step from scalars or arrays, broadcast against each other: a transfer per entry.
 
         >>> print(Step.of(src=[0, 1], dst=[1, 0], lo=0, hi=2, combine=ADD))
         add  0->1 [0:2)  1->0 [0:2)
@@ -132,11 +131,10 @@ class Step:
         return _derived(*(column[keep] for column in self.columns))
 
     def canonical(self) -> Step:
-        """Return the same transfers sorted by (src, dst, lo), without empty ones, adjacent ranges
-        to one peer merged.
+        """Return the same transfers sorted by (src, dst, lo), adjacent ranges to one peer merged.
 
-        Both ends of a transfer derive their program from this form, so they agree on order and
-        sizes.
+        Empty ones are left out. Both ends of a transfer derive their program from this form, so
+        they agree on order and sizes.
         """
         full = self if (self.hi > self.lo).all() else self.rows(self.hi > self.lo)
         step = full.rows(np.lexsort((full.hi, full.lo, full.dst, full.src)))
@@ -151,9 +149,7 @@ class Step:
         return _derived(src, dst, lo, step.hi[last], combine, weight)
 
     def text(self, limit: int = 16) -> str:
-        """Return one line such as ``add  0->1 [2:3)  1->2 [0:1)``,
-        with at most `limit` transfers.
-        """
+        """Return a line such as ``add  0->1 [2:3)  1->2 [0:1)``: at most `limit` transfers."""
         words: list[str] = []
         previous = ""
         for src, dst, lo, hi, combine, weight in zip(
@@ -170,8 +166,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """A collective as data: `steps()` yields the steps anew each time, lazily. Raises `UsageError`
-    for bad fields.
+    """A collective as data: `steps()` yields the steps anew each time, lazily.
+
+    Raises `UsageError` for bad fields.
 
     >>> both = Step.of([0, 1], [1, 0], 0, 1, ADD)
     >>> swap = Schedule("swap", ranks=2, chunks=1, steps=lambda: iter([both]))
@@ -189,9 +186,7 @@ class Schedule:
     """
     steps: Callable[[], Iterator[Step]]
     renames: tuple[Schedule, IntArray] | None = field(default=None, init=False, repr=False)
-    """A schedule and its order, if `renamed` has made this one of them; what is proven of the one
-    holds for the other.
-    """
+    """A schedule and its order, if this is that one `renamed`; what is proven of it holds here."""
 
     def __post_init__(self) -> None:
         for what, number in {"ranks": self.ranks, "chunks": self.chunks}.items():
@@ -209,9 +204,7 @@ class Schedule:
             )
 
     def checked_steps(self) -> Iterator[Step]:
-        """Yield each of `steps()`; raise `ScheduleError` if it fails, yields something else, or
-        does not end.
-        """
+        """Yield each of `steps()`; `ScheduleError` if it fails, never ends or yields no step."""
         try:
             for number, step in enumerate(self.steps()):
                 self._check(number, step)
@@ -239,11 +232,10 @@ class Schedule:
         return Schedule(label, self.ranks, self.chunks, lambda: chain(self.steps(), after.steps()))
 
     def over(self, ranks: ArrayLike, world: int | None = None, shift: ArrayLike = 0) -> Schedule:
-        """Return the same schedule with ``ranks[i]``, of a world of `world` ranks (default: as
-        many), as rank i.
+        """Return the same schedule with ``ranks[i]``, of a world of `world` ranks, as rank i.
 
-        With `ranks` [copies, ranks] all copies run at once, one per row; copy c works `shift[c]`
-        chunks further up.
+        By default `world` is as many as the schedule has. With `ranks` [copies, ranks] all copies
+        run at once, one per row; copy c works `shift[c]` chunks further up.
         """
         copies = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
         up = np.broadcast_to(np.asarray(shift, dtype=np.int64), len(copies))[:, None]
@@ -271,9 +263,7 @@ class Schedule:
         return Schedule(self.name, size, self.chunks, steps)
 
     def renamed(self, order: IntArray) -> Schedule:
-        """Return the same schedule with ``order[i]`` as rank i; `order` [ranks] has each rank once,
-        which is not checked.
-        """
+        """Return the same schedule with ``order[i]`` as rank i; `order` [ranks] is not checked."""
 
         def steps() -> Iterator[Step]:
             for s in self.steps():
@@ -345,8 +335,7 @@ SYNCHRONOUS = "commrt.training.synchronous"
 
 
 class Algorithm(Protocol):
-    """What `attach` takes as its algorithm: an object that gives the schedule of each training
-    step.
+    """What `attach` takes as its algorithm: it gives the schedule of each training step.
 
     `schedule` is a pure function of the object's fields, the step and the rank count, so every rank
     computes the same schedule. Implementations are small frozen dataclasses, so their ``repr`` says
@@ -400,9 +389,7 @@ def beside(schedules: Iterable[Schedule], name: str | None = None) -> Schedule:
 
 
 def malformed(step: Step, ranks: int, chunks: int) -> Iterator[tuple[Step, str]]:
-    """Yield, for each kind of invalid transfer, the first one in `step` and a description of what
-    is wrong.
-    """
+    """Yield for each kind of invalid transfer the first in `step`, and what is wrong with it."""
     low = np.minimum(step.src, step.dst)
     high = np.maximum(step.src, step.dst)
     outside = f"carries chunks outside 0..{chunks - 1} or a range that ends before it starts"
@@ -421,9 +408,7 @@ def malformed(step: Step, ranks: int, chunks: int) -> Iterator[tuple[Step, str]]
 
 
 def require_valid(step: Step, schedule: Schedule) -> Step:
-    """Return `step` if `schedule` can run it, else raise `ScheduleError`; a transfer to oneself is
-    harmless.
-    """
+    """Return `step` if `schedule` can run it, else raise `ScheduleError`; self-sends are fine."""
     for transfer, what in malformed(step, schedule.ranks, schedule.chunks):
         if what != ITSELF:
             raise ScheduleError(
@@ -439,9 +424,7 @@ def _hold(step: Step, *columns: NDArray[Any]) -> Step:
 
 
 def _derived(*columns: NDArray[Any]) -> Step:
-    """Return the step of columns that come from a checked step's, and so need no check: a proof
-    makes many.
-    """
+    """Return the step of columns made from a checked step's, unchecked: a proof makes many."""
     return _hold(object.__new__(Step), *columns)
 
 

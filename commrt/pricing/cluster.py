@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster as a cost model sees it: latencies and bandwidths of its links, and which ranks share a
-port.
+"""A cluster as a cost model sees it: latency and bandwidth of links, and which ranks share one.
 
 A cluster is described in a TOML file. The built-in ones lie in ``clusters`` beside this module.
 Ranks fill one node after the other. Bandwidths are those of one direction, in GB (10^9 bytes) per
@@ -31,19 +30,13 @@ SMALLEST_SPEED = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Links inside a node: each rank has one port for what it sends and
-    one for what it receives.
-    """
+    """Links inside a node: each rank has one port to send and one to receive."""
 
     latency_us: float
-    """From the call until the first byte arrives, of a transfer between two ranks that are both
-    ready.
-    """
+    """From the call until the first byte arrives, between two ranks that are both ready."""
     gbytes_per_s: float
     bus_gbytes_per_s: float | None = None
-    """What all ranks of a node send each other together, as through shared memory; None for no
-    limit.
-    """
+    """What all ranks of a node send each other, as through shared memory; None for no limit."""
 
     def __post_init__(self) -> None:
         _require_numbers("within", latency_us=self.latency_us)
@@ -109,30 +102,19 @@ class Cluster:
     """Number of nodes; None for any number."""
     racks: Racks | None = None
     reduce_gbytes_per_s: float | None = None
-    """Speed at which a rank adds what it receives, in bytes received; None if that takes no time.
-    """
+    """Speed at which a rank adds what it receives, in bytes received; None for no time."""
     pack_gbytes_per_s: float | None = None
-    """Speed at which a rank packs or unpacks a bucket, in bytes on the wire; None if that takes no
-    time.
-    """
+    """Speed at which a rank packs or unpacks a bucket, in bytes on the wire; None for no time."""
     compute: Mapping[str, float] = field(default_factory=dict)
     """Samples (images, say) per second and GPU at full speed, by model."""
     message_us: float = 0.0
-    """What a step takes a rank for each further message, if it sends and receives more than one
-    each.
-    """
+    """Time of each further message of a rank in a step, after one sent and one received."""
     group_us: float = 0.0
-    """What a step takes for each further NCCL group, if it is sent in several
-    (`commrt.nccl_groups`).
-    """
+    """Time of each further NCCL group, if a step is sent in several (`commrt.nccl_groups`)."""
     code_gbytes_per_s: float | None = None
-    """Speed at which a rank turns values into codes, or back, in bytes of fp32; None if that takes
-    no time.
-    """
+    """Speed at which a rank makes codes of values, or back, in bytes of fp32; None for no time."""
     kernel_efficiency: Mapping[int, float] = field(default_factory=dict)
-    """Share of full speed that kernels reach, by samples per rank in a step; empty if that is
-    always 1.
-    """
+    """Share of full speed that kernels reach, by samples per rank in a step; empty: always 1."""
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {
@@ -162,9 +144,7 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the built-in cluster `name`, or the cluster of the TOML file `name`; raises
-        `UsageError`.
-        """
+        """Return the built-in cluster or the one of the TOML file `name`; raises `UsageError`."""
         if name in builtin_clusters():
             return cls.parsed(FOLDER.joinpath(f"{name}.toml").read_text(encoding="utf-8"), name)
         path = Path(name)
@@ -283,9 +263,7 @@ def _require_numbers(
 
 
 def _shares_by_samples(what: str, given: Mapping[Any, Any]) -> dict[int, float]:
-    """Return `kernel_efficiency` in order of the samples, which TOML gives as text; raise
-    `UsageError`.
-    """
+    """Return `kernel_efficiency` by samples, which TOML gives as text; raise `UsageError`."""
     found = dict[int, float]()
     for samples, share in given.items():
         text = samples if isinstance(samples, str) else _short(samples)

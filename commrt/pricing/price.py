@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a schedule on a cluster: when each rank is done, given which links its messages
-share.
+"""The price of a schedule on a cluster: when each rank is done, given which links messages share.
 
 A transfer begins when both of its ranks have finished the step before. It takes the latency of its
 path and the time of the busiest rank's further messages, and of further NCCL groups. Then it takes
@@ -60,9 +59,7 @@ class Pricing:
         """Patterns, and how many steps have each before the next one begins."""
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
-        """Return the price for a buffer of `nbytes` per rank, if ranks begin at `start_s` ([ranks]
-        or one number).
-        """
+        """Price a buffer of `nbytes` per rank; ranks begin at `start_s` ([ranks] or one number)."""
         if not 0 <= nbytes < inf:
             raise UsageError(f"{nbytes:g} bytes cannot be exchanged: give the size of the buffer")
         clock_s = np.array(
@@ -80,14 +77,12 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """The amounts that ranks send each other in a step; many steps of a schedule have the same
-    pattern.
-    """
+    """What ranks send each other in a step; many steps of a schedule have the same pattern."""
 
     src: IntArray
     dst: IntArray
     latency_s: Seconds
-    """[transfers], like `s_per_byte`."""
+    """[transfers] latency of the path, with what further messages take."""
     s_per_byte: Seconds
     """Time that the busiest link of the path needs for all that passes it, per byte of a chunk."""
     adding_s_per_byte: Seconds
@@ -99,8 +94,7 @@ class Pattern:
     """Time of further NCCL groups, by the most bytes of a message."""
 
     def play(self, clock_s: Seconds, chunk_nbytes: float, times: int) -> Seconds:
-        """Return when each rank has finished `times` steps that follow each other, if it was ready
-        at `clock_s`.
+        """Return when each rank has finished `times` such steps, if it was ready at `clock_s`.
 
         Once a step takes all ranks equally long, every later one does: a common delay of all begins
         delays all ends.
@@ -192,9 +186,7 @@ def _messages_us(src: IntArray, dst: IntArray, cluster: Cluster, ranks: int) -> 
 def _busiest_link(
     src: IntArray, dst: IntArray, near: NDArray[np.bool_], chunks: Seconds, cluster: Cluster
 ) -> Seconds:
-    """Return [transfers] the seconds per byte of a chunk, for all that passes the busiest link of
-    each path.
-    """
+    """Return [transfers] the seconds per byte of a chunk at the busiest link of each path."""
     node = cluster.gpus_per_node
     rack = node if cluster.racks is None else node * cluster.racks.nodes
     links = [
@@ -216,9 +208,7 @@ def _shared(
     group: int,
     bytes_per_s: float,
 ) -> Seconds:
-    """Return [transfers] the time of the busier port, of the sender's group and the receiver's, for
-    what `passes`.
-    """
+    """Return [transfers] the time of the busier group's port, if the transfer `passes` it."""
     if bytes_per_s == inf or not passes.any():
         return np.zeros(len(chunks))
     sender = src // group

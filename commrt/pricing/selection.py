@@ -19,17 +19,13 @@ from commrt.proof.spec import collective_of
 from commrt.schedule import Schedule
 
 WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
-"""What a slice of a call has on the wire at most, over all slots, by device; in an all-to-all, each
-way.
-"""
+"""Most bytes of a slice on the wire, over all slots, by device; in an all-to-all, each way."""
 ALIGNMENT_NBYTES = 256
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
 KEPT = 4
-"""For so many collectives and roots what is priced is remembered: much more than its price."""
+"""Collectives and roots whose pricings are remembered: each is much larger than its price."""
 PROVEN_RANKS = 256
-"""A proof takes time and memory as ranks to the third, or to the fourth for all_to_all: a second
-here.
-"""
+"""A proof's time and memory go as ranks to the third (all_to_all: fourth): a second here."""
 
 
 class Choice(NamedTuple):
@@ -52,8 +48,7 @@ class Candidate(NamedTuple):
 def choices(
     cluster: Cluster, collective: str, ranks: Sequence[int], piece_nbytes: float, root: int = 0
 ) -> list[Choice]:
-    """Return the schedules of `collective` among `ranks` of a cluster, the one that ends soonest
-    first.
+    """Return the schedules of `collective` among `ranks` of a cluster, the soonest to end first.
 
     `piece_nbytes` is the size of what one rank has for, or gets from, one other; of the whole
     buffer for broadcast, reduce and all_reduce. Ties go to the schedule with fewer steps.
@@ -88,8 +83,7 @@ def slots_of(collective: str, ranks: int) -> int:
 
 
 def slice_nbytes(collective: str, ranks: int, device: str) -> int:
-    """Return how much of each piece travels at once: the same on all ranks, and a multiple of all
-    dtypes.
+    """Return the bytes of each piece that travel at once: alike on all ranks, whole in all dtypes.
 
     >>> slice_nbytes("all_reduce", 4, "cpu"), slice_nbytes("all_gather", 4, "cpu")
     (4194304, 1048576)
@@ -108,8 +102,7 @@ def size_class(piece_nbytes: int) -> int:
 
 
 class Selection:
-    """Chooses the schedules of one group of ranks: once for each collective, root and size class,
-    then from memory.
+    """Chooses the schedules of a group of ranks, once per collective, root and size class.
 
     What is chosen is proven first, up to `PROVEN_RANKS` ranks; for classes see `size_class`.
     `ranks` [group] are the places of the group's ranks in the cluster; `forced` names schedules to
@@ -149,9 +142,7 @@ class Selection:
 
 
 def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> Schedule:
-    """Return the schedule called `name`; raises `UsageError` if `collective` has none of that name
-    for `ranks`.
-    """
+    """Return the schedule `name`; raises `UsageError` if `collective` has none for `ranks`."""
     offered = candidates(collective, ranks, root)
     if name not in offered:
         known = (
@@ -164,11 +155,10 @@ def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> 
 
 
 def parse_forced(text: str, *, same_bits: bool = False) -> dict[str, str]:
-    """Return the schedules that a text such as "all_reduce=ring,broadcast=tree" names; raises
-    `UsageError`.
+    """Return the schedules that a text such as "all_reduce=ring,broadcast=tree" names.
 
-    With `same_bits` every sum is direct: of all that add all elements in one order, only this one
-    is offered for every collective and adds alike in each, in order of ranks.
+    Raises `UsageError`. With `same_bits` every sum is direct: of all that add all elements in one
+    order, only this one is offered for every collective and adds alike in each, in order of ranks.
 
     >>> parse_forced("all_reduce=ring, broadcast=tree")
     {'all_reduce': 'ring', 'broadcast': 'tree'}

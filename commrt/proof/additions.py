@@ -33,9 +33,7 @@ class Additions:
     """The orders in which a schedule adds, as far as its result has them."""
 
     orders: tuple[str, ...]
-    """The different ones, at most two: such as ``((0 + 1) + 2)``, by the ranks whose contributions
-    are added.
-    """
+    """At most two different ones, such as ``((0 + 1) + 2)``, by the ranks that contribute."""
     chunks: tuple[int, ...]
     """The first chunk that is added in each."""
 
@@ -56,8 +54,7 @@ class Additions:
 
 
 def order_of_additions(schedule: Schedule) -> Additions:
-    """Return the order in which `schedule` adds up each element; raises `UsageError` for one that
-    mixes.
+    """Return the order in which `schedule` adds each element; raises `UsageError` if it mixes.
 
     It looks at the cells (rank, chunk) that end with the most contributions, of which a correct
     all-reduce has all, and a reduction to one root those of the root. Cost: O(chunks carried), 2 s
@@ -124,7 +121,7 @@ class _Trees:
         self._ranks = ranks
         self._parts: list[tuple[int, ...]] = [()] * ranks
         self.counts = [1] * ranks
-        """Of each tree, the number of contributions that it adds."""
+        """Contributions that each tree adds."""
         self._numbers: dict[tuple[int, ...], int] = {}
 
     def sum_of(self, summands: Sequence[int]) -> int:

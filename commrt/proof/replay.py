@@ -47,7 +47,7 @@ class Traffic:
 
 
 NO_TRAFFIC = Traffic(0, 0, Fraction(0), 0)
-"""Of a schedule that is malformed, or has another shape than its collective."""
+"""Traffic of a schedule that is malformed, or has another shape than its collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ class Proof:
 
 
 def verify(schedule: Schedule, collective: Collective) -> Proof:
-    """Replay `schedule` and check it against `collective`; the proof of a wrong schedule says where
-    it is wrong.
+    """Replay `schedule` and check it against `collective`; the proof says where it is wrong.
 
     Raises `ScheduleError` if `steps()` fails or does not end, and for too many ranks or chunks for
     the memory. Cost: O(chunks carried x ranks / 64); a 32 x 32 torus takes about half a second.
@@ -122,8 +121,7 @@ def prove(schedule: Schedule, collective: Collective) -> Proof:
 
 
 def ends_alike(schedule: Schedule) -> bool:
-    """Return True if each rank ends with the same sum in all chunks, as after an all-reduce or a
-    broadcast.
+    """Return True if each rank ends with one sum in all chunks, as after all-reduce or broadcast.
 
     Then it does not matter where a buffer is cut. False for a schedule that mixes, and for sums
     that count a contribution twice. Cost: that of `verify`.
@@ -178,9 +176,7 @@ def traffic(schedule: Schedule) -> Traffic:
 
 
 def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]:
-    """Return in one pass the traffic of `schedule`, whether it mixes, and what is wrong with its
-    first bad transfer.
-    """
+    """Return in one pass traffic, if `schedule` mixes, and its first bad transfer."""
     ranks = schedule.ranks
     sent = np.zeros(schedule.ranks, dtype=np.int64)
     peers = 0
@@ -212,9 +208,7 @@ def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]
 def _replay(
     schedule: Schedule, collective: Collective, state: Masks | Weights, lo: int
 ) -> CounterExample | None:
-    """Replay the chunks of `state`, from chunk `lo` on, alone:
-    chunks never influence each other.
-    """
+    """Replay the chunks of `state` from chunk `lo` on; chunks never influence each other."""
     goal = np.ascontiguousarray(collective.goal[:, lo : lo + state.chunks]).reshape(-1)
     races = _Races(len(goal))
     at: int | None = None

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective must do: who holds which chunk before, and whose contributions each chunk has
-after.
+"""What a collective must do: who holds which chunk before, and whose contributions each has after.
 
 A `Collective` holds both as arrays over (rank, chunk). `verify` replays a schedule and checks it
 against one.
@@ -39,16 +38,15 @@ class Collective:
     A cell must end with each contribution of one of them exactly once, and no other.
     """
     total: int | None = None
-    """If given, contributions are mixed instead, by doubly stochastic weights: not negative, and
-    they sum to the total over origins for each rank, and over ranks for each origin. Whoever runs
-    the schedule divides by it.
+    """If given, contributions are mixed by doubly stochastic weights instead, whose sum it is.
+
+    The weights are not negative; they sum to it over origins for each rank, and over ranks for each
+    origin. Whoever runs the schedule divides by it.
     """
 
 
 def all_reduce(ranks: int, chunks: int, members: Sequence[int] | None = None) -> Collective:
-    """Return the collective after which every member holds the sum over the members; other ranks
-    are not checked.
-    """
+    """Return the collective that sums over the members at each; other ranks are not checked."""
     if members is None:
         return _everywhere("all_reduce", ranks, chunks)
     _require_ranks(members, ranks)
@@ -58,63 +56,47 @@ def all_reduce(ranks: int, chunks: int, members: Sequence[int] | None = None) ->
 
 
 def doubly_stochastic(ranks: int, chunks: int, total: int = 1) -> Collective:
-    """Return mixing that keeps the mean over all ranks: rows and columns of its weights sum to
-    `total`.
-    """
+    """Return mixing that keeps the mean: rows and columns of its weights sum to `total`."""
     return _everywhere("doubly_stochastic", ranks, chunks, total)
 
 
 def promise(algorithm: Algorithm, schedule: Schedule) -> Collective:
-    """Return what `schedule`, a step of `algorithm`, must do: an all-reduce, or keep the mean if it
-    mixes.
-    """
+    """Return what a step's `schedule` must do: an all-reduce, or keep the mean if it mixes."""
     row = getattr(algorithm, "mixing_row", None)
     shape = schedule.ranks, schedule.chunks
     return all_reduce(*shape) if row is None else doubly_stochastic(*shape, row)
 
 
 def reduce(ranks: int, chunks: int, root: int = 0) -> Collective:
-    """Return the collective after which the root holds the sum over all ranks; other ranks are not
-    checked.
-    """
+    """Return the collective that sums over all ranks at the root; other ranks are not checked."""
     return _all_defined("reduce", _goals(ranks, chunks, root), _all(ranks))
 
 
 def reduce_scatter(ranks: int, chunks: int) -> Collective:
-    """Return the collective that sums chunk c over all ranks at its owner, rank ``c * ranks //
-    chunks``.
-    """
+    """Return the collective that sums chunk c at its owner, rank ``c * ranks // chunks``."""
     return _all_defined("reduce_scatter", _goals(ranks, chunks, _owner(ranks, chunks)), _all(ranks))
 
 
 def all_gather(ranks: int, chunks: int) -> Collective:
-    """Return the collective that copies chunk c from its owner, rank ``c * ranks // chunks``, to
-    all ranks.
-    """
+    """Return the collective that copies chunk c from rank ``c * ranks // chunks`` to all ranks."""
     owner = _owner(ranks, chunks)
     return _copied("all_gather", owner, np.broadcast_to(owner, (ranks, chunks)))
 
 
 def gather(ranks: int, chunks: int, root: int = 0) -> Collective:
-    """Return the collective that copies chunk c from its owner, rank ``c * ranks // chunks``, to
-    the root.
-    """
+    """Return the collective that copies chunk c from rank ``c * ranks // chunks`` to the root."""
     owner = _owner(ranks, chunks)
     return _copied("gather", owner, _goals(ranks, chunks, root, owner))
 
 
 def scatter(ranks: int, chunks: int, root: int = 0) -> Collective:
-    """Return the collective that copies chunk c from the root to its owner, rank ``c * ranks //
-    chunks``.
-    """
+    """Return the collective that copies chunk c from the root to rank ``c * ranks // chunks``."""
     _require_ranks([root], ranks)
     return _copied("scatter", root, _goals(ranks, chunks, _owner(ranks, chunks), root))
 
 
 def all_to_all(ranks: int, chunks: int) -> Collective:
-    """Return the collective that copies piece ``s * ranks + d``, of ``ranks * ranks``, from rank s
-    to rank d.
-    """
+    """Return the collective that copies piece ``s * ranks + d``, of ``ranks**2``, from s to d."""
     source, target = np.divmod(_owner(ranks, chunks, pieces=ranks), ranks)
     return _copied("all_to_all", source, _goals(ranks, chunks, target, source))
 
@@ -126,8 +108,7 @@ def broadcast(ranks: int, chunks: int, root: int = 0) -> Collective:
 
 
 def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collective:
-    """Return the collective that the catalogue calls `name`; a barrier gathers a token of every
-    rank at all ranks.
+    """Return the collective called `name`; a barrier gathers a token of every rank at all ranks.
 
     >>> collective_of("scatter", ranks=2, chunks=2, root=1).goal
     array([[ 1, -1],
@@ -145,9 +126,7 @@ def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collecti
 
 
 def _everywhere(name: str, ranks: int, chunks: int, total: int | None = None) -> Collective:
-    """Return the collective of all ranks; its goal takes no memory, so that what is too large can
-    be refused.
-    """
+    """Return a collective of all ranks; its goal takes no memory: too large ones are refused."""
     return _all_defined(name, np.broadcast_to(np.int64(0), (ranks, chunks)), _all(ranks), total)
 
 
@@ -158,9 +137,7 @@ def _all_defined(
 
 
 def _goals(ranks: int, chunks: int, at: int | IntArray, family: int | IntArray = 0) -> IntArray:
-    """Return goals [ranks, chunks]: the contributions of a `family` at rank `at`, both [chunks],
-    and nothing else.
-    """
+    """Return goals [ranks, chunks]: `family` at rank `at`, both [chunks], and nothing elsewhere."""
     _require_fitting(ranks, chunks)
     _require_ranks(np.unique(at).tolist(), ranks)
     goal = np.full((ranks, chunks), ANYTHING, dtype=np.int64)
@@ -169,9 +146,7 @@ def _goals(ranks: int, chunks: int, at: int | IntArray, family: int | IntArray =
 
 
 def _copied(name: str, source: int | IntArray, goal: IntArray) -> Collective:
-    """Return the collective whose chunks only rank `source` [chunks] has at first; families are
-    single ranks.
-    """
+    """Return a collective whose chunks only `source` [chunks] has at first; families are ranks."""
     ranks, chunks = goal.shape
     defined = _goals(ranks, chunks, source) != ANYTHING
     return Collective(name, defined, goal, tuple((rank,) for rank in _all(ranks)))
@@ -203,8 +178,6 @@ def _all(ranks: int) -> tuple[int, ...]:
 
 
 def _owner(ranks: int, chunks: int, pieces: int = 1) -> IntArray:
-    """Return to which rank each chunk belongs, or to which of its `pieces`,
-    counted over all ranks.
-    """
+    """Return which rank owns each chunk, or which of its `pieces`, counted over all ranks."""
     _require_fitting(ranks, chunks)
     return np.arange(chunks, dtype=np.int64) * ranks * pieces // chunks

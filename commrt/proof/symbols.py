@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Symbolic values of a replay: whose contributions a cell holds, as bit masks (sums) or exact
-weights (mixes).
+"""Symbolic values of a replay: contributions as bit masks (sums) or exact weights (mixes).
 
 A cell is a (rank, chunk) pair, numbered ``rank * chunks + chunk``. Both kinds of state are built
 from the cells that hold a value at first; `apply` plays a step or raises `Refuted`, `check`
@@ -83,9 +82,7 @@ def _waves(dst: IntArray) -> list[IntArray]:
 
 
 class Masks:
-    """Sets of contributions as bit masks of 64-bit words [cells, words]; an undefined cell has the
-    empty set.
-    """
+    """Sets of contributions as 64-bit masks [cells, words]; empty for an undefined cell."""
 
     def __init__(self, defined: NDArray[np.bool_]) -> None:
         ranks, chunks = defined.shape
