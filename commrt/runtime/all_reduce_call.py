@@ -42,15 +42,13 @@ class AllReduce(NamedTuple):
     op: str
     shape: torch.Size
     strides: tuple[int, ...]
-    """Of a tensor without gaps."""
+    """Strides of a tensor without gaps."""
     dtype: torch.dtype
     wire: AnyWire
     device: torch.device
 
     def __str__(self) -> str:
-        """Name all that must be equal on all ranks;
-        the strides of dimensions of size 1 may differ.
-        """
+        """Name all that must be equal on all ranks; strides of dimensions of size 1 may differ."""
         strides = [
             stride if size > 1 else 0 for size, stride in zip(self.shape, self.strides, strict=True)
         ]
@@ -99,9 +97,7 @@ def check_all_reduce_call(
 
 
 def check_all_reduce(algorithm: Algorithm, wire: AnyWire | None = None) -> None:
-    """Raise `UsageError` for an algorithm that is no all-reduce, and for a wire that only `attach`
-    takes.
-    """
+    """Raise `UsageError` for an algorithm that is no all-reduce, or a wire only for `attach`."""
     require_maker("algorithm", algorithm)
     require_compatible(algorithm, wire, ["all-reduce"])
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`World.all_reduce`: sums of tensors of any shape, along an algorithm's schedule; gradients go by
-`buckets/engine`.
+"""`World.all_reduce`: tensors of any shape, by a schedule; gradients go by `buckets/engine`.
 
 Sums travel one at a time, so all share one wire buffer, as large as the largest tensor so far.
 """
@@ -76,7 +75,7 @@ class _Sum:
     packing: Packing
     scale: float
     checksum: int
-    """Of all that must be equal on all ranks, but for the tag."""
+    """Checksum of all that must be equal on all ranks but the tag."""
     residual: Tensor | None  # memory for the caller's, which may have moved since the call before
 
     def run(
@@ -116,13 +115,12 @@ class _Slice(NamedTuple):
     places: list[Tensor]
     """Where the tensor's elements lie on the wire."""
     spans: Sequence[slice]
-    """Of these elements."""
+    """Their places in the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SlicedSum(_Sum):
-    """A large sum on a CPU, a part of each chunk at a time, so that what travels stays in the
-    processor's cache.
+    """A large sum on a CPU, a part of each chunk at a time, so that what travels stays in cache.
 
     Each element is added in the same order as if all were added at once.
     """
@@ -165,8 +163,7 @@ class Sums:
         self._unconfirmed: deque[tuple[_Sum, Tag]] = deque(maxlen=UNCONFIRMED)
 
     def schedule(self, algorithm: Algorithm | None, call: AllReduce) -> Schedule:
-        """Return the proven schedule for the members; raises `UsageError` or `ScheduleError` if
-        there is none.
+        """Return the members' proven schedule; raises `UsageError` or `ScheduleError` if none.
 
         Without an `algorithm` few bytes among few ranks take one step: a message costs more than
         its bytes.
@@ -250,9 +247,7 @@ class Sums:
         self._unconfirmed.clear()
 
     def require_no_mismatch(self) -> None:
-        """Raise `DisagreementError` if a GPU found that an earlier call was summed with a different
-        one.
-        """
+        """Raise `DisagreementError` if a GPU found that an earlier call met a different one."""
         for own, tag in self._unconfirmed:
             if own.packing.mismatched:
                 own.refuse(tag)

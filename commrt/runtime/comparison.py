@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks compare what they are about to do,
-so that those who differ learn it before anything moves.
-"""
+"""Ranks compare what they are about to do; those who differ learn it before anything moves."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class ConsistencyCheck:
         self._transport = transport
 
     def require_same_call_now(self, claim: tuple[Sequence[int], str], *_: object) -> None:
-        """Fail with a `DisagreementError` on all ranks of a `claim` if one claims another call; the
-        world goes on.
-        """
+        """Fail on all ranks of a `claim` in `DisagreementError` if one differs; the world lives."""
         ranks, call = claim
         # any error of `_gather` is of this rank alone
         if difference := _difference(self._gather(call, ranks)):
@@ -90,9 +86,7 @@ class ConsistencyCheck:
             raise error
 
     def _claims_now(self, members: Sequence[int], tag: Tag, claim: str) -> dict[int, str]:
-        """Return what the first member claims, and the first one that differs; of another call,
-        what that sends.
-        """
+        """Return the first claim and the first that differs; of another call, its message."""
         data = claim.encode()
         texts = self._gather(f"{hashlib.sha256(data).hexdigest()} {len(data)} bytes", members, tag)
         first = members[0]

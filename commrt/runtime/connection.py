@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose and connect the transport between ranks, the same on all of them; connect again in a new
-generation.
-"""
+"""Choose and connect one transport for all ranks; connect again in a new generation."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ class HostTransport(Protocol):
         local_members: Sequence[int],
         /,
     ) -> Transport:
-        """Connect `rank` with `members`, of which `local_members` are on its host, which has
-        `address`.
-        """
+        """Connect `rank` with `members`; `local_members` are on its host, which has `address`."""
 
 
 class Start(NamedTuple):
@@ -90,15 +86,12 @@ def listening_address(start: Start) -> str | None:
 
 
 def transport_called(name: str | None) -> HostTransport | None:
-    """Return the transport for host memory that COMMRT_TRANSPORT names;
-    None if that chooses none.
-    """
+    """Return the transport for host memory that COMMRT_TRANSPORT names; None if it names none."""
     return cast("HostTransport", resolve_name(TRANSPORTS[name])) if name in TRANSPORTS else None
 
 
 def suited(hosts: Sequence[str | None]) -> HostTransport:
-    """Return the transport for ranks on these `hosts`; None is one whose processes cannot share
-    memory.
+    """Return the transport for ranks on `hosts`; None: processes there cannot share memory.
 
     It is shared memory on one host, Gloo where each rank has a host of its own, and both at once
     otherwise.
@@ -200,10 +193,10 @@ def connect_gpu(
     device: torch.device,
     on_failure: Callable[[TransportError], None],
 ) -> Transport:
-    """Connect `members` by NCCL, and by peers' memory where possible and COMMRT_TRANSPORT allows
-    it. Collective.
+    """Connect `members` by NCCL, and by peers' memory where possible. Collective.
 
-    `on_failure` is called with an error that ends an exchange for which nobody waits.
+    COMMRT_TRANSPORT may forbid peers' memory. `on_failure` is called with an error that ends an
+    exchange for which nobody waits.
     """
     asked = chosen_transport()
     connects = resolve_name(
@@ -226,8 +219,9 @@ def require_gpu(device: torch.device | str) -> torch.device:
 
 
 def default_device(local_rank: int) -> torch.device:
-    """Return the GPU of a rank, which may see all or its own, or the CPU; raises `UsageError` for
-    too many ranks.
+    """Return the GPU of a rank, or the CPU without one; raises `UsageError` for too many ranks.
+
+    A rank may see all GPUs of its host, or only its own.
     """
     gpus = torch.cuda.device_count()
     if gpus > 1 and local_rank >= gpus:
@@ -247,9 +241,7 @@ def local_rank() -> int:
 
 
 Connect = Callable[[int, Sequence[int], float], Transport]
-"""(generation, members, timeout_s) -> a transport for host memory among them; collective, once per
-generation.
-"""
+"""(generation, members, timeout_s) -> a host-memory transport; collective, once per generation."""
 
 
 class ReconnectOptions(NamedTuple):
@@ -257,8 +249,6 @@ class ReconnectOptions(NamedTuple):
 
     connect: Connect
     towards: str | None = None
-    """An address in the network through which the ranks see each other; None if they need no
-    liveness checks.
-    """
+    """An address in the network between the ranks; None if they need no liveness checks."""
     places: int = 0
     """For how many ranks there is a place, if more than began may come."""

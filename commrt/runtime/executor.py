@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's program on a buffer: bound once to addresses, then run with as little Python as
-possible.
+"""A rank's program on a buffer: bound once, then run with as little Python as possible.
 
 What a rank copies is received in its final place. What it combines with its own data is received in
 scratch memory and combined after the exchange, so a rank may send a chunk and add to it in the same
@@ -40,9 +39,7 @@ from commrt.transport.protocol import (
 
 Combination = Callable[[], object]
 Adding = Callable[[Tensor, Sequence[Tensor]], Combination]
-"""(own, summands) -> a function that combines all from left to right into `own`, one of them, at
-each call.
-"""
+"""(own, summands) -> a function that combines all from left to right into `own`, one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +51,7 @@ class BoundHop:
     number: int
     """The step of the schedule."""
     after: int | None
-    """The latest hop whose combinations must be done before this exchange; None if there is none.
-    """
+    """The latest hop whose combinations must be done before this exchange, or None."""
     facts: dict[str, int | str]
 
 
@@ -65,9 +61,7 @@ class RunnableProgram(ABC):
     nbytes_sent: int
     """Bytes that this rank sends in one run."""
     peer_parts: Parts = NO_PARTS
-    """Parts of the buffer that are in peers' memory after `run`, where they may be read until
-    `finish`.
-    """
+    """Parts of the buffer in peers' memory after `run`, which may be read there until `finish`."""
 
     @abstractmethod
     def run(self, tag: Tag, recorder: Recorder | None = None) -> None:
@@ -81,9 +75,7 @@ class RunnableProgram(ABC):
 
 
 class Landing(NamedTuple):
-    """A receive into elements [begin, end) that no later hop uses: on a CPU `target` may be set to
-    other memory.
-    """
+    """A receive into [begin, end) that no later hop uses: on a CPU `target` may be other memory."""
 
     target: Tensor
     begin: int
@@ -142,10 +134,9 @@ class BoundProgram(RunnableProgram):
 
 
 class Scratch(dict[tuple[str, torch.device], Tensor]):
-    """Memory for programs that never run at once: by use and device, bytes from `allocate`, as many
-    as were needed.
+    """Memory from `allocate`, by use and device, for programs that never run at once.
 
-    What is bound to memory that became too small for others keeps it.
+    It grows to what was needed. What is bound to memory that became too small for others keeps it.
     """
 
     def __init__(self, allocate: Allocate = zeros) -> None:
@@ -153,9 +144,7 @@ class Scratch(dict[tuple[str, torch.device], Tensor]):
         self._allocate = allocate
 
     def row(self, numel: int, dtype: torch.dtype, device: torch.device, use: str = "") -> Tensor:
-        """Return [numel] of the memory for this `use`; its old contents stay, and nobody reads
-        them.
-        """
+        """Return [numel] of the memory for this `use`; nobody reads its old contents."""
         nbytes = numel * dtype.itemsize
         if (use, device) not in self or len(self[use, device]) < nbytes:
             self[use, device] = self._allocate(nbytes, torch.uint8, device)
@@ -172,8 +161,7 @@ def bind(
     bounds: Sequence[int] | None = None,
     add: Adding | None = None,
 ) -> BoundProgram:
-    """Bind `program` to `buffer`, a contiguous row [numel], cut into the program's chunks at
-    `bounds` [chunks + 1].
+    """Bind `program` to `buffer`, a contiguous row [numel], cut at `bounds` [chunks + 1].
 
     Without `bounds` the cut is that of `chunk_bounds`. `add` makes the functions that do what ADD
     stands for (default: sums). Programs that never run at the same time may share `scratch`; None
@@ -210,17 +198,13 @@ def bind(
 
 
 def scratch_numel(program: Program, numel: int, bounds: Sequence[int] | None = None) -> int:
-    """Return the elements of scratch that `program` needs on a buffer of `numel` elements, cut as
-    for `bind`.
-    """
+    """Return the elements of scratch of `program` on a buffer of `numel`, cut as for `bind`."""
     cut = chunk_bounds(numel, program.chunks, GRANULE) if bounds is None else bounds
     return sum(_halves(program, cut, dependencies(program.hops, program.chunks)))
 
 
 def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tuple[int, int]:
-    """Return the elements of scratch for even and odd hops; (all, 0) if every hop waits for the one
-    before it.
-    """
+    """Return the elements of scratch for even and odd hops; (all, 0) if each waits for the last."""
     even = [0]
     odd = [0]
     for hop, parity in zip(program.hops, waits.parity, strict=True):
@@ -230,9 +214,7 @@ def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tup
 
 
 class Binder:
-    """A program on `buffer`, cut at `bounds`, while its hops are bound; notes all that they
-    exchange.
-    """
+    """A program on `buffer`, cut at `bounds`, while hops are bound; notes what they exchange."""
 
     def __init__(
         self, program: Program, buffer: Tensor, transport: Transport, bounds: Sequence[int] | None
@@ -275,9 +257,7 @@ class Binder:
     def places(
         self, hop: Hop, scratch: Tensor, place_of: Callable[[Transfer], Tensor | None]
     ) -> list[Tensor]:
-        """Return the memory of each receive: ``place_of(receive)``, or the next piece of `scratch`
-        if that is None.
-        """
+        """Return each receive's memory: ``place_of(receive)``, or if None the next `scratch`."""
         places = []
         used = 0
         for each in hop.recvs:
@@ -301,8 +281,7 @@ def combinations_of(
     own_of: Callable[[Transfer], Tensor],
     add: Adding = adding,
 ) -> Iterator[Combination]:
-    """Yield what combines the receives of `hop`, which lie at `places`, with ``own_of(receive)``,
-    range by range.
+    """Yield what combines `hop`'s receives, at `places`, with ``own_of(receive)``, range by range.
 
     One kernel adds all that comes for one range, in order of ranks: `rank`'s own value is added in
     its place.
@@ -327,9 +306,7 @@ def combinations_of(
 
 
 def only_reads(hop: Hop) -> bool:
-    """Return True if no peer reads what combining changes: then senders may lend their memory until
-    the hop ends.
-    """
+    """Return True if no peer reads what combining changes: senders may lend memory for the hop."""
     apart = all(
         sent.hi <= own.lo or own.hi <= sent.lo for sent in hop.sends for own in hop.combined
     )

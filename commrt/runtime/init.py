@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`init`: how a process joins its world, through a running group, a launcher's variables,
-or alone.
-"""
+"""`init`: a process joins its world by a running group, a launcher's variables, or alone."""
 
 from __future__ import annotations
 

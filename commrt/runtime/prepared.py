@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared exchanges: proven, compared between ranks and bound to memory when they are new, and
-then only run.
-"""
+"""Prepared exchanges: proven, compared by ranks and bound to memory when new, then only run."""
 
 from __future__ import annotations
 
@@ -116,7 +114,7 @@ class Traits(NamedTuple):
 
     digest: str
     ranks: tuple[int, ...]
-    """Those that send or receive."""
+    """Ranks that send or receive."""
     combines: frozenset[int]
 
 
@@ -143,9 +141,7 @@ def cut(schedule: Schedule, row: Tensor) -> list[int]:
 
 
 def schedule_of(algorithm: Algorithm, step: int, ranks: int) -> Schedule:
-    """Return the schedule of training step `step`; raises `UsageError` if it is none of so many
-    `ranks`.
-    """
+    """Return the schedule of training step `step`; raises `UsageError` if not of `ranks`."""
     schedule = algorithm.schedule(step, ranks)
     if not isinstance(schedule, Schedule) or schedule.ranks != ranks:
         raise UsageError(

@@ -47,8 +47,7 @@ class _Run(NamedTuple):
 
 
 class PreparedRuns:
-    """The programs of `World.run`. The latest are kept, as long as their buffers live; all share
-    scratch memory.
+    """The programs of `World.run`; the latest are kept while their buffers live, and share scratch.
 
     Memory that a buffer has left, by ``buffer.data = ...``, is freed when the buffer runs again, or
     dies. An error that all ranks raise alike, before anything is sent, leaves the world usable.
@@ -133,9 +132,7 @@ def _place_of(buffer: Tensor) -> Place:
 
 
 def check_run(schedule: Schedule, buffer: Tensor, tag: Tag, ranks: int) -> None:
-    """Raise `UsageError` unless `schedule` is one of so many `ranks`, and the others are what they
-    must be.
-    """
+    """Raise `UsageError` for a `schedule` of other `ranks`, a wrong `buffer` or a wrong `tag`."""
     check_tag(tag)
     if not isinstance(buffer, Tensor):
         raise UsageError(

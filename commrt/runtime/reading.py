@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's program on a window: it reads what peers of its host send where it lies, and signals to
-them, and waits for them, before and after.
+"""A rank's program on a window: it reads what peers of its host send where it lies.
 
-For `PeersTransport`, on GPUs. No transfer needs a receive buffer, and a sum of peers is one pass
-over their memory. What ranks of other hosts send is received as in `commrt.runtime.executor`,
-within the same hop. Sums have equal bits.
+It signals to them, and waits for them, before and after. For `PeersTransport`, on GPUs. No transfer
+needs a receive buffer, and a sum of peers is one pass over their memory. What ranks of other hosts
+send is received as in `commrt.runtime.executor`, within the same hop. Sums have equal bits.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def bind_reading(
 
 
 def bind_receiving(group: P2PGroup, window: Window, transport: Transport) -> Exchange:
-    """Bind `group`, each of whose messages sends all of the buffer of `window`, or receives that of
-    a peer.
+    """Bind `group`: each message sends all of the buffer of `window`, or receives that of a peer.
 
     Receives are copied from peers of this host, and the transport moves the other messages.
     """
@@ -134,9 +132,7 @@ class _Reader(Binder):
         ]
 
     def all_messages(self) -> P2PGroup:
-        """Return what a transport exchanges: messages with ranks of other hosts; or all, if all are
-        read.
-        """
+        """Return what a transport exchanges: messages with other hosts; or all, if all are read."""
         _, remote = P2PGroup(self.sends, self.recvs).split(self._local_peers)
         return remote if self._has_remote_peers else P2PGroup(self.sends, self.recvs, reads=True)
 
@@ -192,24 +188,18 @@ class _Reader(Binder):
         return max(needs, default=0)
 
     def _is_staged(self, transfer: Transfer, number: int) -> bool:
-        """Return True for a receive that goes to scratch memory: it neither stays where it lies nor
-        lands in place.
-        """
+        """Return True for a receive that goes to scratch: it neither stays nor lands in place."""
         is_remote_sum = transfer.peer not in self._local_peers and transfer.combine != COPY
         return is_remote_sum or self._signal_waits.within[number] is not None
 
     def _place(self, number: int, each: Transfer) -> Tensor | None:
-        """Return where the receive is read: the peer's memory, its final place, or None for scratch
-        memory.
-        """
+        """Return where a receive is read: peer's memory, its final place, or None for scratch."""
         if self._is_staged(each, number):
             return None
         return self._in_peer(each) if each.peer in self._local_peers else self.own(each)
 
     def _moves(self, hop: Hop, places: Sequence[Tensor], *, lands: bool) -> tuple[Combination, ...]:
-        """Return what copies and combines the receives, which lie at `places`; `lands` where
-        nothing reads copies.
-        """
+        """Return what copies and combines receives at `places`; `lands`: nothing reads copies."""
         copies = []
         for each, place in zip(hop.recvs, places, strict=True):
             own = self.own(each)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of torch that commrt was tested with (``dev/versions.py`` does it), and what is said
-of others.
-"""
+"""Versions of torch that commrt was tested with (``dev/versions.py``); what it says of others."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _log = logging.getLogger("commrt")
 
 
 def check_torch_version(version: str = torch.__version__) -> None:
-    """Raise `UsageError` for a torch that is too old; log one line for one that is newer than all
-    that were tested.
-    """
+    """Raise `UsageError` for a torch that is too old; log one that is newer than all tested."""
     if (minor := Version(".".join(map(str, Version(version).release[:2])))) < OLDEST:
         raise UsageError(
             f"torch {version} is too old for commrt: install torch {OLDEST} or later, on every host"

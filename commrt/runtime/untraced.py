@@ -13,11 +13,10 @@ T = TypeVar("T")
 
 
 def untraced(what: T) -> T:
-    """Let torch's compiler trace neither `what`, a function or the methods of a class, nor what it
-    calls, such as numpy's functions.
+    """Keep torch's compiler from tracing `what`, a function or the methods of a class.
 
-    ``torch.compiler.disable`` would do the same, but its import takes seconds, and its wrappers
-    cost calls in each step.
+    What it calls, such as numpy's functions, is not traced either. ``torch.compiler.disable`` would
+    do the same, but its import takes seconds, and its wrappers cost calls in each step.
     """
     frames = torch._C._dynamo.eval_frame  # noqa: SLF001
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)  # noqa: SLF001

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels in place of a tensor's values: a dtype, or a quantized wire, which names the module
-that carries it.
-"""
+"""What travels for values: a dtype, or a quantized wire, which names the module that carries it."""
 
 from __future__ import annotations
 
@@ -23,18 +21,14 @@ WIRES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizedWire(Protocol):
-    """A wire of few bits, as `attach` takes it: hashable, with a ``repr`` that is equal on all
-    ranks that agree.
-    """
+    """A wire of few bits, as `attach` takes it: hashable, ``repr`` equal on ranks that agree."""
 
     carried_by: ClassVar[str]
     """The module that offers what `Carrier` says."""
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """What `commrt.options` calls it: at least "quantized wire", by which gossip and graphs
-        refuse it.
-        """
+        """What `commrt.options` calls it: at least "quantized wire", by which options refuse it."""
 
     @property
     def feedback(self) -> bool:
@@ -61,7 +55,7 @@ class StepQuantizer(Protocol):
     """Chooses the quantizer of each step; state of the communication thread."""
 
     norm: float | None
-    """Of the latest average, which a checkpoint keeps."""
+    """Norm of the latest average, which a checkpoint keeps."""
 
     def at(self, step: int) -> QuantizedWire:
         """Return the quantizer of `step`, after all of the step before was averaged."""
@@ -80,9 +74,7 @@ class Carrier(Protocol):
         """Return what chooses the quantizer of each step."""
 
     def check_residual(self, wire: QuantizedWire, residual: Tensor | None, tensor: Tensor) -> None:
-        """Raise `UsageError` unless there is a residual for `tensor` exactly where there is
-        feedback.
-        """
+        """Raise `UsageError` unless `tensor` has a residual exactly where there is feedback."""
 
     def bind_values(
         self,
@@ -130,9 +122,7 @@ def travels_as(own: torch.dtype, wire: AnyWire | None) -> AnyWire:
 
 
 def buffer_dtype(travels: AnyWire) -> torch.dtype:
-    """Return the dtype of the wire buffer of what travels:
-    fp32 for values that will be quantized.
-    """
+    """Return the dtype of the wire buffer: fp32 for values that will be quantized."""
     return torch.float32 if is_quantized(travels) else cast("torch.dtype", travels)
 
 

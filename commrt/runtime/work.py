@@ -20,8 +20,7 @@ _log = logging.getLogger("commrt")
 
 
 class Work:
-    """The handle of a transfer begun with ``async_op=True``; has the methods of torch.distributed's
-    ``Work``.
+    """A transfer begun with ``async_op=True``, with the methods of torch.distributed's ``Work``.
 
     Only the thread that began the transfer may use it. Nothing else may touch the tensor until the
     transfer is completed. The transfer ends by the world's deadline, whether anybody waits for it
@@ -88,8 +87,7 @@ class Work:
         return self._task().is_completed()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of ``[tensor]``, like torch.distributed; its ``wait()`` and ``value()``
-        raise an error.
+        """Return a future of ``[tensor]``, as torch does; ``wait()`` and ``value()`` raise errors.
 
         It is complete when this transfer is, and all that were begun before the call. Callbacks
         (``then``) run on the communication thread, or at once if it is complete. The transfers that

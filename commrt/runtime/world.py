@@ -48,8 +48,7 @@ threading._register_atexit(partial(_process_ends.append, True))  # type: ignore[
 
 @untraced
 class World:
-    """A set of ranks that can run schedules on tensors; it may lose ranks and go on
-    (`commrt.elastic`).
+    """Ranks that can run schedules on tensors; they may go on without lost ones (`commrt.elastic`).
 
     One thread of its own runs all communication, in the order of the calls: every rank must make
     the same calls in the same order. Use it as a context manager: after an error in the ``with``
@@ -69,13 +68,9 @@ class World:
         config: WorldConfig | None = None,
     ) -> None:
         self.config = config
-        """The configuration that this process must fit until it has taken a lost rank's place; None
-        for others.
-        """
+        """What this process must fit until it has taken a lost rank's place; None for others."""
         self.is_replacement = config is not None
-        """True if this process came while the others train, to the place of a lost rank or to a new
-        one.
-        """
+        """True if this process came while the others train, to a lost rank's place or a new one."""
         self.rank = transport.rank
         """This rank, 0..size-1."""
         self.founders = len(transport.members)
@@ -101,9 +96,7 @@ class World:
         self.attached = 0
         """How many models were attached so far."""
         self.joined: object = None
-        """The replica that is in ``join()``: ranks that have left it only say that they have no
-        data.
-        """
+        """The replica in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = NO_HOOKS
         self.recorder = Nvtx() if is_on("COMMRT_NVTX") else None
         self.unraised_failure: TransportError | None = None
@@ -124,16 +117,12 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The GPU for this rank's model, or the CPU where there is none; raises `UsageError` for
-        too many ranks.
-        """
+        """This rank's GPU, or the CPU without one; raises `UsageError` for too many ranks."""
         return default_device(self.local_rank)
 
     @property
     def members(self) -> Sequence[int]:
-        """The ranks that take part: all that started, until one is lost and the others go on, or
-        one comes.
-        """
+        """The ranks that take part; they change when one is lost or comes."""
         return self.membership.ranks
 
     @property
@@ -163,8 +152,7 @@ class World:
     def run(
         self, schedule: Schedule, buffer: Tensor, tag: Tag = UNNAMED, *, async_op: bool = False
     ) -> Work:
-        """Run `schedule` on `buffer` [numel] in place. Collective among the ranks that the schedule
-        names.
+        """Run `schedule` on `buffer` [numel] in place. Collective among the ranks that it names.
 
         The buffer is cut into ``schedule.chunks`` equal chunks. Other sizes are refused, unless
         each rank ends with the same sum in all chunks, as after an all-reduce or a broadcast. The
@@ -196,8 +184,9 @@ class World:
 
     @property
     def _is_plain(self) -> bool:
-        """True if nothing but the call itself decides what happens: no attached model or other
-        rank has a say, and the caller's thread may write. What was checked once is then repeated.
+        """True if no attached model or other rank decides what a call does, and threads may write.
+
+        What was checked once is then repeated.
         """
         if self.hooks is not NO_HOOKS or self.membership.is_elastic:
             return False
@@ -215,8 +204,7 @@ class World:
         async_op: bool = False,
         tag: Tag = UNNAMED,
     ) -> Work:
-        """Overwrite `tensor`, of any shape, with the mean or the sum of all ranks' tensors.
-        Collective.
+        """Overwrite `tensor`, of any shape, with all ranks' mean or sum. Collective.
 
         By default it takes one step for up to 16 KB among up to 16 ranks, in which each sends all
         to all others, and ``Torus2D()`` for more.
@@ -271,8 +259,7 @@ class World:
         return work
 
     def agree(self, topic: str, **claim: str) -> None:
-        """Return once all ranks made the same `claim` about `topic`. Collective among the ranks
-        that are left.
+        """Return once all ranks left made the same `claim` about `topic`. Collective among those.
 
         Raises `DisagreementError` on every rank if one differs; the world stays usable. Any other
         error ends the world, since this rank may be the only one to get it, and would then answer
@@ -287,11 +274,7 @@ class World:
                 raise
 
     def all_equal(self, topic: str, fingerprint: str) -> bool:
-        """Return True on every rank if all have one `fingerprint`, else False; see `agree` for
-        errors.
-
-        Collective.
-        """
+        """Return True if all ranks have one `fingerprint`. Collective; raises as `agree` does."""
         try:
             self.agree(topic, fingerprint=fingerprint)
         except DisagreementError as error:
@@ -302,8 +285,7 @@ class World:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Do in the body what all ranks do together, on the training thread or in a callback.
-        `what` is for errors.
+        """Do the body on all ranks, on the training thread or in a callback; `what` is for errors.
 
         Raises `TransportClosed` if the world has ended. Raises `UsageError` inside ``join()``, in a
         callback of a world that survives lost ranks, and in a process that takes a lost rank's
@@ -323,8 +305,7 @@ class World:
         self._in_collective = True
         try:
             self.hooks.before_collective()
-            # without inference mode, as the communication thread writes to tensors that are made in
-            # the body
+            # the communication thread writes to tensors made in the body: no inference mode
             with self.membership.collective(what), torch.inference_mode(mode=False):
                 self.hooks.when_all_came()
                 yield
@@ -337,9 +318,7 @@ class World:
             self._in_collective = False
 
     def require_all_ranks(self, what: str) -> None:
-        """Raise `UsageError` inside ``join()``,
-        where `what` could meet the question who has data.
-        """
+        """Raise `UsageError` in ``join()``, where `what` could meet the question who has data."""
         if self.joined is not None:
             raise UsageError(
                 f"{what} inside join(): ranks that have left it take part in its steps only, so do"
@@ -347,8 +326,7 @@ class World:
             )
 
     def wait(self) -> None:
-        """Wait until all exchanges are done; raises the error that ended one, on a GPU perhaps long
-        ago.
+        """Wait for all exchanges; raises the error that ended one, on a GPU perhaps long ago.
 
         Call it before you save a checkpoint: on a GPU an optimizer may have stepped with gradients
         that never came.
@@ -357,8 +335,7 @@ class World:
         self._sums.require_no_mismatch()
 
     def connect(self, device: torch.device | str) -> None:
-        """Connect this rank's GPU `device` with those of the others, through NCCL. Collective, and
-        done once.
+        """Connect this rank's GPU `device` with those of the others by NCCL. Collective, once.
 
         `attach` and `all_reduce` do so. Each rank has one GPU of its own. Exchanges run on a stream
         of the communication thread, after what was queued on the caller's current stream, which
@@ -396,9 +373,7 @@ class World:
     def run_now(
         self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()
     ) -> None:
-        """Run `schedule` once, unchecked, on the communication thread.
-        ``members[i]`` plays rank i.
-        """
+        """Run `schedule` once, unchecked; ``members[i]`` plays rank i. On the comm thread."""
         mine = member_program(schedule, members or range(self.size), self.rank, self.size)
         bind(mine, buffer, self.transport, bounds=cut(schedule, buffer)).run(tag)
 
@@ -419,22 +394,19 @@ class World:
             wait_for_readers(self.store)
 
     def _on_late_failure(self, failure: TransportError) -> None:
-        """Note what ended an exchange on a GPU: no call waits for it here, but other ranks may wait
-        for this one.
-        """
+        """Note what ended an exchange on a GPU: here no call waits for it, but other ranks may."""
         if not self.membership.is_elastic:  # else each exchange has a call that waits for it
             self.unraised_failure = None if self.comm_thread.failure or self._closed else failure
             leave_report(self.store, self.rank, failure)
             self.transport.abort_host()
 
     def close(self) -> None:
-        """Finish what was started, then close the connections. Not collective. Call it again after
-        a Ctrl-C in it.
+        """Finish what was started, then close the connections. Not collective.
 
-        It also says that this rank's data has ended. Not so in a ``finally`` that an exception
-        passes, or in an ``except``: where the others go on without lost ranks, they go on without
-        this one, as after an error in ``with``. Nor while the process ends, as by ``atexit``: what
-        ended it does not show there.
+        Call it again after a Ctrl-C in it. It also says that this rank's data has ended. Not so in
+        a ``finally`` that an exception passes, or in an ``except``: where the others go on without
+        lost ranks, they go on without this one, as after an error in ``with``. Nor while the
+        process ends, as by ``atexit``: what ended it does not show there.
         """
         if _process_ends:
             self.membership.depart(UNFINISHED)
@@ -472,8 +444,7 @@ class World:
             self.store = HashStore()
 
     def abort(self, reason: BaseException) -> None:
-        """End the world because of `reason`: a running transfer ends, and ranks that wait for this
-        one learn why.
+        """End the world because of `reason`: a running transfer ends, and waiting ranks learn why.
 
         Safe to call twice, after a failure, and while `close` waits. You must still call `close`.
         """
@@ -497,9 +468,7 @@ class World:
             wait_for_readers(self.store)  # the others know nothing of this rank's own errors
 
     def leave_to_parent(self) -> None:
-        """Close the world in a forked child, and tell nobody: to the other ranks the parent is this
-        rank.
-        """
+        """Close the world in a forked child and tell nobody: to others the parent is this rank."""
         self._closed = True
         self._is_inherited = True
         self.unraised_failure = None
@@ -521,7 +490,5 @@ class World:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return the message of `error`; its name too where that says little, as for
-    ``SystemExit(143)``.
-    """
+    """Return `error`'s message; its name too if that says little, as for ``SystemExit(143)``."""
     return (str(error) if isinstance(error, Exception) else "") or repr(error)

@@ -29,9 +29,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this host that leads to `towards`; raises `TransportError` if none
-    does.
-    """
+    """Return this host's address that leads to `towards`; raises `TransportError` if none does."""
     route, why = _find_route(towards)
     if route is None:
         raise TransportError(
@@ -89,9 +87,7 @@ def _route(host: str) -> tuple[str, str] | None:
 
 
 def _find_route(host: str) -> tuple[tuple[str, str] | None, str]:
-    """Return an address of `host` and the one of this host that leads to it, the loopback last; or
-    None, and why.
-    """
+    """Return an address of `host` and ours that leads to it, loopback last; or None, and why."""
     routes = list[tuple[str, str]]()
     why = ""
     try:
@@ -109,8 +105,7 @@ def _find_route(host: str) -> tuple[tuple[str, str] | None, str]:
 
 
 def host_identity() -> str | None:
-    """Return a text that is equal in two processes if they can share memory; None if this platform
-    cannot.
+    """Return a text that is equal in processes that can share memory; None if this platform cannot.
 
     It contains the network namespace, because abstract socket names are not visible outside of it.
     """

@@ -35,12 +35,11 @@ T = TypeVar("T")
 
 
 def call_store(request: Callable[[], T], waits_s: float = 0.0, rank: int | None = None) -> T:
-    """Return what `request`, which may use a store, returns to `rank`; it may wait for other ranks
-    for `waits_s`.
+    """Return what `request`, which may use a store, returns to `rank`.
 
-    Another thread runs the request, and is abandoned `ANSWER_S` after that. Raises
-    `DeadlineExceeded` then, `PeerLost` if the connection to the store broke, and whatever else
-    `request` raises. Cost: 0.035 ms.
+    It may wait for other ranks for `waits_s`. Another thread runs the request, and is abandoned
+    `ANSWER_S` after that. Raises `DeadlineExceeded` then, `PeerLost` if the connection to the store
+    broke, and whatever else `request` raises. Cost: 0.035 ms.
     """
     future = start_call(request)
     limit_s = waits_s + ANSWER_S
@@ -70,8 +69,7 @@ def no_answer(limit_s: float, rank: int | None) -> DeadlineExceeded:
 
 
 class TimedStore:
-    """The requests of torch's store, made by `rank`; each ends in time, see `call_store`. On any
-    thread.
+    """The requests of torch's store by `rank`; each ends in time, see `call_store`. On any thread.
 
     After one that was not answered all others fail at once: a rank waits for a lost store once
     only.
@@ -102,9 +100,7 @@ class TimedStore:
 
 
 def clone_connection(store: Store) -> Store:
-    """Return a second connection to `store`, where torch can make one: requests on one connection
-    wait in a line.
-    """
+    """Return a second connection to `store`, if torch can: requests on one connection queue."""
     with suppress(AttributeError, RuntimeError):
         another: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub is behind
         return another

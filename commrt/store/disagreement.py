@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be equal on all ranks: the claims of each, by name, and the error for the first
-difference.
-"""
+"""What must be equal on all ranks: claims by name, and the error for the first difference."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ TOPIC = "topic"
 def find_disagreement(
     topic: str, claims: Mapping[int, Mapping[str, str]]
 ) -> DisagreementError | None:
-    """Return the error for the first of these `claims` that differs from the first one; None if
-    they are equal.
-    """
+    """Return the error for the first of `claims` that differs from the first one, or None."""
     (first, expected), *others = claims.items()
     for rank, claim in others:
         differing = [

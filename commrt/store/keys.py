@@ -28,16 +28,12 @@ def delete_keys(store: Store, is_over: Callable[[str], bool] = lambda _: True) -
 
 
 def store_of_model(store: Store, number: int) -> Store:
-    """Return the part of a world's `store` that the model which was attached as the `number`-th
-    uses.
-    """
+    """Return the part of a world's `store` for the model attached as the `number`-th."""
     return PrefixStore(f"model {number}", store)
 
 
 def delete_earlier_models(store: Store, number: int) -> None:
-    """Delete what models that were attached before the `number`-th have left; once no rank uses
-    them any more.
-    """
+    """Delete what models attached before the `number`-th left, once no rank uses them any more."""
 
     def is_over(key: str) -> bool:
         found = MODEL.match(key)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank, world size and address of the store, from the variables that a launcher sets; and commrt's
-own variables.
+"""Rank, world size and the store's address from a launcher's variables; commrt's own variables.
 
 The only module through which training reads environment variables. Known launchers: torchrun (and
 anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
@@ -71,9 +70,7 @@ class _Launcher:
     job: tuple[str, ...]
     """Whose values together differ between jobs of one machine, to derive a port from."""
     sign: str
-    """Must be set too: tells launchers that share `rank` apart, and a Slurm step from the rest of
-    its job.
-    """
+    """Must be set too: tells apart launchers that share `rank`, and a Slurm step from its job."""
 
 
 SLURM = _Launcher(
@@ -86,9 +83,7 @@ COUNT = re.compile(r"\s*([0-9]{1,18})(\(x[0-9]+\))?(,[0-9(),x]*)?\s*", re.ASCII)
 """Slurm writes those of several nodes as 4(x2),3."""
 HOST = re.compile(r"[^\s\[\]]+")
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps of srun from 0; those of batch scripts and of salloc's shell are above
-this.
-"""
+"""Slurm numbers srun's steps from 0; those of batch scripts and salloc's shell are above this."""
 LAUNCHERS = (
     _Launcher(
         "torchrun",
@@ -128,16 +123,15 @@ LAUNCHERS = (
         "PMI_RANK",
     ),
 )
-"""In order of precedence. mpirun inside a Slurm job starts its helpers with srun, so that its
-processes find the variables of a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not
-what MPICH's own mpiexec sets.
+"""In order of precedence.
+
+mpirun inside a Slurm job starts its helpers with srun, so that its processes find the variables of
+a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's own mpiexec sets.
 """
 
 
 def variable(name: str) -> str:
-    """Return an environment variable, empty if it is not set: one of commrt's own, or one that Gloo
-    or NCCL reads.
-    """
+    """Return an environment variable, one of commrt's, Gloo's or NCCL's; empty if it is not set."""
     return os.environ.get(name, "")
 
 
@@ -226,9 +220,7 @@ def _integer(
 
 
 def _recognised(env: Mapping[str, str]) -> _Launcher | None:
-    """Return who started this process; None in a Slurm job, unless srun started it in a step of
-    several tasks.
-    """
+    """Return this process's launcher; None in a Slurm job outside srun's steps of several tasks."""
     known = next((one for one in LAUNCHERS if one.rank in env and one.sign in env), None)
     if known is not SLURM:
         return known

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers for what ranks write on the store. A value that cannot be theirs ends the run in an error
-that names it.
-"""
+"""Parsers of what ranks write on the store; an error that names a malformed value ends the run."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ T = TypeVar("T")
 
 
 def parse(what: str, text: bytes | str, read: Callable[[bytes], T]) -> T:
-    """Return ``read(text)``; raise `DisagreementError`, which names it `what`, if `read` finds it
-    malformed.
+    """Return ``read(text)``; raise `DisagreementError`, naming `what`, if it is malformed.
 
     >>> parse("its step", b"3", int)
     3
@@ -59,9 +56,7 @@ def parse_int(value: object, least: int = 0) -> int:
 
 
 def typed(values: Any, *kinds: type | UnionType) -> list[Any]:
-    """Return `values` if they are a list of these kinds, with whole numbers from 0 on; else raise
-    `ValueError`.
-    """
+    """Return `values` if they are of these kinds, numbers from 0 on; else raise `ValueError`."""
     require(isinstance(values, list))
     for value, kind in zip(values, kinds, strict=True):
         if type(value) is int:

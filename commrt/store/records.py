@@ -60,9 +60,7 @@ def gather(
 
 
 def wait_until_read(store: Store, rank: int, members: Sequence[int]) -> None:
-    """Record that `rank` needs no more of what `gather` left; the first rank, which may hold the
-    store, leaves last.
-    """
+    """Record that `rank` has read all; the first rank, which may hold the store, leaves last."""
     store.add("read", 1)
     deadline_s = clock.now_s() + LINGER_S
     while rank == members[0] and clock.now_s() < deadline_s:

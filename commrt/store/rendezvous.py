@@ -20,9 +20,7 @@ from commrt.threads.deadline import clock
 
 
 def meet(launch: Launch, timeout_s: float) -> Store:
-    """Return the store of `launch`, which rank 0 makes if the launcher holds none; raises
-    `TransportError`.
-    """
+    """Return the store of `launch`, made by rank 0 if by no launcher; raises `TransportError`."""
     where = launch.address, launch.port
     if where in HELD:
         return HELD[where]
@@ -110,9 +108,7 @@ def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
 
 
 def hold(listener: socket.socket) -> Store:
-    """Return a store in this process for the ranks that connect to `listener`,
-    which it takes over.
-    """
+    """Return a store in this process for ranks that connect to `listener`, which it takes over."""
     host, port = listener.getsockname()[:2]
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

@@ -22,8 +22,9 @@ LINGER_S = 3.0
 POLL_S = 0.01
 GRACE_S = 1.0
 BROKEN_GRACE_S = 0.1
-"""How much later than this rank a peer may report: after a deadline, and after a connection that
-Gloo breaks, at the deadline itself. A rank of one host breaks its connections after its report.
+"""How much later than this rank a peer may report after a deadline or a broken connection.
+
+Gloo breaks one at the deadline itself. A rank of one host breaks its connections after its report.
 """
 
 T = TypeVar("T")
@@ -62,9 +63,7 @@ def diagnose(
 
 
 def wait_for_readers(store: Store) -> None:
-    """Keep the store of this process alive until the others have read the reports, at most
-    `LINGER_S`.
-    """
+    """Keep this process's store until the others have read the reports, at most `LINGER_S`."""
     _answered(lambda: store.wait(["reports read"], timedelta(seconds=LINGER_S)), LINGER_S)
 
 
@@ -92,9 +91,7 @@ def _count(store: Store, size: int) -> None:
 
 
 def _answered(request: Callable[[], T], waits_s: float = 0.0) -> T | None:
-    """Return the store's answer, or None: this rank has failed already, and a lost store adds
-    nothing to that.
-    """
+    """Return the store's answer or None: to this rank's failure a lost store adds nothing."""
     with suppress(RuntimeError, TransportError, *MALFORMED):
         return call_store(request, waits_s)
     return None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process must agree with that takes the place of a lost rank: the world, and the model that
-it trains. The first ranks write it on the store.
+"""What a process must agree with to take a lost rank's place: the world and the model it trains.
+
+The first ranks write it on the store.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ class WorldConfig:
     places: int
     """For how many ranks there is a place."""
     host: str | None
-    """The one host of all ranks, if they exchange through shared memory; None if they use a
-    network.
-    """
+    """The one host of all ranks, if they share memory; None if they use a network."""
     model: int
     """The number of the attached model: 0 for the first."""
     claim: Mapping[str, str]
@@ -39,9 +38,7 @@ class WorldConfig:
 
     @staticmethod
     def read(store: Store) -> WorldConfig | None:
-        """Return the configuration on `store`, None before there is one; raise `UsageError` if
-        training has ended.
-        """
+        """Return the configuration on `store` or None; raise `UsageError` if training has ended."""
         if not store.check([KEY]):
             return None
         config = parse(KEY, store.get(KEY), _parse_config)
@@ -67,9 +64,7 @@ class WorldConfig:
     def require_place(
         self, rank: int, size: int, places: int, host: str | None, transport: str | None = None
     ) -> None:
-        """Raise unless a process on `host` that starts as `rank` of `size` can take that rank's
-        place.
-        """
+        """Raise unless a process on `host` that starts as `rank` of `size` can take that place."""
         if transport != self.transport:
             raise DisagreementError(
                 f"rank {rank} starts with COMMRT_TRANSPORT={transport or 'unset'}, and the others"

@@ -28,8 +28,7 @@ from commrt.errors import DeadlineExceeded, TransportClosed, TransportError, Usa
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag, Transport
 
 Make = Callable[[int, float], Sequence[Transport]]
-"""(ranks, timeout_s) -> the transports of a new world, by rank; may connect in threads of its own.
-"""
+"""(ranks, timeout_s) -> a new world's transports, by rank; may connect in threads of its own."""
 Check = Callable[[Make], None]
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)
@@ -79,9 +78,7 @@ def transfers_of_a_pair_keep_their_order(make: Make) -> None:
 
 
 def peers_progress_independently(make: Make) -> None:
-    """Three ranks swap in one group, name their peers in different orders,
-    and none waits for ever.
-    """
+    """Three ranks swap in one group, naming peers in different orders; none waits for ever."""
 
     def body(t: Transport) -> list[float]:
         others = [(t.rank + k) % 3 for k in (1, 2)]
@@ -139,9 +136,7 @@ def parts_of_a_buffer_travel_alone(make: Make) -> None:
 
 
 def what_is_only_read_stays_until_it_was_read(make: Make) -> None:
-    """A sender may overwrite what it sent as soon as its group ends, even if the receiver reads it
-    in place.
-    """
+    """A sender may overwrite what it sent once its group ends, even if it is read in place."""
 
     def body(t: Transport) -> list[float]:
         mine = torch.zeros(8)
@@ -192,9 +187,7 @@ def a_transfer_to_self_is_a_copy(make: Make) -> None:
 
 
 def half_a_self_transfer_and_an_unknown_peer_are_refused(make: Make) -> None:
-    """Binding a send to itself without its receive, or to a rank that does not exist, raises
-    `UsageError`.
-    """
+    """Binding a send to oneself without its receive, or to no rank, raises `UsageError`."""
     transport = _impatient(make, 2)[0]
     for peer in (0, 2):
         _raises(UsageError, partial(_bind, transport, [(peer, torch.ones(1))]))
@@ -263,9 +256,7 @@ def an_abort_ends_the_group_that_is_running(make: Make) -> None:
 
 
 def _error_of_waiting(run: Exchange, end: Callable[[], None]) -> BaseException | None:
-    """Return the error of `run` on another thread after `end` was called; fails if it waits for the
-    deadline.
-    """
+    """Return the error of `run` on a thread after `end()`; fails if that waits for the deadline."""
     begin = monotonic()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, NOW)
@@ -304,9 +295,7 @@ def a_closed_transport_refuses(make: Make) -> None:
 
 
 def a_forked_child_takes_nothing_from_its_parent(make: Make) -> None:
-    """A child that closes what it has inherited, and ends, leaves the parent's connections as they
-    are.
-    """
+    """A child that closes what it inherited, and ends, leaves the parent's connections alone."""
     transports = make(2, LONG_S)
 
     def close_all() -> None:
@@ -340,9 +329,7 @@ def sizes_that_differ_never_pass_for_success(make: Make) -> None:
 
 
 def calls_that_differ_never_pass_for_success(make: Make) -> None:
-    """The receiver gets an error, at the latest by the deadline, where messages carry the number of
-    their call.
-    """
+    """The receiver gets an error by the deadline, where messages carry their call's number."""
     transports = _impatient(make, 2)
     fails = _fails_at_receiver(transports, [4, 4], [NOW._replace(call=rank) for rank in range(2)])
     # which has no room

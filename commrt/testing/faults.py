@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inject faults: a transport that fails, delays or drops transfers, chosen by rank, step and
-bucket.
-"""
+"""A transport that fails, delays or drops transfers, chosen by rank, step and bucket."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ drop_at = partial(Fault, "drop")
 
 
 def with_faults(*faults: Fault) -> Callable[[Transport], Transport]:
-    """Return the `wrap` argument of ``run_ranks(..., wrap=with_faults(fail_at(rank=1,
-    step=3)))``.
-    """
+    """Return the ``wrap=`` of `run_ranks`, such as ``with_faults(fail_at(rank=1, step=3))``."""
 
     def wrap(transport: Transport) -> Transport:
         own = [fault for fault in faults if fault.rank in (None, transport.rank)]
@@ -54,9 +50,7 @@ def _bind(
     delayed: set[Tag],
     group: P2PGroup,
 ) -> Exchange:
-    """Bind `group` so that it runs with `faults`; `delayed` has what was: once per bucket, not once
-    per hop.
-    """
+    """Bind `group` with `faults`; `delayed` has those that were: once per bucket, not per hop."""
     run_all = bind(group)
     run_without_sends = bind(
         replace(group, sends=[message for message in group.sends if message.peer == rank])

@@ -50,8 +50,9 @@ Start = Literal["forkserver", "spawn"]
 Body = Callable[..., Any]
 RESTART = "restart"
 OnMessage = Callable[[int, Any, BaseProcess], bool | str | None]
-"""Called with (rank, message, process). Returns True if the rank needs not end by itself, `RESTART`
-to start another process in its place.
+"""Called with (rank, message, process).
+
+Returns True if the rank needs not end by itself, `RESTART` to start another process in its place.
 """
 
 
@@ -107,8 +108,7 @@ def run_processes(
 def run_workers(
     workers: int, body: Callable[[], T], may_lose: int = 0, limit_s: float | None = None
 ) -> dict[int, T]:
-    """Call `body` in `workers` forked processes, with torchrun's variables set; return the results
-    by rank.
+    """Call `body` in `workers` forked processes with torchrun's variables; return results by rank.
 
     Up to `may_lose` workers may be killed; they are missing in the result. Call it from the main
     thread.
@@ -188,9 +188,7 @@ class _Crew:
         on_message: OnMessage | None = None,
         patience_s: Callable[[], float] = lambda: inf,
     ) -> None:
-        """Note what the processes send until all have ended, at most for `limit_s`, and
-        `patience_s` for the next.
-        """
+        """Note what processes send until all end, in `limit_s`, `patience_s` for the next."""
         deadline = monotonic() + limit_s
         while self.running and (left_s := min(deadline - monotonic(), patience_s())) > 0:
             ready = wait(self.running.values(), None if left_s == inf else left_s)
@@ -290,8 +288,7 @@ def _verdict(crew: _Crew, may_lose: int) -> tuple[CommrtError | None, float]:
 
 @contextmanager
 def _started(crew: _Crew) -> Iterator[None]:
-    """Start the workers; then SIGTERM and the like raise `KeyboardInterrupt` here, unless they are
-    ignored (nohup).
+    """Start the workers; then SIGTERM and others raise `KeyboardInterrupt`, if not ignored (nohup).
 
     Signals wait until all workers are forked. The heap is frozen meanwhile: workers finalise none
     of its objects.
@@ -318,9 +315,7 @@ def _interrupt(number: int, _: object) -> NoReturn:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now, below those that systems give to connections that
-    go out.
-    """
+    """Return a port that is free now, below those that systems give to outgoing connections."""
     while True:
         with suppress(OSError), socket.socket() as probe:
             probe.bind((LOOPBACK, port := 10_000 + secrets.randbelow(22_000)))
@@ -328,9 +323,7 @@ def free_port() -> int:
 
 
 def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[str, str]:
-    """Return this process's present environment, which a forked one does not see, with a launcher's
-    variables.
-    """
+    """Return the present environment, unseen by a forked process, with a launcher's variables."""
     launcher: dict[str, object] = {
         "RANK": rank,
         "WORLD_SIZE": size,

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communication thread, and what others need to work with it: futures, deadlines, GPU streams,
-recorders.
-"""
+"""The communication thread, and what goes with it: futures, deadlines, GPU streams, recorders."""

@@ -20,9 +20,7 @@ from commrt.threads.starting import start_thread
 T = TypeVar("T")
 
 _idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
-"""Where threads of `start_call` take their next call from; a forked child has none of these
-threads.
-"""
+"""Where threads of `start_call` take their next call from; a forked child has no such thread."""
 _running = set[Future[Any]]()
 """The results of calls that run now."""
 os.register_at_fork(after_in_child=_idle.clear)
@@ -43,9 +41,7 @@ def start_call(call: Callable[[], T]) -> Future[T]:
 
 
 def outwait_calls(limit_s: float) -> None:
-    """Wait up to `limit_s` for the calls that run, though perhaps nobody needs their results any
-    more.
-    """
+    """Wait up to `limit_s` for the calls that run, though perhaps nobody needs their results."""
     deadline = Deadline(limit_s)
     for future in [*_running]:
         with suppress(TimeoutError):

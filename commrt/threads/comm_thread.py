@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communication thread: it runs all communication of a world, in the order in which it was
-submitted.
-"""
+"""The communication thread: it runs all communication of a world, in the order of submission."""
 
 from __future__ import annotations
 
@@ -44,17 +42,16 @@ INHERITED = (
 )
 
 EXIT_S = 5.0
-"""How long a process that ends waits for tasks that were told to end. A Ctrl-C may have left one
-stuck: Python 3.11 can keep the lock of an import that it interrupts.
+"""How long a process that ends waits for tasks that were told to end.
+
+A Ctrl-C may have left one stuck: Python 3.11 can keep the lock of an import that it interrupts.
 """
 
 T = TypeVar("T")
 
 
 class RecoveredError(Exception):
-    """Raised by a task to fail with `error` and let the communication thread go on with the next
-    task.
-    """
+    """Raised by a task to fail with `error` and let the thread go on with the next task."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -83,7 +80,7 @@ class CommThread:
         self.recorder: Recorder | None = None
         """Receives ranges of time of the tasks, and of who waits for them."""
         self.newest: Future[Any] | None = None
-        """Of the tasks that other threads have submitted."""
+        """The newest task that another thread has submitted."""
         self._limit_s = limit_s
         # another object each time that callbacks begin, or go on after a task
         self._in_callbacks: object | None = None
@@ -110,21 +107,16 @@ class CommThread:
 
     @property
     def listener(self) -> Recorder | None:
-        """What receives ranges now: `recorder`, or in place of None a profiler of torch while one
-        runs.
-        """
+        """What receives ranges now: `recorder`, or if None a profiler of torch while one runs."""
         return TORCH if self.recorder is None and profiler._is_profiler_enabled else self.recorder  # noqa: SLF001  # nothing else tells all threads
 
     def within_range(self, name: str, **facts: Fact) -> AbstractContextManager[None]:
-        """Record the body as a range of time, on any thread. If nothing listens,
-        it costs 0.4 us.
-        """
+        """Record the body as a range of time, on any thread; 0.4 us if nothing listens."""
         listener = self.listener
         return NOTHING if listener is None else within_range(listener, name, **facts)
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
-        """Run `task` after all earlier tasks, and on a GPU after all work that the caller has
-        queued.
+        """Run `task` after all earlier ones, and on a GPU after all that the caller has queued.
 
         In a callback of a future it has run when this returns. Raises `TransportClosed` as
         `require_open` does, and `TransportError` if the system allows no thread.
@@ -166,9 +158,7 @@ class CommThread:
         return future
 
     def call(self, task: Callable[[], T]) -> T:
-        """Return the result of `task`, or raise its error, as ``run(task).result()`` does; costs 2
-        us in place of 5.
-        """
+        """Return or raise what ``run(task).result()`` would; costs 2 us in place of 5."""
         if self._pending or self._turn.locked() or self.streams.queues:
             return self.run(task).result()
         self.require_open()
@@ -211,27 +201,21 @@ class CommThread:
         return threading.current_thread() is self._thread
 
     def require_open(self) -> None:
-        """Raise `TransportClosed` after `close` and in a forked child, `UsageError` in a signal
-        handler amid `run`.
-        """
+        """Raise `TransportClosed` if closed or forked, `UsageError` in a handler amid `run`."""
         if self._runner is threading.current_thread():
             raise UsageError(IN_A_CALL)
         if self._refusal is not None:
             raise TransportClosed(self._refusal)
 
     def require_other_thread(self) -> None:
-        """Raise `UsageError` on the communication thread, and in a signal handler amid `run`:
-        neither can wait.
-        """
+        """Raise `UsageError` on this thread, and in a signal handler in `run`: neither can wait."""
         if self.is_current:
             raise UsageError(ON_COMM_THREAD)
         if self._runner is threading.current_thread():
             raise UsageError(IN_A_CALL)
 
     def require_working(self, *, in_callback: bool = True) -> None:
-        """Raise what a task submitted now would raise: see `require_other_thread`, `require_open`
-        and `failure`.
-        """
+        """Raise what submitting would: see `require_other_thread`, `require_open`, `failure`."""
         if not (in_callback and self._in_callbacks is not None and self.is_current):
             self.require_other_thread()
             self.require_open()
@@ -362,9 +346,7 @@ class CommThread:
         self._turn.release()
 
     def leave_to_parent(self) -> None:
-        """Accept no more tasks, and fail all pending ones: in a forked child the thread does not
-        exist.
-        """
+        """Fail all tasks, pending or new: in a forked child the thread does not exist."""
         self._refusal = INHERITED
         # a thread that is not here may have held them
         self._turn = threading.Lock()
@@ -378,9 +360,7 @@ class CommThread:
 
 
 def refusal_after(failure: BaseException) -> TransportError:
-    """Return the error of a call that comes after `failure` ended the world:
-    it says what that was.
-    """
+    """Return the error of a call after `failure` ended the world: it says what that was."""
     if isinstance(failure, Evicted):
         return copy(failure)
     text = failure.what if isinstance(failure, TransportError) else str(failure)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long waits may take: all limits follow from one number, and a pause of this process hardly
-counts.
+"""How long waits may take: all follows from one number; a pause of this process hardly counts.
 
 All deadlines of a process read one `clock`, which tests move. A wait asks it for the time, and
 sleeps at most its `slice_s` before it asks again. So a test of a deadline waits for nothing
@@ -22,9 +21,7 @@ LONGEST_TIMEOUT_S = 2e6
 PROBE_S = 2.0
 """The most that a probe takes, since hosts that can be reached answer sooner."""
 PARTS = 4
-"""A pause of this process counts as one part of the limit at most, so peers have time to answer
-after it wakes up.
-"""
+"""A pause counts as one part of the limit at most, so peers can answer after it wakes up."""
 
 
 class Clock:
@@ -58,9 +55,7 @@ class Timeouts(NamedTuple):
 
     @classmethod
     def of(cls, timeout_s: float, start_timeout_s: float | None = None) -> Timeouts:
-        """Return the limits that follow from `timeout_s`; raise `UsageError` for a start that may
-        take less.
-        """
+        """Return the limits for `timeout_s`; raise `UsageError` for a start that may take less."""
         start_s = (
             max(2 * timeout_s, DEFAULT_TIMEOUT_S) if start_timeout_s is None else start_timeout_s
         )
@@ -82,9 +77,7 @@ class Timeouts(NamedTuple):
 
 
 def require_deadlines(**limits: float | None) -> None:
-    """Raise `UsageError` for one of `limits`, by name in seconds, that is given and cannot be a
-    deadline.
-    """
+    """Raise `UsageError` for a limit, by name in seconds, that is given and is no deadline."""
     for name, limit in limits.items():
         is_number = isinstance(limit, int | float | None) and not isinstance(limit, bool)
         if not is_number or (limit is not None and not 0 < limit <= LONGEST_TIMEOUT_S):
@@ -94,11 +87,11 @@ def require_deadlines(**limits: float | None) -> None:
 
 
 class Deadline:
-    """Counts how long this process has waited, against `limit_s`. Belongs to one thread, which
-    polls it often.
+    """Counts how long this process has waited, against `limit_s`.
 
-    If the process is stopped between two polls (SIGSTOP, a suspended machine), only `poll_s` of the
-    pause counts. Give `between_s` if the work between two polls may itself take that long.
+    Belongs to one thread, which polls it often. If the process is stopped between two polls
+    (SIGSTOP, a suspended machine), only `poll_s` of the pause counts. Give `between_s` if the work
+    between two polls may itself take that long.
     """
 
     def __init__(self, limit_s: float, between_s: float = 0.0) -> None:

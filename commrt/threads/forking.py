@@ -17,9 +17,7 @@ _OPEN: WeakSet[_Forkable] = WeakSet()
 
 
 def release_in_forked_child(opened: _Forkable) -> None:
-    """Call ``opened.leave_to_parent()`` in each child that this process forks while `opened`
-    exists.
-    """
+    """Call ``opened.leave_to_parent()`` in each child forked while `opened` exists."""
     _OPEN.add(opened)
 
 

@@ -23,9 +23,7 @@ from commrt.threads.streams import DONE, HOST, StreamEvent, Streams
 _log = logging.getLogger("commrt")
 
 SLICE_S = 1.0
-"""CPython may notice a Ctrl-C that arrives just before a thread falls asleep only when it wakes up:
-sleep no longer.
-"""
+"""Longest sleep: CPython may notice a Ctrl-C just before it only when the thread wakes up."""
 ON_COMM_THREAD = (
     "a callback of a future runs on the thread that communicates, so it can neither wait for a"
     " transfer that comes later, nor close the world, nor use one that survives lost ranks: do that"
@@ -49,8 +47,7 @@ class _Setter(Protocol):
 
 
 class Future(Generic[T]):
-    """A value or an error that one thread sets once and other threads wait for. Setting it never
-    waits.
+    """A value or an error that one thread sets once and others wait for; setting never waits.
 
     On a GPU it may be set while work is still queued. `result` then lets the current stream of its
     caller wait for that work; the calling thread does not wait.
@@ -119,8 +116,7 @@ class Future(Generic[T]):
         self._callbacks.clear()
 
     def after_all(self) -> Future[Any]:
-        """Return a future that is done when this one is, and all tasks that were submitted until
-        now.
+        """Return a future that is done when this one is, and all tasks submitted until now.
 
         Its callbacks have the same place in the order of tasks on all ranks: those of a rank whose
         task is done already run after the tasks that this rank has submitted since, so the others
@@ -133,9 +129,7 @@ class Future(Generic[T]):
         return self
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result; return or raise it, `TimeoutError`, or `UsageError` on the thread
-        that would set it.
-        """
+        """Wait; return or raise the result; `TimeoutError`, `UsageError` on the setter's thread."""
         if not self._is_done:
             self._wait(timeout_s)
         if self._error is not None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of time: what happened when, for torch's profiler, Nsight Systems or a timeline in a
-browser.
+"""Ranges of time, for torch's profiler, Nsight Systems or a timeline in a browser.
 
 Ranges of one thread are nested. They cover host time: on a GPU, the time to queue the work. Nsight
 Systems shows the time of the kernels beside it.
@@ -18,7 +17,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 DOMAIN = "commrt"
 EVENTS_KEPT = 500_000
-"""By a `Timeline`: about 270 MB."""
+"""Ranges that a `Timeline` keeps: about 270 MB."""
 
 Fact = int | str
 Event = dict[str, Any]
@@ -55,9 +54,7 @@ def within_range(
 
 
 class Nvtx:
-    """Records ranges in Nsight's domain ``commrt``, at 2 us each unheard; raises `ImportError`
-    without ``nvtx``.
-    """
+    """Records ranges in Nsight's domain ``commrt``, 2 us each unheard; raises `ImportError`."""
 
     def __init__(self) -> None:
         import nvtx  # noqa: PLC0415  # an extra
@@ -87,8 +84,7 @@ def _message(name: str, facts: dict[str, Fact]) -> str:
 
 
 class TorchProfiler:
-    """Records ranges for torch's profiler, with names such as ``commrt::bucket: number 0, algorithm
-    ring``.
+    """Records ranges for torch's profiler, named like ``commrt::bucket: number 0, algorithm ring``.
 
     The profiler shows those of the thread that started it, and of all threads if it was told so
     (docs/profiling.md).

@@ -45,14 +45,10 @@ class Streams:
         """Make the device the thread's current one."""
 
     def enter(self) -> None:
-        """`use` the device, and make two streams for this thread: a current one, and one for
-        `side_stream`.
-        """
+        """`use` the device; make this thread's current stream, and one for `side_stream`."""
 
     def current(self) -> int:
-        """Return the handle of the thread's current stream, as C libraries take it; 0 is the
-        default stream.
-        """
+        """Return the thread's current stream as C libraries take it; 0 is the default stream."""
         return 0
 
     def record_event(self) -> StreamEvent:
@@ -109,8 +105,7 @@ class CudaStreams(Streams):
         torch.cuda.set_stream(self._first)
 
     def current(self) -> int:
-        # ``torch.cuda.current_stream`` would make an object for each call; Triton calls this
-        # function as well.
+        # torch.cuda.current_stream() makes an object per call; Triton calls this function too
         handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)  # noqa: SLF001
         return handle
 
@@ -163,9 +158,7 @@ class CudaStreams(Streams):
             raise
 
     def _leave_capture(self, pool: Any) -> None:
-        """Bring torch out of a capture that CUDA ended: its allocator, and the device's random
-        number generator.
-        """
+        """Bring torch out of a capture that CUDA ended: allocator and random number generator."""
         for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):  # noqa: SLF001
             with suppress(RuntimeError):  # it was done already
                 leave(self._device.index, pool)
