@@ -73,8 +73,8 @@ def hypercube(p: int, k: int, weight: float = WEIGHT) -> Schedule:
 def permutation(p: int, number: int, seed: int) -> IntArray:
     """Return the permutation of ranks in period `number`: entry i takes the part of rank i.
 
-    Period 0 has the identity. All periods are the same on every machine, and do not touch the
-    global random number generators.
+    Period 0 has the identity. It is the same on every machine, and does not touch the global random
+    number generators.
     """
     if number == 0:
         return np.arange(p)

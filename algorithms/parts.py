@@ -113,7 +113,7 @@ def folded(core: Schedule, ranks: int) -> Schedule:
 
 
 def _slices(core: int, extras: int, chunks: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return columns (extra, helper, lo, hi): extra i's helpers are core ranks i modulo extras."""
+    """Return columns (extra, helper, lo, hi): extra i has the core ranks h % extras == i."""
     rows: list[tuple[int, int, int, int]] = []
     for i in range(extras):
         helpers = range(i, core, extras)[: min(MAX_HELPERS, chunks)]

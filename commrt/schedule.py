@@ -204,7 +204,7 @@ class Schedule:
             )
 
     def checked_steps(self) -> Iterator[Step]:
-        """Yield each of `steps()`; `ScheduleError` if it fails, never ends or yields no step."""
+        """Yield each of `steps()`; `ScheduleError` if one is no Step, it fails or never ends."""
         try:
             for number, step in enumerate(self.steps()):
                 self._check(number, step)
@@ -263,7 +263,7 @@ class Schedule:
         return Schedule(self.name, size, self.chunks, steps)
 
     def renamed(self, order: IntArray) -> Schedule:
-        """Return the same schedule with ``order[i]`` as rank i; `order` [ranks] is not checked."""
+        """Return it with ``order[i]`` as rank i; `order` [ranks], each rank once, is unchecked."""
 
         def steps() -> Iterator[Step]:
             for s in self.steps():

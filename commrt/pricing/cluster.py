@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster as a cost model sees it: latency and bandwidth of links, and which ranks share one.
+"""A cluster as a cost model sees it: latencies and bandwidths, and which ranks share a port.
 
 A cluster is described in a TOML file. The built-in ones lie in ``clusters`` beside this module.
 Ranks fill one node after the other. Bandwidths are those of one direction, in GB (10^9 bytes) per

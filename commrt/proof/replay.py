@@ -176,7 +176,7 @@ def traffic(schedule: Schedule) -> Traffic:
 
 
 def _surveyed(schedule: Schedule) -> tuple[Traffic, bool, CounterExample | None]:
-    """Return in one pass traffic, if `schedule` mixes, and its first bad transfer."""
+    """Return in one pass traffic, whether `schedule` mixes, and its first bad transfer."""
     ranks = schedule.ranks
     sent = np.zeros(schedule.ranks, dtype=np.int64)
     peers = 0

@@ -126,7 +126,7 @@ def collective_of(name: str, ranks: int, chunks: int, root: int = 0) -> Collecti
 
 
 def _everywhere(name: str, ranks: int, chunks: int, total: int | None = None) -> Collective:
-    """Return a collective of all ranks; its goal takes no memory: too large ones are refused."""
+    """Return a collective of all ranks; its goal takes no memory, so a too large one is refused."""
     return _all_defined(name, np.broadcast_to(np.int64(0), (ranks, chunks)), _all(ranks), total)
 
 

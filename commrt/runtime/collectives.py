@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`World.all_reduce`: tensors of any shape, by a schedule; gradients go by `buckets/engine`.
+"""`World.all_reduce`: sums of tensors of any shape; gradients go by `buckets/engine`.
 
 Sums travel one at a time, so all share one wire buffer, as large as the largest tensor so far.
 """

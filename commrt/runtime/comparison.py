@@ -49,7 +49,7 @@ class ConsistencyCheck:
         self._transport = transport
 
     def require_same_call_now(self, claim: tuple[Sequence[int], str], *_: object) -> None:
-        """Fail on all ranks of a `claim` in `DisagreementError` if one differs; the world lives."""
+        """Fail with `DisagreementError` on all of `claim` if they differ; the world goes on."""
         ranks, call = claim
         # any error of `_gather` is of this rank alone
         if difference := _difference(self._gather(call, ranks)):

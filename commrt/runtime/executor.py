@@ -204,7 +204,7 @@ def scratch_numel(program: Program, numel: int, bounds: Sequence[int] | None = N
 
 
 def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tuple[int, int]:
-    """Return the elements of scratch for even and odd hops; (all, 0) if each waits for the last."""
+    """Return scratch elements of even and odd hops; (all, 0) if each waits for the one before."""
     even = [0]
     odd = [0]
     for hop, parity in zip(program.hops, waits.parity, strict=True):

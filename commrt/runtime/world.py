@@ -48,7 +48,7 @@ threading._register_atexit(partial(_process_ends.append, True))  # type: ignore[
 
 @untraced
 class World:
-    """Ranks that can run schedules on tensors; they may go on without lost ones (`commrt.elastic`).
+    """Ranks that run schedules on tensors; they may go on without lost ones (`commrt.elastic`).
 
     One thread of its own runs all communication, in the order of the calls: every rank must make
     the same calls in the same order. Use it as a context manager: after an error in the ``with``
@@ -184,7 +184,7 @@ class World:
 
     @property
     def _is_plain(self) -> bool:
-        """True if no attached model or other rank decides what a call does, and threads may write.
+        """True if no model or other rank decides what a call does, and its thread may write.
 
         What was checked once is then repeated.
         """

@@ -56,7 +56,7 @@ def parse_int(value: object, least: int = 0) -> int:
 
 
 def typed(values: Any, *kinds: type | UnionType) -> list[Any]:
-    """Return `values` if they are of these kinds, numbers from 0 on; else raise `ValueError`."""
+    """Return `values` if a list of these kinds, integers from 0 on; else raise `ValueError`."""
     require(isinstance(values, list))
     for value, kind in zip(values, kinds, strict=True):
         if type(value) is int:

@@ -187,7 +187,7 @@ def a_transfer_to_self_is_a_copy(make: Make) -> None:
 
 
 def half_a_self_transfer_and_an_unknown_peer_are_refused(make: Make) -> None:
-    """Binding a send to oneself without its receive, or to no rank, raises `UsageError`."""
+    """Binding a send to oneself without its receive, or to an unknown rank, raises `UsageError`."""
     transport = _impatient(make, 2)[0]
     for peer in (0, 2):
         _raises(UsageError, partial(_bind, transport, [(peer, torch.ones(1))]))

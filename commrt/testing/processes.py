@@ -188,7 +188,7 @@ class _Crew:
         on_message: OnMessage | None = None,
         patience_s: Callable[[], float] = lambda: inf,
     ) -> None:
-        """Note what processes send until all end, in `limit_s`, `patience_s` for the next."""
+        """Note what processes send until all end: `limit_s` at most, `patience_s` for the next."""
         deadline = monotonic() + limit_s
         while self.running and (left_s := min(deadline - monotonic(), patience_s())) > 0:
             ready = wait(self.running.values(), None if left_s == inf else left_s)

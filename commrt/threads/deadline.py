@@ -43,7 +43,7 @@ clock = Clock()
 class Timeouts(NamedTuple):
     """The limits of waits for other ranks.
 
-    Each is below the next, so that of two waits the inner one ends first.
+    Each is below the next (a start may equal a collective), so of two waits the inner ends first.
     """
 
     probe_s: float  # whether a process lives, or a rank has a state

@@ -54,7 +54,7 @@ def within_range(
 
 
 class Nvtx:
-    """Records ranges in Nsight's domain ``commrt``, 2 us each unheard; raises `ImportError`."""
+    """Records ranges in Nsight's domain ``commrt`` by nvtx, or `ImportError`; 2 us each unheard."""
 
     def __init__(self) -> None:
         import nvtx  # noqa: PLC0415  # an extra

@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 PRICE = "Prove, price and draw"
 MACHINE = "Look at a machine"
 MAX_CHARACTERS = 1500
-"""Of an error message."""
+"""Most characters of an error message."""
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -90,9 +90,7 @@ app.command(rich_help_panel=MACHINE)(doctor)
 
 
 def main(program: typer.Typer = app) -> None:
-    """Run `program`; print an error that commrt raised on purpose as one line, and exit with its
-    code.
-    """
+    """Run `program`; print an error raised on purpose as one line, and exit with its code."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be any bytes
     try:
         program()
@@ -102,9 +100,7 @@ def main(program: typer.Typer = app) -> None:
 
 
 def in_one_line(error: CommrtError) -> str:
-    """Return the message without control characters, which user input may contain,
-    and shortened.
-    """
+    """Return the message shortened and without control characters, which user input may contain."""
     text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(error))
     half = MAX_CHARACTERS // 2
     return text if len(text) <= MAX_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

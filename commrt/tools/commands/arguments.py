@@ -151,9 +151,7 @@ class StepOptions(NamedTuple):
 
 
 class PlanOptions(NamedTuple):
-    """A training step whose algorithm and buckets are to be found, and whose wire is if none is
-    given.
-    """
+    """A training step whose algorithm and buckets are to be found, its wire if none is given."""
 
     model: Model
     cluster: ClusterName = CLUSTER
@@ -213,9 +211,7 @@ class CollectiveOptions(NamedTuple):
 
 
 class BackupOptions(NamedTuple):
-    """How slow ranks are, and what training loses with some of them; None if an option was not
-    given.
-    """
+    """How slow ranks are, and what training loses with some of them; None if not given."""
 
     ranks: Annotated[
         int | None, option(min=1, max=65536, show_default="100", help="Number of ranks.")
@@ -279,9 +275,7 @@ class LocalOptions(NamedTuple):
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` as typer reads it: each field of a group, which is a named tuple, is an
-    option of its own.
-    """
+    """Return `command` as typer reads it: each field of a group, a named tuple, is an option."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {
         name: kind
@@ -327,9 +321,7 @@ def _fields(group: Any) -> list[Parameter]:
 def compute_of(
     workload: Workload, cluster: Cluster, batch: int | None, compute_ms: float | None
 ) -> tuple[float, float | None]:
-    """Return how long a step computes in seconds, and images per second of a rank with that batch
-    if it is known.
-    """
+    """Return the seconds that a step computes, and a rank's images per second, None if unknown."""
     if compute_ms is not None:
         if batch is not None:
             raise UsageError(

@@ -17,14 +17,13 @@ from commrt.tools.commands.arguments import ShapeOptions
 from commrt.tools.planning.bounds import ring_count
 
 RINGS_FIELDS = {"rings": "count", "within": "per_node"}
-"""Of `Rings`, by the options that set them; other fields are called as the options."""
+"""Fields of `Rings` by the options that set them; other fields are called as the options."""
 
 
 def choose(
     name: str, shape: ShapeOptions, cluster: Cluster | None = None, *, backups: int | None = None
 ) -> Algorithm:
-    """Return the algorithm that the options describe; raises `UsageError` if they do not fit
-    together.
+    """Return the algorithm that the options describe; raises `UsageError` if they do not fit.
 
     Rings and double trees fit the nodes of the `cluster`, if their options do not say otherwise.
     """

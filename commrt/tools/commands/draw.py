@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt draw``: pictures of a schedule, of a simulated or recorded training step, and of how
-algorithms scale.
-"""
+"""``commrt draw``: pictures of schedules, of simulated or recorded steps, and of scaling."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor`` and ``commrt probe``: look at the machine, and measure the links of the world
-that they run in.
-"""
+"""``commrt doctor`` and ``commrt probe``: look at the machine, and measure a world's links."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing
 
 SHOWN = 8
 MIN_WIDTH = 124
-"""Of a table that is printed to a file."""
+"""The least width of a table that is printed to a file."""
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
 EXPOSED = 0.2
@@ -212,9 +212,7 @@ def _on_codes(best: Plan, ranks: int, nbytes: float, cluster: Cluster) -> Iterat
 
 
 def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
-    """Return the local SGD that hides the exchange with the least delay, if much of the best step
-    is exposed.
-    """
+    """Return the local SGD that hides the exchange with least delay, if a step exposes much."""
     if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
         return None
     pricing = WirePricing(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan collective``: which schedule the backend of torch.distributed takes. Needs no
-torch.
-"""
+"""``commrt plan collective``: which schedule torch.distributed's backend takes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ ONE_HOST = "host"
 DEVICE = "cpu"
 """Whose slices are priced: a cluster does not say whether its ranks have GPUs."""
 UNKNOWN = {"barrier", "all_to_all"}
-"""Collectives that the backend prices for empty pieces: in an all-to-all, no rank knows the sizes
-of all.
-"""
+"""Collectives priced for empty pieces: in an all-to-all, no rank knows the sizes of all."""
 
 
 def collective(

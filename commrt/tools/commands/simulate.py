@@ -55,9 +55,7 @@ class ExchangeEstimate:
 
     @cached_property
     def pricing(self) -> WirePricing:
-        """Return the pricing of the first step's schedule; raises `UsageError` if it cannot carry
-        the wire's codes.
-        """
+        """Return the first step's pricing; raises `UsageError` if that cannot carry the codes."""
         require_carried(self.algorithm, self.ranks, self.wire)
         return WirePricing(
             self.algorithm.schedule(0, self.ranks), self.cluster, QUANTIZERS.get(self.wire)
@@ -337,8 +335,7 @@ def _local_record(algorithm: LocalSGD, step: StepEstimate, steps: LocalSteps) ->
 
 
 def delays_to_try(algorithm: LocalSGD) -> list[int]:
-    """Return 0, the powers of two below the period, the period, and the delay of `algorithm`, in
-    order.
+    """Return 0, powers of two below the period, the period and `algorithm`'s delay, in order.
 
     >>> delays_to_try(LocalSGD(period=10, delay=3))
     [0, 1, 2, 3, 4, 8, 10]

@@ -34,9 +34,7 @@ MOST_TIMES = 20_000_000
 """Defaults, and the most times of ranks in steps: they fit into memory several times over."""
 FEW = 12
 GROWTH = 1.25
-"""Every number of backups up to the first is tried; after it, each one tried is so many times the
-one before.
-"""
+"""Up to `FEW` backups each number is tried; later ones grow by this factor."""
 COLUMNS = {
     "quorum": "wait for",
     "backups": "backups",
@@ -80,9 +78,7 @@ class BackupEstimate:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row by names of `COLUMNS` for each split that is tried, the one without backups
-        last.
-        """
+        """Return a row, by `COLUMNS`, for each split that is tried; that without backups last."""
         tried = {*range(FEW + 1), self.ranks - self.choice.best}
         while (larger := ceil(GROWTH * max(tried))) <= (self.ranks - 1) // 2:
             tried.add(larger)
@@ -142,9 +138,7 @@ class BackupEstimate:
 
 
 def estimate_backups(options: BackupOptions) -> BackupEstimate:
-    """Read or sample times, then choose a quorum; raises `UsageError` if the options do not fit
-    together.
-    """
+    """Read or sample times, choose a quorum; raises `UsageError` if the options do not fit."""
     rng = default_rng(options.seed)
     law = _law(options) if options.times is None else None
     times_s = (

@@ -73,8 +73,7 @@ def verify(
 
 
 def _verify_algorithm(algorithm: Algorithm, ranks: int, show: bool, as_json: bool) -> bool:
-    """Verify the schedule of `algorithm` on `ranks` ranks and print the result; return True if it
-    is correct.
+    """Verify and print `algorithm`'s schedule on `ranks` ranks; return True if it is correct.
 
     For gossip, verify each step of two periods, and print what a period does as a whole.
     """
@@ -138,9 +137,7 @@ def _spec(algorithm: Algorithm, schedule: Schedule) -> Collective:
 
 
 def _mixing(algorithm: Gossip, period: Sequence[Schedule]) -> dict[str, Any]:
-    """Return what the steps of `period` do as a whole, and after how many steps each rank has met
-    all others.
-    """
+    """Return what a `period` does as a whole, and the steps until each rank has met all others."""
     met = None
     if algorithm.rotate:
         of_rows = replace(algorithm, within=1)  # a row acts as one rank
@@ -171,9 +168,7 @@ def _mixing_sentence(mixed: dict[str, Any], within: int) -> str:
 
 
 def _additions(schedule: Schedule) -> Additions | None:
-    """Return in which order `schedule` adds; None if it mixes, and for so many ranks that it takes
-    too long.
-    """
+    """Return in which order `schedule` adds; None if it mixes, or has too many ranks for it."""
     if schedule.ranks > MOST_RANKS_IN_ORDER or any(
         (step.combine == MIX).any() for step in schedule.steps()
     ):

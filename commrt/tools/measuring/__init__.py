@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: links of a world, this machine, and models.
-The only tools that import torch.
-"""
+"""Measurements of links, of this machine and of models: the only tools that import torch."""

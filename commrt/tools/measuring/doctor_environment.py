@@ -23,9 +23,7 @@ from packaging.version import Version
 from commrt.store.launcher import VARIABLES, Launch
 
 Verdict = Literal["ok", "absent", "warning", "problem"]
-"""absent: not installed, and not always needed; warning: works, but slowly or oddly; problem:
-fails.
-"""
+"""absent: not installed, not always needed; warning: works, but slowly or oddly; problem: fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +102,7 @@ def installed() -> dict[str, str]:
 
 
 def packages(found: Mapping[str, str], cuda: str | None) -> Iterator[Finding]:
-    """Yield a finding for each package, and for each pair that does not fit; `cuda` is the version
-    of torch's build.
-    """
+    """Yield a finding per package and per unfit pair; `cuda` is the version of torch's build."""
     for name, missing in MISSING.items():
         wheel = next((each for each in CUPY if each in found), name) if name == "cupy" else name
         yield _version(name, wheel, found.get(wheel), missing)
@@ -225,9 +221,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cpus() -> float:
-    """Return how many processors this process may use, by its affinity and the quota of its control
-    group.
-    """
+    """Return how many processors this process may use, by affinity and control group's quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
         # such as "150000 100000" or "max 100000"

@@ -35,12 +35,10 @@ from commrt.transport.names import chosen_transport
 
 FILES_ALONE = 40
 FILES_PER_PEER = 6
-"""Upper bounds of what ranks of 2 to 8 processes hold: 14, and 4 (Gloo) or 5 (shared memory) for
-each peer.
-"""
+"""Upper bounds of files: ranks of 2 to 8 hold 14, and 4 (Gloo) or 5 (shared memory) per peer."""
 RANKS = 2
 LIMIT_S = 4.0
-"""Of the exchange, which takes a quarter of a second on an idle machine."""
+"""Limit of the exchange, which takes a quarter of a second on an idle machine."""
 SERIES = {256: 21, 64 << 10: 11, 4 << 20: 7}
 """How often each number of bytes is reduced; one more run before these warms up."""
 EXCHANGE_ADVICE = {
@@ -55,9 +53,7 @@ EXCHANGE_ADVICE = {
 DRIVER = Path("/dev/nvidiactl")
 """Exists if NVIDIA's driver is loaded."""
 COMPILED_FROM = (8, 0)
-"""Oldest compute capability for which the Triton kernels have been compiled and inspected; see
-`dev/`.
-"""
+"""Oldest compute capability that Triton kernels were compiled and inspected for; see `dev/`."""
 NCCL_AT_LEAST = 21800
 """The oldest NCCL that CuPy 14 works with, as NCCL encodes 2.18.0."""
 
@@ -116,9 +112,7 @@ def needed_files(ranks: int) -> int:
 
 
 def processors(launch: Launch | None, threads: int) -> Iterator[Finding]:
-    """Compare the processors with the ranks of this host, which compute with `threads` threads
-    each.
-    """
+    """Compare the processors with this host's ranks, which compute with `threads` threads each."""
     count = cpus()
     ranks = 1 if launch is None else max(launch.local_size, 1)
     detail = f"{count:g} for {ranks} rank{'s' * (ranks > 1)} with {threads} threads each"
@@ -147,9 +141,7 @@ class Exchanged(NamedTuple):
 
 
 def exchange() -> Iterator[Finding]:
-    """Let two forked processes all-reduce over the transport that ``init()`` would choose, and
-    check the sums.
-    """
+    """Let two forked processes all-reduce over the transport of ``init()``, and check the sums."""
     schedule = ring.all_reduce(RANKS)
     prove(schedule, all_reduce(RANKS, schedule.chunks))
     asked = (transport_called(chosen_transport()) or suited([host_identity()])).kind
@@ -216,10 +208,10 @@ def _judged(schedule: str, first: Exchanged, wrong: int) -> Finding:
 
 
 def gpus(cuda: ModuleType, built_for: str | None, driver: Path = DRIVER) -> Iterator[Finding]:
-    """Yield a finding for each GPU, then one for their links. `cuda` is torch.cuda, `built_for`
-    torch's CUDA version.
+    """Yield a finding for each GPU, then one for their links.
 
-    A query that fails becomes a finding too.
+    `cuda` is torch.cuda, `built_for` torch's CUDA version. A query that fails becomes a finding
+    too.
     """
     count = cuda.device_count() if cuda.is_available() else 0
     for number in range(count):
@@ -263,9 +255,7 @@ def _gpu(cuda: ModuleType, number: int) -> Iterator[Finding]:
 
 
 def run_kernel(number: int) -> None:
-    """Run one of torch's kernels on a GPU; raises an error if torch was not built for it, or its
-    memory is full.
-    """
+    """Run a torch kernel on a GPU; raises if torch was not built for it, or its memory is full."""
     torch.zeros(1, device=f"cuda:{number}").add_(1).item()
 
 

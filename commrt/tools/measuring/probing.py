@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the links of a running world, for ``commrt probe``: a latency and a bandwidth per kind
-of link.
+"""Measure a running world's links for ``commrt probe``: latency and bandwidth of each kind.
 
 Ranks pass messages around rings. All rings over one kind of link run at the same time, since in
 schedules all ranks are busy too, and share network cards and cores. Many rounds follow each other,
@@ -57,8 +56,7 @@ class Line(NamedTuple):
 
 
 def ring_shift(rings: Rings, ranks: int) -> Schedule:
-    """Return a schedule in which each rank sends a third of the buffer to the next of its ring, all
-    at once.
+    """Return a schedule in which each rank sends a third of the buffer to the next of its ring.
 
     >>> print(ring_shift([(0, 2), (1, 3, 4)], 5))
     ring_shift: 5 ranks, 3 chunks
@@ -95,9 +93,7 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def probed(launch: Launch | None, workers: int, timeout_s: float) -> Cluster:
-    """Return what the ranks of `launch` measure; without one of several ranks, what `workers` local
-    workers do.
-    """
+    """Return what the ranks of `launch` measure; without several, what `workers` local ones do."""
 
     def measured() -> Cluster:
         with init(timeout_s) as world:
@@ -187,9 +183,7 @@ def _measure(world: World, rings: Rings) -> Line:
 
 
 def _timer(world: World, schedule: Schedule, nbytes: int) -> Callable[[], float]:
-    """Return a task for the communication thread that returns the seconds of a round, with chunks
-    of `nbytes`.
-    """
+    """Return a task for the communication thread: seconds of a round with chunks of `nbytes`."""
     buffer = world.transport.allocate(schedule.chunks * nbytes // 4, torch.float32, _device(world))
     bound = bind(program(schedule, world.rank), buffer, world.transport)
     rounds = ROUNDS[nbytes]
@@ -205,9 +199,7 @@ def _timer(world: World, schedule: Schedule, nbytes: int) -> Callable[[], float]
 
 
 def _message_us(world: World) -> float:
-    """Return what each further message takes, in a step in which all ranks exchange with all
-    others.
-    """
+    """Return the time of a further message in a step, if all ranks exchange with all others."""
     if world.size < 3:
         return 0.0
     ring = [list(range(world.size))]
@@ -227,8 +219,7 @@ def _message_us(world: World) -> float:
 
 
 def fit_line(nbytes: Sequence[int], times_s: Sequence[float]) -> Line:
-    """Return the line with the least relative errors, so that short messages count as much as long
-    ones.
+    """Return the line with the least relative errors: short messages count as much as long ones.
 
     >>> fit_line([1_000, 2_000, 1_000_000], [0.002, 0.003, 1.001])
     Line(latency_s=0.001, bytes_per_s=1000000.0)
@@ -252,9 +243,7 @@ def all_gather(world: World, value: float) -> list[float]:
 
 
 def _device(world: World) -> torch.device:
-    """Connect and return this rank's GPU, or return the CPU where there is none: where gradients
-    would lie.
-    """
+    """Connect and return this rank's GPU, or the CPU where there is none: where gradients lie."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
@@ -268,9 +257,7 @@ def _add_s_per_byte(device: torch.device) -> float:
 
 
 def _code_s_per_byte(device: torch.device) -> float:
-    """Return the mean time of quantizing, adding what codes stand for, and dequantizing, per byte
-    of fp32 values.
-    """
+    """Return the mean time to quantize, add what codes stand for, and dequantize, per fp32 byte."""
     quantizer = Int4()
     values = torch.randn(TIMED_NUMEL, device=device)
     codes = torch.zeros(quantizer.nbytes(TIMED_NUMEL), dtype=torch.uint8, device=device)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a model's workload for the cost model: layers in order of execution, their parameters and
-multiplications.
-"""
+"""Read a model's workload for the cost model: layers in order, parameters, multiplications."""
 
 from __future__ import annotations
 
@@ -30,14 +28,15 @@ class _Call(NamedTuple):
 
     module: nn.Module
     flops: int
-    """Counted before it."""
+    """Operations counted before it."""
     rows: int = 0
-    """Of its input, if that is a matrix; 0 for any other input."""
+    """Rows of its input if that is a matrix, else 0."""
 
 
 def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Workload:
-    """Return the workload of `model`, for ``commrt plan step --model`` and `Workload.buckets`;
-    raises `UsageError`.
+    """Return the workload of `model`, for ``commrt plan step --model`` and `Workload.buckets`.
+
+    Raises `UsageError` for a model or a batch that it cannot read.
 
     `batch` is an example input: a tensor, a tuple of arguments, or a dict of keyword arguments. It
     lies on the model's device, which may be meta. The first dimension of its first tensor counts
@@ -128,9 +127,7 @@ def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _run(model: nn.Module, batch: Batch, label: str) -> tuple[list[_Call], int]:
-    """Run `model` once; return the begin of each module's forward pass,
-    and the operations of all.
-    """
+    """Run `model` once; return the begin of each module's forward pass, and all operations."""
     positional, named = _arguments(batch)
     buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
     counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
@@ -166,9 +163,7 @@ def _recorded(model: nn.Module, calls: list[_Call], counter: FlopCounterMode) ->
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put `model` into eval mode without gradients;
-    put modes and random numbers back afterwards.
-    """
+    """Put `model` into eval mode without gradients; put modes and random numbers back after."""
     modes = {module: module.training for module in model.modules()}
     is_fast = torch.backends.mha.get_fastpath_enabled()
     gpus = {
@@ -206,9 +201,7 @@ def _fresh_numels(model: nn.Module, calls: Sequence[_Call]) -> Iterator[tuple[_C
 
 
 def _place(module: nn.Module, place: nn.Module, places: dict[nn.Module, list[nn.Module]]) -> None:
-    """Add `module` and all inside it to the nearest module around it that was called: it uses their
-    parameters.
-    """
+    """Add `module` and all inside it to the nearest called module around it, which uses them."""
     place = module if module in places else place
     places[place].append(module)
     for child in module.children():

@@ -50,8 +50,7 @@ def label_ranks(axes: Axes, title: str, ranks: Sequence[int], what: str) -> None
 
 
 def draw_schedule(schedule: Schedule) -> Figure:
-    """Draw a line per rank, a column per step, and an arrow per transfer in the colour of its first
-    chunk.
+    """Draw a line per rank, a column per step, an arrow per transfer, coloured by its first chunk.
 
     Dashed arrows are copied at the receiver, the others are added or mixed. Raise `UsageError` for
     a schedule that is too large for a picture.
@@ -80,9 +79,7 @@ def draw_schedule(schedule: Schedule) -> Figure:
 
 
 def _require_small(schedule: Schedule) -> list[Step]:
-    """Return all steps; raise `UsageError` before making more ranks or steps than a picture can
-    show.
-    """
+    """Return all steps; raise `UsageError` before making more than a picture can show."""
     if schedule.ranks > MAX_RANKS:
         raise UsageError(f"{schedule.name} has {schedule.ranks} ranks: {SIZE_LIMIT}")
     steps = [step.canonical() for step in islice(schedule.checked_steps(), MAX_STEPS + 1)]
@@ -103,9 +100,7 @@ def _draw_transfers(axes: Axes, number: int, step: Step, ranks: int, colours: np
 
 
 def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, str]]:
-    """Return begin, end and name of each run of steps with the same transfers and the same way to
-    combine.
-    """
+    """Return begin, end and name of each run of steps with equal transfers and combination."""
 
     def traits(number: int) -> tuple[bytes, bytes, str]:
         step = steps[number]
@@ -120,9 +115,7 @@ def _phases(steps: Sequence[Step]) -> Iterator[tuple[int, int, str]]:
 def draw_scaling(
     title: str, rank_counts: Sequence[int], efficiencies: Mapping[str, Sequence[float]]
 ) -> Figure:
-    """Draw the efficiency of a training step (0 to 1) against the number of ranks, a line per
-    algorithm.
-    """
+    """Draw efficiency of a training step (0 to 1) by number of ranks, a line per algorithm."""
     figure, axes = new_figure(7.5, 4.6)
     for (name, efficiency), marker in zip(efficiencies.items(), MARKERS, strict=False):
         axes.plot(rank_counts, [100 * each for each in efficiency], f"{marker}-", label=name, ms=5)
@@ -204,9 +197,7 @@ def _draw_bar(
 
 
 def _named(phases: Sequence[Phase]) -> str:
-    """Return the steps of each phase, or if there are many,
-    of all that add and of all that copy.
-    """
+    """Return the steps of each phase, or if there are many, of all that add and all that copy."""
     counts = [(phase.steps, phase.adds) for phase in phases]
     if len(counts) > MAX_NAMED_PHASES:
         counts = [
@@ -230,8 +221,7 @@ class _Window(NamedTuple):
 def draw_recorded_step(
     spans: Sequence[TimelineSpan], name: str, step: int | None = None
 ) -> Figure | None:
-    """Draw `step` of a recorded run, or a step of median duration; return None if `spans` hold no
-    step.
+    """Draw `step` of a recorded run, or one of median duration; None if `spans` hold no step.
 
     Raise `UsageError` for too many ranks, or if `spans` do not hold `step`.
     """
@@ -246,9 +236,7 @@ def draw_recorded_step(
 
 
 def _windows(spans: Sequence[TimelineSpan]) -> list[_Window]:
-    """Return each step, from the first rank that ended the step before to the last rank that ended
-    this one.
-    """
+    """Return steps, each from the first rank to end the one before to the last rank to end it."""
     # by rank, the ends of its optimizer steps in ms
     updates: defaultdict[int, list[float]] = defaultdict(list)
     ends_ms: defaultdict[int, list[float]] = defaultdict(list)  # by step

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of commands: pictures that they write, and recorded timelines and step times that they
-read.
+"""Files of commands: pictures to write, recorded timelines and step times to read.
 
 What cannot be written is refused before the work starts.
 """
@@ -38,10 +37,9 @@ TIMES_FORMAT = (
 
 
 def require_writable(option: str, path: str, example: str, endings: Sequence[str] = ()) -> None:
-    """Raise `UsageError` if no file can be written at `path`, the value of `option`; `example` is a
-    file name.
+    """Raise `UsageError` if no file can be written at `path`, the value of `option`.
 
-    With `endings` the name must end in one of them.
+    `example` is a file name. With `endings` the name must end in one of them.
     """
     if not path:
         raise UsageError(
@@ -95,9 +93,7 @@ class TimelineSpan(NamedTuple):
 
 
 def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return a trace for ``chrome://tracing`` and ui.perfetto.dev: a process per rank, a row per
-    thread.
-    """
+    """Return a trace for Chrome and ui.perfetto.dev: a process per rank, a row per thread."""
     rows = list(events)
     threads = {(row["pid"], row["tid"]): row["thread"] for row in rows}
     names = [
@@ -112,9 +108,7 @@ def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_spans(file: str) -> list[TimelineSpan]:
-    """Return all ranges in `file`, a timeline as `chrome_trace` makes it; raise `UsageError` for
-    another file.
-    """
+    """Return all ranges in `file`, a timeline of `chrome_trace`; raise `UsageError` for others."""
     text = read_text(file)
     try:
         return spans_of(json.loads(text)["traceEvents"])
@@ -123,9 +117,7 @@ def read_spans(file: str) -> list[TimelineSpan]:
 
 
 def spans_of(events: Iterable[dict[str, Any]]) -> list[TimelineSpan]:
-    """Return the ranges among `events` in Chrome's trace format; raise KeyError or TypeError for
-    malformed events.
-    """
+    """Return the ranges in Chrome's trace `events`; raise KeyError or TypeError if malformed."""
     return [_parse_span(event) for event in events if event["ph"] == "X"]
 
 
@@ -147,8 +139,7 @@ def _parse_span(event: dict[str, Any]) -> TimelineSpan:
 
 
 def compute_times_s(spans: Sequence[TimelineSpan]) -> list[list[float]]:
-    """Return [steps][ranks]: seconds from the begin of the forward to the end of the backward pass,
-    without waits.
+    """Return [steps][ranks] seconds from begin of forward to end of backward pass, without waits.
 
     The list has as many steps as every rank has made, without the first `WARMUP_STEPS`.
     """
@@ -169,9 +160,7 @@ def compute_times_s(spans: Sequence[TimelineSpan]) -> list[list[float]]:
 
 
 def read_times(path: str) -> Times:
-    """Return the step times in `path`: a timeline, JSON or CSV; raise `UsageError` that names the
-    malformed place.
-    """
+    """Return the step times in `path`, a timeline, JSON or CSV; `UsageError` names a bad place."""
     text = read_text(path, "utf-8-sig").strip()
     steps = _parse_json(path, text) if text.startswith(("[", "{")) else _parse_csv(path, text)
     if not steps:

@@ -9,8 +9,7 @@ from commrt.pricing.cluster import Cluster
 
 
 def all_reduce_bound_s(cluster: Cluster, ranks: int, nbytes: float) -> float:
-    """Return a lower bound of the time to sum `nbytes` over all ranks: what a rank, node or rack
-    must send.
+    """Return a lower bound of the time to sum `nbytes`: what a rank, node or rack must send.
 
     Each of k equal parts sends at least 2 (k - 1) / k of the buffer, through all its ports
     together. One latency is added.

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well gossip mixes: what a rank holds after a period,
-as shares of what all ranks held before.
-"""
+"""How well gossip mixes: shares of what all ranks held before that each holds after a period."""
 
 from __future__ import annotations
 
@@ -26,16 +24,13 @@ class Mixing:
     second_singular_value: float
     """Part of the differences between ranks that is left: 0 if all hold the mean."""
     smallest: float
-    """Smallest share times ranks: 1 is the mean, 0 means that some rank has nothing from some
-    other.
-    """
+    """Smallest share times ranks: 1 is the mean, 0: some rank has nothing from some other."""
     largest: float
     """Largest share times ranks."""
 
 
 def mixing(schedules: Iterable[Schedule], total: int = 1) -> Mixing:
-    """Return what `schedules`, run one after the other, make of all ranks' values; each is divided
-    by `total`.
+    """Return what `schedules`, one after the other, make of all values; each is divided by `total`.
 
     >>> from commrt.algorithms.gossip import dissemination
     >>> mixing([dissemination(4, 0), dissemination(4, 1)])
@@ -54,8 +49,7 @@ def mixing(schedules: Iterable[Schedule], total: int = 1) -> Mixing:
 
 
 def steps_to_meet_all(algorithm: Algorithm, ranks: int, most: int) -> int | None:
-    """Return after how many steps every rank has received from every other directly; None if more
-    than `most`.
+    """Return the steps until all ranks have received from all directly; None if more than `most`.
 
     If chunks go to different ranks, receiving one of them counts.
     """

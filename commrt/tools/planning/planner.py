@@ -33,16 +33,15 @@ FEW_CAPS_MB = (8.0, 100.0)
 MOST_FOR_ALL_CAPS = 4096
 """Those tried on more ranks than this, where pricing a bucket takes a tenth of a second."""
 MOST_STEPS = 2048
-"""Of a shape that is tried on so many ranks."""
+"""Most steps of a shape that is tried on so many ranks."""
 TRIED_IN_STEPS = 4
-"""Algorithms tried in a training step: those that exchange all gradients soonest. Besides these,
-the one of least latency, which may suit small buckets, and the first candidate, which is the ring
-if that was priced. On more than `MOST_FOR_ALL_CAPS` ranks only the best one.
+"""Algorithms tried in a training step: those that exchange all gradients soonest.
+
+Besides these, the one of least latency, which may suit small buckets, and the first candidate,
+which is the ring if that was priced. On more than `MOST_FOR_ALL_CAPS` ranks only the best one.
 """
 WORTH = 0.01
-"""The share of a step that another wire than that of the gradients must save to be recommended: it
-rounds them.
-"""
+"""Share of a step that another wire than the gradients' must save: it rounds them."""
 OWN_WIRE = "fp32"
 PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in QUANTIZERS}
@@ -73,9 +72,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """The time that plans are ranked by: of the exchange, or of as many steps as equal one
-        update of all ranks.
-        """
+        """The time that plans are ranked by: of the exchange, or of steps for one full update."""
         return self.exchange_s if self.step_s is None else self.step_s * self.updates
 
     @property
@@ -156,8 +153,7 @@ def tried_shapes(nodes: Nodes) -> Iterator[Shape]:
 
 
 def coded_candidates(ranks: int, per_node: int = 1) -> Iterator[Algorithm]:
-    """Yield all-reduces that carry codes between `ranks` ranks, of which `per_node` share a node;
-    raises `UsageError`.
+    """Yield all-reduces for codes between `ranks` ranks, `per_node` in a node; raises `UsageError`.
 
     >>> [str(each) for each in coded_candidates(8, per_node=4)]
     ['Direct(within=1)', 'Direct(within=4)']
@@ -197,8 +193,7 @@ def priced_candidates(
     backups: int = 0,
     quantizer: Quantizer | None = None,
 ) -> list[Candidate]:
-    """Return what may run on `ranks` ranks without `backups` random ones; those that are left
-    seldom fill nodes.
+    """Return what may run on `ranks` ranks less `backups` random ones; the rest seldom fills nodes.
 
     A shape of many steps is left out if it takes longer than `HalvingDoubling`, even if it moved
     `nbytes` as fast as the cluster allows: it would take long to price.
@@ -232,9 +227,7 @@ def priced_candidates(
 def exchange_plans(
     cluster: Cluster, ranks: int, nbytes: float, wire: str | None = None
 ) -> list[Plan]:
-    """Return the plans to exchange `nbytes` on the wire at once, the best first; `wire` names
-    codes, if it is any.
-    """
+    """Return the plans to exchange `nbytes` at once, best first; `wire` names codes, if any."""
     quantizer = QUANTIZERS.get(wire or "")
     plans = (
         each.plan(nbytes) for each in priced_candidates(cluster, ranks, nbytes, quantizer=quantizer)
@@ -280,9 +273,7 @@ def step_plans(
 
 
 def tried_in_steps(candidates: Sequence[Candidate], nbytes: float) -> list[Candidate]:
-    """Return those of `candidates` that are worth pricing in a training step that exchanges
-    `nbytes`.
-    """
+    """Return those `candidates` that are worth pricing in a step that exchanges `nbytes`."""
     most = TRIED_IN_STEPS if candidates[0].pricing.schedule.ranks <= MOST_FOR_ALL_CAPS else 1
     soonest = sorted(candidates, key=lambda each: each.plan(nbytes).sort_key)[:most]
     least_latency = min(candidates, key=lambda each: each.pricing.price(0.0).seconds)

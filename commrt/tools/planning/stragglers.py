@@ -22,9 +22,7 @@ Times = NDArray[np.float64]
 PerRank = NDArray[np.float64]
 """[ranks]: for a quorum of 1, 2, ... ranks."""
 PUBLISHED = {50: 137.5e3, 100: 76.2e3}
-"""Gradients per update -> updates until Inception converged, with 6 backups: published, from
-memory.
-"""
+"""Gradients per update -> updates until Inception converged, 6 backups: published, from memory."""
 RESAMPLES = 100
 LEAST = 1e-9
 """The smallest time, rate or exponent."""
@@ -32,8 +30,7 @@ LEAST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class HeavyTails:
-    """A normal body, sometimes a Pareto tail after it, and a factor that all ranks of a step have
-    in common.
+    """A normal body, sometimes with a Pareto tail, and a factor common to all ranks of a step.
 
     The defaults are a fit to two percentages published for 100 machines: within 2 s, 98 gradients
     were there in 80 % of steps, and all in 30 %. The fit gives 85 % and 27 %.
@@ -86,9 +83,7 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class SlowSteps:
-    """Injected delays: all ranks take `base_s`, but each, with `chance`, `low` to `high` times
-    that, uniformly.
-    """
+    """Injected delays: ranks take `base_s`, with `chance` `low` to `high` times that, uniformly."""
 
     base_s: float = 1.0
     chance: float = 0.03
@@ -139,8 +134,7 @@ def kth_time_s(times_s: Times) -> PerRank:
 
 
 def step_time_s(times_s: Times, needed: ArrayLike) -> PerRank:
-    """Return the mean time of a step, for each quorum size in `needed`, if late ranks are not
-    interrupted.
+    """Return the mean time of a step by quorum size in `needed`; late ranks are not interrupted.
 
     A late rank finishes the gradient that is no longer needed, then begins one for the step that
     the others are at; it may miss several steps. `kth_time_s`, the published way, lets all ranks
@@ -163,24 +157,20 @@ def step_time_s(times_s: Times, needed: ArrayLike) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The paper's number of updates for Inception: known at 50 and 100 gradients per update, a line
-    between.
+    """The paper's updates for Inception: known at 50 and 100 gradients per update, a line between.
 
     >>> Published().iterations(np.array([50, 96, 100])).tolist()
     [137500.0, 81104.0, 76200.0]
     """
 
     def iterations(self, needed: NDArray[np.int64]) -> PerRank:
-        """Return the updates until the goal for each number of gradients per update; nan below 50
-        and above 100.
-        """
+        """Return the updates by gradients per update; nan below 50 and above 100."""
         return np.interp(needed, [*PUBLISHED], [*PUBLISHED.values()], left=np.nan, right=np.nan)
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Updates fall as a power of the gradients per update: 1 if twice the batch halves them, 0 if
-    it does not help.
+    """Updates fall as a power of gradients per update: 1 if twice the batch halves them, 0 if not.
 
     >>> Scaling(0.5).iterations(np.array([1, 4])).tolist()
     [1.0, 0.5]
@@ -222,9 +212,7 @@ class QuorumChoice:
 
 
 def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
-    """Return the quorum with the least time to the goal; `rng` resamples the steps, as a whole, for
-    `likely`.
-    """
+    """Return the quorum of least time to the goal; `rng` resamples whole steps for `likely`."""
     steps, ranks = times_s.shape
     iterations = goal.iterations(np.arange(1, ranks + 1))
     arrivals_s = np.sort(times_s, axis=1)
@@ -237,9 +225,7 @@ def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
 
 
 def _best(goal_s: PerRank) -> int:
-    """Return the quorum of the least time; of equal ones the largest, as its gradients cost
-    nothing.
-    """
+    """Return the quorum of least time; of equal ones the largest: its gradients cost nothing."""
     return len(goal_s) - int(np.nanargmin(goal_s[::-1]))
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated training steps: how much of the exchange the backward pass hides, and how slow ranks
-delay the others.
+"""Simulated training steps: how much exchange the backward pass hides, and how delays spread.
 
 In an all-reduce every rank waits for the slowest. In gossip a rank waits for one other, which
 waited for one other in the step before. So delays spread slowly, and mostly pass before they meet.
@@ -25,7 +24,7 @@ from commrt.tools.planning.wires import WirePricing
 from commrt.tools.planning.workload import ReadyBucket
 
 ROUNDING = 1e-9
-"""Of a quotient of two times, relative to it."""
+"""Relative rounding error of a quotient of two times."""
 
 
 class BucketTimes(NamedTuple):
@@ -124,8 +123,7 @@ def overlapped_step(
     compute_s: ArrayLike,
     begin_s: ArrayLike = 0.0,
 ) -> StepTime:
-    """Return a step whose buckets leave one after the other, each as soon as its gradients are
-    ready.
+    """Return a step whose buckets leave in turn, each as soon as its gradients are ready.
 
     `compute_s` and `begin_s` are [ranks], or one number for all.
     """
@@ -149,8 +147,7 @@ def blocking_step(
 
 
 def mean_efficiency(pricing: WirePricing, buckets: Sequence[ReadyBucket], times_s: Times) -> float:
-    """Return the mean time of computing divided by that of a step, of overlapped steps that follow
-    each other.
+    """Return the mean computing time divided by that of a step, for overlapped steps in a row.
 
     `times_s` [steps, ranks] says how long each rank computes.
     """
@@ -161,8 +158,7 @@ def mean_efficiency(pricing: WirePricing, buckets: Sequence[ReadyBucket], times_
 
 
 def gossip_efficiency(times_s: Times, algorithm: Gossip, message_s: float = 0.0) -> float:
-    """Return the mean time of computing divided by that of a step of gossip, in which ranks wait
-    only for partners.
+    """Return the mean computing time divided by that of a step, if ranks wait only for partners.
 
     A message leaves at the end of a step and takes `message_s`. With `staleness` 1 a rank waits for
     the message of the step before. `times_s` [steps, ranks] says how long each rank computes.
@@ -209,8 +205,7 @@ class LocalSteps:
         return self.fragments * self.fragment_s
 
     def exposed_s(self, delay: int) -> float:
-        """Return how long a step waits on average, if an average is merged `delay` steps after
-        weights left.
+        """Return a step's mean wait, if an average is merged `delay` steps after weights left.
 
         Each fragment is hidden by `delay` steps, and all fragments of a period by its steps.
         """
@@ -234,8 +229,7 @@ class LocalSteps:
 
 
 def hiding_period(steps: LocalSteps, most: int) -> LocalSteps | None:
-    """Return `steps` with a period that can hide the exchange: doubled until it does; None if it
-    would exceed `most`.
+    """Return `steps`, its period doubled until that hides the exchange; None if beyond `most`.
 
     >>> steps = LocalSteps(fragment_s=2.5, compute_s=0.1, period=16)
     >>> hiding_period(steps, 512).period, hiding_period(steps, 16)

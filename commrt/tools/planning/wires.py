@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wires of the command line: what a gradient is on each, how many bytes that takes, and how
-long.
-"""
+"""The wires of the command line: what a gradient is on each, its bytes, and its time."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class WirePricing(Pricing):
         super().__init__(schedule, cluster, seconds(1.0, speed) / self._share)
 
     def price(self, nbytes: float, start_s: ArrayLike = 0.0) -> Price:
-        """Return the price for a buffer of `nbytes` of values or of codes per rank; see
-        `Pricing.price`.
-        """
+        """Return the price for `nbytes` of values or codes per rank; see `Pricing.price`."""
         code_s = self.code_s(nbytes)
         price = super().price(
             self.moved_nbytes(nbytes), np.asarray(start_s, dtype=np.float64) + code_s
@@ -70,9 +66,7 @@ class WirePricing(Pricing):
         return float(tiles * self.quantizer.tile_nbytes)
 
     def code_s(self, nbytes: float) -> float:
-        """Return the seconds that turning values into `nbytes` of codes takes, and as many those
-        into values again.
-        """
+        """Return the seconds to turn values into `nbytes` of codes; back takes as many."""
         is_quantized = self.quantizer is not None and self.steps
         return (
             seconds(nbytes / self._share, self.cluster.code_gbytes_per_s) if is_quantized else 0.0

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model gives an exchange to do: how many gradients there are, and when in a step they are
-ready.
-"""
+"""What a model gives an exchange to do: its gradients, and when in a step they are ready."""
 
 from __future__ import annotations
 
@@ -19,8 +17,10 @@ from commrt.quantizer import Quantizer
 from commrt.tools.planning.wires import GRADIENT_NBYTES, Item, wire_nbytes
 
 MODELS = ("resnet50", "vgg_a", "overfeat_fast", "cd_dnn")
-"""Models that ship as files in `FOLDER`: of images of 224 x 224 pixels, and 231 x 231 for
-`overfeat_fast`. `cd_dnn` has seven hidden layers for speech (Das et al., 2016).
+"""Models that ship as files in `FOLDER`.
+
+Of images of 224 x 224 pixels, and 231 x 231 for `overfeat_fast`. `cd_dnn` has seven hidden layers
+for speech (Das et al., 2016).
 """
 TRANSFORMERS = {
     "bert_large": (1024, 24, 512, 30_522),
@@ -28,15 +28,11 @@ TRANSFORMERS = {
     "gpt2_xl": (1600, 48, 1024, 50_257),
     "llama2_7b": (4096, 32, 4096, 32_000),
 }
-"""Width, depth, tokens and vocabulary of known models, each as a GPT of that shape: within 4 % of
-their parameters.
-"""
+"""Width, depth, tokens, vocabulary of known models as GPTs: within 4 % of their parameters."""
 FOLDER = resources.files("commrt.tools.planning").joinpath("models")
 
 FORWARD = 1 / 3
-"""Part of a step's computing before the first gradient is ready: the backward pass multiplies twice
-as much.
-"""
+"""Part of a step's computing before the first gradient: backward multiplies twice as much."""
 FIRST_NBYTES = 1 << 20
 """Size of the first bucket, which is small so that exchanging begins early."""
 MOST_NUMEL = 10**15
@@ -77,8 +73,7 @@ class ReadyBucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model's layers, in the order of the forward pass. Raises `UsageError` for layers that
-    cannot be.
+    """A model's layers, in order of the forward pass. Raises `UsageError` for impossible ones.
 
     `commrt.tools.workload_of` reads it from a model of yours.
     """
@@ -107,9 +102,7 @@ class Workload:
 
     @classmethod
     def even(cls, numel: int, parts: int = 1) -> Self:
-        """Return a model of `numel` parameters in equal layers that all compute equally long;
-        raises `UsageError`.
-        """
+        """Return `numel` parameters in layers of equal size and work; raises `UsageError`."""
         if numel < 1 or parts < 1:
             raise UsageError(f"{numel} parameters in {parts} parts: give at least one of each")
         parts = min(parts, numel)
@@ -120,8 +113,7 @@ class Workload:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """Return the workload of one of `MODELS` or `TRANSFORMERS`; layers take time as they
-        multiply.
+        """Return the workload of one of `MODELS` or `TRANSFORMERS`; time goes as multiplications.
 
         >>> model = Workload.named("resnet50")
         >>> model.numel, round(model.work / 1e9, 2)
@@ -133,8 +125,7 @@ class Workload:
 
     @classmethod
     def transformer(cls, width: int, depth: int, tokens: int, vocabulary: int = 50_257) -> Self:
-        """Return a GPT of `depth` blocks whose embedding is its last layer as well, for sequences
-        of `tokens`.
+        """Return a GPT of `depth` blocks for `tokens`; its embedding is its last layer as well.
 
         Its work is that of a sequence. Raises `UsageError` for numbers below 1.
 
@@ -163,9 +154,7 @@ class Workload:
 
     @classmethod
     def parsed(cls, text: str, source: str) -> Self:
-        """Return the workload that a JSON document of `text` describes; `UsageError` names its
-        `source`.
-        """
+        """Return the workload in a JSON document `text`; `UsageError` names its `source`."""
         try:
             given = json.loads(text)
             name = given["name"]
@@ -193,9 +182,7 @@ class Workload:
         return f'{{"name": {json.dumps(self.name)}, "layers": [\n{layers}\n]}}'
 
     def save(self, file: str | Path) -> None:
-        """Write the workload to `file`, for ``commrt plan step --model file.json``; `CommrtError`
-        if that fails.
-        """
+        """Write to `file`, for ``commrt plan step --model file.json``; raises `CommrtError`."""
         try:
             Path(file).write_text(self.text() + "\n", encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -214,8 +201,7 @@ class Workload:
         return sum(layer.numel for layer in self.layers)
 
     def buckets(self, cap_nbytes: float, itemsize: Item) -> list[ReadyBucket]:
-        """Return the buckets of the gradients, from the last layer to the first, as `commrt.attach`
-        makes them.
+        """Return the buckets of gradients, last layer first, as `commrt.attach` makes them.
 
         `cap_nbytes` of fp32 gradients fill a bucket, `FIRST_NBYTES` the first one. On the wire each
         gradient takes `itemsize` bytes, or is one of these codes.
