@@ -30,7 +30,7 @@ from late_ranks import (
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.backup_workers import backup_step, quorum
+from commrt.backup_workers import quorum, stall
 from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import ATTEMPTS
 from commrt.errors import UsageError
@@ -181,14 +181,13 @@ def test_batches_of_one_accumulation_are_given_out_again_together():
 
 
 def test_a_slow_backward_pass_under_early_calls_nobody_to_a_new_generation(monkeypatch):
-    monkeypatch.setattr(backup_step, "STALLED_S", 0.01)
+    monkeypatch.setattr(stall, "STALLED_S", 0.01)
 
     def body(world):
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
         algorithm = commrt.BackupWorkers(0, commrt.Ring(), early=True)
         replica = commrt.attach(model, sgd(model), algorithm, world=world, bucket_cap_mb=1e-6)
         model(torch.ones(1, 3)).sum().backward()
-        monkeypatch.setattr(replica._backup_step, "_usual_s", 0.0)
         if world.rank == 1:
             model[0].weight.register_hook(lambda _: Event().wait(0.5) or None)
         model(torch.ones(1, 3)).sum().backward()
@@ -198,7 +197,7 @@ def test_a_slow_backward_pass_under_early_calls_nobody_to_a_new_generation(monke
 
 
 def test_ranks_that_call_each_other_out_of_slow_reductions_go_on(monkeypatch):
-    monkeypatch.setattr(backup_step, "STALLED_S", 1e-3)
+    monkeypatch.setattr(stall, "STALLED_S", 1e-3)
     reduce_now, calls = Engine.reduce_now, ATTEMPTS + 2
 
     def slow(engine, bucket, step, members):
@@ -210,7 +209,6 @@ def test_ranks_that_call_each_other_out_of_slow_reductions_go_on(monkeypatch):
         model = torch.nn.Linear(3, 2)
         replica = commrt.attach(model, sgd(model), commrt.BackupWorkers(0, commrt.Ring()), world=world)
         model(torch.ones(1, 3)).sum().backward()
-        monkeypatch.setattr(replica._backup_step, "_usual_s", 0.0)
         model(torch.ones(1, 3)).sum().backward()
         return replica.last.counted
 

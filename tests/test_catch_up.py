@@ -32,8 +32,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import commrt
 from commrt.backup_workers.backup_replica import BackupWorkersReplica
 from commrt.backup_workers.catch_up import CatchUp
-from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError, Evicted, Place, QuorumLost, UsageError
+from commrt.runtime.generation import Generation
 from commrt.testing.ranks import run_ranks
 from commrt.training.riding import Riding
 
@@ -308,8 +308,8 @@ def gone():
     ids=["a member", "evicted"],
 )
 def test_a_late_rank_whose_sources_are_gone_is_told_so_unless_it_was_evicted_meanwhile(current, kind, says):
-    on_store = SimpleNamespace(gone=set, current=current)
-    elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), on_store=on_store)
+    member = SimpleNamespace(gone=set, current=current)
+    elastic = SimpleNamespace(require_open=int, generation=Generation(1, {2: 0, 3: 0}), member=member)
     world = SimpleNamespace(rank=2, timeout_s=60.0, config=None, reconnect_options=SimpleNamespace(towards="127.0.0.1"))
     catch_up = CatchUp(world, elastic, None, None, Riding(2, ()))
     catch_up.close()

@@ -16,11 +16,11 @@ from torch.distributed import HashStore, Store
 
 import commrt
 from commrt.backup_workers.quorum import parse_announcements
-from commrt.elastic.generations import Generation
+from commrt.elastic.member import Member
 from commrt.elastic.state_server import request_state
-from commrt.elastic.store_membership import StoreMembership
 from commrt.errors import CommrtError, DisagreementError, PeerLost, Place
 from commrt.runtime import connection
+from commrt.runtime.generation import Generation
 from commrt.store.records import gather
 from commrt.store.reports import diagnose
 from commrt.store.world_config import WorldConfig
@@ -78,7 +78,7 @@ def test_a_value_is_understood_or_is_refused_in_words(said):
 @example(b'[2, "localhost 99999"]')
 def test_what_is_written_about_members_is_understood_or_refused_in_words(said):
     store = HashStore()
-    membership = StoreMembership(store, 0, FOUNDERS, lambda: 0.2)
+    membership = Member(store, 0, FOUNDERS, lambda: 0.2)
     membership.generation = FOUNDERS
     for key in ("departed", "arrived/0.1", "process/1"):
         store.set(key, said)

@@ -23,9 +23,10 @@ from commrt.backup_workers.quorum import (
     quorum_key,
     set_once,
 )
-from commrt.elastic.generations import arrival_key
+from commrt.elastic.records import Arrival
+from commrt.elastic.roster import arrival_key
 from commrt.errors import QuorumLost
-from commrt.runtime.membership import Loss
+from commrt.runtime.generation import Loss
 from commrt.threads.calls import start_call
 from commrt.threads.deadline import Timeouts
 
@@ -50,7 +51,7 @@ def never(generation):
 
 
 def vote_of(member, store=None, *, is_called=False, next_attempt=never):
-    elastic = SimpleNamespace(on_store=member, require_open=int, is_called=is_called, ensure_generation=next_attempt)
+    elastic = SimpleNamespace(member=member, require_open=int, is_called=is_called, ensure_generation=next_attempt)
     return QuorumVote(store or member.store.connection, elastic, lambda *_: True)
 
 
@@ -136,8 +137,8 @@ def test_a_member_waits_for_one_that_lives_up_to_the_deadline(members):
 
 def test_a_step_that_keeps_others_in_a_collective_waiting_ends_at_its_limit(members, monkeypatch):
     monkeypatch.setattr(quorum, "PROBE_MOST_S", 4.0)  # the limit is no multiple of a pause
-    found = members(3, 2)
-    found[1].arrive(arrival_key(found[1].generation, 1), 0, "barrier")  # rank 2 lives, and announces nothing
+    found = members(3, 2)  # rank 2 lives, and announces nothing
+    found[1].roster.arrive(arrival_key(found[1].generation, 1), Arrival(0, "barrier"))
     vote = vote_of(found[0], next_attempt=lambda _: found[0].generation)
     with moved_clock() as clock:
         begin_s = clock.now_s()
@@ -150,7 +151,7 @@ def test_a_step_that_keeps_others_in_a_collective_waiting_ends_at_its_limit(memb
 
 def test_a_member_that_dies_while_it_waits_alone_in_a_collective_is_missed(members):
     found = members(3, 3)
-    found[2].arrive(arrival_key(found[2].generation, 1), 0, "barrier")
+    found[2].roster.arrive(arrival_key(found[2].generation, 1), Arrival(0, "barrier"))
     found[2].processes.close()
     vote = vote_of(found[0], next_attempt=lambda _: found[0].generation)
     with moved_clock() as clock:

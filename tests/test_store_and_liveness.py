@@ -22,8 +22,8 @@ from peer_group import on_threads
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from commrt.backup_workers.quorum import set_once
-from commrt.elastic.generations import Listener
 from commrt.elastic.links import MESSAGE, LinkCheck, probe, send_message
+from commrt.elastic.processes import Listener
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, UsageError
 from commrt.runtime import connection
 from commrt.store import records

@@ -23,7 +23,7 @@ from commrt.backup_workers.catch_up import CatchUp, FinalCalls
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.backup_workers.replica_state import ReplicaState
 from commrt.buckets.engine import Engine
-from commrt.elastic.elastic_membership import make_elastic
+from commrt.elastic.elastic_membership import end_survival, survive_losses
 from commrt.errors import CommrtError, UsageError
 from commrt.runtime.membership import NO_HOOKS, Hooks
 from commrt.store.keys import store_of_model
@@ -94,7 +94,6 @@ class BackupWorkersReplica(Replica):
 
     def __init__(self, request: Request, engine: Engine) -> None:
         world = request.world
-        membership = make_elastic(request.world)
         named = [named for bucket in engine.buckets for named in bucket.params]
         super().__init__(request, named)
         self._engine = engine
@@ -114,10 +113,15 @@ class BackupWorkersReplica(Replica):
         needed = partial(
             cast("BackupWorkers", request.algorithm).needed_among, founders=world.founders
         )
-        membership.begin(self, request.number, alone=True, needed=needed, founds=self._is_founder)
-        store = PrefixStore("backed", store_of_model(world.store, request.number))
-        self._backup_step = BackupStep(request, engine, self._guard, store, self._riding)
-        self._catch_up = CatchUp(world, membership, store, self._state, self._riding)
+        self._number = request.number
+        self._membership = survive_losses(
+            world, self._number, needed=needed, founds=self._is_founder
+        )
+        store = PrefixStore("backed", store_of_model(world.store, self._number))
+        self._backup_step = BackupStep(
+            request, self._membership, engine, self._guard, store, self._riding
+        )
+        self._catch_up = CatchUp(world, self._membership, store, self._state, self._riding)
         if self._is_founder:
             self._catch_up.open()
         world.hooks = Hooks(
@@ -284,15 +288,15 @@ class BackupWorkersReplica(Replica):
         with suppress(CommrtError, RuntimeError):
             self.drain()
             self._before_collective()
-            if make_elastic(self._world).finish():
+            if self._membership.finish():
                 WorldConfig.withdraw(self._world.store)
 
     def come(self) -> BackupWorkersReplica:
         """Take the place of a lost rank, between two collectives of the others, or detach; not
         collective.
         """
-        with letting_in(self, self._world) as membership:
-            membership.join_as_replacement(self._fetch_from_a_pass)
+        with letting_in(self, self._world, self._membership):
+            self._membership.join_as_replacement(self._fetch_from_a_pass)
             self._catch_up.open()
             self._require(self.step)  # again before the first step, whatever is loaded until then
         return self
@@ -320,7 +324,7 @@ class BackupWorkersReplica(Replica):
         super().load_state_dict(state)
 
     def _restart_at_step(self, step: int) -> None:
-        make_elastic(self._world).restart_at_step(step)
+        self._membership.restart_at_step(step)
         self._backup_step.restart_at_step(step)
         self._state.keep_buffers()
 
@@ -387,7 +391,7 @@ class BackupWorkersReplica(Replica):
         self._world.hooks = NO_HOOKS
         self._state.shut()
         self._catch_up.close()
-        make_elastic(self._world).end(self)
+        end_survival(self._world, self._number)
         self._engine.release()
 
 

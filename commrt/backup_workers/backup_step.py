@@ -27,15 +27,14 @@ from commrt.algorithms import tree
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.backup_workers.replica_state import Snapshot
+from commrt.backup_workers.stall import StallWatch
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.riders import Riders
-from commrt.elastic.elastic_membership import LOOK_S, make_elastic
+from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Members
-from commrt.threads.calls import start_call
-from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.model_state import FlatBuffer, unread_buffers
@@ -46,11 +45,6 @@ from commrt.training.step_guard import UNAVERAGED, StepGuard, are_zeroed, closur
 from commrt.training.step_report import StepReport
 from commrt.transport.protocol import Tag
 
-STALLED = 4
-STALLED_S = 1.0
-"""A reduction that takes so many times as long as the latest ones, and so long, may wait for a rank
-that is stopped.
-"""
 NOBODY = (Announcement(0, 0, ready_s=inf),)
 T = TypeVar("T")
 
@@ -83,7 +77,13 @@ class BackupStep:
     """
 
     def __init__(
-        self, request: Request, engine: Engine, guard: SkippingGuard, store: Store, riding: Riding
+        self,
+        request: Request,
+        membership: ElasticMembership,
+        engine: Engine,
+        guard: SkippingGuard,
+        store: Store,
+        riding: Riding,
     ) -> None:
         self.version = 0
         """The number of updates that this rank has applied."""
@@ -92,7 +92,7 @@ class BackupStep:
         the first step.
         """
         self._world = request.world
-        self._membership = make_elastic(request.world)
+        self._membership = membership
         self._model = request.model
         self._engine = engine
         self._guard = guard
@@ -108,9 +108,8 @@ class BackupStep:
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
-        self._ready_s = self._late_s = self._waited_s = 0.0
-        # how long reductions take the training thread, and the latest took it
-        self._usual_s = request.world.timeout_s
+        self._ready_s = self._late_s = 0.0
+        self._stalls = StallWatch(membership)
         self._use_buckets()
         self._use_session(1)
 
@@ -231,7 +230,10 @@ class BackupStep:
             running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
         with self._world.comm_thread.within_range("wait", step=self.version):
-            outcome = self._outcome(result)
+            try:
+                outcome = self._outcome(result)
+            finally:
+                self._stalls.end()
         self._pass = None
         step = self.version
         if outcome.counts:
@@ -241,7 +243,6 @@ class BackupStep:
             if self._flat_buffer is not None:
                 self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
             self.version += 1
-            self._usual_s = max(self._usual_s / 2, self._waited_s)
             if running.order is not None:
                 self._use_order(running.order)
             self._guard.open()
@@ -251,36 +252,13 @@ class BackupStep:
         return self._report(running, outcome, step, perf_counter() - begin_s), outcome
 
     def _outcome(self, result: Future[StepOutcome]) -> StepOutcome:
-        """Wait for the outcome, and call all ranks to a new generation if a reduction may wait for
-        a stopped rank.
-
-        It may if it takes `STALLED` times as long as the latest ones that counted this rank, and
-        twice as long in each further attempt; never if it begins `early`, and waits for backward
-        passes by design.
-        """
-        seen = None
-        limit = None
-        self._waited_s = 0.0
         while True:
             try:
                 return result.result(LOOK_S)
             except TimeoutError:
                 if result.done():  # meanwhile, perhaps with a TimeoutError of its own
                     return result.result()
-            if (reduction := self.votes.reduction) is not seen:
-                seen = reduction
-                attempt = 0 if reduction is None else min(reduction[1], 30)
-                patience_s = max(STALLED_S, STALLED * self._usual_s) * 2**attempt
-                limit = (
-                    None
-                    if self._early or patience_s >= self._world.timeout_s
-                    else Deadline(patience_s)
-                )
-            elif seen is not None and limit is not None:
-                self._waited_s = limit.waited_s
-                if limit.left_s <= 0:
-                    limit = None
-                    start_call(partial(self._membership.on_store.call_members, seen[0]))
+            self._stalls.look()
 
     def drop(self) -> None:
         """Set all gradients to zero, and use nothing of them."""
@@ -346,8 +324,10 @@ class BackupStep:
 
     def _reduce(self, step: int, attempt: int, members: Members) -> bool:
         """Return True if this rank has the sum; on the first member, if all members have it."""
-        self.votes.begin_reduction(attempt)
         running = self._carried
+        # the first step makes connections, and one that begins early waits for backward passes
+        if self.order is not None and not running.ready:
+            self._stalls.begin()
         try:
             if not self._engine.is_current:
                 self._replace_buckets(running)

@@ -102,10 +102,10 @@ class CatchUp:
         membership.require_open()
         members = membership.generation.members
         place = Place(self._world.rank, sources[0], version)
-        gone = {rank for rank in sources if rank not in members} | membership.on_store.gone(sources)
+        gone = {rank for rank in sources if rank not in members} | membership.member.gone(sources)
         # it is or was a member
         if (is_late or len(gone) == len(sources)) and self._world.config is None:
-            membership.on_store.current()  # raises Evicted if the others went on without this rank
+            membership.member.current()  # raises Evicted if the others went on without this rank
         if len(gone) == len(sources):
             raise QuorumLost(
                 f"only ranks {sources} had the weights of step {version}, and they are gone: start"

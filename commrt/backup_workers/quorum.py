@@ -24,7 +24,6 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import DistNetworkError, Store
 
 from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
-from commrt.elastic.generations import Generation
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.client import (
     ANSWER_S,
@@ -185,13 +184,8 @@ class QuorumVote:
     def __init__(self, store: Store, elastic: ElasticMembership, reduce: Reduce) -> None:
         self._elastic = elastic
         self.reduce = reduce
-        self._membership = elastic.on_store
-        self.reduction: tuple[Generation, int] | None = None
-        """The generation and the attempt in which members reduce now; another object for each.
-
-        On any thread.
-        """
-        self._store = TimedStore(store, self._membership.rank, self._membership.timeout_s)
+        self._member = elastic.member
+        self._store = TimedStore(store, self._member.rank, self._member.timeout_s)
         # too few ranks train for the latest step, and for the one before
         self._is_over = self._was_over = False
         # so many have left that a step needs fewer gradients in the next generation
@@ -204,7 +198,7 @@ class QuorumVote:
     @property
     def needed(self) -> int:
         """How many gradients make a step in the generation of this rank."""
-        return self._membership.needed_in(self._membership.generation)
+        return self._member.needed_in(self._member.generation)
 
     def run(self, mine: Announcement, step: int, attempt: int = 0) -> StepOutcome:
         """Return the outcome of `decide`.
@@ -224,12 +218,6 @@ class QuorumVote:
         self._must_reform = False
         return None if self._is_over else number
 
-    def begin_reduction(self, attempt: int) -> None:
-        """Note that the members of `attempt` reduce from now on,
-        until this rank announces again.
-        """
-        self.reduction = self._membership.generation, attempt
-
     def announce(self, key: str, word: str) -> Sequence[str]:
         """Append `word` to the text under `key`; return the oldest step, and the text as it is then
         or later.
@@ -239,7 +227,6 @@ class QuorumVote:
             self._connection.append(key, word)  # type: ignore[attr-defined]  # torch's stub is behind
             return [*map(DECODED, self._connection.multi_get([OLDEST_STEP, key]))]
 
-        self.reduction = None
         return self._answer(request, self._require_answer)
 
     def set_once(self, key: str, value: str) -> str:
@@ -255,8 +242,6 @@ class QuorumVote:
         """
         waiting = partial(self._check_announcements, key, step, attempt)
         check = partial(self._check_members, key, step, members) if members else waiting
-        if members and self.reduction is None:
-            self.begin_reduction(attempt)
         try:
             return self._answer(partial(_get, self._connection, key), check)
         except BaseException:  # or the store's thread would wait for ever
@@ -283,14 +268,14 @@ class QuorumVote:
                 what = (
                     f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
                 )
-                raise PeerLost(what, Place(rank=self._membership.rank, peer=0)) from error
+                raise PeerLost(what, Place(rank=self._member.rank, peer=0)) from error
             except TimeoutError:
-                deadline = deadline or Deadline(self._membership.timeout_s())
+                deadline = deadline or Deadline(self._member.timeout_s())
                 self._elastic.require_open()
                 if (waited_s := deadline.waited_s) >= due_s or self._elastic.is_called:
                     check(waited_s)
                     pause_s = min(1.5 * pause_s, PROBE_MOST_S, deadline.poll_s)
-                    step_s = Timeouts.of(self._membership.timeout_s()).step_s
+                    step_s = Timeouts.of(self._member.timeout_s()).step_s
                     due_s = (
                         waited_s + pause_s
                         if waited_s > step_s
@@ -298,9 +283,9 @@ class QuorumVote:
                     )
 
     def _require_answer(self, waited_s: float) -> None:
-        limit_s = self._membership.timeout_s() + ANSWER_S
+        limit_s = self._member.timeout_s() + ANSWER_S
         if waited_s > limit_s:
-            raise no_answer(limit_s, self._membership.rank)
+            raise no_answer(limit_s, self._member.rank)
 
     def _is_deleted(self, key: str, step: int) -> bool:
         """Return True, and write that nothing is to come, if the others are so far ahead that
@@ -319,9 +304,9 @@ class QuorumVote:
         """
         if self._is_deleted(key, step):
             return
-        membership = self._membership
-        is_lost = self._elastic.is_called or membership.gone([membership.next_member(members)])
-        if is_lost or waited_s > membership.timeout_s():
+        member = self._member
+        is_lost = self._elastic.is_called or member.gone([member.next_member(members)])
+        if is_lost or waited_s > member.timeout_s():
             set_once(self._store, key, FAILED)
 
     def _check_announcements(self, key: str, step: int, attempt: int, waited_s: float) -> None:
@@ -329,7 +314,7 @@ class QuorumVote:
         if self._is_deleted(key, step):
             return
         text = self._store.get(quorum_key(step, attempt, "announced"))
-        number = self._membership.generation.number
+        number = self._member.generation.number
         words = parse_announcements(text.decode(errors="replace"), number)
         if len(words) >= self.needed:  # the last of them died before it could say so
             set_once(self._store, key, choose_members(words, self.needed))
@@ -345,34 +330,32 @@ class QuorumVote:
         While there are ranks in a collective, which wait for this one, this step ends at its own
         limit (`Timeouts`), and the steps after it end at once if they find too few gradients.
         """
-        membership = self._membership
-        limits = Timeouts.of(self._membership.timeout_s())
-        came = membership.ranks_in_collective(membership.generation)
+        member = self._member
+        limits = Timeouts.of(self._member.timeout_s())
+        came = member.ranks_in_collective(member.generation)
         # one that waits may have died there
-        departed, living = membership.absent(membership.generation, here)
+        departed, living = member.absent(member.generation, here)
         silent = [rank for rank in living if rank not in came]
         waiting = [rank for rank in living if rank in came]
-        membership.require_enough(
-            membership.generation, step, [loss._replace(step=step) for loss in departed]
+        member.require_enough(
+            member.generation, step, [loss._replace(step=step) for loss in departed]
         )
         is_late = bool(waiting) and (self._was_over or waited_s > limits.step_s)
         present = len(here) + len(silent)
         needed = self.needed
         if present < needed or is_late:
-            after = membership.generation.successor(
-                departed, step, silent=membership.generation.silent
-            )
-            self._must_reform = membership.needed_in(after) <= present < needed
+            after = member.generation.successor(departed, step, silent=member.generation.silent)
+            self._must_reform = member.needed_in(after) <= present < needed
             self._is_over = not self._must_reform
             set_once(self._store, key, NO_MEMBERS)
         elif waited_s > limits.collective_s:
-            membership.current()  # raises Evicted if the others went on without this rank
+            member.current()  # raises Evicted if the others went on without this rank
             what = (
                 f"ranks {silent} announced no gradient within {limits.collective_s:g} s, and"
                 f" without them there are fewer than {self.needed}: they are stopped, or do"
                 " something else; look at their output"
             )
-            raise DeadlineExceeded(what, Place(membership.rank, silent[0], step))
+            raise DeadlineExceeded(what, Place(member.rank, silent[0], step))
 
     def delete_old_steps(self, step: int) -> Future[None] | None:
         """Begin to delete keys of old steps, now and then; the first member of each `step` calls

@@ -11,22 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from threading import Event
 
-from commrt.elastic.generations import (
-    GATHERING,
-    OPEN,
-    ROLL_CALL,
-    RUNNING,
-    UNEQUAL_STEPS,
-    Arrival,
-    Generation,
-    Head,
-    arrival_key,
-    refusal_key,
-)
-from commrt.elastic.store_membership import StoreMembership
+from commrt.elastic.member import Member
+from commrt.elastic.records import GATHERING, OPEN, RUNNING, UNEQUAL_STEPS, Arrival, Head
+from commrt.elastic.roster import arrival_key, refusal_key
 from commrt.errors import DisagreementError
+from commrt.runtime.generation import Generation
 from commrt.threads.deadline import Deadline
 
+CHECK_S = 0.02
+"""For so long a rank only looks whether the others have come: healthy ones come sooner, and to ask
+who lives costs more requests than all else.
+"""
 WHOLE = "whole"
 LOST = "lost"
 REFUSED = "refused "
@@ -39,10 +34,9 @@ class Barrier:
     Used on the training thread, where a method does not say otherwise.
     """
 
-    def __init__(self, membership: StoreMembership) -> None:
-        self._membership = membership
-        self._store = membership.store
-        self._rank = membership.rank
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._store = member.store
         self._votes = Counter[int]()  # by generation
         self._used: list[str] = []  # keys of the latest collective
 
@@ -61,30 +55,31 @@ class Barrier:
         not exchanged, and `made` how many steps its loop has made. `change` moves this rank to the
         current generation. `require_open` is called regularly, and may raise. Raises
         `DisagreementError` on all ranks if one came to another collective, or after another number
-        of steps, `DeadlineExceeded` if too few come, `Evicted`.
+        of steps, `DeadlineExceeded` if too few come, `QuorumLost`, `Evicted`.
         """
-        self._membership.collective += 1
+        self._member.collective += 1
         while (generation := self._all_come(Arrival(step, what, made=made), require_open)) is None:
             change()
         # of ranks that have ended since
-        if refusal := self._store.read(refusal_key(self._membership.collective)):
+        if refusal := self._store.read(refusal_key(self._member.collective)):
             raise DisagreementError(refusal.decode(errors="replace"))
         return generation
 
     def _all_come(self, own: Arrival, require_open: Callable[[], None]) -> Generation | None:
         """Return None if a new generation was formed before all had come."""
-        members = self._membership
-        number = self._membership.collective
-        generation = (head := self._begin_gathering()).generation
-        if not head.has_begun(number) and generation.number != members.generation.number:
+        member = self._member
+        number = member.collective
+        head = self._begin_gathering()
+        generation = head.generation
+        if not head.has_begun(number) and generation.number != member.generation.number:
             return None
-        members.arrive(key := arrival_key(generation, number), *own)
-        limit = Deadline(members.timeout_s())
-        why = f"it did not come to {own.what} within {members.timeout_s():g} s"
-        for pause_s in members.pauses(limit):
+        key = arrival_key(generation, number)
+        member.roster.arrive(key, own)
+        limit = Deadline(member.timeout_s())
+        for pause_s in member.pauses(limit):
             require_open()
-            head = members.head()
-            arrivals = members.arrivals(key)
+            head, arrivals = member.roster.look(key)
+            member.require_member(head)
             # first, as a rank that came to something else has gone on
             self._require_same(own, arrivals)
             if head.has_begun(number):
@@ -92,19 +87,27 @@ class Barrier:
             if head.generation.number != generation.number:
                 return None
             if arrivals.keys() >= generation.members.keys() and not generation.silent:
-                members.change(head, phase=RUNNING)
+                if member.roster.change(head, head._replace(phase=RUNNING)).has_begun(number):
+                    break
             # A roll call that has begun decides who lives, and takes a timeout itself.
-            elif self._store.check(
-                [arrival_key(generation, ROLL_CALL)]
-            ) or not members.evict_absent(head, arrivals, why, limit):
+            elif (
+                limit.waited_s < CHECK_S
+                or member.roster.is_roll_call(generation)
+                or not member.propose_without_absent(head, arrivals, own.what, limit)
+            ):
                 Event().wait(pause_s)
         self._delete_keys_of_last(generation, key)
         return generation
 
     def _begin_gathering(self) -> Head:
-        members = self._membership
-        while (head := members.head()).collective < members.collective:
-            members.change(head, collective=members.collective, phase=GATHERING)
+        member = self._member
+        number = member.collective
+        head = member.roster.known
+        if head.collective >= number:
+            head = member.roster.head()
+        while member.require_member(head).collective < number:
+            after = head._replace(collective=number, phase=GATHERING)
+            head = member.roster.change(head, after)
         return head
 
     def _require_same(self, own: Arrival, arrivals: Mapping[int, Arrival]) -> None:
@@ -112,8 +115,9 @@ class Barrier:
         for rank, (ours, theirs, advice) in sorted(
             found.items(), key=lambda each: each[1][2] != UNEQUAL_STEPS
         ):
-            why = f"rank {self._rank} comes to {ours} where rank {rank} comes to {theirs}: {advice}"
-            self._store.set(refusal_key(self._membership.collective), why)
+            own_rank = self._member.rank
+            why = f"rank {own_rank} comes to {ours} where rank {rank} comes to {theirs}: {advice}"
+            self._store.set(refusal_key(self._member.collective), why)
             raise DisagreementError(why)
 
     def _delete_keys_of_last(self, generation: Generation, key: str) -> None:
@@ -122,15 +126,17 @@ class Barrier:
         """
         used = self._used
         self._used = [key]
-        if generation.ranks[0] == self._rank:
+        if generation.ranks[0] == self._member.rank:
             for each in used:
                 self._store.delete_key(each)
 
     def leave(self) -> None:
         """Let new processes in again; every member that has seen the end calls it."""
-        members = self._membership
-        while (head := members.latest()).collective == members.collective and head.phase != OPEN:
-            members.change(head, phase=OPEN)
+        roster = self._member.roster
+        number = self._member.collective
+        head = roster.known
+        while head.collective == number and head.phase != OPEN:
+            head = roster.change(head, head._replace(phase=OPEN))
 
     def vote(self, ok: bool, generation: Generation) -> bool:
         """Return True if all members of `generation` vote `ok`; the answer is the same for all of
@@ -166,13 +172,12 @@ class Barrier:
         """Wait for the outcome of the vote under `key`, see `vote`; `look` is called regularly, and
         may raise.
         """
-        members = self._membership
-        limit = Deadline(members.timeout_s())
-        for pause_s in members.pauses(limit):
+        member = self._member
+        limit = Deadline(member.timeout_s())
+        for pause_s in member.pauses(limit):
             if found := self._store.read(f"{key}/outcome"):
                 break
-            changed = members.current().number != generation.number
-            if limit.left_s <= 0 or changed or members.has_lost_neighbor(generation):
+            if limit.waited_s >= CHECK_S and self._is_hopeless(generation, limit):
                 self._decide(key, LOST)
             else:
                 look()
@@ -182,12 +187,18 @@ class Barrier:
             raise DisagreementError(outcome.removeprefix(REFUSED))
         return outcome == WHOLE
 
+    def _is_hopeless(self, generation: Generation, limit: Deadline) -> bool:
+        """Return True if not all members of `generation` will vote; each rank probes another."""
+        member = self._member
+        is_over = limit.left_s <= 0 or member.current().number != generation.number
+        return is_over or member.has_lost_neighbor(generation)
+
     def refuse(self, reason: str, generation: Generation) -> bool:
         """Refuse in place of a vote: no member gets a result, and all of them learn the `reason`.
 
         Return False if the vote was lost already: then the members repeat the work.
         """
-        refusal = f"{REFUSED}rank {self._rank} refused: {reason}"
+        refusal = f"{REFUSED}rank {self._member.rank} refused: {reason}"
         return self._decide(self._next_vote(generation), refusal).startswith(REFUSED)
 
     def _next_vote(self, generation: Generation) -> str:

@@ -76,35 +76,6 @@ def send_message(client: socket.socket) -> None:
         client.send(MESSAGE)
 
 
-def cut_off(unreached: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
-    """Return the ranks that must leave so that all others reach each other, and whom they do not
-    reach.
-
-    `unreached` has, for each rank, those that do not reach it, in the order in which the ranks have
-    answered. As long as a link is broken, the rank with most broken links leaves; of several, the
-    one that answered last, as it may have been stopped, and have been tried too late. One end is
-    enough to say so.
-
-    >>> cut_off({0: [], 1: [3], 2: [], 3: [1]}), cut_off({0: [], 3: [1], 2: [], 1: []})
-    ({3: [1]}, {1: [3]})
-    >>> cut_off({0: [1], 1: [], 2: [1], 3: [1]})
-    {1: [0, 2, 3]}
-    """
-    broken: dict[int, set[int]] = {rank: set() for rank in unreached}
-    place = {rank: number for number, rank in enumerate(unreached)}
-    for rank, peers in unreached.items():
-        for peer in broken.keys() & set(peers) - {rank}:
-            broken[rank].add(peer)
-            broken[peer].add(rank)
-    leaving = {}
-    while any(broken.values()):
-        rank = max(broken, key=lambda each: (len(broken[each]), place[each]))
-        leaving[rank] = sorted(broken.pop(rank))
-        for peers in broken.values():
-            peers.discard(rank)
-    return leaving
-
-
 class LinkCheck:
     """Asks ranks, by their `addresses`, for `MESSAGE`. One thread uses it.
 

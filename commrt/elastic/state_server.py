@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 
-from commrt.elastic.generations import Listener
+from commrt.elastic.processes import Listener
 from commrt.errors import TransportError
 from commrt.store.parsing import parse, require
 from commrt.threads.starting import start_thread

@@ -18,8 +18,6 @@ from commrt.algorithms.gossip import Gossip
 from commrt.buckets.engine import Span
 from commrt.buckets.header import Header, explain_mismatch
 from commrt.buckets.riders import NOTHING_LEAVES, SLOT, Leaving, Riders
-from commrt.elastic.elastic_membership import make_elastic
-from commrt.elastic.generations import Generation
 from commrt.errors import DisagreementError
 from commrt.gossip.weight_bucket import Message, Received, WeightBucket
 from commrt.kernels.layout import HEADER_NUMEL
@@ -27,6 +25,7 @@ from commrt.program import Program, permuted_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import promise
 from commrt.runtime.executor import Scratch, bind
+from commrt.runtime.generation import Generation
 from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Prepared
 from commrt.runtime.reading import bind_reading, bind_receiving
@@ -92,7 +91,6 @@ class GossipExchange:
         self.world = world
         self._attached = algorithm
         self._number = number
-        self.membership = make_elastic(world)
         self._generation = self._shared = -1
         self._prove = lru_cache(KEPT)(self._prove_anew)
         self._prepared = Prepared[_Round](world, KEPT)
@@ -100,7 +98,7 @@ class GossipExchange:
 
     def prove(self) -> Schedule:
         """Prove the exchanges of a period, and return the first."""
-        self._adopt(self.membership.generation)
+        self._adopt(self.world.membership.generation)
         return self._algorithm.schedule(0, len(self.members))
 
     def _adopt(self, generation: Generation) -> None:
@@ -157,7 +155,7 @@ class GossipExchange:
         On the training thread.
         """
         if bucket.index == 0:
-            self.membership.submit_step(step)
+            self.world.membership.submit_step(step)
         header = Header(0, self._number, 0, step, bucket.index, 0)
         message = bucket.packed(header)
         message.step = step
@@ -180,7 +178,7 @@ class GossipExchange:
 
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
         begin_s = perf_counter()
-        membership = self.membership
+        membership = self.world.membership
         done = NOTHING_DONE
         sources = list[int]()
         listener = self.world.comm_thread.listener
@@ -215,7 +213,7 @@ class GossipExchange:
         exchange.run(tag)
         if message.received.is_cuda:
             self.world.transport.wait()  # before it mixes what may never have come
-        self.membership.failures = 0
+        self.world.membership.failures = 0
         ours = message.sent[:HEADER_NUMEL]
         theirs = message.received[:HEADER_NUMEL]
         if not torch.equal(ours != 0, theirs != 0):

@@ -90,7 +90,7 @@ class GossipReplica(AfterStepReplica):
 
     def _restart_at_step(self, step: int) -> None:
         self.drain()
-        self._exchange.membership.restart_at_step(step)
+        self._world.membership.restart_at_step(step)
         super()._restart_at_step(step)
 
     def _record(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class GossipReplica(AfterStepReplica):
         while len(bucket.in_flight) > allowed:
             with self._waiting_for(bucket):
                 self._heard = bucket.in_flight[0].heard if bucket.index == 0 else self._heard
-                span, _, sources = bucket.mix(self._exchange.membership.outwait)
+                span, _, sources = bucket.mix(self._world.membership.outwait)
             self._spans.append(span)
             self._received_from.update(sources)
 

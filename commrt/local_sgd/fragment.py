@@ -19,10 +19,10 @@ from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.layout import Named, TensorSlot
 from commrt.buckets.riders import NOTHING_LEAVES, Leaving
 from commrt.buckets.weight_part import WeightPart
-from commrt.elastic.generations import Generation
 from commrt.errors import UsageError
 from commrt.local_sgd.outer import Outer
 from commrt.local_sgd.policy import LocalSGD, Mix
+from commrt.runtime.generation import Generation
 from commrt.threads.future import Future
 
 

@@ -24,11 +24,12 @@ from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
 from commrt.buckets.header import Header
 from commrt.buckets.riders import Riders
-from commrt.elastic.elastic_membership import make_elastic
-from commrt.elastic.generations import Generation
+from commrt.elastic.barrier import Barrier
+from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import PeerLost, Place
 from commrt.local_sgd.fragment import MERGING, Fragment, InFlight
 from commrt.local_sgd.policy import LocalSGD
+from commrt.runtime.generation import Generation
 from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Members
 from commrt.threads.comm_thread import RecoveredError
@@ -46,14 +47,19 @@ class FragmentExchange:
         self.algorithm = cast("LocalSGD", request.algorithm)
         self._number = request.number
         self.votes = Counter[int]()
-        self._membership = make_elastic(self.world)
         # the generation of the latest average that all ranks have
-        self._agreed = self._membership.number
+        self._agreed = self.world.membership.number
         self.members: Members = tuple(range(self.world.founders))
         """The ranks whose differences the next exchange averages; the training thread's."""
         self._buckets = self._new_buckets()
         buckets = [*chain.from_iterable(self._buckets)]
         self.engine = Engine(self.world, self.algorithm.inner, buckets)
+
+    @property
+    def _barrier(self) -> Barrier | None:
+        """What the ranks vote with; None where a lost rank ends the world."""
+        membership = self.world.membership
+        return membership.barrier if isinstance(membership, ElasticMembership) else None
 
     def _new_buckets(self) -> list[list[GradientBucket]]:
         """Return the buckets of each fragment.
@@ -78,17 +84,17 @@ class FragmentExchange:
 
     def send(self, fragment: Fragment, in_flight: InFlight) -> None:
         """Send the differences of `fragment`, unless a rank was lost since all had an average."""
-        membership = self._membership
-        generation = self._membership.generation
+        barrier = self._barrier
+        generation = self.world.membership.generation
         self.votes[fragment.index] += 1
         if generation.number != self._agreed:
             return
         topic = f"merge/{self._number}.{generation.number}.{fragment.index}"
         number = self.votes[fragment.index]
-        in_flight.vote = f"{topic}.{number}" if membership.is_elastic else ""
-        if in_flight.vote and number > 2 and generation.ranks[0] == self.world.rank:
+        in_flight.vote = "" if barrier is None else f"{topic}.{number}"
+        if barrier is not None and number > 2 and generation.ranks[0] == self.world.rank:
             # All ranks have merged since the vote before the last, or they would not send again.
-            membership.barrier.forget(f"{topic}.{number - 2}")
+            barrier.forget(f"{topic}.{number - 2}")
         with self.world.comm_thread.within_range("submit", number=fragment.index):
             self._submit(fragment, in_flight, generation)
 
@@ -108,7 +114,7 @@ class FragmentExchange:
             for name, part in own.items():
                 part.copy_(in_flight.residuals[name])
         watched = fragment.digest if self._request.watch else None
-        in_flight.answer = self._membership.submit(
+        in_flight.answer = self.world.membership.submit(
             partial(self._average, in_flight, generation, self.members, number, watched)
         )
         in_flight.generation = generation
@@ -125,15 +131,16 @@ class FragmentExchange:
 
         On the communication thread.
         """
-        if self._membership.number != generation.number:
+        if self.world.membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
-        self._membership.start_no_earlier(in_flight.step)
+        self.world.membership.start_no_earlier(in_flight.step)
         if watched is not None:
             cast("Riders", in_flight.buckets[0].riders).watch(watched)
         spans = [self.engine.reduce_now(bucket, number, members) for bucket in in_flight.buckets]
-        if in_flight.vote:
+        barrier = self._barrier
+        if in_flight.vote and barrier is not None:
             self.world.transport.wait()
-            self._membership.barrier.promise(in_flight.vote, generation)
+            barrier.promise(in_flight.vote, generation)
         return tuple(spans)
 
     def residuals(self) -> dict[str, Tensor]:
@@ -148,29 +155,32 @@ class FragmentExchange:
     def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
         """Wait until all ranks have the average on the buckets' wires; return what it cost."""
         if not self._all_have(in_flight):
-            with self._membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
-                self._agreed = self._membership.together(lambda: self._attempt(fragment, in_flight))
+            with self.world.membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
+                self._agreed = self.world.membership.together(
+                    lambda: self._attempt(fragment, in_flight)
+                )
         return in_flight.answer.result()
 
     def _all_have(self, in_flight: InFlight) -> bool:
         """Return True if all ranks have the background's average; they get one answer."""
         if in_flight.generation is None:
             return False
-        membership = self._membership
-        look = partial(self._membership.require_none_behind, in_flight.step)
+        membership = self.world.membership
+        barrier = self._barrier
         try:
             membership.outwait(in_flight.answer, in_flight.step)
         except LOST:
-            if not membership.is_elastic:
+            if barrier is None:
                 raise
-            membership.barrier.decline(in_flight.vote)
-        return not membership.is_elastic or membership.barrier.outcome(
-            in_flight.vote, in_flight.generation, look
-        )
+            barrier.decline(in_flight.vote)
+        if barrier is None:
+            return True
+        look = partial(membership.require_none_behind, in_flight.step)
+        return barrier.outcome(in_flight.vote, in_flight.generation, look)
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again over the ranks left; return the number of the generation that did so."""
-        generation = self._membership.generation
+        generation = self.world.membership.generation
         self.members = generation.ranks
         self.engine.use_algorithm(self.algorithm.among(len(self.members)))
         if not self.engine.is_current:

@@ -16,7 +16,7 @@ from weakref import WeakMethod
 
 from commrt.buckets.digest import Digest
 from commrt.buckets.layout import exchanged_tensors
-from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
+from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import DeadlineExceeded, Place, UsageError
 from commrt.local_sgd.fragment import MERGING, Fragment, InFlight, cut_fragments
 from commrt.local_sgd.fragment_exchange import FragmentExchange
@@ -103,7 +103,8 @@ class LocalReplica(AfterStepReplica):
         self._live_with(self._hooks())
         if self._giver is not None:
             answer = WeakMethod(self._answer_in_a_merge)
-            make_elastic(self._world).while_waiting = partial(call_if_alive, answer)
+            membership = cast("ElasticMembership", self._world.membership)
+            membership.while_waiting = partial(call_if_alive, answer)
 
     def _enter(self, membership: ElasticMembership) -> None:
         """Become a member, then take the anchor: no merge is made any more without this rank."""
@@ -111,7 +112,7 @@ class LocalReplica(AfterStepReplica):
         limit = Deadline(self._world.timeout_s)
         while not self._fetch(membership):
             membership.require_open()
-            waiting = membership.on_store.ranks_in_collective(membership.generation).values()
+            waiting = membership.member.ranks_in_collective(membership.generation).values()
             if other := next(
                 (each.what for each in waiting if not each.what.startswith(MERGING)), None
             ):

@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a world, what it asks of an attached model, and checks that ranks make the same
-calls.
+"""The ranks of a world, and what it asks of an attached model.
 
 Here the ranks stay the same; `commrt.elastic` has a membership that goes on without lost ranks.
-
-Calls are compared before any data is sent: a mismatch that is noticed later is a hang. A call of
-`World.run` is compared through the transport, by its *ranks* only: the ranks that send or receive
-in its schedule. So a dead rank is noticed at once, and other ranks need not come. What all ranks
-agree on (`World.agree`) is compared in the same way by all members.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from threading import Event
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,6 +22,7 @@ from commrt.errors import (
     TransportError,
     UsageError,
 )
+from commrt.runtime.generation import Generation, Loss
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.future import Future
 
@@ -70,49 +63,43 @@ class Hooks:
 NO_HOOKS = Hooks()
 
 
-class Loss(NamedTuple):
-    """A rank that is not a member any more."""
-
-    rank: int
-    step: int
-    """The one in which the others noticed; with backup workers they may have gone on without it
-    long before.
-    """
-    why: str
-    finished: bool = False
-    """It closed its world in good order."""
-    by: int | None = None
-    """The rank that proposed to go on without it."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} is lost, as the others noticed in step {self.step}: {self.why}"
-
-
 class Membership:
-    """All ranks of a world, for as long as it lives: a lost rank ends it."""
+    """The members of one generation of a world, for as long as it lives: a lost rank ends it.
+
+    On the communication thread: `start_no_earlier`, `takes_part` and `recover`. On any thread:
+    `submit`, `depart` and the attributes. On the training thread: the others.
+    """
 
     is_elastic = False
     """True if a lost rank does not end this world; the same on all ranks."""
     needed = 0
     """So many ranks make a step of backup workers; 0 without them."""
-    number = 0
-    """Of the generation whose connections this rank uses."""
-    lost: tuple[Loss, ...] = ()
-    memory_epoch = 0
-    """Grows when memory that was sent from must be left alone: a broken peer may still read it."""
 
-    def __init__(self, ranks: Collection[int], comm_thread: CommThread) -> None:
-        self._all = tuple(ranks)
+    def __init__(
+        self, generation: Generation, comm_thread: CommThread, before: Membership | None = None
+    ) -> None:
         self._comm_thread = comm_thread
-        self.next_step = 0
+        self._use(generation)
+        self.next_step: int = 0 if before is None else before.next_step
         """The first training step in which a new generation can start for this rank; written by
         `start_no_earlier` only.
         """
+        # the same for exchanges that the communication thread has not begun
+        self._submitted_steps = 0
+        self.memory_epoch: int = 0 if before is None else before.memory_epoch
+        """Grows when memory that was sent from must be left alone: a broken peer may still read it.
+        """
+        self.failures = 0
+        """Since an exchange was completed; whoever completes one sets it to 0."""
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
+    def _use(self, generation: Generation) -> None:
+        self.generation = generation
+        """The one whose connections this rank uses."""
+        self.number = generation.number
+        """Of that generation."""
+        self.ranks = generation.ranks
         """The members, in ascending order."""
-        return self._all
+        self.lost: tuple[Loss, ...] = generation.lost
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run `task` on the communication thread; ``result()`` raises what ended it."""
@@ -124,52 +111,68 @@ class Membership:
         """Let what `begin` returns overwrite `tensor`, and `residual` too; return None if that is
         done.
 
-        All members do so, on the training thread, in a `collective`. If possible that thread does
-        it `at_once`.
+        All members do so, in a `collective`. If possible the training thread does it `at_once`.
         """
         run_now = begin()
         comm_thread = self._comm_thread
         return (comm_thread.run if at_once else comm_thread.submit)(lambda: run_now(tensor))
 
     def together(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which all members do.
-
-        On the training thread, in a `collective`.
-        """
+        """Return the result of `work`, which all members do, in a `collective`."""
         return work()
 
-    def collective(self, what: str) -> AbstractContextManager[None]:
-        """Run the body as the collective `what` of all members. On the training thread."""
+    def collective(self, what: str, made: int | None = None) -> AbstractContextManager[None]:
+        """Run the body as the collective `what` of all members, after `made` steps."""
         return nullcontext()
+
+    def outwait(self, future: Future[T], made: int) -> T:
+        """Return the result of `future`, to which ranks contribute that have made `made` steps."""
+        return future.result()
+
+    def require_none_behind(self, made: int) -> None:
+        """Raise `DisagreementError` on all ranks if one waits in a collective before it has made
+        `made` steps.
+        """
 
     def start_no_earlier(self, step: int) -> None:
         """Let a new generation start in training step `step` or later, as this rank exchanges in
-        those before.
-
-        On the communication thread, before the first exchange of a step.
+        those before. Call it before the first exchange of a step.
         """
         self.next_step = step
 
+    def submit_step(self, step: int) -> None:
+        """Note that the exchanges of training step `step` are submitted next: a generation that
+        starts in it is too early for this rank.
+        """
+        self._submitted_steps = step + 1
+
+    def go_on_at_step(self, step: int) -> None:
+        """Go on at training step `step`, with nothing in flight; the generation stays."""
+        self.start_no_earlier(step)
+        self._submitted_steps = step
+
+    def restart_at_step(self, step: int) -> None:
+        """Restart at `step` of a checkpoint, which all ranks have loaded."""
+        self.go_on_at_step(step)
+        self.generation = self.generation._replace(start=0)
+
     def takes_part(self, step: int) -> bool:
         """Return True if this rank exchanges in training step `step`."""
-        return True
+        return step >= self.generation.start
 
     def recover(self, failure: TransportError) -> None:
-        """Go on without a lost rank after `failure`, or raise it. On the communication thread."""
+        """Go on without a lost rank after `failure`, or raise it."""
         raise failure
 
     def any_gone(self, ranks: Collection[int]) -> bool:
-        """Return True if one of `ranks` is lost and the others go on. On the training thread."""
+        """Return True if one of `ranks` is lost and the others go on."""
         return False
 
     def depart(self, why: str, *, finished: bool = False) -> None:
-        """Tell the others not to wait for this rank; from any thread, and safe to call twice."""
+        """Tell the others not to wait for this rank; safe to call twice."""
 
     def end_membership(self, why: str, *, finished: bool = False) -> None:
-        """Tell the others that this rank goes on without them, because of `why`.
-
-        On the training thread.
-        """
+        """Tell the others that this rank goes on without them, because of `why`."""
 
     def wait_for_all_closed(self) -> None:
         """Stay until all others have ended the membership too; the process that holds the store
@@ -178,14 +181,3 @@ class Membership:
 
     def close(self) -> None:
         """Release the store; call it after `end_membership`."""
-
-
-def count_kept(count: Callable[[], int]) -> int:
-    """Return ``count()`` of models, without those that only wait to be collected: a model and its
-    hooks are a cycle.
-    """
-    for pause_s in (0.0, 0.01, 0.1):
-        if count():
-            Event().wait(pause_s)  # while another thread collects, this one would not
-            gc.collect()
-    return count()

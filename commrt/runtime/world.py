@@ -21,7 +21,8 @@ from commrt.runtime.collectives import Sums
 from commrt.runtime.comparison import ConsistencyCheck
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.executor import bind
-from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Loss, Membership, RunNow
+from commrt.runtime.generation import Generation, Loss
+from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Membership, RunNow
 from commrt.runtime.prepared import cut
 from commrt.runtime.prepared_runs import PreparedRuns, check_run
 from commrt.runtime.untraced import untraced
@@ -107,7 +108,8 @@ class World:
         self._entered = 0
         self.reconnect_options = reconnect_options
         """How ranks connect again after one was lost; None in a world that cannot."""
-        self.membership = Membership(transport.members, self.comm_thread)
+        founders = Generation(0, dict.fromkeys(transport.members, 0))
+        self.membership = Membership(founders, self.comm_thread)
         self.consistency = ConsistencyCheck(self.transport)
         self._runs = PreparedRuns(self.transport, self, self.consistency.require_same_call_now)
         self._sums = Sums(

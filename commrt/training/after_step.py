@@ -22,7 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.engine import Span
 from commrt.buckets.weight_part import WeightPart
-from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
+from commrt.elastic.elastic_membership import (
+    ElasticMembership,
+    end_survival,
+    survive_losses,
+)
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.untraced import untraced
@@ -46,7 +50,7 @@ from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.step_clock import MOST_PASSES, StepClock
-from commrt.training.step_guard import are_zeroed
+from commrt.training.step_guard import are_zeroed, attached_to
 from commrt.training.step_report import StepReport
 
 T = TypeVar("T")
@@ -86,10 +90,10 @@ class AfterStepReplica(Replica):
         self._taken: bytes | None = None
         self._owners_of_state = [*request.optimizers, *request.also, request.copies]
         admits = self._world.size > self._world.founders
-        membership = make_elastic(self._world)
         founds = self._world.config is None
         # two models have no common step
-        others = f"more on rank {self._world.rank}" if membership.others() else "0"
+        is_other = attached_to(self._world) > 0
+        others = f"more on rank {self._world.rank}" if is_other else "0"
         alone = not founds or self._world.all_equal("other models that train alone", others)
         if admits and not alone:
             raise UsageError(
@@ -97,14 +101,16 @@ class AfterStepReplica(Replica):
                 " detach() the other one first"
             )
         self._giver = StateGiver(self._world, self._number) if admits else None
-        membership.begin(
-            self,
-            self._number,
-            alone=alone,
-            needed=None if self._giver is None else _needs_nobody,
-            founds=founds,
-            made=partial(call_if_alive, WeakMethod(self._steps_made)),
-        )
+        if isinstance(self._world.membership, ElasticMembership):
+            self._world.membership.end("another model gossips now")
+        if alone and self._world.reconnect_options is not None:
+            survive_losses(
+                self._world,
+                self._number,
+                needed=None if self._giver is None else _needs_nobody,
+                founds=founds,
+                made=partial(call_if_alive, WeakMethod(self._steps_made)),
+            )
         if self._giver is not None and founds:
             self._giver.open()
 
@@ -260,7 +266,8 @@ class AfterStepReplica(Replica):
 
     def come(self) -> Self:
         """Become a member while others train, with the state of one, or detach; not collective."""
-        with letting_in(self, self._world) as membership:
+        membership = cast("ElasticMembership", self._world.membership)
+        with letting_in(self, self._world, membership):
             self._enter(membership)
             cast("StateGiver", self._giver).open()
         return self
@@ -382,4 +389,4 @@ class AfterStepReplica(Replica):
         super().detach()
         if self._giver is not None:
             self._giver.close()
-        make_elastic(self._world).end(self)
+        end_survival(self._world, self._number)

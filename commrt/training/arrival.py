@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch.distributed import PrefixStore
 
-from commrt.elastic.elastic_membership import ElasticMembership, make_elastic
+from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.state_server import StateServer, request_state
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore
@@ -26,11 +26,10 @@ PASS_SHARE = 1 / 4
 
 
 @contextmanager
-def letting_in(replica: Replica, world: World) -> Iterator[ElasticMembership]:
+def letting_in(replica: Replica, world: World, membership: ElasticMembership) -> Iterator[None]:
     """Become a member of `world` in the body; if that fails, tell the others and detach."""
-    membership = make_elastic(world)
     try:
-        yield membership
+        yield
     except BaseException as error:
         membership.depart(f"it was not let in: {error}")
         replica.detach()

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from commrt.buckets.digest import Digest
 from commrt.buckets.layout import Named
 from commrt.errors import UsageError
-from commrt.runtime.membership import Loss
+from commrt.runtime.generation import Loss
 from commrt.store.parsing import MALFORMED, parse_int
 from commrt.training.hooks import ATTRIBUTE, Keeper
 from commrt.training.model_collectives import (

@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
 )
 
 from commrt.errors import UsageError
-from commrt.runtime.membership import count_kept
 from commrt.runtime.untraced import untraced
 from commrt.runtime.world import World
 from commrt.training.loss_scale import LossScales
@@ -194,10 +193,11 @@ def attached_params() -> set[int]:
 
 
 def attached_to(world: World) -> int:
-    """Return how many models are attached to `world`, without those that were dropped."""
-    return count_kept(
-        lambda: sum(getattr(weakly(), "world", None) is world for weakly in _living.valuerefs())
-    )
+    """Return how many models are attached to `world`.
+
+    One that was dropped without `detach` counts until Python has collected it.
+    """
+    return sum(getattr(weakly(), "world", None) is world for weakly in _living.valuerefs())
 
 
 def wrapped_as(inner: Optimizer, optimizers: Sequence[Optimizer]) -> str | None:

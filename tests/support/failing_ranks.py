@@ -9,7 +9,7 @@ from fault_cost import network
 from torch.nn.functional import cross_entropy
 
 import commrt
-from commrt.elastic.generations import Listener
+from commrt.elastic.processes import Listener
 from commrt.training.model_state import fingerprint
 
 STRIKE = 5

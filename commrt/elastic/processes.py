@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations: numbered lists of live ranks on the store, changed by compare-and-set only; and who
-lives.
-
-The key ``head`` holds the current generation, so a generation is either the current one or not, for
-everybody at once. The head also says how far the latest collective has come, so that two things
-follow from one compare-and-set: all members begin a collective or none does, also if a generation
-ends at that instant; and no process takes the place of a lost rank in the middle of a collective.
+"""Which processes have the ranks' places, and which of them live.
 
 Each process listens on a port that its kernel closes when it ends, however it ends. A broken
 connection says nothing, and a store does not know who has died. A process that is only stopped
@@ -18,197 +12,27 @@ import errno
 import json
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Event
-from types import MappingProxyType
-from typing import NamedTuple
 
 from commrt.elastic.links import LOOK_S, LinkCheck, probe, send_message
 from commrt.errors import TransportError, UsageError
-from commrt.runtime.membership import Loss
 from commrt.store.addresses import own_address
 from commrt.store.client import TimedStore
-from commrt.store.parsing import parse, parse_int, require, typed
+from commrt.store.parsing import parse, require, typed
 from commrt.store.rendezvous import listen
 from commrt.threads.deadline import Timeouts
 from commrt.threads.forking import release_in_forked_child
 from commrt.threads.starting import start_thread
 
-HEAD = "head"
-ROLL_CALL = 0
-"""In place of the number of a collective."""
-OPEN = "open"
-GATHERING = "gathering"
-RUNNING = "running"
-"""Of the latest collective: no rank is in it, ranks wait for the others, all members have come."""
 CLOSED_ERRNOS = (errno.EBADF, errno.EINVAL)
 """What ``accept`` reports for a socket that was closed."""
-NOBODY: Mapping[int, int] = MappingProxyType({})
-UNKNOWN, REPLACED = NO_ADDRESSES = "", "another process has its place"
+UNKNOWN = ""
+REPLACED = "another process has its place"
+NO_ADDRESSES = (UNKNOWN, REPLACED)
 """In place of the address of a process."""
-UNEQUAL_STEPS = (
-    "put the loop into `with replica.join():` if ranks have different numbers of batches, and run"
-    " the same passes outside of no_sync() on all ranks"
-)
-OTHER_CALL = "make the same collective calls in the same order on all ranks"
 ADDRESS = re.compile(r"[0-9A-Za-z.:%_-]{1,255} [0-9]{1,5}")
-
-
-class Generation(NamedTuple):
-    """The live ranks, and from which step on they exchange with each other."""
-
-    number: int
-    members: Mapping[int, int]
-    """By rank, in ascending order: the incarnation of its process, 0 for the first."""
-    start: int = 0
-    """The first training step that they exchange in; members of gossip train alone until then."""
-    lost: tuple[Loss, ...] = ()
-    """All ranks that are missing, in the order in which they were lost."""
-    silent: tuple[int, ...] = ()
-    """Members that live, but did not answer the roll call.
-
-    They have no connections until they make one themselves.
-    """
-    haste: int = 0
-    """How many generations in a row, up to this one, left out a rank that the one before had."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members, in ascending order."""
-        return tuple(self.members)
-
-    @property
-    def connected(self) -> tuple[int, ...]:
-        """The members that have connections to each other, in ascending order."""
-        return tuple(rank for rank in self.members if rank not in self.silent)
-
-    def successor(
-        self,
-        losses: Sequence[Loss],
-        start: int,
-        *,
-        silent: Sequence[int] = (),
-        joined: Mapping[int, int] = NOBODY,
-    ) -> Generation:
-        """The next generation: without the lost ranks, and with the new processes that have
-        `joined`.
-        """
-        gone = {loss.rank for loss in losses}
-        stay = {rank: incarnation for rank, incarnation in self.members.items() if rank not in gone}
-        lost = tuple(loss for loss in (*self.lost, *losses) if loss.rank not in joined)
-        haste = 0 if {*silent} <= {*self.silent} else self.haste + 1
-        members = dict(sorted({**stay, **joined}.items()))
-        return Generation(self.number + 1, members, start, lost, tuple(silent), haste)
-
-    def changes_since(self, before: Generation) -> list[str]:
-        """Return a sentence for each rank that was lost, replaced or silent since the generation
-        `before`.
-        """
-        lost = [str(loss) for loss in self.lost if loss not in before.lost]
-        replaced = [
-            rank for rank, process in self.members.items() if before.members.get(rank) != process
-        ]
-        places = {*before.members, *(loss.rank for loss in before.lost)}
-        silent = [rank for rank in self.silent if rank not in before.silent]
-        lost += [
-            (
-                f"a new process has the place of rank {rank}"
-                if rank in places
-                else f"rank {rank} has come"
-            )
-            for rank in replaced
-        ]
-        return lost + [f"rank {rank} does not answer, and is not waited for" for rank in silent]
-
-
-class Head(NamedTuple):
-    """What the store says is current."""
-
-    generation: Generation
-    collective: int = 0
-    """The number of the latest collective that a rank came to; 0 before the first."""
-    phase: str = OPEN
-    """Of that collective; while it is `OPEN` a new process may become a member."""
-
-    def has_begun(self, collective: int) -> bool:
-        """True once all members have come to `collective`."""
-        return self.collective > collective or (
-            self.collective == collective and self.phase != GATHERING
-        )
-
-    def to_json(self) -> str:
-        """All fields, for the store."""
-        number, members, *others = self.generation
-        return json.dumps([self.collective, self.phase, number, [*members.items()], *others])
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Head:
-        """Raise `ValueError` or the like for anything but the result of `to_json`."""
-        collective, phase, *fields = typed(
-            json.loads(text), int, str, int, list, int, list, list, int
-        )
-        require(phase in (OPEN, GATHERING, RUNNING))
-        number, pairs, start, lost, silent, haste = fields
-        members = dict(typed(pair, int, int) for pair in pairs)
-        losses = tuple(Loss(*typed(loss, int, int, str, bool, int | None)) for loss in lost)
-        return cls(
-            Generation(number, members, start, losses, tuple(map(parse_int, silent)), haste),
-            collective,
-            phase,
-        )
-
-
-class Arrival(NamedTuple):
-    """A rank that has come to a roll call or to the collective `what`, and the first step that it
-    has not exchanged.
-    """
-
-    step: int
-    what: str = ""
-    unreached: Sequence[int] = ()
-    """In a roll call: the members that do not reach this rank. Its latest line counts."""
-    made: int | None = None
-    """How many steps its loop has made: all ranks that meet must have made as many. None where they
-    may differ, with backup workers and in ``join()``.
-    """
-
-    def difference(self, other: Arrival) -> tuple[str, str, str] | None:
-        """Return what each of the two comes to and what to do, or None if they may meet."""
-        if self.made != other.made and None not in (self.made, other.made):
-            own, theirs = (f"{each.what} after {each.made} steps" for each in (self, other))
-            return own, theirs, UNEQUAL_STEPS
-        return None if self.what == other.what else (self.what, other.what, OTHER_CALL)
-
-
-def arrival_key(generation: Generation, collective: int) -> str:
-    """Return the key under which members of `generation` say that they have come to a collective,
-    or `ROLL_CALL`.
-
-    Each writes a line: its rank, and the fields of its `Arrival`.
-    """
-    return f"arrived/{generation.number}.{collective}"
-
-
-def refusal_key(collective: int) -> str:
-    """Return the key under which a rank says why members cannot meet in a collective; the same in
-    all generations.
-    """
-    return f"refused/{collective}"
-
-
-def joining_key(generation: Generation) -> str:
-    """Return the key under which new processes say that they want to be in the generation after
-    `generation`.
-
-    Each writes a line: rank, incarnation, and the number of collectives that its state has made.
-    """
-    return f"joining/{generation.number}"
-
-
-def wake_key(rank: int, target: int) -> str:
-    """Return the key for which `rank` waits, to learn that others form generation `target`."""
-    return f"called/{rank}/{target}"
 
 
 class Listener:
