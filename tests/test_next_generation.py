@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import chain, combinations, product
+from itertools import chain, combinations, pairwise, product
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +22,7 @@ from commrt.runtime.generation import Generation, Loss
 TIMEOUT_S = 20.0
 WAITED_S = (0.0, PATIENCE_S, 2.0, TIMEOUT_S)
 """In between nothing changes: the shorter and the longer patience, and the deadline."""
-HERE, CUT, SILENT, GONE, LEFT, JOINING = "here", "cut off from the next", "silent", "gone", "left", "joining"
+STATES = HERE, CUT, SILENT, GONE, LEFT, JOINING = "here", "cut off from the next", "silent", "gone", "left", "joining"
 
 
 def enough(count, ranks, needed):
@@ -39,7 +39,7 @@ def decided(seen, terms):
 
 def cases(ranks):
     """Every case of so many ranks, of which rank 0 decides."""
-    states = product((HERE, CUT, SILENT, GONE, LEFT, JOINING), repeat=ranks - 1)
+    states = product(STATES, repeat=ranks - 1)
     terms = [(0, False), *product(range(1, ranks + 1), (False, True))]
     silent = [combinations(range(1, ranks), count) for count in range(ranks)]
     for others, before, term, *seen in product(states, chain(*silent), terms, (False, True), WAITED_S):
@@ -49,13 +49,12 @@ def cases(ranks):
 
 def check_decision(states, generation, terms, is_running, waited_s):
     """Check one decision against what is promised; return its kind."""
-    at = {state: {rank for rank, each in enumerate(states) if each == state} for state in {*states, *(SILENT, CUT)}}
-    ranks, here = len(states), at[HERE] | at[CUT]
+    at = {state: {rank for rank, each in enumerate(states) if each == state} for state in STATES}
+    ranks, here, joining, gone = len(states), at[HERE] | at[CUT], at[JOINING], at[GONE] | at[LEFT]
     links = {frozenset({rank, (rank + 1) % ranks}) for rank in at[CUT]}
     broken = {link for link in links if len(link) == 2 and link <= here}
-    gone, left, joining = (at.get(state, set()) for state in (GONE, LEFT, JOINING))
     arrivals = {r: Arrival(r + 4, unreached=[(r + 1) % ranks] * (r in at[CUT])) for r in sorted(here)}
-    departed = [Loss(rank, 0, "its process is gone", rank in left) for rank in sorted(gone | left)]
+    departed = [Loss(rank, 0, "its process is gone", rank in at[LEFT]) for rank in sorted(gone)]
     seen = Attendance(generation, arrivals, departed, dict.fromkeys(joining, 1), is_running, waited_s)
     found, is_late = decided(seen, terms), waited_s >= TIMEOUT_S
     if found is None:
@@ -65,14 +64,14 @@ def check_decision(states, generation, terms, is_running, waited_s):
         assert is_late, "too early"
         assert at[SILENT] or broken, "nobody is missing"
     elif found is QuorumLost:
-        assert not enough(ranks - len(gone), ranks, terms.needed), "those that live would be enough"
+        assert not enough(ranks - len(at[GONE]), ranks, terms.needed), "those that live would be enough"
     else:
         lost = {loss.rank for loss in found.lost}
         assert (found.number, found.start) == (8, max(here) + 4)
         assert sorted([*found.ranks, *lost]) == [*range(ranks)]
-        assert lost >= gone | left, "a dead rank stays"
+        assert lost >= gone, "a dead rank stays"
         assert all(found.members[rank] == (rank in joining) for rank in found.members)
-        assert is_late or lost == gone | left, "a live rank is left out before the deadline"
+        assert is_late or lost == gone, "a live rank is left out before the deadline"
         assert not lost & here or all(any(rank in link for link in broken) for rank in lost & here)
         assert not any(link <= {*found.connected} for link in broken), "two members do not reach each other"
         assert {*found.silent} <= at[SILENT]
@@ -81,7 +80,7 @@ def check_decision(states, generation, terms, is_running, waited_s):
             assert enough(len(found.connected), ranks, terms.needed)
             is_first = not generation.silent or {*found.silent} <= {*generation.silent}
             assert is_first or waited_s >= 2.0, "two slow ranks leave out each other for ever"
-        assert enough(len(found.ranks) + len(left), ranks, terms.needed), "a minority goes on"
+        assert enough(len(found.ranks) + len(at[LEFT]), ranks, terms.needed), "a minority goes on"
     if not (at[SILENT] or broken):
         assert found is not None, "all have come, and are waited for"
     return found if found in (None, DeadlineExceeded, QuorumLost) else Generation
@@ -116,16 +115,10 @@ class Model:
     deaths: int = 0
     stops: int = 0
     broken: tuple = ()
-    most: int = 1
-    """Generations after the first one."""
-
-    def start(self):
-        first = Generation(0, Members.fromkeys(range(self.ranks), 0))
-        return State((first,), (0,) * self.ranks, ("lives",) * self.ranks, proposals=(None,) * self.ranks)
 
     def successors(self, state):
         head = state.formed[-1]
-        if head.number > self.most:
+        if head.number > 1:
             return
         for rank in range(self.ranks):
             if state.lives[rank] == "lives":
@@ -175,9 +168,8 @@ class Model:
         return state._replace(formed=(*state.formed, proposal), come=frozenset(), waited=0)
 
     def check(self, state):
-        for before, after in zip(state.formed, state.formed[1:], strict=False):
+        for before, after in pairwise(state.formed):
             assert enough(len(after.ranks), len(before.ranks), self.needed)
-            assert {*after.ranks} <= {*before.ranks}, "one that was left out comes back"
         for rank, own in enumerate(state.adopted):
             assert own == "ended" or rank in state.formed[own].members, "it exchanges, and is no member"
 
@@ -189,11 +181,13 @@ class Model:
 
     def explore(self):
         """How many states can be reached; raises AssertionError where a promise is broken."""
-        seen, waiting = {self.start()}, deque([self.start()])
+        first = Generation(0, Members.fromkeys(range(self.ranks), 0))
+        start = State((first,), (0,) * self.ranks, ("lives",) * self.ranks, proposals=(None,) * self.ranks)
+        seen, waiting = {start}, deque([start])
         while waiting:
             self.check(state := waiting.popleft())
             following = [*self.successors(state)]
-            if not following and state.formed[-1].number <= self.most:
+            if not following and state.formed[-1].number <= 1:
                 self.check_end(state)
             for after in following:
                 if after not in seen:

@@ -154,8 +154,9 @@ class GossipExchange:
 
         On the training thread.
         """
+        membership = self.world.membership
         if bucket.index == 0:
-            self.world.membership.submit_step(step)
+            membership.submit_step(step)
         header = Header(0, self._number, 0, step, bucket.index, 0)
         message = bucket.packed(header)
         message.step = step
