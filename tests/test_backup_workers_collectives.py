@@ -140,17 +140,6 @@ def dying_in_turn(backups, dying, saved):
     return ended(5, body)
 
 
-@for_each("backups", [1, 2])
-def test_as_many_ranks_as_there_are_backups_may_die(backups):
-    dying = {1: 3, 4: 5} if backups == 2 else {1: 3}
-    ends = dying_in_turn(backups, dying, [])
-    for rank, end in enumerate(ends):
-        if rank in dying:
-            assert isinstance(end, OnPurposeError)
-        else:
-            assert end == (True, sorted(dying))
-
-
 def test_one_death_more_than_backups_ends_all_ranks_with_a_checkpoint_and_an_error():
     saved = []
     ends = dying_in_turn(1, {1: 3, 4: 5}, saved)

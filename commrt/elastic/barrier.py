@@ -102,12 +102,10 @@ class Barrier:
     def _begin_gathering(self) -> Head:
         member = self._member
         number = member.collective
-        head = member.roster.known
-        if head.collective >= number:
-            head = member.roster.head()
-        while member.require_member(head).collective < number:
+        head = member.head()
+        while head.collective < number:
             after = head._replace(collective=number, phase=GATHERING)
-            head = member.roster.change(head, after)
+            head = member.require_member(member.roster.change(head, after))
         return head
 
     def _require_same(self, own: Arrival, arrivals: Mapping[int, Arrival]) -> None:
@@ -135,6 +133,8 @@ class Barrier:
         roster = self._member.roster
         number = self._member.collective
         head = roster.known
+        if head.collective < number:  # another thread has read it, earlier
+            head = roster.head()
         while head.collective == number and head.phase != OPEN:
             head = roster.change(head, head._replace(phase=OPEN))
 

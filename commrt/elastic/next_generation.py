@@ -137,20 +137,19 @@ def quorum_lost(
     gone = {loss.rank for loss in departed} - ended
     left = [rank for rank in generation.ranks if rank not in gone]
     losses = [*generation.lost, *departed]
-    found = [loss for loss in losses if not loss.finished]
-    last = [loss for loss in found if loss.rank not in ended] or found
-    finished = sum(loss.finished for loss in losses)
-    if len(left) + finished < needed:
+    lost = [loss for loss in losses if not loss.finished]
+    last = ([loss for loss in lost if loss.rank not in ended] or lost)[-1]
+    if len(left) + len(losses) - len(lost) < needed:
         what = (
-            f"{last[-1]}. Ranks {left} are left, fewer than the {needed} {MAKE_A_STEP}: start again"
+            f"{last}. Ranks {left} are left, fewer than the {needed} {MAKE_A_STEP}: start again"
             " from a checkpoint, with more backups or fewer ranks"
         )
     else:
         what = (
-            f"{last[-1]}. Ranks {left} are left, fewer than half of {[*generation.ranks]}: start"
-            " again from a checkpoint"
+            f"{last}. Ranks {left} are left, fewer than half of {[*generation.ranks]}: start again"
+            " from a checkpoint"
         )
-    return QuorumLost(what, Place(place.rank, last[-1].rank, place.step))
+    return QuorumLost(what, Place(place.rank, last.rank, place.step))
 
 
 def _too_few(seen: Attendance, terms: Terms, missing: Sequence[Loss]) -> DeadlineExceeded:
