@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes on CPUs, compiled by Numba: the same bits as `commrt.kernels.quantize`, in one pass over
-memory.
+"""Codes on CPUs, by Numba: the same bits as `commrt.kernels.quantize`, in one pass over memory.
 
 A tile fits a core's nearest cache, so it is loaded, scaled, rounded and packed there. Functions run
 without Python's lock. The compiler may not fuse or reorder operations on floats here, so each is
@@ -31,7 +30,7 @@ from commrt.kernels.quantize import (
 from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
 
 Array = Any
-"""An array of numpy, of the dtype that Numba infers; and a number of it."""
+"""An array of numpy, of the dtype that Numba infers, or a number of it."""
 compiled = njit(nogil=True, cache=True, error_model="numpy")
 MULTIPLIER_0, MULTIPLIER_1 = (np.uint64(each) for each in PHILOX_MULTIPLIERS)
 BUMP_0, BUMP_1 = (np.uint32(each) for each in PHILOX_KEYS)
@@ -69,9 +68,7 @@ def quantize_call(
 def sum_call(
     received: Sequence[Tensor], values: Tensor, quantizer: Quantizer, *, is_added: bool
 ) -> Callable[[], None]:
-    """Return a function that adds what `received` codes stand for, or writes it; see
-    `quantize.add_quantized`.
-    """
+    """Return a function that adds what `received` stand for, or writes it; see `add_quantized`."""
     out = values.numpy()
     form = (quantizer.block, quantizer.bits, quantizer.is_float, is_added)
     _sum(out[:0], _tiles(received[0], quantizer)[:0], *form)
@@ -152,9 +149,7 @@ def _inverse(step: Array) -> Array:
 def _set_scales(
     tile: Array, x: Array, block: int, largest: Array, most: Array, steps: Array
 ) -> None:
-    """Write the scales of a tile, rounded up, and keep them in `steps`, and each block's largest
-    value in `most`.
-    """
+    """Write a tile's scales, rounded up, also to `steps`; each block's largest value to `most`."""
     magnitudes = x.view(np.int32)
     for each in range(TILE_BLOCKS):
         most[each] = _largest(magnitudes[each * block : (each + 1) * block])
@@ -274,8 +269,7 @@ def _add_scaled(out: Array, y: Array, step: Array) -> None:
 
 @compiled
 def _pack(tile: Array, q: Array, bits: int) -> None:
-    """Write the lowest `bits` of each code, plane after plane: the k-th byte of a plane has codes
-    that lie apart.
+    """Write the lowest `bits` of each code, plane after plane; a byte has codes that lie apart.
 
     Eight codes are moved at once, as the bytes of a word.
     """
@@ -294,9 +288,7 @@ def _pack(tile: Array, q: Array, bits: int) -> None:
 
 @compiled
 def _unpack(tile: Array, q: Array, bits: int) -> None:
-    """Write the codes of a tile to the highest bits of `q`, so that their signs are where int8 has
-    them.
-    """
+    """Write a tile's codes to the highest bits of `q`, so that signs are where int8 has them."""
     q[:] = 0
     begin = SCALES_NBYTES
     shift = 8
@@ -312,9 +304,7 @@ def _unpack(tile: Array, q: Array, bits: int) -> None:
 
 @compiled
 def _move(source: Array, target: Array, width: int, down: int, up: int) -> None:
-    """Add to each byte of `target` the `width` bits that lie `down` bits up in `source`, `up` bits
-    up.
-    """
+    """Add to each byte of `target`, `up` bits up, the `width` bits `down` bits up in `source`."""
     mask = uint64(0x0101010101010101) * uint64((1 << width) - 1)
     low = uint64(down)
     high = uint64(up)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the backend of a kernel: Triton on a GPU, where it offers the dtype, else the definition
-in plain torch.
+"""Choose the backend of a kernel: Triton on a GPU for dtypes that it offers, else plain torch.
 
-So plain torch packs, adds and mixes integers and fp64 on GPUs too. It also adds and mixes tensors
+Plain torch packs, adds and mixes integers and fp64 on GPUs too. It also adds and mixes tensors
 there that do not begin at a multiple of 16 bytes.
 """
 
@@ -36,10 +35,7 @@ ON_GPUS = {
     "add quantized": "commrt.kernels.device.launch:add_quantized_launch",
     "signal_wait": "commrt.kernels.device.launch:signal_wait_launch",
 }
-"""What makes the launches of each kernel.
-
-Imported for the first tensor on a GPU, as only there is Triton needed.
-"""
+"""What makes the launches of each kernel; imported for the first tensor on a GPU, with Triton."""
 
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -50,9 +46,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
 }
-"""What ADD in a schedule may stand for: all are commutative and associative (floats, up to
-rounding).
-"""
+"""What ADD in a schedule may stand for: commutative and associative (floats, up to rounding)."""
 
 Combination = Callable[[], object]
 """Runs an addition or a mix on fixed memory each time it is called."""
@@ -64,9 +58,7 @@ def on_gpu(kernel: str) -> Callable[..., Any]:
 
 
 def packing(wire: Tensor, layout: Layout, like: Sequence[Tensor]) -> Packing:
-    """Return the `Packing` for tensors of the dtype, shapes and strides of `like` on `wire`;
-    compiles its kernels.
-    """
+    """Return the compiled `Packing` on `wire` of tensors with dtype, shapes, strides of `like`."""
     if is_on_gpu(wire) and wire.dtype in GPU_DTYPES and like[0].dtype in GPU_DTYPES:
         return cast("Packing", on_gpu("packing")(wire, layout, like[0].dtype))
     return TorchPacking(wire, layout, like)
@@ -93,17 +85,14 @@ def are_reachable(*buffers: Tensor) -> bool:
 
 
 def adding(out: Tensor, summands: Sequence[Tensor]) -> Combination:
-    """Return a function that computes ``out = summands[0] + summands[1] + ...``, of which `out` is
-    one.
-    """
+    """Return a function that computes ``out = summands[0] + ...``, of which `out` is one."""
     if has_kernels(out):
         return cast("Combination", on_gpu("add")(out, summands))
     return partial(reduce_into, out, summands)
 
 
 def combining(operation: str) -> Callable[[Tensor, Sequence[Tensor]], Combination]:
-    """Return what makes the functions that do an operation from left to right, as `adding` does;
-    see `OPERATIONS`.
+    """Return what makes functions of one of `OPERATIONS`, from left to right, as `adding` does.
 
     The sum is that of `adding`. The others are done in plain torch, on GPUs too.
     """

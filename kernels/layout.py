@@ -16,7 +16,7 @@ from typing import NoReturn
 from torch import Tensor
 
 WIDEST_NBYTES = 16
-"""The widest access of a GPU thread."""
+"""Bytes of the widest access of a GPU thread."""
 GRANULE = 16
 """Elements; each part of a wire buffer begins at a multiple."""
 HEADER_NUMEL = 64
@@ -46,9 +46,7 @@ class Layout:
         return wire[:HEADER_NUMEL]
 
     def flags(self, wire: Tensor) -> Tensor:
-        """Return the view of `wire` that holds the flags, [tensors]: not 0 for each tensor that any
-        rank had.
-        """
+        """Return the view of `wire` with the flags, [tensors]: not 0 for each that any rank had."""
         return wire[HEADER_NUMEL : HEADER_NUMEL + len(self.counts)]
 
     def riders(self, wire: Tensor) -> Tensor:
@@ -86,9 +84,7 @@ def layout_of(counts: Sequence[int], riding: int = 0) -> Layout:
 
 
 def refuse_count(tensors: Sequence[object], count: int) -> NoReturn:
-    """Raise `ValueError` for `tensors` that are not one for each of the
-    `count` tensors of a wire.
-    """
+    """Raise `ValueError` for `tensors` that are not one for each of a wire's `count`."""
     raise ValueError(
         f"{len(tensors)} tensors for a wire of {count}: pass one for each, None for an absent one"
     )

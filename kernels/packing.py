@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a backend that moves tensors to and from one wire buffer; `plain_torch` has that
-of CPUs.
+"""The interface of a backend that moves tensors to and from one wire buffer.
+
+`torch_packing` implements it in plain torch, `device.packing` in Triton.
 """
 
 from __future__ import annotations
@@ -36,13 +37,10 @@ class Packing(Protocol):
 
     @property
     def mismatched(self) -> bool:
-        """Return True if any `unpack` so far met another header than its own; on a GPU once its
-        kernel has run.
-        """
+        """Return True if an `unpack` met another header than its own; on a GPU once it has run."""
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """Write tensors times `scale` to the wire, zeros for None; also the flags and the bits
-        of `header`.
+        """Write tensors times `scale` to the wire, zeros for None; flags and the bits of `header`.
 
         Writes zeros for what rides.
         """
@@ -61,9 +59,7 @@ class Packing(Protocol):
         """
 
     def compare(self, header: int) -> None:
-        """Compare the wire's header with `header`, as `unpack` does,
-        and leave all tensors alone.
-        """
+        """Compare the wire's header with `header`, as `unpack` does; leave all tensors alone."""
 
     def mix(
         self, tensors: Sequence[Tensor | None], received: Tensor, sent: Tensor, weight: float
@@ -76,22 +72,16 @@ class Packing(Protocol):
 
 
 class Repeatable(Packing, Protocol):
-    """A `Packing` whose launches can be recorded in a CUDA graph,
-    and replayed with other tensors.
-    """
+    """A `Packing` whose launches a CUDA graph can record, and replay with other tensors."""
 
     def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """Set the tensors, scale and header for `pack_aimed` and `unpack_aimed`; absent tensors
-        travel as zeros.
-        """
+        """Set tensors, scale, header of `pack_aimed` and `unpack_aimed`; absent ones are zeros."""
 
     def load(self, parts: Parts = NO_PARTS) -> None:
         """Compile and load what the next three need, which cannot be done during a capture."""
 
     def cut(self, chunks: int) -> list[int]:
-        """Return the bounds [chunks + 1] of an even cut of the wire, between tiles: parts may begin
-        and end there.
-        """
+        """Return bounds [chunks + 1] of an even cut of the wire, where parts may begin and end."""
 
     def pack_aimed(self) -> None:
         """As `pack`, with one launch whose arguments never change, so a graph can record it."""
@@ -103,6 +93,4 @@ class Repeatable(Packing, Protocol):
         """As `compare`, with one launch whose arguments never change, so a graph can record it."""
 
     def repeated(self, tensors: Sequence[Tensor | None]) -> None:
-        """Tell autograd that a replayed `unpack_aimed` wrote to `tensors`,
-        the ones given to `aim`.
-        """
+        """Tell autograd that a replayed `unpack_aimed` wrote to `tensors`, those given to `aim`."""

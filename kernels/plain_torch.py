@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 PIECE_NUMEL = 1 << 16
-"""2 ** 15 to 2 ** 17 elements are equally fast; whole tensors of 1.6 million elements take 6 times
-as long.
-"""
+"""Elements. 2 ** 15 to 2 ** 17 are as fast; whole tensors of 1.6 million take 6 times as long."""
 
 
 def pack(sources: Sequence[Tensor | None], targets: Sequence[Tensor], scale: float) -> None:
@@ -39,8 +37,7 @@ def pack(sources: Sequence[Tensor | None], targets: Sequence[Tensor], scale: flo
 
 
 def reduce_into(out: Tensor, summands: Sequence[Tensor]) -> None:
-    """Compute ``out = cast(summands[0] + summands[1] + ...)``, from left to right, rounded once;
-    `out` is one of them.
+    """Compute ``out = cast(summands[0] + ...)``, left to right, rounded once; `out` is one of them.
 
     Floats are added in fp32; fp64, integers and complex numbers in their own dtype. All tensors
     have the same dtype and shape; different ones share no memory.
@@ -79,9 +76,7 @@ def combine_into(function: Callable[..., Tensor], out: Tensor, operands: Sequenc
 
 
 def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None = None) -> None:
-    """Compute ``own = cast(own + weight * (received - sent))`` in fp32 (fp64 for fp64): 16-bit sums
-    cannot overflow.
-    """
+    """Compute ``own = cast(own + weight * (received - sent))`` in fp32 (fp64); 16 bits overflow."""
     wide = torch.promote_types(own.dtype, torch.float32)
     for piece, came, went in in_pieces([own, received, own if sent is None else sent]):
         moved = torch.sub(came.to(wide), went.to(wide)).mul_(weight)
@@ -92,8 +87,7 @@ def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None =
 
 
 def in_pieces(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    """Return views that together cover `tensors`, all of one shape, cut alike into pieces that fit
-    a core's cache.
+    """Return views that cover `tensors`, of one shape, cut alike to pieces for a core's cache.
 
     Tensors on a GPU are not cut.
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values to codes and back, in plain torch. This defines the kernels of quantization, and runs on
-CPUs.
+"""Values to codes and back, in plain torch: defines the kernels, and runs on CPUs.
 
 A code times its scale is exact in fp32 (8 bits times 8 bits), so dequantizing rounds nothing, fused
 or not. Other results are rounded once per operation, as written here; the kernels for GPUs do the
@@ -23,13 +22,9 @@ SCALES_NBYTES = 2 * TILE_BLOCKS
 INFINITY_BITS = 0x7F800000
 NAN_SCALE = 0x7FC0
 HUGE_BITS = 0x7E800000
-"""2 ** 126: a block with such a value travels as infinities, or its dequantized values could be,
-and their loss too.
-"""
+"""2 ** 126: a block with such a value travels as infinities: its values or their loss could be."""
 LEAST_BITS = 0x0D800000
-"""2 ** -100: a block of smaller values travels as zeros, so that no scale and no inverse leaves the
-normal floats.
-"""
+"""2 ** -100: a block of smaller values travels as zeros: scales and inverses stay normal floats."""
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
@@ -87,9 +82,7 @@ def dequantize(codes: Tensor, values: Tensor, quantizer: Quantizer) -> None:
 
 
 def add_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> None:
-    """Compute ``values += dequantized(received[0]) + ...`` from left to right; shapes as for
-    `quantize`.
-    """
+    """Compute ``values += dequantized(received[0]) + ...``, left to right; shapes as `quantize`."""
     rows = [codes.view(-1, quantizer.tile_nbytes) for codes in received]
     for first, part, piece, y in _pieces(received[0], quantizer):
         for tiles in (row[first : first + len(piece)] for row in rows):
@@ -104,8 +97,7 @@ def add_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantiz
 
 
 def _pieces(codes: Tensor, quantizer: Quantizer) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """Yield some tiles at a time: the number of the first, their values, and they as uint8 [tiles,
-    tile_nbytes].
+    """Yield some tiles at a time: the first's number, their values, and uint8 [tiles, tile_nbytes].
 
     The last one is memory for their codes, fp32 [blocks, block], which all pieces share: new memory
     costs page faults.
@@ -125,10 +117,10 @@ def _steps(tiles: Tensor) -> Tensor:
 
 
 def _scale_bits(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
-    """Return the scales of blocks `x`, rounded up so that no code is too large: int32 [blocks], of
-    which 16 travel.
+    """Return the scales of blocks `x`, rounded up so that no code is too large.
 
-    Return also which blocks are not finite, or None if all are.
+    They are int32 [blocks], of which 16 bits travel. Return also which blocks are not finite, or
+    None if all are.
     """
     # NaN is above infinity
     largest = torch.maximum(x.amax(dim=1), x.amin(dim=1).neg_()).abs_().view(torch.int32)
@@ -214,10 +206,9 @@ def key_of(seed: int, step: int, bucket: int, rank: int) -> int:
 
 
 def uniform(key: int, first: int, tiles: int, quantizer: Quantizer) -> Tensor:
-    """Return numbers from [0, 1) for so many `tiles` from number `first` on, fp32 [tiles,
-    tile_numel]: Philox 4x32-10.
+    """Return numbers from [0, 1) for `tiles` from number `first` on, fp32 [tiles, tile_numel].
 
-    A counter gives four numbers, for values that lie a quarter of a tile apart.
+    They are Philox 4x32-10. A counter gives four, for values that lie a quarter of a tile apart.
     """
     quarter = quantizer.tile_numel // 4
     numbers = np.empty((tiles, 4, quarter), np.float32)

@@ -47,9 +47,7 @@ def dequantizing(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Combina
 def adding_quantized(
     values: Tensor, received: Sequence[Tensor], quantizer: Quantizer
 ) -> Combination:
-    """Return a function that does `add_quantized`; on a GPU `received` lie evenly spaced in one
-    buffer.
-    """
+    """Return a function that does `add_quantized`; on a GPU `received` are evenly spaced."""
     if are_reachable(values, *received):
         return cast("Combination", on_gpu("add quantized")(values, received, quantizer))
     numba = _numba_for(values)
@@ -64,9 +62,7 @@ def _numba_for(values: Tensor) -> ModuleType | None:
 
 @cache
 def compiled_quantize() -> ModuleType | None:
-    """Return `cpu_quantize`, or None without one that works, and where Numba finds no folder for
-    what it compiles.
-    """
+    """Return `cpu_quantize`, or None without a Numba that works and has a folder for its cache."""
     if find_spec("numba") is None:
         return None
     try:

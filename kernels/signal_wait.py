@@ -9,19 +9,18 @@ from typing import NamedTuple
 from torch import Tensor
 
 HOST_WORDS = ABORT, TIMEOUT_NS, FAILED, ENDED = range(4)
-"""Words in host memory: not 0 to give up; the deadline; what failed: a plan's number times
-`MOST_RANKS`, plus 1 and the rank of the peer that did not come; how many programs have ended.
+"""Words in host memory.
+
+Not 0 to give up; the deadline; what failed: a plan's number times `MOST_RANKS`, plus 1 and the rank
+of the peer that did not come; how many programs have ended.
 """
 MOST_RANKS = 1 << 20
 BACK = 1 << 30
-"""How far back a rank goes for its peers when a wait of it fails: then they read nothing of it any
-more.
-"""
+"""How far back a rank goes when its wait fails, so that its peers read no more of it."""
 
 
 class SignalWaitPlan(NamedTuple):
-    """A rank signals its position to each peer, then waits until each has signalled one that is far
-    enough.
+    """A rank signals its position to each peer, then waits until each has signalled one far enough.
 
     Positions are int32 and count on from program to program; they wrap, and are compared by their
     difference.
@@ -43,9 +42,7 @@ class SignalWaitPlan(NamedTuple):
     needs: Sequence[int]
     """By peer, how far it must be, from `counts` on; 0 if it does not matter."""
     state: Tensor
-    """int32 [2]: not 0 once a wait has failed, and all later plans do nothing; how many programs
-    have ended.
-    """
+    """int32 [2]: not 0 once a wait failed: later plans do nothing; programs that have ended."""
     host: Tensor
     """int64 [4] in host memory, see `HOST_WORDS`."""
     position: int

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables in GPU memory that tell one kernel where many tensors lie: built once, except for the
-addresses.
-"""
+"""Tables in GPU memory that tell one kernel where many tensors lie; only addresses change."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from commrt.kernels.layout import GRANULE, WIDEST_NBYTES, Layout, refuse_count
 IntArray = NDArray[np.integer[Any]]
 
 EMPTY = WIDEST_NBYTES
-"""Address of an empty tensor, instead of torch's 0, which marks an absent one; it is never
-accessed.
-"""
+"""Address of an empty tensor, never accessed; torch's 0 marks an absent one."""
 
 
 def alignment(addresses: Sequence[int]) -> int:
@@ -55,9 +51,7 @@ class Tables:
         self.addresses = torch.zeros(len(sizes), dtype=torch.int64, device=device)
         """[tensors] 0 for an absent tensor."""
         self.columns = (self.addresses, *(column.to(device) for column in of_tiles))
-        """Addresses; then int32 [tiles]: tensor, tile number in it, elements, offset on the wire in
-        granules.
-        """
+        """Addresses; int32 [tiles]: tensor, tile number, elements, wire offset in granules."""
         self.tiles = int(tiles.sum())
         """Number of programs of a kernel."""
         self.align = WIDEST_NBYTES
@@ -68,9 +62,7 @@ class Tables:
         self._staging: deque[Staging] = deque()
 
     def cut(self, chunks: int, numel: int) -> list[int]:
-        """Return the bounds [chunks + 1] that cut a wire of `numel` elements about evenly, each
-        where a tile begins.
-        """
+        """Return bounds [chunks + 1] that cut a wire of `numel` about evenly, each at a tile."""
         starts = np.sort(self._offsets) * GRANULE
         nearest = np.searchsorted(starts, [numel * chunk // chunks for chunk in range(1, chunks)])
         return [0, *np.append(starts, numel)[nearest].tolist(), numel]
@@ -126,9 +118,7 @@ class Staging:
         self._sent = torch.cuda.Event() if column.is_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, addresses: list[int]) -> None:
-        """Copy `addresses` on the current stream; waits until the previous copy from here is
-        complete.
-        """
+        """Copy `addresses` on the current stream; waits until the copy before is complete."""
         if self._sent is not None:
             self._sent.synchronize()
         self._pinned.numpy()[:] = addresses

@@ -27,8 +27,7 @@ KEPT = 256
 def pack_at_once(
     sources: Sequence[Tensor | None], targets: list[Tensor], row: Tensor, scale: float
 ) -> None:
-    """Do what `pack` does for targets in one `row`, of the sources' dtype: copy all, then scale the
-    row.
+    """Do what `pack` does for targets in one `row` of the sources' dtype: copy all, scale the row.
 
     Per tensor it saves a call: 0.5 in place of 2.8 us at 1,024 elements, 2.9 for 4.3 at 16,384.
     Tensors that do not fit a core's cache are read and written twice: 20 for 17 us at 65,536.
@@ -53,13 +52,11 @@ def present_pairs(
 
 
 class _Group(NamedTuple):
-    """Consecutive tensors that are scaled together on a stage, in their own dtype, before they are
-    cast; or a large one.
-    """
+    """Tensors in a row, scaled on a stage in their own dtype before the cast; or a large one."""
 
     members: slice
     staged: list[Tensor]
-    """Their views of the stage; nothing for a large one."""
+    """Their views of the stage; none for a large one."""
     stage: Tensor
     wire: Tensor
     has_gaps: bool = False
@@ -149,9 +146,7 @@ class TorchPacking:
     def move_at_once(
         self, tensors: Sequence[Tensor | None], are_there: Sequence[bool], scale: float
     ) -> None:
-        """Do what `pack` does before it seals, if some tensors `are_there` already, and all are
-        packed at once.
-        """
+        """Do what `pack` does before it seals, if all go at once and some `are_there` already."""
         if True in are_there or True in map(is_, tensors, repeat(None)):
             for view, tensor, is_there in zip(self._views, tensors, are_there, strict=True):
                 if tensor is None:

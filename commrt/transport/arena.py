@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 KEEP_NO_FILE: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-"""Else a mapping opens its file once more, for as long as it lives."""
+"""Without this, a mapping opens its file once more, for as long as it lives."""
 SEGMENT_NBYTES = 32 << 20
 """Least size of a segment: untouched pages cost nothing, and a process may open few files."""
 ALIGNMENT_NBYTES = 64
@@ -36,11 +36,7 @@ class Segment(NamedTuple):
 
 
 class Arena:
-    """Allocates tensors from the segments of one rank; a segment is freed with the last tensor in
-    it.
-
-    Thread-safe.
-    """
+    """Allocates tensors from one rank's segments, each freed with its last tensor. Thread-safe."""
 
     def __init__(self) -> None:
         self.freed: deque[int] = deque()
@@ -65,9 +61,7 @@ class Arena:
             return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def find(self, data: Tensor) -> tuple[Segment, int] | None:
-        """Return the segment that holds `data` and the offset in it in bytes, or None for other
-        memory.
-        """
+        """Return the segment with `data` and the offset in bytes, or None for other memory."""
         address = data.data_ptr()
         segment = next(
             (each for each in tuple(self._segments.values()) if address in each.addresses), None
@@ -85,8 +79,7 @@ class Arena:
             raise
         start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self._segments[number] = Segment(number, fd, range(start, start + len(memory)))
-        # Each tensor references the mapping, so this runs when the last tensor is gone, on any
-        # thread.
+        # Each tensor references the mapping: this runs, on any thread, once the last is gone.
         weakref.finalize(memory, _free, number, self._segments, self.freed).atexit = False
         return memory
 

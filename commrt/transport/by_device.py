@@ -31,9 +31,7 @@ class TransportByDevice(Transport):
         self.add(CPU, host)
 
     def add(self, device: torch.device, transport: Transport) -> None:
-        """Use `transport` for tensors on `device` from now on, and close its predecessor; bound
-        groups stay bound.
-        """
+        """Use `transport` for tensors on `device`, and close the one before; bound groups stay."""
         before = self._by_device.get(device)
         transport.timeout_s = self._timeout_s
         self._by_device[device] = transport
@@ -48,7 +46,7 @@ class TransportByDevice(Transport):
 
     @property
     def gpus(self) -> list[torch.device]:
-        """Those of this rank that have a transport."""
+        """The GPUs of this rank that have a transport."""
         return [device for device in self._by_device if device != CPU]
 
     def require_no_other(self, device: torch.device) -> None:
@@ -112,9 +110,7 @@ class TransportByDevice(Transport):
             transport.abort()
 
     def abort_host(self) -> None:
-        """End what waits in host memory only; transports of GPUs keep the error that no call has
-        raised yet.
-        """
+        """End what waits in host memory only; GPUs' transports keep errors that no call raised."""
         self._by_device[CPU].abort()
 
 

@@ -51,9 +51,7 @@ NUMBER = struct.Struct("<cQ")
 OFFER = struct.Struct("<QQQ")
 CALL = struct.Struct("<cI")
 SMALL_NBYTES = 16 << 10
-"""Messages up to this size travel in packets: below, an offer and its answer take longer than two
-copies more.
-"""
+"""Messages up to this size travel in packets: two more copies are faster than an answer."""
 PACKET_NBYTES = CALL.size + SMALL_NBYTES
 DESCRIPTOR_NBYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
@@ -74,7 +72,7 @@ class Packet(NamedTuple):
     content: bytes | memoryview
     segment: Segment | None = None
     nbytes: int = 0
-    """How many are offered."""
+    """How many bytes are offered."""
 
 
 class Channel:
@@ -120,9 +118,7 @@ class Channel:
             self._send(NUMBER.pack(b"F", number))
 
     def source(self, offer: Offer, dtype: torch.dtype) -> Tensor:
-        """Return the offered bytes, in the peer's memory, as a tensor of `dtype` that may be
-        unaligned.
-        """
+        """Return the offered bytes in the peer's memory as a `dtype` tensor, maybe unaligned."""
         memory = self._mapped[offer.segment]
         return torch.frombuffer(
             memory, dtype=dtype, count=offer.nbytes // dtype.itemsize, offset=offer.offset
@@ -161,9 +157,7 @@ class Channel:
             self.unsent.popleft()
 
     def _open_memory(self) -> None:
-        """Tell the peer where our packets will lie; where the system gives no memory they travel on
-        the socket.
-        """
+        """Tell the peer where our packets will lie; without memory they travel on the socket."""
         try:
             fd = os.memfd_create("commrt-packets")
             try:
@@ -191,8 +185,7 @@ class Channel:
         return True
 
     def _wake_peer(self, least: int) -> None:
-        """Wake the peer if it sleeps, and waits for what this end has just done: its state is
-        `least`, or a later one.
+        """Wake the peer if it sleeps in a state from `least` on, so waits for what this end did.
 
         If its state is not known, it sleeps. If the socket takes nothing, the peer will wake up
         anyway.
@@ -208,10 +201,7 @@ class Channel:
 
     @property
     def can_progress(self) -> bool:
-        """True if a packet is there, or room for one that waits; only where they lie in memory.
-
-        Costs 0.2 us.
-        """
+        """True if memory has a packet, or room for one that waits; costs 0.2 us."""
         if self._read is not None and self._read.has_packet:
             return True
         return bool(self.unsent) and self._written is not None and self._written.has_more_room
@@ -260,9 +250,7 @@ class Channel:
         return bool(packet)
 
     def receive(self) -> bool:
-        """Read one packet; return False if there is none, on the socket only where packets travel
-        there.
-        """
+        """Read one packet, False if there is none; on the socket only if packets travel there."""
         if self._read is None:
             return self._receive_from_socket()
         packet = self._read.get()
@@ -295,16 +283,12 @@ class Channel:
             self.expected_nbytes = number
 
     def shut_down(self) -> None:
-        """End the connection, from any thread, even if a forked child holds it too; what others may
-        be using stays.
-        """
+        """End the connection, from any thread, even a forked child's too; what is used stays."""
         with suppress(OSError):  # the peer was first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Release the socket and the mappings without ending the connection, which a forked child
-        must leave alone.
-        """
+        """Release socket and mappings without an end of the connection, as a forked child must."""
         self._socket.close()
         self._mapped.clear()
         for queue in (self._written, self._read):
@@ -315,7 +299,7 @@ class Channel:
 
 
 def _mapped(fd: int) -> mmap.mmap:
-    """Return a file, mapped; close it."""
+    """Return the file `fd`, mapped, and close it."""
     try:
         return mmap.mmap(fd, 0, **KEEP_NO_FILE)
     finally:

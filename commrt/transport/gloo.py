@@ -51,11 +51,9 @@ from commrt.transport.protocol import (
 )
 
 UNUSED_TAG = (1 << 31) - 1
-"""The largest of Gloo's tags, which torch passes as a signed int: nobody sends with it; see
-`GlooTransport.close`.
-"""
+"""The largest of Gloo's tags, a signed int in torch: nobody sends it; see `GlooTransport.close`."""
 POLL_S = 0.001
-"""How long a failed group asks each of its other transfers for its result."""
+"""Seconds for which a failed group asks each of its other transfers for its result."""
 
 
 class _Transfer(NamedTuple):
@@ -152,9 +150,7 @@ class GlooTransport(Transport):
         return super().allocate(numel, dtype)
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> Work:
-        """Begin one send or receive with Gloo's own tags, not in order with groups; None receives
-        from any rank.
-        """
+        """Begin one send or receive outside of groups, by Gloo's tags; from any rank if None."""
         gloo = self._gloo  # of which no reference may stay: connections live as long as one
         if gloo is None:
             raise TransportClosed("the transport was closed", Place(self.rank, peer))
@@ -173,9 +169,7 @@ class GlooTransport(Transport):
         return lambda tag: start(tag)()
 
     def bind_start(self, group: P2PGroup) -> Callable[[Tag], Callable[[], None]]:
-        """Bind `group` so that a run only starts its transfers, and returns the function that waits
-        for them.
-        """
+        """Bind `group`; a run only starts its transfers, and returns what waits for them."""
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*rest.sends, *rest.recvs):
             require_cpu(message.data.device)
@@ -208,7 +202,7 @@ class GlooTransport(Transport):
                 try:
                     work.wait(timedelta(seconds=max(left_s, POLL_S)))
                 except RuntimeError as error:
-                    # which would keep `begun` alive
+                    # a traceback would keep `begun` alive
                     failed.append((transfer, error.with_traceback(None)))
             if failed:
                 raise self._explained(failed, place) from failed[0][1]
@@ -232,9 +226,7 @@ class GlooTransport(Transport):
     def _explained(
         self, failed: Sequence[tuple[_Transfer, Exception]], place: Place
     ) -> TransportError:
-        """Return the error that names the peer: of a broken connection if there is one, otherwise
-        of a late rank.
-        """
+        """Return the error with the peer: of a broken connection if any, else of a late rank."""
         transfer, error = next((each for each in failed if not _is_late(each[1])), failed[0])
         place = replace(place, peer=transfer.peer, nbytes=transfer.data.nbytes)
         if self._gloo is None:
@@ -253,8 +245,7 @@ class GlooTransport(Transport):
         return DeadlineExceeded(what, place)
 
     def close(self) -> None:
-        """Close all connections, even if somebody references them; peers that wait for this rank
-        see them break.
+        """Close all connections, even if referenced; peers that wait for this rank see them break.
 
         Gloo's own ``abort`` and ``shutdown`` leave the sockets open (torch 2.13). A receive that
         times out closes them. It fails at once on a connection that is already broken, so every
@@ -314,7 +305,5 @@ def _parse_problem(text: bytes) -> str:
 
 
 def _is_late(error: Exception) -> bool:
-    """Return True for a timeout, also in the words of the transfers that Gloo ends after the first
-    one.
-    """
+    """Return True for a timeout, also in the words with which Gloo then ends other transfers."""
     return "Timed out" in str(error) or "Application timeout" in str(error)

@@ -45,16 +45,14 @@ CHECK_INTERVAL_S = 0.05
 READ_NOTICES_S = 0.1
 """Age of a pending group from which the store is read for ranks that have left."""
 MAX_PENDING = 256
-"""Exchanges, of one group each but for wide hops; too many fill NCCL's queues, and it hangs
-(NVIDIA/nccl#2353).
-"""
+"""Exchanges, mostly of one group each; more fill NCCL's queues, and it hangs (NVIDIA/nccl#2353)."""
 POLL_S = 0.0005
-"""Between two looks at a pending group that is waited for."""
+"""Seconds between two looks at a pending group that is waited for."""
 HELD_UP = (
     "the stream is held up by something else: is another library's collective waiting on this GPU"
 )
 CAPTURE = Tag(-1, "graph")
-"""In errors, for a group that is being captured."""
+"""The tag, in errors, of a group that is being captured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,10 +74,7 @@ class Pending:
         return self.end is not None and self.end.query()
 
     def place(self, rank: int) -> Place:
-        """Return the place of the first receive, or send: NCCL does not report which peer is late.
-
-        `rank` is this one.
-        """
+        """Return the place of the first receive or send of `rank`: NCCL names no late peer."""
         for first in (*self.group.recvs, *self.group.sends):
             return self.tag.place(rank, self.group.hop, first.peer, first.data.nbytes)
         return self.tag.place(rank, self.group.hop)
@@ -239,9 +234,7 @@ class GroupWatch:
         return None
 
     def lost_peer(self, counts: Mapping[int, int], tag: Tag, hop: int) -> PeerLost | None:
-        """Return the error for a peer that left without its part in what `counts` count: NCCL does
-        not report it.
-        """
+        """Return the error for a peer that left before its part of `counts`: NCCL reports none."""
         peer = self.notices.left_early(counts)
         if peer is None:
             return None
@@ -256,9 +249,7 @@ class GroupWatch:
             raise self._raising(self.failure)
 
     def wait_for(self, pending: Pending) -> None:
-        """Wait until `pending` is complete: the watchdog ends it, unless the stream waits for
-        something else.
-        """
+        """Wait until `pending` is over, which the watchdog ends unless the stream is held up."""
         end_s = pending.begin_s + pending.timeout_s + 2 * FREE_S
         try:
             while not pending.is_over:

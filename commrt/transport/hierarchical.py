@@ -20,8 +20,7 @@ from commrt.transport.shared import SharedTransport
 
 
 class HierarchicalTransport(Transport):
-    """One rank of several on each of several hosts: shared memory within a host, Gloo between
-    hosts.
+    """One rank of several on each of several hosts: shared memory within a host, Gloo between them.
 
     Both parts of a group run at the same time: Gloo's own threads serve the sockets, so transfers
     between hosts start first, and this thread copies within the host meanwhile. Of all `members`,

@@ -31,9 +31,7 @@ class IpcMemory:
         self._device = device
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a segment, a uint8 array [nbytes], of zeros, by one ``cudaMalloc``, which may wait
-        for the GPU.
-        """
+        """Return a segment, zeros uint8 [nbytes], by ``cudaMalloc``; may wait for the GPU."""
         with torch.cuda.device(self._device):
             memory = self._allocated(nbytes)
             self._runtime.memset(memory.ptr, 0, nbytes)
@@ -41,9 +39,7 @@ class IpcMemory:
         return self._array(memory, nbytes)
 
     def _allocated(self, nbytes: int) -> Any:
-        """Return memory, even if torch must give up some that it keeps; raises torch's
-        ``OutOfMemoryError``.
-        """
+        """Return memory, even if torch must give some up; raise torch's ``OutOfMemoryError``."""
         try:
             return self._cupy.cuda.Memory(nbytes)
         except RuntimeError:  # CuPy's, of the driver
@@ -71,8 +67,7 @@ class IpcMemory:
             return bytes(self._runtime.ipcGetMemHandle(segment.data.ptr))
 
     def open(self, handle: bytes, nbytes: int) -> Any:
-        """Return a peer's segment, a uint8 array [nbytes]; raises `RuntimeError` where that cannot
-        be.
+        """Return a peer's segment, uint8 [nbytes]; raise `RuntimeError` where that cannot be.
 
         The memory counts as this device's, wherever it is.
         """
@@ -93,9 +88,7 @@ class IpcMemory:
         return torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def signal_wait(self, plan: SignalWaitPlan) -> Callable[[], None]:
-        """Return what queues `plan` each time it is called: one launch of one warp of a loaded
-        kernel.
-        """
+        """Return what queues `plan` at each call: one launch of one warp of a loaded kernel."""
         return cast("Callable[[], None]", on_gpu("signal_wait")(plan))
 
     def synchronize(self) -> None:

@@ -102,9 +102,7 @@ def _parse_caller(data: bytes) -> _Caller:
 def _accepted(
     listener: socket.socket, callers: dict[bytes, int], deadline: float
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Yield `callers`, by name, as they call, and remove them, until the deadline is over; hang up
-    on all others.
-    """
+    """Yield `callers` by name, and remove them, as they call until the deadline; refuse others."""
     while callers:
         left_s = deadline - clock.now_s()
         if left_s <= 0:
@@ -125,7 +123,5 @@ def _socket(name: bytes) -> socket.socket:
 
 
 def _name(secret: bytes, called: int | None = None) -> bytes:
-    """Return the name of the socket with which the rank of `secret` calls the rank `called`, or
-    listens.
-    """
+    """Return the name of the socket by which the rank of `secret` listens, or calls `called`."""
     return b"\0commrt-" + sha256(secret + str(called).encode()).hexdigest().encode()

@@ -63,8 +63,7 @@ class _Segment:
 
 
 class MappedMemory:
-    """The members of one rank's host that read each other's memory. Collective, through a store of
-    its own.
+    """The members of one rank's host that read each other's memory. Collective, on its own store.
 
     `local_peers` is empty on all members of a host if one of them cannot map another's memory; then
     `refusal` says why.
@@ -118,7 +117,7 @@ class MappedMemory:
             (verdicts[peer] for peer in sorted([*there, rank]) if verdicts[peer]), ""
         )
         self.local_peers: Sequence[int] = sorted(there)
-        """The others, in ascending order."""
+        """The other ranks of this host, in ascending order."""
         if self.refusal:
             self.close(timeout_s)
             self.local_peers = ()
@@ -142,8 +141,7 @@ class MappedMemory:
         return from_dlpack(page)[begin : begin + 4].view(torch.int32)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros [numel] in a segment that peers can map; it is used again when nobody uses
-        it any more.
+        """Return zeros [numel] in a segment that peers can map; reused once nobody uses it.
 
         Waits for the device, as ``cudaMalloc`` may.
         """

@@ -13,8 +13,7 @@ from commrt.transport.protocol import P2PGroup, P2PMessage
 
 
 def uncut(group: P2PGroup, rank: int, members: Sequence[int]) -> list[P2PGroup]:
-    """Return the messages of `group` as groups that NCCL never cuts, in an order that is the same
-    on all `members`.
+    """Return the messages of `group` as groups that NCCL never cuts, in one order on all `members`.
 
     A hop's messages say where they belong. Many without a schedule, as of ``batch_isend_irecv``,
     are sent by distance.
@@ -34,9 +33,7 @@ def uncut(group: P2PGroup, rank: int, members: Sequence[int]) -> list[P2PGroup]:
 
 
 def _by_distance(group: P2PGroup, index: int, members: Sequence[int]) -> P2PGroup:
-    """Return the same messages in groups that both ends know: all first messages of pairs, then all
-    second ones, ...
-    """
+    """Return the messages in groups that both ends know: pairs' first ones, then second, ..."""
 
     def grouped(messages: Sequence[P2PMessage], sign: int) -> Iterator[P2PMessage]:
         before: Counter[int] = Counter()  # messages of each peer

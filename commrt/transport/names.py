@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of transports, as COMMRT_TRANSPORT takes them, and where each is. It is imported when
-ranks connect.
-"""
+"""The names of transports, as COMMRT_TRANSPORT takes them, and where to import each."""
 
 from __future__ import annotations
 
@@ -19,16 +17,11 @@ GPU_TRANSPORTS = {
     "peers": "commrt.transport.peers:connect",
     "nccl": "commrt.transport.nccl:NcclTransport",
 }
-"""Transports for GPUs: what connects a rank.
-
-The first one is taken where COMMRT_TRANSPORT names none.
-"""
+"""Transports for GPUs: what connects a rank. The first is the default."""
 
 
 def chosen_transport(env: Mapping[str, str] = ENVIRONMENT) -> str | None:
-    """Return what COMMRT_TRANSPORT asks for: shared or gloo, peers or nccl for GPUs, or None if
-    nothing is.
-    """
+    """Return the transport that COMMRT_TRANSPORT names, of host memory or of GPUs, or None."""
     kind = env.get("COMMRT_TRANSPORT")
     known = (*TRANSPORTS, *GPU_TRANSPORTS)
     if kind not in (None, *known):

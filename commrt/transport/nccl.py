@@ -30,12 +30,11 @@ from commrt.transport.shutdown_notices import ShutdownNotices
 
 
 class NcclTransport(Transport):
-    """One rank of an NCCL communicator; a `Transport` for tensors on `device`, the thread's current
-    one by default.
+    """One rank of an NCCL communicator; a `Transport` for tensors on `device`.
 
-    Connects to all other `members` through a `store` that only this communicator uses. Raises
-    `DeadlineExceeded` with the ranks that do not come, `UsageError` for an NCCL that cannot be used
-    or a GPU that two ranks chose.
+    By default that is the thread's current one. Connects to all other `members` through a `store`
+    that only this communicator uses. Raises `DeadlineExceeded` with the ranks that do not come,
+    `UsageError` for an NCCL that cannot be used or a GPU that two ranks chose.
 
     A group's error is raised by the group, or if it had returned already, by the next group or by
     `close`; then `on_failure` is called first. All groups come from one thread at a time. Other
@@ -95,9 +94,7 @@ class NcclTransport(Transport):
             )
 
     def bind(self, group: P2PGroup) -> Exchange:
-        """Prepare `group`; two sends and two receives cost the host 5 us, without NCCL's own time
-        and an event.
-        """
+        """Prepare `group`; two sends and two receives cost 5 us beside NCCL and an event."""
         rest, copies = split_self(group, self.rank, self.members)
         for message in (*group.sends, *group.recvs):
             self.require_device(message.data.device)
@@ -156,9 +153,7 @@ class NcclTransport(Transport):
         self.watch.wait()
 
     def close(self) -> None:
-        """Wait until all queued groups are complete, then free the communicator, even after an
-        error.
-        """
+        """Wait for all queued groups, then free the communicator, even after an error."""
         self.watch.close()
 
     def abort(self) -> None:

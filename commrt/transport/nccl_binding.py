@@ -10,15 +10,11 @@ from commrt.errors import UsageError
 from commrt.store.launcher import variable
 
 Binding = Any
-"""The module ``cupy.cuda.nccl``, which has no types; `tests/support/nccl_stand_in.py` has what is
-used of it.
-"""
+"""CuPy's module ``cupy.cuda.nccl``, untyped; `tests/support/nccl_stand_in.py` has what is used."""
 
 
 def load() -> Binding:
-    """Return CuPy's binding of the NCCL that torch has loaded before; raises `UsageError` if it
-    cannot be used.
-    """
+    """Return CuPy's binding of the NCCL that torch has loaded; raise `UsageError` if unusable."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what CuPy warns of is an error below
@@ -33,9 +29,7 @@ def load() -> Binding:
 
 
 def require_usable(binding: Binding) -> None:
-    """Raise `UsageError` for an NCCL that would fail later,
-    with an error that is harder to read.
-    """
+    """Raise `UsageError` for an NCCL that would fail later with an error harder to read."""
     if not binding.available:
         raise UsageError(
             "CuPy finds no NCCL library: install the one of your torch, such as pip install"

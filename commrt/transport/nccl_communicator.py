@@ -41,9 +41,9 @@ from commrt.transport.nccl_binding import Binding, named
 SHARES_GPUS = 23003
 """The first NCCL whose ranks can share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1."""
 FREE_S = 10.0
-"""Time to free a communicator: other ranks of this host must come, and what is queued must end."""
+"""Seconds to free a communicator: ranks of this host must come, and what is queued must end."""
 BUSY_S = 0.2
-"""Time that an abort waits for a call in progress: a first exchange may wait inside of it."""
+"""Seconds that an abort waits for a call in progress: a first exchange may wait inside of it."""
 OLD_CUPY = (
     "this CuPy is older than 14, whose ids of communicators differ: pip install 'cupy-cuda13x>=14'"
 )
@@ -61,7 +61,7 @@ class Communicator:
         self.in_use = threading.Lock()
         """Held during calls of the communicator, so that it is not freed meanwhile."""
         self.graphs = Graphs()
-        """Those that use it."""
+        """The CUDA graphs that use the communicator."""
         self.ended = threading.Event()
         self._collected = weakref.finalize(
             self, _abort_collected, self.ended, self.in_use, self.graphs, nccl
@@ -78,7 +78,7 @@ class Communicator:
 
     def destroy(self) -> None:
         """Free the communicator, in which nothing is queued."""
-        # a rank of this host does not come: a thread waits on
+        # if a rank of this host does not come, a thread waits on
         with self.in_use, suppress(TimeoutError):
             _reset(self.graphs)
             start_call(self.nccl.destroy).result(FREE_S)
@@ -110,9 +110,7 @@ def _abort_collected(
 
 
 def _abort(in_use: threading.Lock, graphs: Graphs, nccl: NcclCommunicator) -> None:
-    """Abort while nobody uses the communicator, except for a call that waits inside and is ended
-    by this.
-    """
+    """Abort while nobody uses the communicator but a call that waits inside, which this ends."""
     idle = in_use.acquire(timeout=BUSY_S)
     freed = start_call(nccl.abort)
     if not idle:
@@ -189,7 +187,7 @@ class _RankInfo(NamedTuple):
     """What a rank tells the others before they create a communicator."""
 
     nccl: int
-    """Version."""
+    """The version of NCCL."""
     gpu: str | None
     """Identifies its GPU among those of all hosts."""
     unique_id: str
@@ -197,9 +195,7 @@ class _RankInfo(NamedTuple):
 
 
 def _gpu(device: torch.device) -> str | None:
-    """Return the GPU's name among all hosts; where NCCL_HOSTID is set, NCCL takes that for the
-    host.
-    """
+    """Return the GPU's name among all hosts; NCCL takes NCCL_HOSTID, where set, for the host."""
     if device.type != "cuda":
         return None
     return f"{variable('NCCL_HOSTID')} {torch.cuda.get_device_properties(device).uuid}"

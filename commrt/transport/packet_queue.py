@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets from one process to another of its host, in memory that both map: no call waits, or
-enters the kernel.
+"""Packets between processes of a host, in memory of both; no call waits or enters the kernel.
 
 One process writes, the other one reads. A packet lies behind its length. The writer then counts it,
 in one store of 8 bytes, so the reader finds it whole or not at all. That needs a processor that
@@ -21,7 +20,7 @@ from commrt.store.parsing import require
 IS_ORDERED = platform.machine().lower() in {"x86_64", "amd64"}
 """True if this machine keeps the order of stores, and of loads."""
 CAPACITY_NBYTES = 64 << 10
-"""Of packets with their lengths. A page is touched when it is first used."""
+"""Bytes of packets with their lengths. A page is touched when it is first used."""
 WORD_NBYTES = 8
 LINE_WORDS = 8
 """Words of a cache line. What the writer and the reader write lies in different ones."""
@@ -39,17 +38,13 @@ SKIP = (1 << 64) - 1
 """In place of a length: the next packet lies at the front."""
 
 FRONT_NBYTES = CAPACITY_NBYTES // 2
-"""Once all was read, the next packet lies at the front if more than this was used: few packets
-touch few pages.
-"""
+"""Beyond this, once all was read, the next packet lies in front: few packets touch few pages."""
 
 _fence = Lock()
 
 
 def fence() -> None:
-    """Let no load that follows be done before a store that precedes, on this thread;
-    takes 0.1 us.
-    """
+    """Let no later load pass an earlier store of this thread; takes 0.1 us."""
     # an atomic operation of the processor, and so a fence, even if it fails
     if _fence.acquire(blocking=False):
         _fence.release()
@@ -65,7 +60,7 @@ class PacketQueue:
         self._read = 0  # by the reader, as the writer has seen it last
 
     def put(self, packet: bytes) -> bool:
-        """Write `packet`; return False if there is no room for it. Of the writer."""
+        """Write `packet`; return False if there is no room for it. For the writer."""
         words = self._words
         nbytes = len(packet)
         offset = self._at % CAPACITY_NBYTES
@@ -91,21 +86,15 @@ class PacketQueue:
 
     @property
     def has_more_room(self) -> bool:
-        """True if the reader has read something since `put` returned False. Of the writer."""
+        """True if the reader has read something since `put` returned False. For the writer."""
         return self._words[READ] != self._read
 
     def set_state(self, state: int) -> None:
-        """Tell the reader that this process sleeps, and what it waits for, or that it is `AWAKE`.
-
-        Of the writer.
-        """
+        """Tell the reader that this process sleeps, and for what, or is `AWAKE`. For the writer."""
         self._words[STATE] = state
 
     def get(self) -> bytes | None:
-        """Return the next packet, None if there is none now; raises `ValueError` for what is none.
-
-        Of the reader.
-        """
+        """Return the next packet, None if there is none; `ValueError` if bad. For the reader."""
         words = self._words
         at = self._at
         if words[WRITTEN] == at:
@@ -125,12 +114,12 @@ class PacketQueue:
 
     @property
     def has_packet(self) -> bool:
-        """True if there is a packet to `get`. Of the reader."""
+        """True if there is a packet to `get`. For the reader."""
         return self._words[WRITTEN] != self._at
 
     @property
     def state(self) -> int:
-        """What the writer does. Of the reader."""
+        """What the writer does. For the reader."""
         return self._words[STATE]
 
     def release(self) -> None:
@@ -140,5 +129,5 @@ class PacketQueue:
 
 
 def _padded(nbytes: int) -> int:
-    """Return what a packet of `nbytes` takes, with its length."""
+    """Return the bytes that a packet of `nbytes` takes, with its length."""
     return WORD_NBYTES + (nbytes + WORD_NBYTES - 1) // WORD_NBYTES * WORD_NBYTES

@@ -30,9 +30,7 @@ class PeerExchange:
     packets: Sequence[Packet]
     targets: Sequence[Tensor]
     originals: Sequence[Tensor] | None
-    """[receives] the same memory, if a receive may be the peer's memory until `return_borrowed`;
-    None if it may not.
-    """
+    """[receives] the same memory if receives may be the peer's until `return_borrowed`, or None."""
     received: int = 0
     call: int = 0
     lent: bool = False
@@ -41,7 +39,7 @@ class PeerExchange:
     The peer reads our sends as long.
     """
     borrowed: int = 0
-    """Number of receives that are."""
+    """Number of receives that are the peer's memory."""
 
     def begin(self, call: int) -> None:
         """Make all offers, and send all small messages."""
@@ -51,9 +49,7 @@ class PeerExchange:
         self.channel.post(self.packets, call)
 
     def progress(self, where: Where) -> bool:
-        """Read a packet and receive what can be received; return True if all is complete, in a loan
-        all receives.
-        """
+        """Read packets and receive; return True if all is complete, in a loan all receives."""
         channel = self.channel
         if channel.unsent:
             channel.flush()

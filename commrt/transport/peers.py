@@ -151,9 +151,7 @@ class PeersTransport(Transport):
         return replay
 
     def _begin(self, begun: Sequence[Sequence[int]], tag: Tag, hop: int) -> None:
-        """Note that programs begin, given the ranks that each waits for; raises an error of those
-        before them.
-        """
+        """Note that programs begin, given ranks that each waits for; raise what failed before."""
         self._note_failed_wait()
         self._watch.require_open(hop, tag)
         for ranks in begun:
@@ -179,9 +177,7 @@ class PeersTransport(Transport):
         watch.wait()
 
     def close(self) -> None:
-        """Wait until the device has done all work, then unmap the memory of peers, even after an
-        error.
-        """
+        """Wait until the device is idle, then unmap the memory of peers, even after an error."""
         if self._is_unmapped:
             return
         self._is_unmapped = True
@@ -222,8 +218,7 @@ def connect(
     *,
     on_failure: Callable[[TransportError], None],
 ) -> Transport:
-    """Connect a rank by NCCL, with windows in peers' memory where the ranks of its host can map it.
-    Collective.
+    """Connect a rank by NCCL, with windows where its host's ranks can map memory. Collective.
 
     Raises `UsageError` where they cannot and COMMRT_TRANSPORT asks for it.
     """

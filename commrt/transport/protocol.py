@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a transport: groups of sends and receives between ranks, each completed as a
-unit.
+"""The interface of a transport: groups of sends and receives, each completed as a unit.
 
 A rank may have several transports (`commrt.transport.by_device`).
 
@@ -34,9 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Tag(NamedTuple):
-    """Label of a transfer in errors and traces; of it, only `call` is sent, where the medium has
-    room for it.
-    """
+    """Label of a transfer in errors and traces; only `call` is sent, where the medium has room."""
 
     step: int
     """The training step."""
@@ -59,25 +56,19 @@ class P2PMessage(NamedTuple):
     data: Tensor
     """[numel] contiguous; a send reads it and a receive overwrites it while the group runs."""
     group: int | None = None
-    """Which of several NCCL groups carries it, the same at both ends: see
-    `commrt.nccl_groups`.
-    """
+    """Which of several NCCL groups carries it, the same at both ends: see `commrt.nccl_groups`."""
 
 
 @dataclass(frozen=True, slots=True)
 class P2PGroup:
-    """All messages that one rank sends and receives in one hop,
-    in the order agreed with each peer.
-    """
+    """All messages of one rank in one hop, in the order agreed with each peer."""
 
     sends: Sequence[P2PMessage]
     recvs: Sequence[P2PMessage]
     hop: int = 0
     """Number of the hop in the schedule, for errors."""
     reads: bool = False
-    """True if the caller only reads what it receives, which may be borrowed from the sender until
-    it is returned.
-    """
+    """True if the caller only reads what it receives: it may be the sender's, until returned."""
 
     @property
     def peers(self) -> set[int]:
@@ -100,9 +91,7 @@ class P2PGroup:
 
 
 EndLoan = Callable[[], None]
-"""Tells senders that their memory was read, and returns when all transfers are complete; raises
-`TransportError`.
-"""
+"""Tells senders that their memory was read; waits for all transfers, or raises `TransportError`."""
 
 Exchange = Callable[[Tag], EndLoan | None]
 """Runs a bound group once: returns when all its transfers are complete, or raises `TransportError`.
@@ -127,21 +116,16 @@ class Transport(ABC):
     """Name of the medium, such as ``gloo``."""
     rank: int
     members: Sequence[int]
-    """Ranks that this transport connects, in ascending order: some of the world's once one is lost.
-    """
+    """Connected ranks in ascending order: some of the world's once one is lost."""
     timeout_s: float
-    """Deadline of one group, which then raises `DeadlineExceeded`. May be changed between groups.
-    """
+    """Deadline of one group, then `DeadlineExceeded`. May be changed between groups."""
     one_host: bool = False
     """True if it needs all members on one host."""
     can_move_receives: bool = True
-    """True if the tensor of a receive may be set (``Tensor.set_``) to other memory of its size
-    between two runs.
-    """
+    """True if receives may be set (``Tensor.set_``) to other memory of their size between runs."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return zeros [numel] in the memory that this transport moves fastest; it lives as long as
-        its tensors.
+        """Return zeros [numel] in the memory that this transport moves fastest; tensors keep it.
 
         Tensors in any other memory can be sent and received too. Raises `UsageError` for a device
         out of reach.
@@ -149,20 +133,15 @@ class Transport(ABC):
         return zeros(numel, dtype, device)
 
     def allocate_shared(self, numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return zeros [numel] in memory that `share` can show to peers;
-        may wait for the device.
-        """
+        """Return zeros [numel] that `share` can show to peers; may wait for the device."""
         return self.allocate(numel, dtype, device)
 
     @abstractmethod
     def bind(self, group: P2PGroup) -> Exchange:
-        """Prepare `group` once, to run it many times; raises `UsageError` for messages that
-        `split_self` refuses.
-        """
+        """Prepare `group` once, to run it many times; raise `UsageError` as `split_self` does."""
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
-        """Record what `work` queues on the device, and return a function that queues all of it
-        again.
+        """Record what `work` queues on the device; return a function that queues all of it again.
 
         That function keeps `work` alive, with all memory that it uses. `group` holds the messages
         that `work` exchanges. Returns None if this transport queues nothing. Raises `RuntimeError`
@@ -171,16 +150,11 @@ class Transport(ABC):
         return None
 
     def share(self, buffers: Sequence[Tensor]) -> Sequence[Window]:
-        """Return windows of `buffers`, all from `allocate_shared`; none if peers cannot read them.
-
-        Collective.
-        """
+        """Return windows of `allocate_shared` buffers; () if peers cannot read. Collective."""
         return ()
 
     def wait(self) -> None:  # noqa: B027  # most queue nothing
-        """Wait until all queued groups are complete;
-        raises an error that no call has raised yet.
-        """
+        """Wait until all queued groups are complete; raise an error that no call has raised yet."""
 
     @abstractmethod
     def close(self) -> None:
@@ -213,8 +187,7 @@ class Window(NamedTuple):
     """A buffer of this rank that peers read where it lies, and the same buffer of each of them."""
 
     peers: Mapping[int, Tensor]
-    """By rank, its buffer, of the dtype of this rank's; for ranks of this host. Never write to it.
-    """
+    """By rank of this host, its buffer, of the dtype of this rank's. Never write to it."""
     bind: Callable[..., Exchange]
     """`commrt.transport.peers.PeersTransport.bind_signal_wait`."""
 
@@ -235,8 +208,7 @@ def require_cpu(device: torch.device) -> None:
 def split_self(
     group: P2PGroup, rank: int, members: Sequence[int]
 ) -> tuple[P2PGroup, list[tuple[Tensor, Tensor]]]:
-    """Return `group` without messages from `rank` to itself, and those as (source, target) pairs to
-    copy.
+    """Return `group` without messages to itself, and those as (source, target) pairs to copy.
 
     Drops empty messages, since both ends know that they are empty. Raises `UsageError` for a rank
     outside `members`, and for a message to itself without its other end.

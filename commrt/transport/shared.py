@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory between the processes of one Linux host: at most one copy, from the sender's memory
-to the receiver's.
+"""Shared memory between the processes of one Linux host: one copy at most.
 
 A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a
 send waits for its receive, as on NCCL. Sends from `SharedTransport.allocate` need no other copy;
@@ -51,9 +50,7 @@ from commrt.transport.protocol import (
 )
 
 LOOK_S = 100e-6
-"""So long a rank that waits looks for what a peer writes, before it sleeps: to sleep and to wake up
-takes longer.
-"""
+"""Seconds that a rank looks for packets before it sleeps: to sleep and to wake takes longer."""
 
 
 class SharedTransport(Transport):
@@ -177,9 +174,7 @@ class SharedTransport(Transport):
         where: Where,
         start: Callable[[PeerExchange], None],
     ) -> None:
-        """Call `start` with each of `exchanges`, by descriptor,
-        and return when all are complete.
-        """
+        """Call `start` with each of `exchanges`, by descriptor; return when all are complete."""
         try:
             while self._arena.freed:
                 number = self._arena.freed.popleft()
@@ -220,9 +215,7 @@ class SharedTransport(Transport):
                 )
 
     def _look(self, waiting: Mapping[int, PeerExchange]) -> list[int]:
-        """Look for a while whether peers have written something; return the descriptors of those
-        that have.
-        """
+        """Look for a while for what peers have written; return descriptors of those that have."""
         end_s = perf_counter() + LOOK_S
         while True:
             ready = [fd for fd, exchange in waiting.items() if exchange.channel.can_progress]
@@ -259,10 +252,7 @@ class SharedTransport(Transport):
         return False
 
     def close(self) -> None:
-        """End all connections; peers that wait for this rank raise `PeerLost` at once.
-
-        Allocated memory stays.
-        """
+        """End all connections; peers that wait raise `PeerLost` at once. Allocated memory stays."""
         self.abort()
         for channel in self._channels.values():
             channel.release()
@@ -270,26 +260,20 @@ class SharedTransport(Transport):
         self._staging = torch.empty(0, dtype=torch.uint8, device=CPU)
 
     def abort(self) -> None:
-        """End all connections, from any thread; memory in use by a running group stays until
-        `close`.
-        """
+        """End all connections, on any thread; memory of a running group stays until `close`."""
         self._closed = True
         for channel in self._channels.values():
             channel.shut_down()
 
     def leave_to_parent(self) -> None:
-        """Release the sockets in a forked child, so that the parent's end still ends the
-        connections.
-        """
+        """Release a forked child's sockets, so that the parent's end still ends the connections."""
         self._closed = True
         for channel in self._channels.values():
             channel.release()
 
 
 def _sleep(waiting: Mapping[int, PeerExchange], left_s: float) -> list[int]:
-    """Sleep for at most `left_s` seconds, and return the descriptors of peers that have sent
-    something.
-    """
+    """Sleep for at most `left_s` seconds; return the descriptors of peers that have sent."""
     if left_s <= 0:
         return []
     channels = {fd: exchange.channel for fd, exchange in waiting.items()}

@@ -21,16 +21,13 @@ from commrt.threads.deadline import clock
 from commrt.threads.future import Future
 
 READ_INTERVAL_S = 0.5
-"""Between two reads of the notices: a GPU that is behind its host is not late, and all ranks read
-from one store.
-"""
+"""Seconds between two reads: a GPU behind its host is not late, and all read from one store."""
 Counts = dict[int, int] | None
 """Groups that a rank had begun with each peer when it closed; None for a rank that gave up."""
 
 
 class ShutdownNotices:
-    """Notices on the store of ranks that shut down their communicator, for ranks that still wait
-    for them.
+    """Notices on the store of ranks that end their communicator, for ranks that wait for them.
 
     A rank that closed has done its part in all groups that it counts. A rank that gave up has not,
     and counts none.
@@ -52,8 +49,7 @@ class ShutdownNotices:
             call_store(lambda: self._store.set(f"left/{self._rank}", json.dumps(counts)))
 
     def left_early(self, begun: Mapping[int, int]) -> int | None:
-        """Return a peer that is known to have left without its part in what was `begun` with it;
-        None if none has.
+        """Return a peer known to have left without its part in what was `begun` with it, or None.
 
         Never waits: another thread reads the store.
         """

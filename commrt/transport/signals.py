@@ -94,9 +94,7 @@ class Signals:
         return DeadlineExceeded(what, tag.place(self._mapped.rank, hop, peer))
 
     def find_failure(self, watch: GroupWatch) -> TransportError | None:
-        """Return the error of a wait that ended in vain, or for a peer that left without its part
-        in what is queued. The store is asked if nothing moves.
-        """
+        """Return the error of a failed wait or a peer that left; ask the store if nothing moves."""
         failure = self.failed_wait(watch.timeout_s)
         if failure is not None:
             return failure

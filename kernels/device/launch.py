@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch compiled kernels with little work per call: a kept handle, and plain integers for
-addresses.
+"""Launch compiled kernels with little work per call: a kept handle, and integers for addresses.
 
 Triton's own launch checks every argument, its alignment, the device and the options each time.
 """
@@ -27,9 +26,7 @@ from commrt.kernels.tables import Tables
 from commrt.quantizer import Quantizer
 
 Launch = Callable[..., None]
-"""``launch(programs, *arguments)`` on the current stream of the kernel's device; addresses and
-numbers as integers.
-"""
+"""``launch(programs, *integers)``, on the current stream of the kernel's device."""
 
 
 @cache
@@ -58,9 +55,7 @@ _loading = threading.Lock()
 
 
 def launch_of(variant: Variant, device: torch.device) -> Launch:
-    """Return the launch of `variant` on `device`, compiled and loaded once; it needs `device` as
-    the current one.
-    """
+    """Return `variant`'s launch, compiled and loaded once; calls need `device` as the current."""
     there: AbstractContextManager[object] = (
         torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     )
@@ -98,9 +93,7 @@ def _loaded(variant: Variant, device: torch.device) -> Launch:
 
 
 def require_aligned(*buffers: Tensor) -> None:
-    """Raise `ValueError` for a buffer that does not begin at a multiple of 16 bytes, as the kernels
-    are told.
-    """
+    """Raise `ValueError` for a buffer not aligned to 16 bytes, as the kernels are told it is."""
     for address in (buffer.data_ptr() for buffer in buffers):
         if address % WIDEST_NBYTES:
             raise ValueError(
@@ -110,10 +103,9 @@ def require_aligned(*buffers: Tensor) -> None:
 
 
 def add_launch(out: Tensor, summands: Sequence[Tensor]) -> Bound:
-    """Return a launch that computes ``out = cast(summands[0] + ...)``; `out` is one of them, and
-    others may be peers'.
+    """Return a launch that computes ``out = cast(summands[0] + ...)``; others may be peers'.
 
-    Up to 9 summands need at most 64 registers, 17 need 57.
+    `out` is one of them. Up to 9 summands need at most 64 registers, 17 need 57.
     """
     require_aligned(*summands)
     first, *others = summands
@@ -125,9 +117,7 @@ def add_launch(out: Tensor, summands: Sequence[Tensor]) -> Bound:
 
 
 def spacing(received: Sequence[Tensor]) -> int:
-    """Return the distance between two of `received` in granules;
-    raises `ValueError` if it differs.
-    """
+    """Return the distance of two of `received` in granules; raise `ValueError` if it differs."""
     nbytes = GRANULE * received[0].element_size()
     addresses = [part.data_ptr() for part in received]
     step = addresses[1] - addresses[0] if len(addresses) > 1 else 0
@@ -161,9 +151,7 @@ def mix_launch(out: Tensor, received: Tensor, weight: float) -> Bound:
 def quantize_launch(
     values: Tensor, codes: Tensor, quantizer: Quantizer, residual: Tensor | None
 ) -> Callable[[int], None]:
-    """Return a launch, given the key of random numbers, that codes `values` and keeps what is lost
-    in `residual`.
-    """
+    """Return a function of a key that codes `values`, and keeps in `residual` what is lost."""
     left = values if residual is None else residual  # not touched without feedback
     require_aligned(values, codes, left)
     launch = launch_of(variants.quantize(quantizer, feedback=residual is not None), values.device)
@@ -181,9 +169,7 @@ def dequantize_launch(codes: Tensor, values: Tensor, quantizer: Quantizer) -> Bo
 
 
 def add_quantized_launch(values: Tensor, received: Sequence[Tensor], quantizer: Quantizer) -> Bound:
-    """Return a launch that adds what `received` codes stand for;
-    they are evenly spaced in memory.
-    """
+    """Return a launch that adds what `received` codes stand for; they are evenly spaced."""
     require_aligned(values, *received)
     launch = launch_of(variants.add_quantized(quantizer), values.device)
     arguments = (

@@ -25,9 +25,7 @@ def pack_kernel(
     TILE: tl.constexpr,
     HELD: tl.constexpr,
 ):
-    """A tile of a tensor, times ``scale[0]``, cast, to its offset on `wire`; zeros where the
-    address is 0.
-    """
+    """A tile of a tensor times ``scale[0]``, cast, to its offset on `wire`; zeros for address 0."""
     tensor, first, count = tile_of(tensors, numbers, counts, TILE)
     address = tl.load(addresses + tensor)
     source = pointer(address, first, DTYPE, ALIGN)

@@ -63,9 +63,7 @@ class TritonPacking:
 
     @property
     def mismatched(self) -> bool:
-        """See `Packing.mismatched`: read from pinned memory that the kernel writes, without
-        waiting.
-        """
+        """See `Packing.mismatched`: read from pinned memory that the kernel writes; never waits."""
         return bool(self._seen[0])
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
@@ -84,9 +82,7 @@ class TritonPacking:
     def unpack(
         self, tensors: Sequence[Tensor | None], header: int, parts: Parts = NO_PARTS
     ) -> None:
-        """See `Packing.unpack`: one launch, which writes even if the headers differ, as the host
-        cannot know yet.
-        """
+        """See `Packing.unpack`: one launch; writes even if headers differ: the host cannot know."""
         self.tables.point_at(tensors)
         launch = self._kernel(variants.unpack, self.tables.align, wide=bool(parts))
         launch(self.tables.tiles, *self._read(parts), header, self._mark)
@@ -105,8 +101,7 @@ class TritonPacking:
         _note_written(tensor for index, tensor in enumerate(tensors) if index not in staged)
 
     def aim(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """See `Repeatable.aim`: one launch for a header that has changed, and the same copies as
-        `pack` for the rest.
+        """See `Repeatable.aim`: one launch for a changed header, for the rest copies as `pack`.
 
         A captured launch reads 16 bytes at once. Tensors that are less aligned are copied here, and
         back by `repeated`.
@@ -211,9 +206,7 @@ class _Scalar:
         self.address = self._memory.data_ptr()
 
     def at(self, value: float) -> int:
-        """Return the address of `value`, written in stream order by a kernel, without a copy from
-        the host.
-        """
+        """Return the address of `value`, written in stream order by a kernel, not copied."""
         if value != self._known:
             self._memory.fill_(value)
             self._known = value

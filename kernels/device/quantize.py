@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes: values to codes of few bits and back, as `commrt.kernels.quantize` defines them; one
-program per tile.
+"""Values to codes of few bits and back, as `commrt.kernels.quantize` defines; a program per tile.
 
 A thread takes the same 4 columns of all 8 blocks of a tile. Bits that share a byte lie whole blocks
 apart, and so do values that share a counter of random numbers, so threads exchange nothing but the
@@ -20,7 +19,7 @@ BLOCKS = tl.constexpr(TILE_BLOCKS)
 SCALES = tl.constexpr(SCALES_NBYTES)
 GRAIN = tl.constexpr(GRANULE)
 VECTOR = tl.constexpr(4)
-"""fp32 of 16 bytes."""
+"""Numbers of fp32 in 16 bytes."""
 INFINITY = tl.constexpr(INFINITY_BITS)
 HUGE = tl.constexpr(HUGE_BITS)
 LEAST = tl.constexpr(LEAST_BITS)
@@ -96,9 +95,7 @@ def add_quantized_kernel(
     BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
 ):
-    """A tile of ``values += dequantized(received[0]) + ...``; the `rows` received lie `stride`
-    granules apart.
-    """
+    """A tile of ``values += dequantized(received[0]) + ...``; `rows`, `stride` granules apart."""
     first, count = _span(numel, BLOCK)
     total = _read(values + first, count, BLOCK)
     source = _tile(received, BLOCK, BITS)
@@ -224,9 +221,7 @@ def _pack_plane(target, code, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl
 
 @triton.jit
 def _plane(codes, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Pointers to the bytes that hold `WIDTH` bits of each code, [WIDTH, BLOCK]; planes of more
-    bits come first.
-    """
+    """Pointers to bytes with `WIDTH` bits of each code, [WIDTH, BLOCK]; wider planes come first."""
     return codes + BLOCK * (BITS & (16 - 2 * WIDTH)) + _offsets(WIDTH, BLOCK)
 
 

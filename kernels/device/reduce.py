@@ -30,8 +30,7 @@ def reduce_kernel(
     VECTOR: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of ``out = cast(head + rest[0] + ...)``; `rest` [COUNT] are addresses, multiples of
-    16.
+    """A tile of ``out = cast(head + rest[0] + ...)``; `rest` [COUNT]: addresses, 16-byte aligned.
 
     `out` may be one of the summands.
     """

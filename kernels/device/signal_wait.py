@@ -38,9 +38,7 @@ def _signal(address, position):
 
 @triton.jit
 def _load_acquire(address):
-    """Read what a peer has signalled, before all that this rank reads later; the same for all
-    threads of the warp.
-    """
+    """Read a peer's signal before all later reads of this rank; the same for a warp's threads."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 there; ld.acquire.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0,"
         " 31, -1; }",
@@ -54,9 +52,7 @@ def _load_acquire(address):
 
 @triton.jit
 def _load_relaxed(address):
-    """Read what a peer has signalled, before or after other reads; the same for all threads of the
-    warp.
-    """
+    """Read a peer's signal in any order with other reads; the same for a warp's threads."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 there; ld.relaxed.sys.global.u32 there, [$1]; shfl.sync.idx.b32 $0, there, 0,"
         " 31, -1; }",
@@ -124,9 +120,7 @@ def _first_gone_back(inboxes, counts, PEERS: tl.constexpr):
 
 @triton.jit
 def _first_missing(inboxes, counts, needs, host, PEERS: tl.constexpr):
-    """Wait for all peers; return 1 and the index of the first that did not come in time, 0 if all
-    came.
-    """
+    """Wait for all peers; return 0, or 1 and the index of the first that did not come in time."""
     begin = _now_ns()
     look = begin + LOOK_NS
     missing = 0
@@ -159,8 +153,7 @@ def signal_wait_kernel(
     checks_abort,
     PEERS: tl.constexpr,
 ):
-    """Signal to `PEERS` peers, then wait for each; does nothing once a wait has failed. See
-    `SignalWaitPlan`.
+    """Signal to `PEERS` peers, wait for each; nothing once a wait failed. See `SignalWaitPlan`.
 
     `outboxes` and `inboxes` [PEERS] are addresses of what this rank signals to a peer, and the peer
     to it. Both count from `counts` [PEERS] on, which a plan with `last` moves on. `needs` [2,

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all kernels on tables share: where a tile is, and how its elements are reached 16 bytes at a
-time.
+"""What all kernels on tables share: where a tile is, and how to access it 16 bytes at a time.
 
 A program works on one tile of one tensor. Its elements are all up to a multiple of 8, under a mask
 the compiler knows to be one (so it keeps wide accesses), and then up to 7 that are left, the tail.
@@ -19,9 +18,7 @@ HEADER = tl.constexpr(HEADER_NUMEL)
 
 @triton.jit
 def tile_of(tensors, numbers, counts, TILE: tl.constexpr):
-    """Whose tile this program's is, which element of that tensor it begins with, and how many it
-    has.
-    """
+    """Whose tile this program's is, with which element it begins, and how many it has."""
     tile = tl.program_id(0)
     return (
         tl.load(tensors + tile),
@@ -32,9 +29,7 @@ def tile_of(tensors, numbers, counts, TILE: tl.constexpr):
 
 @triton.jit
 def pointer(address, first, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
-    """A pointer to element `first` of what lies at `address`,
-    which is a multiple of `ALIGN` bytes.
-    """
+    """A pointer to element `first` of what lies at `address`, a multiple of `ALIGN` bytes."""
     start = address + first * (DTYPE.primitive_bitwidth // 8)
     # the cast would drop an earlier hint
     return tl.multiple_of(start.to(tl.pointer_type(DTYPE)), ALIGN)
@@ -76,9 +71,7 @@ def store_header(wire, header, tensor, first, address):
 
 @triton.jit
 def note_mismatch(mismatch, wire, header):
-    """Set `mismatch` if what is not 0 in the wire's header is not what is set in `header`; by the
-    first tile of all.
-    """
+    """By the first tile of all, set `mismatch` if the wire's header is not `header`, bit by bit."""
     if tl.program_id(0) == 0:
         bit = tl.arange(0, HEADER)
         there = tl.load(wire + bit).to(tl.float32) != 0.0

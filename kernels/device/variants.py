@@ -37,9 +37,7 @@ TABLES = {
 }
 
 HEADER_TYPES = {False: "u64", True: "*u64"}
-"""Type of the header: a number, or the address of one in GPU memory, which a captured launch reads
-anew each time.
-"""
+"""The header is a number, or the address of one that a captured launch reads anew each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,7 @@ class Sizes:
 
 
 SIZES = {80: Sizes(4096, 4), 90: Sizes(4096, 4), 100: Sizes(4096, 4)}
-"""Sizes for aligned tensors, by compute capability (90 is 9.0); `bench/tune_kernels.py` prints this
-table.
+"""Sizes for aligned tensors by compute capability (90 is 9.0); from `bench/tune_kernels.py`.
 
 Chosen by registers and bytes in flight of the compiled kernels. On an H100, no other size is more
 than 2 % faster for all of ResNet-50's gradients, or more than 4 % for one of its buckets; 80 and
@@ -62,8 +59,7 @@ than 2 % faster for all of ResNet-50's gradients, or more than 4 % for one of it
 
 
 def sizes_for(arch: int, inputs: int = 1, align: int = 16) -> Sizes:
-    """Return the sizes of a kernel that reads `inputs` values per element, of tensors aligned to
-    `align` bytes.
+    """Return a kernel's sizes for `inputs` values per element of tensors aligned to `align` bytes.
 
     With many inputs or narrow accesses there are twice or four times the warps, or a thread would
     need more than 64 registers, or spill. `dev/inspect_kernels.py` found the bounds.
@@ -105,9 +101,7 @@ def unpack(
     held: bool = False,
     wide: bool = False,
 ) -> Variant:
-    """Return the variant that unpacks; with `wide`, offsets are int64, and may lead to other
-    memory than the wire.
-    """
+    """Return the variant that unpacks; if `wide`, int64 offsets may lead to other memory."""
     types = TABLES | ({"offsets": "*i64"} if wide else {})
     types |= {"wire": POINTERS[wire], "header": HEADER_TYPES[held], "mismatch": "*i32"}
     constants = _table(dtype, align, vector(dtype, align), sizes) | {"HELD": held}
@@ -136,9 +130,7 @@ def reduce(dtype: torch.dtype, count: int, sizes: Sizes) -> Variant:
 
 
 def quantize(quantizer: Quantizer, *, feedback: bool) -> Variant:
-    """Return the variant that codes fp32 values; without `feedback`,
-    `residual` may be any address.
-    """
+    """Return the variant that codes fp32 values; `residual` is not used without `feedback`."""
     types = {"values": "*fp32", "residual": "*fp32", "codes": "*u8", "numel": "i64", "key": "u64"}
     constants = _codes(quantizer) | {
         "FEEDBACK": feedback,
@@ -168,9 +160,7 @@ def _codes(quantizer: Quantizer) -> dict[str, Any]:
 
 
 def _warps(quantizer: Quantizer) -> int:
-    """Return a warp for each 128 columns of a tile: a thread takes 4 columns of 8 blocks, so it has
-    32 values.
-    """
+    """Return a warp for each 128 columns of a tile: a thread has 4 columns of 8 values."""
     return max(1, quantizer.block // 128)
 
 
@@ -183,9 +173,7 @@ def signal_wait(peers: int) -> Variant:
 
 
 def vector(dtype: torch.dtype, align: int = WIDEST_NBYTES) -> int:
-    """Return the number of elements of `dtype` in a thread's widest store; loads take as many
-    elements.
-    """
+    """Return the elements of `dtype` in a thread's widest store; loads take as many."""
     return max(1, align // dtype.itemsize)
 
 
@@ -200,9 +188,7 @@ def _variant(
 
 
 def compiled(variant: Variant, arch: int) -> CompiledKernel:
-    """Return `variant` compiled for compute capability `arch`: 0.1 s the first time, then from
-    Triton's own cache.
-    """
+    """Return `variant` compiled for capability `arch`: 0.1 s first, then Triton's cache has it."""
     types = dict(variant.types)
     signature = {name: types.get(name, "constexpr") for name in variant.kernel.arg_names}
     aligned = [i for i, each in enumerate(signature.values()) if each.startswith("*")]
