@@ -31,10 +31,7 @@ BLOCKS = (64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """What a value becomes on the wire; see `Int8`, `Int4`, `Int2` and `Float8`.
-
-    Raises `UsageError`.
-    """
+    """What a value becomes on the wire: `Int8`, `Int4`, `Int2` or `Float8`. Raises `UsageError`."""
 
     bits: int
     block: int = 256

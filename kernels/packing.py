@@ -40,10 +40,7 @@ class Packing(Protocol):
         """Return True if an `unpack` met another header than its own; on a GPU once it has run."""
 
     def pack(self, tensors: Sequence[Tensor | None], scale: float, header: int) -> None:
-        """Write tensors times `scale` to the wire, zeros for None; flags and the bits of `header`.
-
-        Writes zeros for what rides.
-        """
+        """Write tensors times `scale`, zeros for None and riders; flags and bits of `header`."""
 
     def present(self) -> list[bool]:
         """Return for each tensor whether any rank had it; waits for the wire."""

@@ -76,7 +76,10 @@ def combine_into(function: Callable[..., Tensor], out: Tensor, operands: Sequenc
 
 
 def mix_into(own: Tensor, received: Tensor, weight: float, sent: Tensor | None = None) -> None:
-    """Compute ``own = cast(own + weight * (received - sent))`` in fp32 (fp64); 16 bits overflow."""
+    """Compute ``own = cast(own + weight * (received - sent))`` in fp32 (fp64 for fp64).
+
+    16-bit sums could overflow.
+    """
     wide = torch.promote_types(own.dtype, torch.float32)
     for piece, came, went in in_pieces([own, received, own if sent is None else sent]):
         moved = torch.sub(came.to(wide), went.to(wide)).mul_(weight)

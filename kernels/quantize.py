@@ -87,9 +87,9 @@ def add_quantized(values: Tensor, received: Sequence[Tensor], quantizer: Quantiz
     for first, part, piece, y in _pieces(received[0], quantizer):
         for tiles in (row[first : first + len(piece)] for row in rows):
             _unpack(tiles, y, quantizer)
-            # exact products: rounded once
             out = values[part]
             steps = _steps(tiles)
+            # exact products: rounded once
             if len(out) == y.numel():
                 out.view_as(y).addcmul_(y, steps)
             else:

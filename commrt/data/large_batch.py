@@ -168,7 +168,6 @@ class BatchSizeControl(Sampler[list[int]]):
 
 
 def _epochs_in(state: object, whose: str) -> float:
-    """Return how many epochs of training `state` is after."""
     epochs = state.get("epochs") if isinstance(state, Mapping) else None
     if not _is_number(epochs):
         raise UsageError(

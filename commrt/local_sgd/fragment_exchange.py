@@ -127,10 +127,7 @@ class FragmentExchange:
         number: int,
         watched: Digest | None,
     ) -> tuple[Span, ...]:
-        """Average a fragment over `members` in its exchange `number`, and vote if there is a vote.
-
-        On the communication thread.
-        """
+        """Average a fragment in exchange `number`, and vote if asked. On the comm thread."""
         if self.world.membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
         self.world.membership.start_no_earlier(in_flight.step)

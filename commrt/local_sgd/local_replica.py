@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica that trains alone for a period, and averages what was learned while it goes on.
-
-Used on the thread that trains.
-"""
+"""A replica that trains alone and averages once in a period; used on the thread that trains."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ _log = logging.getLogger("commrt")
 
 
 def attach(request: Request) -> Replica:
-    """Return a replica that trains alone, and averages what it has learned once in a period.
-
-    Collective.
-    """
+    """Return a replica that trains alone, and averages once in a period. Collective."""
     algorithm = cast("LocalSGD", request.algorithm)
     for sentence in algorithm.unwise():
         _log.warning("commrt: %s", sentence)

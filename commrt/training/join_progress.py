@@ -24,8 +24,7 @@ LOOK_S = 0.005
 class JoinProgress:
     """How many steps each member has begun, and whether it has data; on a store prefix of its own.
 
-    What a rank had begun counts after it was lost, too: all that are left go as far as it may have
-    gone.
+    What a lost rank had begun counts, too: all that are left go as far as it may have gone.
     """
 
     def __init__(self, store: Store, world: World) -> None:

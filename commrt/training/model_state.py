@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of models and optimizers on one rank: as bytes to compare and send, and back.
-
-Sends nothing.
-"""
+"""State of models and optimizers on one rank as bytes, to compare or send; sends nothing."""
 
 from __future__ import annotations
 
@@ -99,8 +96,7 @@ class FlatBuffer:
         self._copy(self.parts, tensors, range(len(tensors)))
 
     def empty(self, tensors: Sequence[Tensor], unread: frozenset[int] = frozenset()) -> None:
-        """Overwrite those of `tensors` that differ from the buffer; autograd notices as in
-        `restore`.
+        """Overwrite `tensors` that differ from the buffer; autograd notices as in `restore`.
 
         On a GPU this waits for the tensors that are not `unread`, once if nothing differs.
         """

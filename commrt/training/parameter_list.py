@@ -22,8 +22,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 class ParameterList:
     """The parameters of a model as they are now; modules without any may come and go later.
 
-    A check costs 0.1 us per module and parameter, and after a module has changed a walk through
-    all.
+    A check costs 0.1 us per module and parameter, and a walk through all once one has changed.
     """
 
     def __init__(self, model: nn.Module) -> None:

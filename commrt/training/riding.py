@@ -68,10 +68,7 @@ class Rode(NamedTuple):
 
 @untraced
 class Riding(GradientWeights):
-    """What one rank sends along in its next step, and what all ranks sent in the latest one.
-
-    All methods belong to the thread that trains.
-    """
+    """What one rank sends along in its next step, and what all ranks sent in the latest one."""
 
     def __init__(self, rank: int, params: Sequence[Named]) -> None:
         super().__init__(params)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numeric settings of optimizers, as a digest that ranks compare in each step.
-
-A pure function of the optimizers.
-"""
+"""Digest the numeric settings of optimizers, which ranks compare in each step: a pure function."""
 
 from __future__ import annotations
 

@@ -284,7 +284,6 @@ class SynchronousReplica(Replica):
         self._guard.open()
 
     def _submit_buffers(self) -> list[Tensor]:
-        """Send rank 0's buffers, and return this rank's."""
         buffers = [*self.model.buffers()]
         if [*map(_kind, buffers)] != self._buffer_kinds:
             raise UsageError(

@@ -141,10 +141,7 @@ class MappedMemory:
         return from_dlpack(page)[begin : begin + 4].view(torch.int32)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros [numel] in a segment that peers can map; reused once nobody uses it.
-
-        Waits for the device, as ``cudaMalloc`` may.
-        """
+        """Return zeros [numel] that peers can map; reused if unused; waits for the device."""
         nbytes = max(1, numel) * dtype.itemsize
         with self._lock:
             fits = [

@@ -166,10 +166,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Fail the group that runs on another thread with `TransportClosed`; from any thread.
-
-        Call `close` too.
-        """
+        """Fail another thread's group with `TransportClosed`, from any thread; call `close` too."""
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:

@@ -86,9 +86,9 @@ class Signals:
         if not word:
             return None
         hop, peer = divmod(word - 1, MOST_RANKS)
-        # programs end in order
         latest = self.begun[-1]
         ended = self.words[ENDED]
+        # programs end in order
         _, tag = next((each for each in tuple(self.begun) if each[0] > ended), latest)
         what = f"rank {peer} did not come within {timeout_s:g} s, or gave up: {WHY_NOT}"
         return DeadlineExceeded(what, tag.place(self._mapped.rank, hop, peer))

@@ -116,7 +116,6 @@ def _span(numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile(codes, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """A pointer to this program's tile of codes."""
     nbytes: tl.constexpr = SCALES + BLOCKS * BLOCK * BITS // 8
     return tl.multiple_of(codes + tl.program_id(0).to(tl.int64) * nbytes, GRAIN)
 
