@@ -19,7 +19,7 @@ from model_gradients import SETS
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from commrt.buckets.layout import MIB, plan_buckets
+from commrt.buckets.plan import MIB, plan_buckets
 from commrt.kernels import dispatch
 from commrt.kernels.layout import Layout, layout_of
 

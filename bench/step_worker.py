@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commrt
 from commrt import c10d
-from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
-from commrt.buckets.layout import MIB
+from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.plan import MIB, build_buckets
 from commrt.runtime.world import World
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.shared import SharedTransport

@@ -19,9 +19,9 @@ from kernel_variants import DEVICE
 from records import made
 from torch import Tensor, nn
 
-from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
+from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.header import Header
-from commrt.buckets.layout import MIB
+from commrt.buckets.plan import MIB, build_buckets
 from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.threads.comm_thread import CommThread

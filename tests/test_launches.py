@@ -19,9 +19,8 @@ from sources import ROOT
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commrt.buckets.gradient_bucket import build_buckets
 from commrt.buckets.header import Header
-from commrt.buckets.layout import MIB
+from commrt.buckets.plan import MIB, build_buckets
 from commrt.kernels import dispatch
 from commrt.kernels.device import packing
 

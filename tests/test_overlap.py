@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import commrt
-from commrt.buckets.layout import plan_buckets
+from commrt.buckets.plan import plan_buckets
 from commrt.buckets.ready_order import ReadyOrder
 from commrt.testing.faults import delay_at, with_faults
 

@@ -24,8 +24,8 @@ from transports import over_nccl, over_peers
 
 import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
-from commrt.buckets.gradient_bucket import build_buckets
 from commrt.buckets.header import Header, encode
+from commrt.buckets.plan import build_buckets
 from commrt.buckets.step_graph import BY_CALLS, FIRST, NOT_WHOLE, NOTHING_QUEUED, BoundStep, StepGraphs
 from commrt.errors import TransportClosed
 from commrt.kernels.device import launch as device_launch

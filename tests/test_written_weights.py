@@ -13,7 +13,7 @@ from torch import nn
 
 import commrt
 from commrt import Gossip
-from commrt.buckets.layout import exchanged_tensors
+from commrt.buckets.tensors import exchanged_tensors
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD, Mix, Nesterov

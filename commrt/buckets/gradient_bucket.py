@@ -18,23 +18,15 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.header import BITS, EXPLANATIONS, WEIGHED_AT, Header, encode, explain_mismatch
-from commrt.buckets.layout import (
-    Named,
-    TensorKind,
-    bucket_description,
-    gradient_dtype,
-    plan_buckets,
-    wire_dtype,
-)
 from commrt.buckets.overlap_check import OverlapCheck
-from commrt.buckets.riders import Leaving, Riders, riding_numel
+from commrt.buckets.riders import Leaving, Riders
+from commrt.buckets.tensors import Named, TensorKind, bucket_description, gradient_dtype
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
-from commrt.kernels.layout import Layout, layout_of
+from commrt.kernels.layout import Layout
 from commrt.kernels.packing import NO_PARTS, Parts, Repeatable
 from commrt.kernels.torch_packing import bits
-from commrt.runtime.wire import AnyWire, QuantizedWire, is_quantized
-from commrt.transport.protocol import Allocate, zeros
+from commrt.runtime.wire import QuantizedWire
 
 CHANGED = (
     "the gradient of {name} was changed, replaced or removed while it was being averaged: change"
@@ -372,38 +364,3 @@ def _refuse_kind(name: str, own: TensorKind, kind: TensorKind) -> None:
             f"the gradient of {name} lies in memory with strides {own.strides}, and autograd makes"
             f" it with {kind.strides}: give it that layout, by torch.empty_like(param).copy_(grad)"
         )
-
-
-def build_buckets(  # noqa: PLR0913, PLR0917  # of gradients, and of fragments
-    params: Sequence[Named],
-    wire: AnyWire | None,
-    cap_nbytes: int,
-    model: int = 0,
-    allocate: Allocate = zeros,
-    first: int = 0,
-    kind: type[GradientBucket] = GradientBucket,
-    riding: tuple[int, int] | None = None,
-) -> list[GradientBucket]:
-    """Return buckets for `params`, given in ready order, numbered from `first` on; `allocate` makes
-    wire buffers.
-
-    The first one has slots for what rides, if `riding` says the rank and the number of ranks.
-    """
-    dtypes = [gradient_dtype(param) for _, param in params]
-    sizes = [
-        (param.numel() * dtype.itemsize, dtype)
-        for (_, param), dtype in zip(params, dtypes, strict=True)
-    ]
-    overlaps = OverlapCheck()
-    buckets = list[GradientBucket]()
-    quantized = wire if is_quantized(wire) else None
-    for index, places in enumerate(plan_buckets(sizes, cap_nbytes), first):
-        members = [params[i] for i in places]
-        dtype = dtypes[places[0]]
-        rank, ranks = (0, 0) if riding is None or buckets else riding
-        layout = layout_of([param.numel() for _, param in members], riding_numel(ranks))
-        buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)
-        buckets.append(kind(index, members, layout, buffer, model, overlaps, quantized))
-        if ranks:
-            buckets[0].riders = Riders(layout.riders(buffer)[: riding_numel(ranks)], rank)
-    return buckets

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from commrt.buckets.layout import MODEL_CHANGED, REPLACED, TensorKind, TensorSlot
+from commrt.buckets.tensors import MODEL_CHANGED, REPLACED, TensorKind, TensorSlot
 from commrt.errors import UsageError
 
 MOST_LOOKED_AT = 256  # values of each tensor, evenly spaced

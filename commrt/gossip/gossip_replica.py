@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from commrt.algorithms.gossip import Gossip
-from commrt.buckets.layout import exchanged_tensors, plan_buckets
+from commrt.buckets.plan import plan_buckets
 from commrt.buckets.riders import Riders
+from commrt.buckets.tensors import exchanged_tensors
 from commrt.errors import UsageError
 from commrt.gossip.gossip_exchange import NO_STOP, GossipExchange, Stop
 from commrt.gossip.weight_bucket import WeightBucket

@@ -17,8 +17,8 @@ from torch import Tensor
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Span
 from commrt.buckets.header import Header, encode
-from commrt.buckets.layout import TensorKind, TensorSlot, bucket_description, wire_dtype
 from commrt.buckets.riders import SLOT, Riders, riding_numel
+from commrt.buckets.tensors import TensorKind, TensorSlot, bucket_description, wire_dtype
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import packing

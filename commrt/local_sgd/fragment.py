@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.layout import Named, TensorSlot
 from commrt.buckets.riders import NOTHING_LEAVES, Leaving
+from commrt.buckets.tensors import Named, TensorSlot
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
 from commrt.local_sgd.outer import Outer

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
-from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
+from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.header import Header
+from commrt.buckets.plan import build_buckets
 from commrt.buckets.riders import Riders
 from commrt.elastic.barrier import Barrier
 from commrt.elastic.elastic_membership import ElasticMembership

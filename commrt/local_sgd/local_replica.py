@@ -12,7 +12,7 @@ from typing import Any, cast
 from weakref import WeakMethod
 
 from commrt.buckets.digest import Digest
-from commrt.buckets.layout import exchanged_tensors
+from commrt.buckets.tensors import exchanged_tensors
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import DeadlineExceeded, Place, UsageError
 from commrt.local_sgd.fragment import MERGING, Fragment, InFlight, cut_fragments

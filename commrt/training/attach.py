@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from commrt.algorithms.parts import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.layout import MIB
+from commrt.buckets.plan import MIB
 from commrt.buckets.view_bucket import ViewBucket
 from commrt.options import require_compatible
 from commrt.runtime.init import current

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from commrt.buckets.layout import Named
+from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 from commrt.runtime.untraced import untraced
 from commrt.training.hooks import ATTRIBUTE, NO_PASS, at_end_of_backward, current_pass

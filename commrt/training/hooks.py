@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.gradient_bucket import SPARSE
-from commrt.buckets.layout import Named
 from commrt.buckets.ready_order import ReadyOrder
+from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 
 INTERRUPTED = (

@@ -14,8 +14,9 @@ from torch._utils import _take_tensors
 
 from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.digest import Digest
-from commrt.buckets.layout import MIB, exchanged_tensors
+from commrt.buckets.plan import MIB
 from commrt.buckets.riders import require_equal
+from commrt.buckets.tensors import exchanged_tensors
 from commrt.runtime.world import World
 from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
 from commrt.transport.protocol import Tag

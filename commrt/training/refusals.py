@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from commrt.buckets.layout import Named, gradient_dtype, wire_dtype
+from commrt.buckets.tensors import Named, gradient_dtype, wire_dtype
 from commrt.errors import UsageError
 from commrt.runtime.all_reduce_call import is_expanded
 from commrt.runtime.wire import AnyWire, check_wire

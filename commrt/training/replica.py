@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from commrt.buckets.digest import Digest
-from commrt.buckets.layout import Named
+from commrt.buckets.tensors import Named
 from commrt.errors import UsageError
 from commrt.runtime.generation import Loss
 from commrt.store.parsing import MALFORMED, parse_int

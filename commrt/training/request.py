@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from commrt.buckets.gradient_bucket import GradientBucket, build_buckets
-from commrt.buckets.layout import Named
+from commrt.buckets.gradient_bucket import GradientBucket
+from commrt.buckets.plan import build_buckets
+from commrt.buckets.tensors import Named
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.world import World
 from commrt.schedule import Algorithm, Schedule

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from commrt.buckets.header import UNKNOWN
-from commrt.buckets.layout import Named
 from commrt.buckets.riders import (
     EMPTY,
     MOST_NUMBERS,
@@ -28,6 +27,7 @@ from commrt.buckets.riders import (
     Riders,
     Slots,
 )
+from commrt.buckets.tensors import Named
 from commrt.errors import DisagreementError, UsageError
 from commrt.runtime.untraced import untraced
 from commrt.training.gradient_weights import GradientWeights, require_number

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a model are averaged, and which share a bucket; texts of buckets that ranks
-compare.
-"""
+"""The tensors of a model that travel: which they are, of what kind, and as what they travel."""
 
 from __future__ import annotations
 
@@ -21,34 +19,9 @@ AVERAGED_BUFFERS = ("running_mean", "running_var")
 """Names of the buffers of which replicas take the mean: the statistics of torch's norms."""
 MODEL_CHANGED = "the model has changed since attach(), {change}: detach() and attach() again"
 REPLACED = MODEL_CHANGED.format(change="{name} was replaced or removed")
-MIB = 1 << 20
 
 Named = tuple[str, nn.Parameter]
 """A parameter and its name in the model."""
-
-
-def plan_buckets(
-    tensors: Iterable[tuple[int, torch.dtype]], cap_nbytes: int, first_cap_nbytes: int = MIB
-) -> list[list[int]]:
-    """Group `tensors`, (bytes, dtype) in ready order, into buckets of one dtype; one closes when it
-    reaches the cap.
-
-    The first bucket of each dtype closes at `first_cap_nbytes`, if that is less, so that
-    communication starts early. Buckets are sorted by when their last member becomes ready.
-
-    >>> plan_buckets([(6, torch.float32)] * 5, cap_nbytes=12, first_cap_nbytes=1)
-    [[0], [1, 2], [3, 4]]
-    """
-    closed: list[list[int]] = []
-    filling: dict[torch.dtype, list[int]] = {}
-    left: dict[torch.dtype, int] = {}
-    for index, (nbytes, dtype) in enumerate(tensors):
-        filling.setdefault(dtype, []).append(index)
-        left[dtype] = left.get(dtype, min(first_cap_nbytes, cap_nbytes)) - nbytes
-        if left[dtype] <= 0:
-            closed.append(filling.pop(dtype))
-            left[dtype] = cap_nbytes
-    return sorted([*closed, *filling.values()], key=lambda members: members[-1])
 
 
 class TensorSlot(NamedTuple):
