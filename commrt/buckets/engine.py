@@ -35,6 +35,8 @@ from commrt.transport.protocol import Tag
 
 KEPT = 16
 """Schedules and members whose bound programs are kept."""
+PROVEN_KEPT = 256
+"""Schedules that count as proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Engine:
         self, world: World, algorithm: Algorithm, buckets: Sequence[GradientBucket]
     ) -> None:
         self.world = world
-        self.require_proven = lru_cache(KEPT)(self._prove)
+        self.require_proven = lru_cache(PROVEN_KEPT)(self._prove)
         """Raises unless a schedule does what it must; sees each once. On any thread."""
         self.own_weight = 1.0
         """What this rank's gradients weigh in a mean over ranks; set between steps."""

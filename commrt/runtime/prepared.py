@@ -19,7 +19,7 @@ from commrt.transport.protocol import Tag
 
 T = TypeVar("T")
 KEPT = 256
-"""Exchanges that are kept, unless a kind says otherwise, and schedules that count as proven."""
+"""Exchanges that are kept, unless a kind says otherwise."""
 COMPARISONS_KEPT = 256
 """Comparisons that each set of ranks remembers."""
 SCHEDULES_KEPT = 16
