@@ -214,7 +214,6 @@ class ElasticMembership(Membership):
             except TransportError as failure:  # a member was lost on the way, or stopped
                 self._count(failure)
                 self._want(generation.number + 1)
-            self.memory_epoch += 1
         return self.generation
 
     def _next_generation(self) -> Generation:

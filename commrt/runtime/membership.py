@@ -86,9 +86,6 @@ class Membership:
         """
         # the same for exchanges that the communication thread has not begun
         self._submitted_steps = 0
-        self.memory_epoch: int = 0 if before is None else before.memory_epoch
-        """Grows when memory that was sent from must be left alone: a broken peer may still read it.
-        """
         self.failures = 0
         """Since an exchange was completed; whoever completes one sets it to 0."""
 
