@@ -304,6 +304,18 @@ def test_no_rank_is_evicted_if_too_few_come_and_the_error_names_the_missing_rank
         assert found[0].current().ranks == (0, 1, 2)
 
 
+def test_a_rank_that_was_stopped_where_a_collective_begins_learns_that_the_others_went_on(members):
+    found, goes_on = members(3), Event()
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(at_once, [lambda: found[2].calls.arrive("save()", 0, int, lambda: goes_on.wait(LONG_S))])
+        assert at_once(arrivals(found[:2])) == [(0, 1, 2)] * 2
+        until_the_deadline(roll_calls(found[:2], [4, 4]))
+        adopt_current(found[:2])
+        assert at_once(arrivals(found[:2])) == [(0, 1)] * 2  # which deletes what the first collective left
+        goes_on.set()
+        assert isinstance(stopped.result(LONG_S / 2)[0], Evicted)
+
+
 # votes
 
 

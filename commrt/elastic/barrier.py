@@ -78,8 +78,8 @@ class Barrier:
         limit = Deadline(member.timeout_s())
         for pause_s in member.pauses(limit):
             require_open()
-            head, arrivals = member.roster.look(key)
-            member.require_member(head)
+            head = member.head()
+            arrivals = member.roster.arrivals(key)
             # first, as a rank that came to something else has gone on
             self._require_same(own, arrivals)
             if head.has_begun(number):
@@ -92,6 +92,7 @@ class Barrier:
             # A roll call that has begun decides who lives, and takes a timeout itself.
             elif (
                 limit.waited_s < CHECK_S
+                or member.rank not in arrivals  # the others went on, and have deleted the key
                 or member.roster.is_roll_call(generation)
                 or not member.propose_without_absent(head, arrivals, own.what, limit)
             ):

@@ -221,8 +221,8 @@ class Member:
                 if unreached != written:
                     self.roster.arrive(key, Arrival(step, unreached=sorted(unreached)))
                     written = unreached
-                head, here = self.roster.look(key)
-                self.require_member(head)
+                head = self.head()
+                here = self.roster.arrivals(key)
                 if head.generation.number > before.number:
                     break
                 require_open()

@@ -86,11 +86,6 @@ class Roster:
             self._known = known
         return known[1]
 
-    def look(self, key: str) -> tuple[Head, dict[int, Arrival]]:
-        """Return the head, and the ranks that have come under `key`, this rank among them."""
-        text, lines = self.store.multi_get([HEAD, key])
-        return self._parsed(text), self._arrivals(key, lines)
-
     def arrive(self, key: str, arrival: Arrival) -> None:
         """Add this rank to those that have come, under `key`."""
         self.store.append(key, json.dumps([self._rank, *arrival]) + "\n")
@@ -99,10 +94,7 @@ class Roster:
         """Return the ranks that have come, in that order, from the lines under `key`: each rank's
         latest. Two requests.
         """
-        return self._arrivals(key, self.store.read(key))
-
-    def _arrivals(self, key: str, text: bytes) -> dict[int, Arrival]:
-        lines = _parse_lines(key, text, int, int, str, list, int | None)
+        lines = _parse_lines(key, self.store.read(key), int, int, str, list, int | None)
         return {rank: Arrival(*fields) for rank, *fields in lines}
 
     def is_roll_call(self, generation: Generation) -> bool:
