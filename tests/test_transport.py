@@ -36,7 +36,7 @@ from commrt.runtime import connection
 from commrt.store.rendezvous import listen
 from commrt.testing import conformance
 from commrt.testing.faults import fail_at, with_faults
-from commrt.transport import descriptors
+from commrt.transport import gloo_listeners, open_files
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.gloo import GlooTransport
 from commrt.transport.names import GPU_TRANSPORTS
@@ -210,14 +210,14 @@ def test_nobody_connects_to_gloo_once_all_ranks_have():
 
 def listening():
     """The addresses at which this process listens."""
-    return {end.getsockname() for end in descriptors._listening()}
+    return {end.getsockname() for end in gloo_listeners._listening()}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
 def test_only_the_named_socket_refuses_connections():
     with closing(listen()) as named, closing(listen()) as other:
         early = socket.create_connection(named.getsockname())
-        descriptors.refuse_connections(b"before" + descriptors._sockaddr(named) + b"after")
+        gloo_listeners.refuse_connections(b"before" + gloo_listeners._sockaddr(named) + b"after")
         with pytest.raises(OSError, match="timed out"):
             socket.create_connection(named.getsockname(), 0.1)
         early.sendall(b"still here")
@@ -231,8 +231,8 @@ def test_the_soft_limit_of_files_becomes_the_hard_one():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
     try:
-        descriptors.raise_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, descriptors.MOST_FILES), hard)
+        open_files.raise_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, open_files.MOST_FILES), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -22,8 +22,8 @@ from commrt.store.disagreement import find_disagreement
 from commrt.store.launcher import LOOPBACK, launched, variable
 from commrt.store.parsing import require, typed
 from commrt.store.records import LINGER_S, gather, wait_until_read
-from commrt.transport.descriptors import raise_limit
 from commrt.transport.names import GPU_TRANSPORTS, TRANSPORTS, chosen_transport
+from commrt.transport.open_files import raise_limit
 from commrt.transport.protocol import Transport
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory of one rank: segments that processes of its host can map, and tensors in them.
 
-Any thread may allocate, and let go of the last tensor of a segment. Knows no ranks.
+Any thread may allocate, and let go of the last tensor of a segment. Knows no ranks: `freed` says
+what a transport must tell them.
 """
 
 from __future__ import annotations

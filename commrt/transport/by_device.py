@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One transport made of several: for host memory, and for each GPU of the rank.
 
-Only chooses by the device of the tensors. Another thread may add a transport while groups run.
+Chooses by the device of the tensors, gives all transports one timeout, and ends them. Another
+thread may add a transport, or abort, while groups run.
 """
 
 from __future__ import annotations

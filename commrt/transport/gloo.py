@@ -7,6 +7,8 @@ so your own process groups are not touched.
 Gloo matches messages by tag and does not compare sizes. Each message's tag is made of its number
 between the two ranks, its size and its call: that keeps the order, and ranks that disagree end in a
 deadline instead of wrong data.
+
+Groups run on the thread that exchanges; any thread may `post`, with tags of its own, or `abort`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from commrt.store.parsing import typed
 from commrt.store.records import gather
 from commrt.threads.deadline import clock
 from commrt.threads.forking import release_in_forked_child
-from commrt.transport.descriptors import refuse_connections
+from commrt.transport.gloo_listeners import refuse_connections
 from commrt.transport.protocol import (
     CPU,
     Exchange,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a GPU that other processes of the host can open: CUDA's interprocess communication.
 
-Calls CuPy, on any thread, and knows no ranks.
+Also host memory that the GPU writes to, and kernels that signal in both: all that a transport of
+peers' memory asks of CUDA stands in one class, so that tests can do it in host memory. Any thread
+may call; knows no ranks.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 A send completes when its receive takes it. A schedule that would deadlock on GPUs deadlocks here
 too, and the error at its deadline prints which rank waits for which.
+
+Each rank's thread runs its own groups, and copies what it matches; any thread may end a rank.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Each rank listens for higher ranks and calls lower ones. Its sockets have names 
 namespace, so no file is left behind. A name is a hash of a secret, which is on the store only, and
 of the rank that is called. So a caller is known by the name of its socket: a name can be read from
 ``/proc/net/unix`` while it is in use, but nobody else can guess it before, or take it then.
+
+Done once, while a transport connects; the sockets are its own then.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 Each rank has a page with a word for every member, into which that member writes how far it has
 come. A rank reads a number that its peer has written to its page before it trusts the mapping:
 drivers have been wrong about what they can reach.
+
+Any thread may allocate a buffer, or let go of one; all else is for one thread at a time. Kernels
+write the words (`commrt.transport.signals`), never this module.
 """
 
 from __future__ import annotations

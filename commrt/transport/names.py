@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of transports, as COMMRT_TRANSPORT takes them, and where to import each."""
+"""The names of transports, where to import each, and which one COMMRT_TRANSPORT asks for."""
 
 from __future__ import annotations
 

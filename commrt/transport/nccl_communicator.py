@@ -12,7 +12,8 @@ A communicator ends once, by whoever comes first::
         +------ leave_to_parent() --> never freed in a forked child: it is the parent's
 
 NCCL may wait for other ranks in both calls. So another thread makes them, and is waited for at most
-`FREE_S`. Graphs are freed first, as NCCL waits for them.
+`FREE_S`. Graphs are freed first, as NCCL waits for them. `commrt.transport.group_watch` calls NCCL
+meanwhile, holding `in_use`, and adds the graphs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """The messages of one bound group between a rank and one peer of its host.
 
 A sender offers its data where it lies. The receiver copies or reads it, and acknowledges that, so a
-send waits for its receive, as on NCCL. For the thread that exchanges; no call waits.
+send waits for its receive, as on NCCL. For the thread that exchanges; no call waits. Takes what has
+arrived out of its `Channel`, whose queues no one else reads.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ kernels that read (`commrt.runtime.reading`). A rank signals to its peers how fa
 word in their memory, and waits for their signals, on the device. The counters lie on the device
 too, so a graph repeats what calls do. A wait has a deadline. One that fails takes back what the
 rank signalled, so that no peer reads what later kernels overwrite; after it, no kernel signals any
-more.
+more. Windows and NCCL's groups fail and end together, in one `GroupWatch`.
 """
 
 from __future__ import annotations

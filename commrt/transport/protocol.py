@@ -14,7 +14,10 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 * a send may wait for its receive: put both in one group, or two ranks that send first wait for each
   other;
 * both ends of a transfer give the same size;
-* only one thread at a time uses a transport.
+* only one thread at a time uses a transport, but for `abort`, which any thread may call.
+
+Behind the interface stand the checks that implementations share, and `NullTransport`, which stands
+in for a transport that is not connected yet.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ send waits for its receive, as on NCCL. Sends from `SharedTransport.allocate` ne
 other memory is first copied to a shared segment. Offers and small messages meet in memory
 (`commrt.transport.channel`); small ones are complete when they are sent. Who waits looks there for
 a while, then sleeps on the sockets, so a process that ends is noticed, however it ends.
+
+The thread that exchanges runs all of it, but `abort` (any thread) and `leave_to_parent` (a child).
 """
 
 from __future__ import annotations
@@ -191,13 +193,22 @@ class SharedTransport(Transport):
         """Serve each peer that has sent something, until all of `exchanges` are complete."""
         deadline = clock.now_s() + self.timeout_s
         waiting = dict(exchanges)
-        # packets may be here already
-        ready = list(waiting)
+        ready = list(waiting)  # packets may be here already
         has_slept = False
         while True:
             for fd in ready:
-                if self._progress(waiting[fd], where, has_slept=has_slept):
+                exchange = waiting[fd]
+                channel = exchange.channel
+                try:
+                    if has_slept:  # what woke it lies on the socket
+                        channel.read_socket()
+                    is_complete = exchange.progress(where)
+                except (OSError, *MALFORMED) as error:
+                    raise self._ended(exchange.place(where), error) from error
+                if is_complete:  # though the peer may be gone: its last small messages were here
                     del waiting[fd]
+                elif not channel.is_open:
+                    raise self._ended(exchange.place(where))
             if not waiting:
                 return
             ready = self._look(waiting)
@@ -214,6 +225,24 @@ class SharedTransport(Transport):
                     f"{what}: slow, stopped, or running another program", late[0].place(where)
                 )
 
+    def _ended(self, place: Place, error: Exception | None = None) -> TransportError:
+        """Return why the exchange at `place` ended: by `error`, or else by the peer's end."""
+        if self._closed:
+            return TransportClosed("the transport was closed", place)
+        if isinstance(error, OSError):
+            what = (
+                f"the peer's memory cannot be used here ({error}): is there a limit on open files"
+                " or on memory"
+            )
+            return TransportError(what, place)
+        if error is not None:
+            what = (
+                "the peer sent a malformed packet: start all ranks with the same version of commrt"
+            )
+            return TransportError(what, place)
+        what = "the peer is gone: its process ended or gave up; look at its own output"
+        return PeerLost(what, place)
+
     def _look(self, waiting: Mapping[int, PeerExchange]) -> list[int]:
         """Look for a while for what peers have written; return descriptors of those that have."""
         end_s = perf_counter() + LOOK_S
@@ -226,30 +255,6 @@ class SharedTransport(Transport):
             self._no_descriptors.poll(0)  # lets other threads run
             if self._is_crowded:
                 os.sched_yield()
-
-    def _progress(self, exchange: PeerExchange, where: Where, *, has_slept: bool) -> bool:
-        try:
-            if has_slept:
-                exchange.channel.read_socket()
-            if exchange.progress(where):
-                return True  # though the peer may be gone: its last small messages were here
-        except OSError as error:
-            self._require_open(partial(exchange.place, where))
-            what = (
-                f"the peer's memory cannot be used here ({error}): is there a limit on open files"
-                " or on memory"
-            )
-            raise TransportError(what, exchange.place(where)) from error
-        except MALFORMED as error:
-            what = (
-                "the peer sent a malformed packet: start all ranks with the same version of commrt"
-            )
-            raise TransportError(what, exchange.place(where)) from error
-        if not exchange.channel.is_open:
-            self._require_open(partial(exchange.place, where))
-            what = "the peer is gone: its process ended or gave up; look at its own output"
-            raise PeerLost(what, exchange.place(where))
-        return False
 
     def close(self) -> None:
         """End all connections; peers that wait raise `PeerLost` at once. Allocated memory stays."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file descriptors of this process: how many it may have, and those that strangers take.
+"""Closes the sockets on which Gloo listens to strangers, once all ranks have connected.
 
 Gloo listens for as long as its transport lives (torch 2.14). It accepts every connection, keeps it,
 and aborts a process without free descriptors. The sockets are Gloo's, so they cannot be closed
@@ -15,23 +15,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-MOST_FILES = 1 << 20
-"""Linux's own limit (``fs.nr_open``). Some programs close all numbers up to their limit."""
 SO_ATTACH_FILTER = 26
 """Linux's number."""
 DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)
 """A program of the kernel's packet filter: return 0 bytes of each packet."""
-
-
-def raise_limit() -> None:
-    """Let this process open as many files as its hard limit allows, where there are such limits."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource  # noqa: PLC0415  # not on all systems
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-        if soft != resource.RLIM_INFINITY and soft < most:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def refuse_connections(published: bytes) -> None:
