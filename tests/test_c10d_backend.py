@@ -14,7 +14,8 @@ from transports import over_nccl
 from commrt.c10d import create, group
 from commrt.c10d.backend import CommrtBackend
 from commrt.c10d.checked_calls import CheckedCalls
-from commrt.c10d.messages import DeviceMessages, HostMessages
+from commrt.c10d.device_messages import DeviceMessages
+from commrt.c10d.host_messages import HostMessages
 from commrt.c10d.short_forms import long_form
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportClosed, TransportError, UsageError
 from commrt.runtime.world import World

@@ -22,7 +22,7 @@ from transports import over_nccl
 
 from commrt.algorithms import direct
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
-from commrt.c10d.messages import DeviceMessages
+from commrt.c10d.device_messages import DeviceMessages
 from commrt.errors import (
     DeadlineExceeded,
     DisagreementError,

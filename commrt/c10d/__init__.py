@@ -22,9 +22,7 @@ BACKENDS_SINCE = Version("2.14")
 
 
 def register() -> None:
-    """Tell torch.distributed of the backend, unless that was done, or this torch has no
-    torch.distributed.
-    """
+    """Tell torch.distributed, if this torch has that, of the backend, unless that was done."""
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:  # noqa: SLF001  # torch refuses a second one
         return
     devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
@@ -32,8 +30,7 @@ def register() -> None:
 
 
 def create(options: Any, _: Any = None) -> Any:
-    """Return what torch asks for in `options`, a ``_DistributedBackendOptions``: a backend or a
-    process group.
+    """Return the backend or process group that torch asks for in ``_DistributedBackendOptions``.
 
     Errors of commrt are also ``torch.distributed.DistBackendError``.
     """

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective of a group is: all that must be equal on all ranks, and the tensors of one
-rank.
-"""
+"""What a collective of a group is: what must be equal on all ranks, and the tensors of one rank."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class Kind(NamedTuple):
     """True if each rank's contribution is multiplied by a factor of its own."""
 
     def __str__(self) -> str:
-        """Name the call as in errors, such as ``all_reduce (sum) of float32[100]``; equal on all
-        ranks.
-        """
+        """Name the call as in errors: ``all_reduce (sum) of float32[100]``; equal on all ranks."""
         if self.collective == "barrier":
             return self.collective
         how = f" ({self.operation})" if self.operation else ""
@@ -79,7 +75,7 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One collective as a rank asks for it, checked.
+    """One collective as a rank asks for it, checked; never changed.
 
     Rows share memory with tensors, or are copies of what has gaps.
     """

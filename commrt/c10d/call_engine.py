@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the collectives of one process group, in order, on the communication thread; and the works
-that they return.
+"""Runs the collectives of one process group, in order, on the communication thread.
 
 A *wire* is a row of *slots*. A slot holds a piece that moves as a whole: a rank's share in an
 all-gather, say, or the whole buffer in a broadcast. A call of any size travels through one wire of
@@ -81,7 +80,10 @@ class _Plan(NamedTuple):
 
 
 class CallEngine:
-    """The collectives of one group. All methods but `begin` run on the communication thread."""
+    """The collectives of one group. Any thread may `begin` one, and the group sets `timeout_s`.
+
+    All else runs on the communication thread, or one at a time on threads that wait for it.
+    """
 
     def __init__(self, world: World, selection: Selection, name: str) -> None:
         self._world = world

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of torch.distributed's collectives, checked, as calls. Nothing is sent here."""
+"""The arguments of torch.distributed's collectives, checked, as calls.
+
+Runs on the thread that calls, before anything is sent. Writes to no tensor, and keeps only kinds.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from torch.distributed import ReduceOp
 
 from commrt.algorithms.catalogue import ROOTED
 from commrt.algorithms.parts import require_root
-from commrt.c10d.call import Call, Kind, Piece
+from commrt.c10d.call import Call, Kind
+from commrt.c10d.call_layout import Layout, exchange_places, places
+from commrt.c10d.call_options import option
+from commrt.c10d.rows import memory_of, require_alike, require_places, row_of, text_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
-from commrt.pricing.selection import SUMS, WIRE_NBYTES, slots_of
-from commrt.runtime.all_reduce_call import is_expanded
+from commrt.pricing.selection import SUMS, slots_of
 
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members
 NAMES = {
@@ -33,6 +38,9 @@ NAMES = {
 }
 """torch's operations, and what is combined for them."""
 KEPT = 1024
+"""Kinds of calls that a group remembers."""
+Sides = tuple[Layout, Layout]
+"""The layouts of what goes in, and of what comes out."""
 Pieces = Sequence[Tensor] | Tensor
 """A tensor for each rank, or one that holds the pieces of all."""
 
@@ -49,43 +57,50 @@ class CheckedCalls:
         self._kind = lru_cache(KEPT)(self._new_kind)
 
     def whole(self, collective: str, tensor: Tensor, opts: Any = None) -> Call:
-        """Combine or copy `tensor`, as large on all ranks, in place: an all_reduce, a reduce or a
-        broadcast.
-        """
-        both = [tensor]
+        """Combine or copy all of `tensor`, which has one size on all ranks, in place."""
         is_root = self.rank == _root(collective, opts)
-        put = both if is_root or collective != "broadcast" else []
+        gives = is_root or collective != "broadcast"
         takes = {"broadcast": not is_root, "reduce": is_root}.get(collective, True)
-        return self._call(collective, tensor, put, both if takes else [], opts)
+        put = [tensor] if gives else []
+        taken = [tensor] if takes else []
+        sides: Sides = "whole" if gives else "nothing", "whole" if takes else "nothing"
+        return self._call(collective, tensor, put, taken, sides, opts)
 
     def pieces(self, collective: str, own: Tensor, pieces: Pieces, opts: Any = None) -> Call:
-        """Exchange a piece for each rank, of which `own` is this rank's: a gather, a scatter, and
-        those of all ranks.
+        """Exchange a piece for each rank, of which `own` is this rank's: gathers and scatters.
 
         `pieces` are outputs where `own` is an input, and inputs elsewhere. Those of a rooted
         collective are the root's.
         """
         gathers = collective.endswith("gather")
+        layout: Layout = "joined" if isinstance(pieces, Tensor) else "each"
         if collective in ROOTED and self.rank != _root(collective, opts):
             pieces = []
+            layout = "nothing"
         else:
             pieces = self._one_each(
                 pieces, own, f"{'outputs' if gathers else 'inputs'} of {collective}"
             )
         if gathers:
-            return self._call(collective, own, [own], pieces, opts)
-        return self._call(collective, own, pieces, [own], opts)
+            return self._call(collective, own, [own], pieces, ("own", layout), opts)
+        return self._call(collective, own, pieces, [own], (layout, "own"), opts)
 
     def barrier(self) -> Call:
         """Wait for all ranks."""
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._call("barrier", token, [token], [], None)
+        return self._call("barrier", token, [token], [], ("own", "nothing"), None)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
-        """Copy the input of each rank's number to that rank,
-        to its output of this rank's number.
+    def all_to_all(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        result: Sequence[Tensor] | None = None,
+    ) -> Call:
+        """Copy the input of each rank's number there, to the output of this rank's number.
+
+        `result` is what the call returns, if that is not `outputs`.
         """
-        _require_alike([*outputs, *inputs])
+        require_alike([*outputs, *inputs])
         mine = self.rank
         size = self.size
         if len(outputs) != size or len(inputs) != size:
@@ -94,8 +109,8 @@ class CheckedCalls:
                 " each"
             )
         copies: list[tuple[Tensor, Tensor]] = []
-        taken = [_row(one, torch.uint8, copies) for one in outputs]
-        put = [_row(one, torch.uint8) for one in inputs]
+        taken = [row_of(one, torch.uint8, copies) for one in outputs]
+        put = [row_of(one, torch.uint8) for one in inputs]
         sent = [row.numel() for row in put]
         received = [row.numel() for row in taken]
         if sent[mine] != received[mine]:
@@ -103,17 +118,11 @@ class CheckedCalls:
                 f"an all_to_all gives this rank {sent[mine]} bytes of its own, and its output has"
                 f" {received[mine]}"
             )
-        sizes = [0] * (size * size)
-        sizes[mine::size] = received
-        sizes[mine * size : (mine + 1) * size] = sent
-        sizes[mine * size + mine] = 0  # it does not travel
-        others = [rank for rank in range(size) if rank != mine]
-        leaves = tuple(Piece(mine * size + rank, rank, 0) for rank in others)
-        comes = tuple(Piece(rank * size + mine, rank, 0) for rank in others)
-        kind = Kind(
-            "all_to_all", outputs[0].dtype, None, 0, tuple(sizes), leaves, comes, outputs[0].device
-        )
-        return Call(kind, put, taken, outputs, copies=[(taken[mine], put[mine]), *copies])
+        sizes, leaves, comes = exchange_places(mine, sent, received)
+        first = outputs[0]
+        kind = Kind("all_to_all", first.dtype, None, 0, sizes, leaves, comes, first.device)
+        copies = [(taken[mine], put[mine]), *copies]
+        return Call(kind, put, taken, result or outputs, copies=copies)
 
     def all_to_all_single(
         self,
@@ -123,11 +132,10 @@ class CheckedCalls:
         input_sizes: Sequence[int],
     ) -> Call:
         """Copy the part of each rank's number to that rank; no sizes stand for equal parts."""
-        _require_alike([output, tensor])
-        _require_places(memory_of(output))  # of the whole, which the caller knows
-        call = self.all_to_all(self._split(output, output_sizes), self._split(tensor, input_sizes))
-        call.result = [output]
-        return call
+        require_alike([output, tensor])
+        require_places(memory_of(output))  # of the whole, which the caller knows
+        outputs = self._split(output, output_sizes)
+        return self.all_to_all(outputs, self._split(tensor, input_sizes), [output])
 
     def _split(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         """Return the parts of `tensor` along its first dimension; equal ones without sizes."""
@@ -150,18 +158,19 @@ class CheckedCalls:
         like: Tensor,
         put: Sequence[Tensor],
         taken: Sequence[Tensor],
+        sides: Sides,
         opts: Any,
     ) -> Call:
-        _require_alike([like, *put, *taken])
+        require_alike([like, *put, *taken])
         op: Any = option(opts, "reduceOp", ReduceOp.SUM) if collective in SUMS else None
         wire_dtype = torch.uint8 if op is None else like.dtype
         copies: list[tuple[Tensor, Tensor]] = []
-        outputs = [_row(each, wire_dtype, copies) for each in taken]
-        inputs = outputs if taken is put else [_row(each, wire_dtype) for each in put]
-        rows = tuple([(len(side), side[0].numel() if side else 0) for side in (inputs, outputs)])
+        outputs = [row_of(each, wire_dtype, copies) for each in taken]
+        is_in_place = sides == ("whole", "whole")
+        inputs = outputs if is_in_place else [row_of(each, wire_dtype) for each in put]
         how = getattr(op, "op", op)
         root = _root(collective, opts)
-        kind = self._kind(collective, like.numel(), like.dtype, like.device, how, root, rows)
+        kind = self._kind(collective, like.numel(), like.dtype, like.device, how, root, sides)
         factor = op.factor if kind.is_scaled else None
         if isinstance(factor, Tensor) and not torch.can_cast(factor.dtype, like.dtype):
             raise UsageError(
@@ -177,25 +186,14 @@ class CheckedCalls:
         device: torch.device,
         how: Any,
         root: int,
-        rows: Sequence[tuple[int, int]],
+        sides: Sides,
     ) -> Kind:
-        """Return the kind of a call with pieces of `numel`; `rows` has how many go in and come out,
-        and their size.
-        """
+        """Return the kind of a call with pieces of `numel` elements; raise if there is none."""
         require_root(self.size, root, collective)
         operation = None if how is None else _operation(how, dtype)
         slots = slots_of(collective, self.size)
         wide = numel if operation else numel * dtype.itemsize
-
-        def places(count: int, first: int) -> tuple[Piece, ...]:
-            """Return where the pieces lie: one in each row, or all ranks' in one row."""
-            if count != 1:
-                return tuple(Piece(slot, slot, 0) for slot in range(count))
-            if first != slots * wide:
-                return (Piece(self.rank, 0, 0),)
-            return tuple(Piece(slot, 0, slot * wide) for slot in range(slots))
-
-        put, take = (places(*each) for each in rows)
+        put, take = [places(side, self.rank, slots, wide) for side in sides]
         sizes = (wide,) * slots
         divisor = self.size if how == _OPS.AVG else 1
         return Kind(
@@ -212,9 +210,7 @@ class CheckedCalls:
         )
 
     def _one_each(self, pieces: Pieces, like: Tensor, what: str) -> Sequence[Tensor]:
-        """Return the tensors that hold a piece like `like` for each rank; raise `UsageError` for
-        other sizes.
-        """
+        """Return the tensors of a piece like `like` for each rank; raise for other sizes."""
         numel = like.numel()
         size = self.size
         if isinstance(pieces, Tensor):
@@ -225,25 +221,11 @@ class CheckedCalls:
             expected = [numel] * size
         if [tensor.numel() for tensor in given] != expected:
             raise UsageError(
-                f"{len(given)} {what}, {', '.join(map(_text, given)):.200}, beside {_text(like)}:"
-                f" give {size} with as many elements, or one with {size} times as many"
+                f"{len(given)} {what}, {', '.join(map(text_of, given)):.200}, beside"
+                f" {text_of(like)}: give {size} with as many elements, or one with {size} times as"
+                " many"
             )
         return given
-
-
-def option(opts: Any, name: str, default: Any) -> Any:
-    """Return the option `name` of `opts`, `default` if they are None; raise `UsageError` if they
-    are something else.
-    """
-    if opts is None:
-        return default
-    try:
-        return getattr(opts, name)
-    except AttributeError:
-        raise UsageError(
-            f"{opts!r} has no {name}: pass an options object, such as"
-            f" torch.distributed.ReduceOptions(), and set the {name} of that"
-        ) from None
 
 
 def _root(collective: str, opts: Any) -> int:
@@ -252,9 +234,7 @@ def _root(collective: str, opts: Any) -> int:
 
 
 def _operation(kind: Any, dtype: torch.dtype) -> str:
-    """Return what is combined for an operation of torch; raises `UsageError` if it fails on one
-    element.
-    """
+    """Return what is combined for torch's operation; raise if it fails on one element."""
     operation = NAMES.get(kind)
     if operation is None:
         raise UsageError(f"{kind} is no operation that tensors can be combined with")
@@ -273,73 +253,3 @@ def _operation(kind: Any, dtype: torch.dtype) -> str:
             f"{operation} of {dtype} is not possible ({error}): convert the tensor first"
         ) from error
     return operation
-
-
-def _require_alike(tensors: Sequence[Tensor]) -> None:
-    first = tensors[0]
-    dtype = first.dtype
-    device = first.device
-    for tensor in tensors:
-        if tensor.device.type not in WIRE_NBYTES or tensor.is_quantized:
-            raise UsageError(
-                f"{_text(tensor)}: only plain tensors on a CPU or an NVIDIA GPU can travel"
-            )
-        if tensor.layout is not torch.strided:
-            raise UsageError(
-                f"a tensor is {tensor.layout}: only all_reduce takes sparse ones; pass a dense copy"
-            )
-        if tensor.dtype is not dtype or tensor.device != device:
-            raise UsageError(
-                f"{_text(tensor)} beside {_text(first)}: all must have one dtype, on one device"
-            )
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """Return the memory of `tensor`: of the tensor inside if a functional collective returned it,
-    which is waited for.
-
-    Writing to it does not count as an in-place change for autograd, as with Gloo. Raises
-    `UsageError` for other subclasses that have no memory of their own, such as DTensor.
-    """
-    kind = type(tensor)
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return tensor.data
-    wait = getattr(tensor, "trigger_wait", None)  # torch's AsyncCollectiveTensor has it
-    if wait is None:
-        raise UsageError(
-            f"a {kind.__name__} cannot travel: pass the tensor in it, such as to_local() of a"
-            " DTensor"
-        )
-    return memory_of(wait())
-
-
-def _row(
-    tensor: Tensor, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]] | None = None
-) -> Tensor:
-    """Return `tensor` as a contiguous row of `dtype`: its own memory, or a copy if it has gaps.
-
-    A result whose row is a copy is added to `copies`, with it; raises `UsageError` if it cannot be
-    written to.
-    """
-    plain = memory_of(tensor)
-    as_is = plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
-    # a view would keep the stride of a single element
-    row = as_is.contiguous().as_strided((plain.numel(),), (1,))
-    row = row if row.dtype is dtype else row.view(dtype)
-    if copies is not None and row.data_ptr() != plain.data_ptr():
-        _require_places(plain)
-        copies.append((plain, row))
-    return row
-
-
-def _require_places(result: Tensor) -> None:
-    """Raise `UsageError` unless each element of `result` has a place of its own."""
-    if is_expanded(result):
-        raise UsageError(
-            f"{_text(result)} has elements that share one place, so no result fits it: use its"
-            " clone()"
-        )
-
-
-def _text(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)} on {tensor.device}"

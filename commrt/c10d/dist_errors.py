@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that a process group raises: commrt's, each of which is torch's too, so that code
-written for any backend catches it.
+"""The errors that a process group raises: commrt's, each of which is torch's too.
+
+So code written for any backend catches them.
 """
 
 from __future__ import annotations
@@ -65,9 +66,7 @@ _OURS: dict[type[CommrtError], type[CommrtError]] = {
 
 
 def as_dist_error(error: CommrtError) -> CommrtError:
-    """Return an error that says what `error` does, and is torch's too. Raise it ``from`` the cause
-    of `error`.
-    """
+    """Return an error that says what `error` does, and is torch's too; raise it from its cause."""
     kind = _OURS.get(type(error))
     if kind is None:  # it is one already
         return error

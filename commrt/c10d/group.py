@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process group of torch.distributed: a world of its own, from its connections to its end."""
+"""One process group of torch.distributed: a world of its own, from its connections to its end.
+
+The thread that makes a group connects it, and any thread may end it. A group whose owner is gone
+ends on a thread of its own; the end of the program ends all that are left.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,13 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet, finalize
 
-import torch
 from torch.distributed import PrefixStore, Store
 
 from commrt.c10d.call_engine import CallEngine
 from commrt.c10d.checked_calls import CheckedCalls
+from commrt.c10d.device_messages import DeviceMessages
 from commrt.c10d.dist_errors import as_dist_error
-from commrt.c10d.messages import DeviceMessages, HostMessages
+from commrt.c10d.host_messages import HostMessages
 from commrt.errors import CommrtError, TransportClosed
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import PROVEN_RANKS, Selection, parse_forced
@@ -48,12 +52,6 @@ CONNECT_TRIES = 5
 
 A late or dead peer takes all of them.
 """
-
-
-def group_devices() -> list[torch.device]:
-    """Return the kinds of devices whose tensors a group takes."""
-    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return [torch.device(kind) for kind in kinds]
 
 
 class ProcessGroupWorld:
@@ -91,9 +89,7 @@ class ProcessGroupWorld:
         _OPEN.add(self)
 
     def close_with(self, owner: object) -> None:
-        """Close this group, as `close` does, when `owner` is gone: the object that torch holds, or
-        whoever has one.
-        """
+        """Close this group, as `close` does, when `owner`, the object that torch holds, is gone."""
         _start_closing_dropped()
         # a queue takes it amid garbage collection, too
         self._finalizer = finalize(owner, _dropped.put, self)
@@ -110,11 +106,7 @@ class ProcessGroupWorld:
             gloo._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  # torch's name
 
     def close(self, limit_s: float | None = None) -> None:
-        """Finish what was started, sends within `limit_s` if one is given, then close all
-        connections.
-
-        Safe to call twice.
-        """
+        """Finish what was started, sends within `limit_s`, then close; safe to call twice."""
         if self._finalizer is not None:
             self._finalizer.detach()
         try:
@@ -182,9 +174,7 @@ def _connect(
 
 
 def _selection(cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str]) -> Selection:
-    """Return the same object for a group of the same places, as after a reconfiguration: it knows
-    its choices.
-    """
+    """Return the same object, which knows its choices, for a group of the same places."""
     return _selection_of(cluster.text(), cluster.name, tuple(ranks), tuple(forced.items()))
 
 
@@ -228,8 +218,7 @@ def _close_dropped() -> None:
 
 
 def _at_exit() -> None:
-    """End all groups that the program has left open, without waiting for the deadline of a running
-    collective.
+    """End all groups that the program has left open, without waiting for running collectives.
 
     What was sent still arrives, if its receiver comes soon.
     """

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The works that collectives of a group return."""
+"""The works that collectives of a group return, for torch and its callers.
+
+Any thread may ask one, or wait for it; the thread that runs the collective ends it.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commrt.c10d.call_options import NO_TIMEOUT, seconds_of
 from commrt.c10d.dist_errors import as_dist_error
 from commrt.errors import CommrtError
 from commrt.runtime.untraced import untraced
 from commrt.runtime.work import Work, new_future
 from commrt.threads.future import Future
-
-NO_TIMEOUT = timedelta(0)
-"""What torch passes where the caller gives none."""
-
-
-def seconds_of(timeout: timedelta | None) -> float | None:
-    """Return a timeout of torch in seconds; None if it stands for the group's own."""
-    return None if timeout is None or timeout <= NO_TIMEOUT else timeout.total_seconds()
 
 
 @untraced

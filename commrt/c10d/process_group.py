@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process group that torch 2.13 and earlier get from ``init_process_group("commrt")``.
 
-This file goes when torch 2.13 is no longer supported: from 2.14 on, `commrt.c10d.backend` is all.
+This file goes when torch 2.13 is no longer supported: 2.14 gets `commrt.c10d.backend` instead.
 
 torch calls its methods in Python. C++ and ``torch.ops.c10d`` want a backend in C++ behind a group,
 which cannot be written in Python: they find the Gloo that carries the group's messages between CPU
@@ -10,7 +10,8 @@ tensors.
 Dispatch modes and the profiler of torch see ops, and a call of a Python method is none. So an
 observed call passes the op ``torch.ops.c10d`` of its collective, under a dispatch key of which no
 build of torch has tensors: the kernel there does what the method does. Calls that nobody observes,
-and those of other groups, never come here.
+and those of other groups, never come here. All runs on the thread that calls. The kernels, and one
+for ``all_gather_into_tensor_out``, are registered with torch for the whole process.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves
 
-from commrt.c10d.backend import Methods
+from commrt.c10d.devices import group_devices, use_backend
 from commrt.c10d.dist_errors import as_dist_error
-from commrt.c10d.group import ProcessGroupWorld, group_devices
+from commrt.c10d.group import ProcessGroupWorld
+from commrt.c10d.methods import Methods
 from commrt.c10d.name import NAME
 from commrt.errors import UsageError
 
@@ -62,14 +64,10 @@ class CommrtProcessGroup(Methods, ProcessGroup):  # type: ignore[misc]  # of tor
         self.group = group
         group.close_with(self)
         self._gloo = group.gloo.process_group
-        for device in group_devices():
-            self._register_backend(device, ProcessGroup.BackendType.CUSTOM, self._gloo)
-        self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+        use_backend(self, self._gloo)
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
-        """Do ``begin()`` where a profiler or a mode of torch sees it; of a sparse tensor, they see
-        its parts.
-        """
+        """Do ``begin()`` where a profiler or mode sees it; of a sparse tensor, its parts."""
         tensors = given[0] if given else None
         if (
             isinstance(tensors, list)
@@ -127,8 +125,7 @@ _observed: ContextVar[tuple[ProcessGroup, Callable[[], Any]] | None] = ContextVa
 def _through_op(
     group: ProcessGroup, name: str, given: Sequence[Any], begin: Callable[[], Any]
 ) -> Any:
-    """Return what `begin` returns, called by the op that the method `name` of a plain `group`
-    calls.
+    """Return what `begin` returns, called by the op of the method `name` of a plain `group`.
 
     A mode that keeps the op from its kernel, as that of fake tensors does, decides what is returned
     instead.
@@ -187,9 +184,7 @@ def _kernel(op: Any, place: int, *given: Any) -> Any:
 
 
 def _gather_with(kind: type[ProcessGroup]) -> Any:
-    """Let ``all_gather_into_tensor_out``, of which torch asks a backend in C++, ask groups of a
-    `kind` in Python.
-    """
+    """Let ``all_gather_into_tensor_out``, which asks backends in C++, ask groups of a `kind`."""
     op = torch.ops._c10d_functional.all_gather_into_tensor_out.default  # noqa: SLF001
 
     def gathered(source: Tensor, size: int, given: Any, *, out: Tensor) -> Any:

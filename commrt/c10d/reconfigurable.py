@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group of ``init_process_group("commrt", enable_reconfigure=True)``, whose ranks may change
-(torch 2.14 and on).
+"""The group with ``enable_reconfigure=True``, whose ranks may change (torch 2.14 and on).
 
 torch's protocol: each process has a handle, and ``torch.distributed._reconfigure(uuid, handles)``
 makes the processes with these handles the ranks of the group, in their order. Who calls it with
 which handles is the caller's to agree on. A group is a world, and a world's ranks are fixed, so
-each reconfiguration ends one world and connects the next, under keys of its own on the group's
-store.
+each reconfiguration ends one world, on the thread that calls, and connects the next, under keys of
+its own on the group's store, on a thread of its own, which then sets the rank and the size.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, ErrorType
 from torch.distributed import PrefixStore, ProcessGroup
 
-from commrt.c10d.backend import CommrtBackend, collective
+from commrt.c10d.backend import CommrtBackend
+from commrt.c10d.devices import use_backend
 from commrt.c10d.dist_errors import as_dist_error
-from commrt.c10d.group import ProcessGroupWorld, group_devices
+from commrt.c10d.group import ProcessGroupWorld
 from commrt.c10d.group_work import GroupWork
+from commrt.c10d.methods import collective
 from commrt.c10d.name import NAME
 from commrt.errors import CommrtError, UsageError
 from commrt.threads.calls import start_call
@@ -78,8 +79,7 @@ class ReconfigurableBackend(CommrtBackend):
 
     @collective("reconfigure")
     def reconfigure(self, opts: Any) -> dist.Work:
-        """Connect the processes with ``opts.handles``, whose ranks follow from their order, or are
-        sorted if in a set.
+        """Connect the processes with ``opts.handles``, ranked in this order, or sorted if a set.
 
         All of them call this with the same handles and ``opts.uuid``, a number that none has used
         before. What is in flight ends with an error. After an error, call it again with another
@@ -131,8 +131,7 @@ class ReconfigurableBackend(CommrtBackend):
         self._derived.clear()
 
     def derived(self, ranks: list[int], timeout: Any, name: str) -> CommrtBackend:
-        """Return the backend of a group of some `ranks` of this one; those of a group of these
-        ranks call it alike.
+        """Return the backend of a group of some `ranks`, all of which call this alike.
 
         torch numbers the groups that a process has made, which differs between processes that came
         at other times.
@@ -162,9 +161,7 @@ class ReconfigurableBackend(CommrtBackend):
             super().shutdown()
 
     def abort(self) -> None:
-        """End what is in flight with an error, and close all connections; `reconfigure` makes new
-        ones.
-        """
+        """End what is in flight with an error, and close; `reconfigure` makes new connections."""
         self._end("the process group was aborted")
 
     def _end(self, reason: str) -> None:
@@ -183,8 +180,7 @@ class ReconfigurableBackend(CommrtBackend):
 
 
 class ReconfigurableGroup(ProcessGroup):
-    """What torch gets with ``enable_reconfigure=True``: a group whose rank and size are those of
-    its backend.
+    """A group whose rank and size are those of its backend.
 
     torch's C++ keeps the numbers of a backend in Python for good, and asks a group in Python for
     its own.
@@ -193,7 +189,7 @@ class ReconfigurableGroup(ProcessGroup):
     def __init__(self, options: Any) -> None:
         ProcessGroup.__init__(self, options.store, options.group_rank, options.group_size)
         self._own = ReconfigurableBackend(options)
-        _use_backend(self, self._own)
+        use_backend(self, self._own)
 
     def new_group(
         self,
@@ -205,8 +201,7 @@ class ReconfigurableGroup(ProcessGroup):
         group_desc: str | None,
         **_: Any,
     ) -> ProcessGroup | None:
-        """Return a group of some `ranks`, or None on other ranks; ``torch.distributed.new_group``
-        calls it.
+        """Return a group of some `ranks`, None elsewhere; ``torch.distributed.new_group`` calls it.
 
         It goes on as long as its processes live, whatever becomes of this one. Raises `UsageError`
         for a `backend` other than commrt.
@@ -222,7 +217,7 @@ class ReconfigurableGroup(ProcessGroup):
         except CommrtError as error:
             raise as_dist_error(error) from error.__cause__
         group = ProcessGroup(self._own.group.store, ranks.index(self.rank()), len(ranks))
-        _use_backend(group, own)
+        use_backend(group, own)
         group._set_group_name(group_name)  # noqa: SLF001  # as torch does
         group._set_group_desc(group_desc or "undefined")  # noqa: SLF001
         return group
@@ -238,10 +233,3 @@ class ReconfigurableGroup(ProcessGroup):
     # C++'s names
     getRank = rank  # noqa: N815
     getSize = size  # noqa: N815
-
-
-def _use_backend(group: ProcessGroup, backend: CommrtBackend) -> None:
-    """Let `backend` carry all that `group` does."""
-    for device in group_devices():
-        group._register_backend(device, ProcessGroup.BackendType.CUSTOM, backend)  # noqa: SLF001  # as torch does
-    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)  # noqa: SLF001

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short forms of a process group's methods, such as ``pg.allreduce(tensor, op)``, as long ones
-with options.
+"""Short forms of calls, such as ``pg.allreduce(tensor, op)``, as long ones with options.
+
+Looks at the form only; `commrt.c10d.checked_calls` checks what is asked for.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ AllgatherOptions: Any = _distributed_c10d.AllgatherOptions
 
 
 class Form(NamedTuple):
-    """The arguments of a method: those with tensors or sizes, then options, or what is said in
-    their place.
-    """
+    """The arguments of a method: with tensors or sizes, then options or what stands for them."""
 
     data: int
     options: Any
@@ -59,8 +58,7 @@ _MISSING: Any = object()
 
 
 def long_form(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of the method `name` as its long form has them: data, then an options
-    object.
+    """Return the arguments of the long form of the method `name`: data, then an options object.
 
     `given` and `named` are arguments of any form that torch knows, with the names that any version
     of torch gave them. Raises `UsageError` for others.

@@ -12,7 +12,7 @@ from failing_ranks import raised
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from commrt.c10d.backend import Methods
+from commrt.c10d.methods import Methods
 
 IN_C = hasattr(dist, "_reconfigure")
 """torch 2.14 and later have a group in C++ in front of the backend."""

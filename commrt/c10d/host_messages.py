@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends and receives of a process group, beside its collectives: in any order, with tags.
+"""Sends and receives of a process group's CPU tensors: in any order, with tags, on Gloo's sockets.
 
-CPU tensors travel on sockets of Gloo, which connects two ranks when they first exchange. Tensors on
-a GPU travel through NCCL, in batches: all sends and receives since the last wait are one group, as
-NCCL has no tags. A batch leaves when one of its works is waited for, or a collective begins. The
-first use of a GPU by a group connects all its ranks, so all must take part in it.
+Gloo connects two ranks when they first exchange. Any thread posts and waits; a thread of its own
+waits for works that the caller dropped.
 """
 
 from __future__ import annotations
@@ -13,21 +11,20 @@ from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from math import inf
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
 
+from commrt.c10d.call_options import NO_TIMEOUT, seconds_of
 from commrt.c10d.dist_errors import as_dist_error
-from commrt.c10d.group_work import NO_TIMEOUT, GroupWork, seconds_of
 from commrt.errors import (
     DeadlineExceeded,
     PeerLost,
     Place,
     TransportClosed,
     TransportError,
-    UsageError,
 )
 from commrt.runtime.untraced import untraced
 from commrt.runtime.world import World
@@ -35,7 +32,6 @@ from commrt.threads.calls import start_call
 from commrt.threads.deadline import Deadline
 from commrt.threads.future import Future
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 SHORTEST_S = 0.001
 """The shortest timeout of a wait that torch does not take for the group's own."""
@@ -61,9 +57,7 @@ class HostMessages:
         """
 
     def post(self, data: Tensor, peer: int | None, tag: int, *, is_send: bool) -> dist.Work:
-        """Begin to send `data` to `peer`, or to receive it from there; from any rank if `peer` is
-        None.
-        """
+        """Begin to send `data` to `peer`, or to receive it from there; from any rank if None."""
         what = f"{'send' if is_send else 'receive'} with tag {tag}"
         place = Place(self._world.rank, peer, bucket=what, nbytes=data.nbytes)
         self._dropped_sends.start_waiting()
@@ -80,9 +74,7 @@ class HostMessages:
         return work
 
     def finish_sends(self, limit_s: float | None = None) -> None:
-        """Wait until all sends have ended, in an error too; at most `limit_s`, or else each for its
-        timeout.
-        """
+        """Wait for the end of all sends, or errors: at most `limit_s`, else each its timeout."""
         deadline = Deadline(inf if limit_s is None else limit_s)
         for work in [work for work in self._sends if not work.was_waited_for]:
             with suppress(RuntimeError):
@@ -136,9 +128,7 @@ class DroppedWorks:
         self._kept.append((work, data, timeout_s))
 
     def start_waiting(self) -> Future[None]:
-        """Wait for all works that are kept, on a thread of its own;
-        return the future of their end.
-        """
+        """Wait for all kept works, on a thread of its own; return the future of their end."""
         if self._kept and self._waiting.done():
             self._waiting = start_call(self._wait)
         return self._waiting
@@ -210,63 +200,3 @@ class HostWork(dist.Work):
         return self._work._source_rank()  # noqa: SLF001  # torch calls both
 
     _source_rank = source_rank
-
-
-class DeviceMessages:
-    """Sends and receives of tensors on a GPU, batched until somebody waits.
-
-    Used by the thread that calls.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._sends: list[P2PMessage] = []
-        self._recvs: list[P2PMessage] = []
-        self.waiting: list[BatchWork] = []
-
-    def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
-        """Add a send to `peer`, or a receive from there, to the batch."""
-        if peer is None:
-            raise UsageError(
-                "a receive from any rank needs CPU tensors, as NCCL has none: name the source"
-            )
-        self._world.connect(data.device)
-        (self._sends if is_send else self._recvs).append(P2PMessage(peer, data.view(-1)))
-        self.waiting.append(BatchWork(self, data))
-        return self.waiting[-1]
-
-    def flush(self) -> None:
-        """Let the batch leave, if there is one."""
-        if self.waiting:
-            group = P2PGroup(self._sends, self._recvs)
-            works = self.waiting
-            tag = Tag(0, "send and receive")
-            try:
-                future = self._world.comm_thread.submit(
-                    lambda: self._world.transport.bind(group)(tag)
-                )
-            except TransportClosed as error:
-                future = Future()
-                future.set_exception(error)  # which each wait raises
-            self._sends = []
-            self._recvs = []
-            self.waiting = []
-            for work in works:
-                work.future = future
-
-
-class BatchWork(GroupWork):
-    """A send or a receive in a batch, which leaves when somebody asks for it."""
-
-    future: Future[Any] | None = None
-    """Of the batch, once that has left."""
-
-    def __init__(self, messages: DeviceMessages, data: Tensor) -> None:
-        super().__init__(None, [data], "the message")
-        self._messages = messages
-        self._is_observed = False
-
-    def _task(self) -> Future[Any]:
-        if self.future is None:
-            self._messages.flush()
-        return cast("Future[Any]", self.future)
