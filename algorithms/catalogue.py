@@ -14,6 +14,7 @@ from commrt.algorithms import (
     direct,
     double_tree,
     halving_doubling,
+    recursive_doubling,
     ring,
     torus,
     tree,
@@ -27,11 +28,36 @@ from commrt.schedule import Algorithm, Schedule
 GOSSIP = "gossip"
 DIRECT = "direct"
 
-MODULES = (tree, ring, halving_doubling, double_tree, torus, bruck, direct, chain)
-"""Of two schedules that cost the same, that of the earlier module is taken."""
-REGISTERED: tuple[Registration, ...] = tuple(
-    each for module in MODULES for each in module.REGISTERED
+MODULES = (
+    tree,
+    ring,
+    halving_doubling,
+    recursive_doubling,
+    double_tree,
+    torus,
+    bruck,
+    direct,
+    chain,
 )
+"""Of two schedules that cost the same, that of the earlier module is taken."""
+
+
+def registered() -> tuple[Registration, ...]:
+    """Return what all modules register; raise `ValueError` for a name that two of them take."""
+    found = dict[tuple[str, str], Registration]()
+    for module in MODULES:
+        for each in module.REGISTERED:
+            key = (each.collective, each.name)
+            if key in found:
+                raise ValueError(
+                    f"{module.__name__} registers {each.name!r} of {each.collective}, a name that"
+                    f" {found[key].schedule.__module__} has taken: choose another"
+                )
+            found[key] = each
+    return tuple(found.values())
+
+
+REGISTERED = registered()
 ALGORITHMS: dict[str, type[Algorithm]] = {
     each.name: each.algorithm for each in REGISTERED if each.algorithm is not None
 }

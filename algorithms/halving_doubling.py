@@ -2,9 +2,8 @@
 """Recursive halving and doubling: as many bytes as a ring in a logarithmic number of steps.
 
 Rabenseifner; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations
-in MPICH",
-2005. From step to step the amount halves and the distance doubles, and then back: most bytes go to
-      the nearest rank.
+in MPICH", 2005. From step to step the amount halves and the distance doubles, and then back: most
+bytes go to the nearest rank. Halving alone is a reduce-scatter, and doubling alone an all-gather.
 """
 
 from __future__ import annotations
@@ -77,31 +76,6 @@ def all_reduce(p: int) -> Schedule:
     )
 
 
-@lru_cache
-def doubling(p: int) -> Schedule:
-    """Recursive doubling: in step k ranks whose numbers differ in bit k exchange the whole buffer.
-
-    For short buffers. All ranks get the same bits, because a + b and b + a are equal. Ranks beyond
-    the largest power of two are folded in.
-
-    Cost: log2(p) steps, each sending the buffer, for a power of two; otherwise 2 steps more, and
-    one buffer more at the busiest rank.
-
-    >>> print(doubling(4))
-    doubling: 4 ranks, 1 chunk
-      0  add  0->1 [0:1)  1->0 [0:1)  2->3 [0:1)  3->2 [0:1)
-      1  add  0->2 [0:1)  1->3 [0:1)  2->0 [0:1)  3->1 [0:1)
-    """
-    digits = p.bit_length() - 1
-
-    def steps() -> Iterator[Step]:
-        rank = np.arange(1 << digits)
-        for k in range(digits):
-            yield Step.of(src=rank, dst=rank ^ (1 << k), lo=0, hi=1, combine=ADD)
-
-    return folded(Schedule("doubling", 1 << digits, 1, steps), p)
-
-
 def _mirrored(p: int) -> list[int]:
     """Return each rank with its bits reversed, so that the largest messages go to neighbours.
 
@@ -121,10 +95,6 @@ class HalvingDoubling:
         return all_reduce(ranks)
 
 
-def _doubling_steps(p: int) -> int:
-    return p.bit_length() - 1 + 2 * (not is_power_of_two(p))
-
-
 REGISTERED = (
     Registration("all_gather", "doubling", all_gather, doublings, all_but_one),
     Registration("reduce_scatter", "halving", reduce_scatter, doublings, all_but_one),
@@ -137,12 +107,5 @@ REGISTERED = (
         is_limit=True,  # reached where ranks are folded in
         algorithm=HalvingDoubling,
         shapes=lambda _: [Shape(HalvingDoubling())],
-    ),
-    Registration(
-        "all_reduce",
-        "doubling",
-        doubling,
-        _doubling_steps,
-        sent=lambda p: p.bit_length() - 1 + (not is_power_of_two(p)),
     ),
 )

@@ -62,8 +62,8 @@ def two_levels(scatter: Schedule, between: Schedule, gather: Schedule, name: str
     """Return a grid schedule: `scatter` along rows, `between` along columns, `gather` along rows.
 
     `scatter` is a reduce-scatter and `gather` an all-gather over the X ranks of a row, `between` an
-    all-reduce or an exchange over the Y ranks of a column. Rank r is in column ``r % X`` of row ``r
-    // X``.
+    all-reduce or an exchange over the Y ranks of a column. Rank r is in column ``r % X`` of row
+    ``r // X``.
     """
     x = scatter.ranks
     y = between.ranks
@@ -85,9 +85,9 @@ def folded(core: Schedule, ranks: int) -> Schedule:
 
     The extra ranks send their buffers to core ranks in one step before it, and receive the result
     in one step after it. Each has several core ranks as helpers, a slice of the buffer each, so
-    that none receives a whole second buffer. Raises `ScheduleError` unless ``core.ranks <= ranks <=
-    2 * core.ranks``: each extra rank needs a helper. Cost: 2 steps more than `core`; an extra rank
-    sends 1 buffer, a helper one slice of it more than in `core`.
+    that none receives a whole second buffer. Raises `ScheduleError` for fewer ranks than
+    ``core.ranks``, and for more than twice as many: each extra rank needs a helper. Cost: 2 steps
+    more than `core`; an extra rank sends 1 buffer, a helper one slice of it more than in `core`.
 
     >>> from commrt.algorithms import ring
     >>> print(folded(ring.all_reduce(2), 3))

@@ -138,8 +138,10 @@ def digest(case: str) -> str:
 
 
 def main() -> None:
-    """Write all digests."""
-    FILE.write_text(json.dumps({case: digest(case) for case in CASES}, indent=1) + "\n", "utf-8")
+    """Write all digests, sorted by case."""
+    FILE.write_text(
+        json.dumps({case: digest(case) for case in sorted(CASES)}, indent=1) + "\n", "utf-8"
+    )
     sys.stdout.write(FILE.read_text("utf-8"))
 
 
