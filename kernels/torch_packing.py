@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing in plain torch, on any device."""
+"""Packing in plain torch, on any device: tensors into a wire and out of it, its header and flags.
+
+The thread that averages calls it. Views of gradients (`buckets/view_bucket`) call the parts of
+`pack` themselves: `pack_one` on the thread that trains, as a large gradient becomes ready, and on
+the other for those that are left; then `seal` there, after `move_at_once` where all are small.
+"""
 
 from __future__ import annotations
 

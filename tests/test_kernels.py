@@ -202,6 +202,7 @@ CHECKS = {
     "mix": [lambda: is_alike(mixed, F32, BF16, 0)],
     "reduce": [is_far_program_summed, lambda: is_summed_alike(interpreted_gpu, BF16, 3, TILE + 9, 0)],
     "tiles": [is_far_tile_mixed, lambda: is_alike(packed, F32, F32, 1)],
+    "header": [lambda: is_alike(packed, F32, F32, 1)],
 }
 """What looks at which module."""
 

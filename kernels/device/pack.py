@@ -6,7 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.device.tiles import lanes, on_wire, pointer, store_header, tile_of, whole_of
+from commrt.kernels.device.header import store_header
+from commrt.kernels.device.tiles import lanes, on_wire, pointer, tile_of, whole_of
 
 
 @triton.jit

@@ -10,10 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commrt.kernels.layout import GRANULE, HEADER_NUMEL
+from commrt.kernels.layout import GRANULE
 
 GRAIN = tl.constexpr(GRANULE)
-HEADER = tl.constexpr(HEADER_NUMEL)
 
 
 @triton.jit
@@ -51,28 +50,3 @@ def lanes(TILE: tl.constexpr, VECTOR: tl.constexpr):
 def whole_of(count):
     """`count` without the tail: a multiple of 8, which the compiler can tell."""
     return (count // 8) * 8
-
-
-@triton.jit
-def is_set(word, bit):
-    """Which of the numbered bits of `word` are set."""
-    return ((word >> bit) & 1) != 0
-
-
-@triton.jit
-def store_header(wire, header, tensor, first, address):
-    """This tensor's flag, by its first tile; and the bits of `header`, by the first tile of all."""
-    if first == 0:
-        tl.store(wire + HEADER + tensor, tl.where(address != 0, 1.0, 0.0).to(wire.dtype.element_ty))
-    if tl.program_id(0) == 0:
-        bit = tl.arange(0, HEADER)
-        tl.store(wire + bit, tl.where(is_set(header, bit), 1.0, 0.0).to(wire.dtype.element_ty))
-
-
-@triton.jit
-def note_mismatch(mismatch, wire, header):
-    """By the first tile of all, set `mismatch` if the wire's header is not `header`, bit by bit."""
-    if tl.program_id(0) == 0:
-        bit = tl.arange(0, HEADER)
-        there = tl.load(wire + bit).to(tl.float32) != 0.0
-        tl.store(mismatch + bit * 0, 1, mask=there != is_set(header, bit))
