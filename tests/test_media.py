@@ -167,16 +167,16 @@ def test_waiting_for_a_world_waits_for_what_its_gpu_has_queued(both, alone):
 
 
 def test_a_world_whose_gpu_failed_late_is_closed_and_reports_it(alone):
-    alone._on_late_failure(LATE)
+    alone.ending.on_late_failure(LATE)
     assert alone.closed
-    assert alone.unraised_failure is LATE
+    assert alone.ending.unraised_failure is LATE
     assert b"no transfer with ranks [1]" in alone.store.get("report/0")
     alone.close()
-    assert alone.unraised_failure is None
+    assert alone.ending.unraised_failure is None
 
 
 def test_a_process_that_ends_without_being_told_of_a_failure_warns(alone, monkeypatch):
-    alone._on_late_failure(LATE)
+    alone.ending.on_late_failure(LATE)
     monkeypatch.setattr(init, "_current", alone)
     with pytest.warns(UserWarning, match="after a failure that no call has raised: no transfer with ranks"):
         init._at_exit()
@@ -188,7 +188,7 @@ def test_no_optimizer_steps_after_a_gpu_failed_late(alone):
     commrt.attach(model, optimizer, world=alone)
     model(torch.ones(1, 2)).sum().backward()
     before = model.weight.tolist()
-    alone._on_late_failure(LATE)
+    alone.ending.on_late_failure(LATE)
     with pytest.raises(DeadlineExceeded, match="no transfer with ranks"):
         optimizer.step()
     assert model.weight.tolist() == before

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore
 import commrt
 from commrt.algorithms import ring, tree
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
-from commrt.runtime.membership import Hooks
+from commrt.runtime.model_hooks import Hooks
 from commrt.runtime.prepared import COMPARISONS_KEPT, SCHEDULES_KEPT, traits_of
 from commrt.runtime.world import World
 from commrt.schedule import MIX, Schedule, Step

@@ -25,7 +25,7 @@ from commrt.backup_workers.replica_state import ReplicaState
 from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import end_survival, survive_losses
 from commrt.errors import CommrtError, UsageError
-from commrt.runtime.membership import NO_HOOKS, Hooks
+from commrt.runtime.model_hooks import NO_HOOKS, Hooks
 from commrt.store.keys import store_of_model
 from commrt.store.world_config import WorldConfig
 from commrt.training import synchronous

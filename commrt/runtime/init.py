@@ -6,16 +6,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
-import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from threading import Event
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
-from commrt.errors import DeadlineExceeded, Place, TransportClosed, UsageError
+from commrt.errors import DeadlineExceeded, Place, UsageError
 from commrt.runtime.connection import (
     Connect,
     ReconnectOptions,
@@ -24,16 +21,14 @@ from commrt.runtime.connection import (
     connect_hosts,
     local_rank,
 )
-from commrt.runtime.membership import Hooks
 from commrt.runtime.torch_version import check_torch_version
-from commrt.runtime.world import UNFINISHED, World
+from commrt.runtime.world import World
 from commrt.store.addresses import host_identity
 from commrt.store.client import call_store, clone_connection
 from commrt.store.launcher import Launch, default_timeout_s, launched
 from commrt.store.records import POLL_S
 from commrt.store.rendezvous import meet
 from commrt.store.world_config import WorldConfig
-from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import Deadline, Timeouts, require_deadlines
 from commrt.transport.local import Fabric
 from commrt.transport.names import chosen_transport
@@ -246,24 +241,8 @@ def _require_not_inherited(place: object) -> None:
 
 
 def _at_exit() -> None:
-    """Close the world, without waiting for the deadline of a transfer that may be running.
-
-    With backup workers the other ranks may still need this rank's state, but not that of a program
-    that failed. What ends a process does not show here, so it may be ``sys.exit()`` in the middle
-    of training: its data has not ended.
-    """
     if _current is not None:
-        if _current.hooks != Hooks() and not hasattr(sys, "last_value"):
-            _current.membership.depart(UNFINISHED)
-            _current.close()
-        if failure := _current.unraised_failure:
-            warnings.warn(
-                f"the process ends after a failure that no call has raised: {failure}", stacklevel=1
-            )
-        _current.abort(TransportClosed("the process ended without closing its world"))
-        with suppress(TimeoutError):
-            _current.comm_thread.close(EXIT_S)
-            _current.close()
+        _current.ending.end_with_process()
 
 
 def _after_fork() -> None:

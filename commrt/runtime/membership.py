@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a world, and what it asks of an attached model.
+"""Who the ranks of a world are, and what each says to the others when it comes, waits or leaves.
 
-Here the ranks stay the same; `commrt.elastic` has a membership that goes on without lost ranks.
+Here the ranks stay the same, so there is little to say; `commrt.elastic` has a membership that goes
+on without lost ranks. Nothing here sends or compares values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -30,37 +30,11 @@ T = TypeVar("T")
 RunNow = Callable[[Tensor], object]
 """Overwrites a tensor, on the communication thread."""
 Begin = Callable[[], RunNow]
-"""Checks on the training thread what concerns this rank alone.
-
-What all ranks refuse alike is for the other thread.
-"""
+"""Checks on the training thread what this rank alone may refuse; `RunNow` what all refuse alike."""
 LOST = (PeerLost, DeadlineExceeded, TransportClosed)
-"""Errors that may mean that a rank is lost. All others are errors of this rank, or of the program.
-"""
+"""Errors that may mean that a rank is lost; all others are of this rank, or of the program."""
 REFUSALS = (UsageError, DisagreementError, ScheduleError)
 """Errors of a collective after which the world goes on."""
-
-
-@dataclass(slots=True)
-class Hooks:
-    """Functions of the attached model that its world calls, on the training thread.
-
-    By default they do nothing.
-    """
-
-    before_collective: Callable[[], None] = lambda: None
-    when_all_came: Callable[[], None] = lambda: None
-    """To a collective, before its work begins."""
-    before_close: Callable[[], None] = lambda: None
-    """Only if the world has not failed."""
-    before_leave: Callable[[], None] = lambda: None
-    """Later in `World.close`: no task runs any more, and the other ranks still count on this
-    process.
-    """
-    on_collective_error: Callable[[BaseException], None] = lambda _: None
-
-
-NO_HOOKS = Hooks()
 
 
 class Membership:
@@ -81,8 +55,9 @@ class Membership:
         self._comm_thread = comm_thread
         self._use(generation)
         self.next_step: int = 0 if before is None else before.next_step
-        """The first training step in which a new generation can start for this rank; written by
-        `start_no_earlier` only.
+        """The first training step in which a new generation can start for this rank.
+
+        Written by `start_no_earlier` only.
         """
         # the same for exchanges that the communication thread has not begun
         self._submitted_steps = 0
@@ -105,8 +80,7 @@ class Membership:
     def begin_call(
         self, begin: Begin, tensor: Tensor, residual: Tensor | None, *, at_once: bool
     ) -> Future[Any] | None:
-        """Let what `begin` returns overwrite `tensor`, and `residual` too; return None if that is
-        done.
+        """Let what `begin` returns overwrite `tensor` and `residual`; return None if that is done.
 
         All members do so, in a `collective`. If possible the training thread does it `at_once`.
         """
@@ -127,19 +101,19 @@ class Membership:
         return future.result()
 
     def require_none_behind(self, made: int) -> None:
-        """Raise `DisagreementError` on all ranks if one waits in a collective before it has made
-        `made` steps.
-        """
+        """Raise `DisagreementError` on all ranks if one is in a collective before step `made`."""
 
     def start_no_earlier(self, step: int) -> None:
-        """Let a new generation start in training step `step` or later, as this rank exchanges in
-        those before. Call it before the first exchange of a step.
+        """Let a new generation start in training step `step` or later.
+
+        This rank exchanges in those before. Call it before the first exchange of a step.
         """
         self.next_step = step
 
     def submit_step(self, step: int) -> None:
-        """Note that the exchanges of training step `step` are submitted next: a generation that
-        starts in it is too early for this rank.
+        """Note that the exchanges of training step `step` are submitted next.
+
+        A generation that starts in it is too early for this rank.
         """
         self._submitted_steps = step + 1
 
@@ -172,9 +146,7 @@ class Membership:
         """Tell the others that this rank goes on without them, because of `why`."""
 
     def wait_for_all_closed(self) -> None:
-        """Stay until all others have ended the membership too; the process that holds the store
-        calls it.
-        """
+        """Stay until all others have ended it too; the process that holds the store calls this."""
 
     def close(self) -> None:
         """Release the store; call it after `end_membership`."""

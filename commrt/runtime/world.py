@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,17 +10,19 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
-from commrt.errors import CommrtError, DisagreementError, Evicted, TransportError, UsageError
+from commrt.errors import DisagreementError, UsageError
 from commrt.program import member_program
 from commrt.runtime.all_reduce_call import check_all_reduce_call
 from commrt.runtime.collectives import Sums
 from commrt.runtime.comparison import ConsistencyCheck
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
+from commrt.runtime.ending import Ending
 from commrt.runtime.executor import bind
 from commrt.runtime.generation import Generation, Loss
-from commrt.runtime.membership import NO_HOOKS, REFUSALS, Begin, Membership, RunNow
+from commrt.runtime.membership import REFUSALS, Begin, Membership, RunNow
+from commrt.runtime.model_hooks import NO_HOOKS
 from commrt.runtime.prepared import cut
 from commrt.runtime.prepared_runs import PreparedRuns, check_run
 from commrt.runtime.untraced import untraced
@@ -31,7 +31,6 @@ from commrt.runtime.work import Work
 from commrt.schedule import Algorithm, Schedule
 from commrt.store.client import clone_connection
 from commrt.store.launcher import is_on
-from commrt.store.reports import diagnose, leave_report, wait_for_readers
 from commrt.store.world_config import WorldConfig
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.forking import release_in_forked_child
@@ -41,10 +40,6 @@ from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import NullTransport, Tag, Transport
 
 UNNAMED = Tag(0, "run")
-UNFINISHED = "its process ended, and no world.close() before that had said that its data has ended"
-# not empty once Python has begun to end the process, before handlers of atexit
-_process_ends: list[bool] = []
-threading._register_atexit(partial(_process_ends.append, True))  # type: ignore[attr-defined]  # noqa: SLF001  # nothing else is called before those
 
 
 @untraced
@@ -89,8 +84,10 @@ class World:
         """This rank's number on its host, from the launcher."""
         self.launcher = launcher
         """The launcher's name."""
+        self.ending = Ending(self, self._forget_programs)
+        """How this world ends, and whether it has."""
         self.comm_thread = CommThread(
-            self._on_failure, f"commrt-rank{self.rank}", lambda: self.timeout_s
+            self.ending.on_failure, f"commrt-rank{self.rank}", lambda: self.timeout_s
         )
         self.holds_store = holds_store
         """True if the store ends with this process."""
@@ -100,11 +97,7 @@ class World:
         """The replica in ``join()``: ranks that have left it only say that they have no data."""
         self.hooks = NO_HOOKS
         self.recorder = Nvtx() if is_on("COMMRT_NVTX") else None
-        self.unraised_failure: TransportError | None = None
-        """The error that ended a transfer on a GPU, while no call has raised it; or None."""
         self._in_collective = False
-        self._closed = False
-        self._is_inherited = False
         self._entered = 0
         self.reconnect_options = reconnect_options
         """How ranks connect again after one was lost; None in a world that cannot."""
@@ -115,7 +108,7 @@ class World:
         self._sums = Sums(
             self.transport, self.comm_thread, self, self.consistency.require_same_call_now
         )
-        release_in_forked_child(self)
+        release_in_forked_child(self.ending)
 
     @property
     def device(self) -> torch.device:
@@ -149,7 +142,7 @@ class World:
     @property
     def closed(self) -> bool:
         """True after `close`, `abort`, or a failure."""
-        return self._closed or bool(self.comm_thread.failure or self.unraised_failure)
+        return self.ending.has_begun
 
     def run(
         self, schedule: Schedule, buffer: Tensor, tag: Tag = UNNAMED, *, async_op: bool = False
@@ -370,7 +363,8 @@ class World:
         Collective.
         """
         store = PrefixStore(name, clone_connection(self.store))
-        return connect_gpu(store, self.rank, members, self.timeout_s, device, self._on_late_failure)
+        on_late = self.ending.on_late_failure
+        return connect_gpu(store, self.rank, members, self.timeout_s, device, on_late)
 
     def run_now(
         self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()
@@ -379,28 +373,9 @@ class World:
         mine = member_program(schedule, members or range(self.size), self.rank, self.size)
         bind(mine, buffer, self.transport, bounds=cut(schedule, buffer)).run(tag)
 
-    def _on_failure(self, failure: BaseException) -> None:
-        """Tell the other ranks, close the connections, then find out which rank failed first."""
-        self.unraised_failure = None
-        if isinstance(failure, Evicted):  # the others go on, and must not hear from this process
-            self.transport.abort()
-            return
-        is_answered = leave_report(self.store, self.rank, failure)
-        if is_answered:  # by the store: else each further request would only wait
-            self.membership.depart(f"it failed: {failure}")
-        self.transport.abort()
-        if is_answered:
-            one_host = self.transport.one_host
-            diagnose(self.store, self.rank, len(self.members), failure, one_host=one_host)
-        if is_answered and self.holds_store:
-            wait_for_readers(self.store)
-
-    def _on_late_failure(self, failure: TransportError) -> None:
-        """Note what ended an exchange on a GPU: here no call waits for it, but other ranks may."""
-        if not self.membership.is_elastic:  # else each exchange has a call that waits for it
-            self.unraised_failure = None if self.comm_thread.failure or self._closed else failure
-            leave_report(self.store, self.rank, failure)
-            self.transport.abort_host()
+    def _forget_programs(self) -> None:
+        self._runs.forget()
+        self._sums.forget()
 
     def close(self) -> None:
         """Finish what was started, then close the connections. Not collective.
@@ -410,71 +385,14 @@ class World:
         lost ranks, they go on without this one, as after an error in ``with``. Nor while the
         process ends, as by ``atexit``: what ended it does not show there.
         """
-        if _process_ends:
-            self.membership.depart(UNFINISHED)
-        self._close(sys.exception())
-
-    def _close(self, error: BaseException | None) -> None:
-        self.comm_thread.require_other_thread()
-        if error is not None and self.membership.is_elastic:
-            self.abort(error)
-        if not self.closed:
-            self.hooks.before_close()
-        self._closed = True
-        self.unraised_failure = None
-        if self._is_inherited:
-            return
-        try:
-            self.comm_thread.close()
-        except BaseException:  # the communication thread still runs
-            self.transport.abort()
-            raise
-        self._runs.forget()
-        self._sums.forget()
-        before_leave = self.hooks.before_leave
-        self.hooks = NO_HOOKS
-        before_leave()
-        self.membership.end_membership("it closed its world", finished=True)
-        if self.holds_store and isinstance(self.comm_thread.failure, Evicted | None):
-            self.membership.wait_for_all_closed()
-        try:
-            self.transport.close()
-        finally:
-            self.membership.close()
-            self.reconnect_options = None
-            # torch's own may end now: its next group must not find what this one left there
-            self.store = HashStore()
+        self.ending.close()
 
     def abort(self, reason: BaseException) -> None:
         """End the world because of `reason`: a running transfer ends, and waiting ranks learn why.
 
         Safe to call twice, after a failure, and while `close` waits. You must still call `close`.
         """
-        if self._is_inherited:
-            return
-        is_news = False
-        try:
-            is_news = self.comm_thread.give_up(reason) and not isinstance(reason, Evicted)
-            self.unraised_failure = None
-            if is_news:
-                self.membership.depart(f"it gave up: {_text_of(reason)}")
-                leave_report(self.store, self.rank, reason)
-        finally:  # a second Ctrl-C may end the report
-            self.transport.abort()
-        if (
-            is_news
-            and self.holds_store
-            and isinstance(reason, Exception)
-            and not isinstance(reason, CommrtError)
-        ):
-            wait_for_readers(self.store)  # the others know nothing of this rank's own errors
-
-    def leave_to_parent(self) -> None:
-        """Close the world in a forked child and tell nobody: to others the parent is this rank."""
-        self._closed = True
-        self._is_inherited = True
-        self.unraised_failure = None
-        self.comm_thread.leave_to_parent()
+        self.ending.abort(reason)
 
     def __enter__(self) -> Self:
         self._entered += 1
@@ -488,9 +406,4 @@ class World:
             if error is not None:
                 self.abort(error)
         finally:
-            self._close(None)
-
-
-def _text_of(error: BaseException) -> str:
-    """Return `error`'s message; its name too if that says little, as for ``SystemExit(143)``."""
-    return (str(error) if isinstance(error, Exception) else "") or repr(error)
+            self.ending.close_during(None)

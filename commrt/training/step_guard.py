@@ -86,8 +86,8 @@ class OptimizerSteps:
         while optimizer in self.running:  # an error ended its step, and all that began within it
             self.running.pop()
         # a transfer on a GPU may fail after backward() has returned
-        if failure := self.world.unraised_failure:
-            raise failure
+        if self.world.ending.late_failure is not None:
+            self.world.ending.raise_late_failure()
         for group in optimizer.param_groups:
             if not self.averaged.issuperset(map(id, group["params"])):
                 for param in group["params"]:
