@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options go together: one table, and the functions that refuse. Needs no torch.
+"""Which options go together: one table, and one function that refuses. Needs no torch.
 
 An algorithm or a wire that is more than the usual says so by `traits`, words of this table.
 """
@@ -7,12 +7,8 @@ An algorithm or a wire that is more than the usual says so by `traits`, words of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
-
-import numpy as np
 
 from commrt.errors import UsageError
-from commrt.schedule import ADD, Schedule, require_valid
 
 NO_ALL_REDUCE = (
     "algorithm={algorithm!r} is no all-reduce, in which every rank takes part: use Torus2D(),"
@@ -79,8 +75,6 @@ REFUSED = {
     ),
 }
 """What is wrong with two traits together, and what to do."""
-MOST_SUMMING_STEPS = 2
-"""Steps in which a sum may grow: each codes it again, and the error grows with them."""
 
 
 def require_compatible(algorithm: object, wire: object = None, also: Iterable[str] = ()) -> None:
@@ -103,32 +97,3 @@ def require_compatible(algorithm: object, wire: object = None, also: Iterable[st
             raise UsageError(
                 why.format(algorithm=algorithm, wire=wire, kind=type(algorithm).__name__)
             )
-
-
-def require_short_sums(schedule: Schedule, wire: object) -> None:
-    """Raise `UsageError` if `schedule` would quantize a sum of codes again and again."""
-    if summing_steps(schedule, MOST_SUMMING_STEPS) > MOST_SUMMING_STEPS:
-        raise UsageError(
-            f"a wire of {wire} cannot carry {schedule.name}: codes do not add, and more than"
-            f" {MOST_SUMMING_STEPS} steps add to a chunk, each of which may round its sums again;"
-            " use commrt.Direct(), which sums in one (direct on the command line)"
-        )
-
-
-def summing_steps(schedule: Schedule, enough: float = inf) -> int:
-    """Return the largest number of steps that add to the same chunk; stop counting above `enough`.
-
-    >>> from commrt.algorithms import direct, ring
-    >>> summing_steps(direct.all_reduce(8)), summing_steps(ring.all_reduce(8))
-    (1, 7)
-    """
-    counts = np.zeros(schedule.chunks, dtype=np.int32)
-    for step in schedule.checked_steps():
-        adds = require_valid(step, schedule).rows(step.combine == ADD)
-        begun, ended = (
-            np.bincount(each, minlength=schedule.chunks + 1) for each in (adds.lo, adds.hi)
-        )
-        counts += np.cumsum(begun - ended)[:-1] > 0
-        if counts.max() > enough:
-            break
-    return int(counts.max())

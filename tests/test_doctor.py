@@ -18,7 +18,7 @@ from commands import Runner, app, invoke
 import commrt
 from commrt.kernels.dispatch import TRITON_AT_LEAST
 from commrt.store.launcher import VARIABLES, Launch, launched
-from commrt.testing.processes import run_workers
+from commrt.testing.workers import run_workers
 from commrt.tools.commands.machine import examine
 from commrt.tools.measuring import doctor_environment, doctor_machine
 from commrt.tools.measuring.doctor_environment import AT_LEAST, HARMS, MISSING, launcher, packages, variables

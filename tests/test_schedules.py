@@ -21,10 +21,10 @@ from commrt.algorithms.ring import Ring, Rings
 from commrt.algorithms.sliced import Sliced, in_slices
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError, UsageError
-from commrt.options import summing_steps
 from commrt.program import chunk_bounds, member_program, program
 from commrt.proof import spec
 from commrt.proof.replay import traffic
+from commrt.proof.summing import summing_steps
 from commrt.schedule import ADD, COPY, MIX, Schedule, Step, beside, empty
 
 RANKS = [*range(1, 10), 12, 13, 16, 17, 31, 32, 33, 64]

@@ -18,7 +18,7 @@ from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
 from commrt.store.launcher import launched
 from commrt.store.rendezvous import meet
 from commrt.testing import processes
-from commrt.testing.processes import run_workers
+from commrt.testing.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
 LIMIT_S = 20.0

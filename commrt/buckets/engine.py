@@ -22,8 +22,8 @@ from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.riders import Riders
 from commrt.buckets.step_graph import BoundStep
 from commrt.errors import TransportClosed
-from commrt.options import require_short_sums
 from commrt.proof.spec import promise
+from commrt.proof.summing import require_short_sums
 from commrt.runtime.executor import BoundProgram, RunnableProgram
 from commrt.runtime.prepared import Members, Prepared, schedule_of
 from commrt.runtime.wire import QuantizedWire, carrier_of

@@ -1,56 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a model under local SGD: its anchor, what leaves, and how an average is merged.
+"""Fragments of a model under local SGD: how it is cut; what leaves of each, and how that is merged.
 
-It knows no other rank. Used on the thread that trains.
+They write the model's weights, and know no other rank. Used on the thread that trains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from commrt.buckets.digest import Digest
-from commrt.buckets.engine import Span
-from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.riders import NOTHING_LEAVES, Leaving
 from commrt.buckets.tensors import Named, TensorSlot
 from commrt.buckets.weight_part import WeightPart
 from commrt.errors import UsageError
+from commrt.local_sgd.in_flight import InFlight
 from commrt.local_sgd.outer import Outer
 from commrt.local_sgd.policy import LocalSGD, Mix
-from commrt.runtime.generation import Generation
-from commrt.threads.future import Future
-
-
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """An exchange of a fragment, from the step after which its weights leave to the merge."""
-
-    step: int
-    """The step after which the weights left."""
-    settings: int
-    rates: Sequence[float | None]
-    """The learning rate of each tensor in that step; None if no optimizer steps it."""
-    generation: Generation | None = None
-    """The ranks that average; None before it was sent."""
-    vote: str = ""
-    answer: Future[tuple[Span, ...]] = field(default_factory=Future)
-    """What averages `buckets`, and what that cost."""
-    buckets: Sequence[GradientBucket] = ()
-    residuals: Mapping[str, Tensor] | None = None
-    """The residuals when the weights left; None before they were sent."""
-    leaving: Leaving = NOTHING_LEAVES
-    """What rides along."""
-    weight: float = 1.0
-    """What this rank's differences weigh."""
-
-
-MERGING = "merging what left after step"
-"""What ranks come to where they merge together; the number of the step follows."""
 
 
 class _Tensor:
@@ -75,7 +43,11 @@ class _Tensor:
 
 
 class Fragment(WeightPart):
-    """Tensors that leave together. Used on the thread that trains."""
+    """Tensors that leave together.
+
+    The replica calls `leave`, then the exchange replaces what leaves by its average, and then the
+    replica calls `merge`.
+    """
 
     IN_FLIGHT = (
         "{name} was written while an average of the old weights was in flight, and not by a step of"
@@ -91,10 +63,10 @@ class Fragment(WeightPart):
 
     def __init__(self, index: int, held: Sequence[TensorSlot], algorithm: LocalSGD) -> None:
         super().__init__(index, held)
-        # exchanges begun; the step after which the weights left last
-        self.exchanges = self.left = 0
-        self.seen = (0, 0, 0.0)
-        """`Riding.seen` when the weights left last."""
+        self.exchanges = 0
+        """Those that have begun."""
+        self.left = 0
+        """The step after which the weights left last."""
         self._algorithm = algorithm
         self._is_gossip = algorithm.is_gossip
         self.is_relied_on = algorithm.outer is not None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of fragments: their differences travel in buckets, on the communication thread.
 
+That thread runs `_average`; all else is called on the thread that trains.
+
 Fragments are averaged in the background, and no rank uses an average that another one can never
 get. Where the world goes on without lost ranks, each rank votes in the background when it has an
 average, and a merge reads the outcome. If a rank was lost meanwhile, the others average what they
@@ -28,18 +30,26 @@ from commrt.buckets.riders import Riders
 from commrt.elastic.barrier import Barrier
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import PeerLost, Place
-from commrt.local_sgd.fragment import MERGING, Fragment, InFlight
+from commrt.local_sgd.fragment import Fragment
+from commrt.local_sgd.in_flight import InFlight, Submitted
 from commrt.local_sgd.policy import LocalSGD
 from commrt.runtime.generation import Generation
 from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Members
 from commrt.threads.comm_thread import RecoveredError
+from commrt.threads.future import Future
 from commrt.training.request import Request
 from commrt.transport.protocol import Allocate
 
+MERGING = "merging what left after step"
+"""What ranks come to where they merge together; the number of the step follows."""
+
 
 class FragmentExchange:
-    """Carries fragments over the communication thread, in the order in which they leave."""
+    """Carries fragments over the communication thread, in the order in which they leave.
+
+    A rank that comes to the others takes their `votes` and `members` (`LocalReplica`).
+    """
 
     def __init__(self, request: Request, fragments: Sequence[Fragment]) -> None:
         self.world = request.world
@@ -48,10 +58,11 @@ class FragmentExchange:
         self.algorithm = cast("LocalSGD", request.algorithm)
         self._number = request.number
         self.votes = Counter[int]()
+        """How often each fragment was to be sent, which numbers its votes."""
         # the generation of the latest average that all ranks have
         self._agreed = self.world.membership.number
         self.members: Members = tuple(range(self.world.founders))
-        """The ranks whose differences the next exchange averages; the training thread's."""
+        """The ranks whose differences the next exchange averages."""
         self._buckets = self._new_buckets()
         buckets = [*chain.from_iterable(self._buckets)]
         self.engine = Engine(self.world, self.algorithm.inner, buckets)
@@ -92,21 +103,22 @@ class FragmentExchange:
             return
         topic = f"merge/{self._number}.{generation.number}.{fragment.index}"
         number = self.votes[fragment.index]
-        in_flight.vote = "" if barrier is None else f"{topic}.{number}"
+        vote = "" if barrier is None else f"{topic}.{number}"
         if barrier is not None and number > 2 and generation.ranks[0] == self.world.rank:
             # All ranks have merged since the vote before the last, or they would not send again.
             barrier.forget(f"{topic}.{number - 2}")
         with self.world.comm_thread.within_range("submit", number=fragment.index):
-            self._submit(fragment, in_flight, generation)
+            self._submit(fragment, in_flight, generation, vote)
 
-    def _submit(self, fragment: Fragment, in_flight: InFlight, generation: Generation) -> None:
+    def _submit(
+        self, fragment: Fragment, in_flight: InFlight, generation: Generation, vote: str
+    ) -> Future[tuple[Span, ...]]:
         buckets = self._buckets[fragment.index]
         number = fragment.exchanges - 1
         for bucket in buckets:
             header = Header(0, self._number, 0, in_flight.step, bucket.index, in_flight.settings)
             bucket.take(header, bucket.names, in_flight.leaving)
             bucket.own_weight = in_flight.weight
-        in_flight.buckets = buckets
         # remember the residuals, for an exchange that is done again
         if self.engine.quantizer is not None:
             own = {name: part for bucket in buckets for name, part in bucket.residuals().items()}
@@ -115,30 +127,34 @@ class FragmentExchange:
             for name, part in own.items():
                 part.copy_(in_flight.residuals[name])
         watched = fragment.digest if self._request.watch else None
-        in_flight.answer = self.world.membership.submit(
-            partial(self._average, in_flight, generation, self.members, number, watched)
+        average = partial(
+            self._average, buckets, in_flight.step, generation, self.members, number, watched, vote
         )
-        in_flight.generation = generation
+        answer = self.world.membership.submit(average)
+        in_flight.submitted = Submitted(generation, vote, buckets, answer)
+        return answer
 
     def _average(
         self,
-        in_flight: InFlight,
+        buckets: Sequence[GradientBucket],
+        step: int,
         generation: Generation,
         members: Members,
         number: int,
         watched: Digest | None,
+        vote: str,
     ) -> tuple[Span, ...]:
         """Average a fragment in exchange `number`, and vote if asked. On the comm thread."""
         if self.world.membership.number != generation.number:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
-        self.world.membership.start_no_earlier(in_flight.step)
+        self.world.membership.start_no_earlier(step)
         if watched is not None:
-            cast("Riders", in_flight.buckets[0].riders).watch(watched)
-        spans = [self.engine.reduce_now(bucket, number, members) for bucket in in_flight.buckets]
+            cast("Riders", buckets[0].riders).watch(watched)
+        spans = [self.engine.reduce_now(bucket, number, members) for bucket in buckets]
         barrier = self._barrier
-        if in_flight.vote and barrier is not None:
+        if vote and barrier is not None:
             self.world.transport.wait()
-            barrier.promise(in_flight.vote, generation)
+            barrier.promise(vote, generation)
         return tuple(spans)
 
     def residuals(self) -> dict[str, Tensor]:
@@ -150,31 +166,32 @@ class FragmentExchange:
             )
         return residuals
 
-    def receive(self, fragment: Fragment, in_flight: InFlight) -> tuple[Span, ...]:
-        """Wait until all ranks have the average on the buckets' wires; return what it cost."""
+    def receive(self, fragment: Fragment, in_flight: InFlight) -> Submitted:
+        """Wait until all ranks have the average on the buckets' wires; return those."""
         if not self._all_have(in_flight):
             with self.world.membership.collective(f"{MERGING} {in_flight.step}", in_flight.step):
                 self._agreed = self.world.membership.together(
                     lambda: self._attempt(fragment, in_flight)
                 )
-        return in_flight.answer.result()
+        return cast("Submitted", in_flight.submitted)
 
     def _all_have(self, in_flight: InFlight) -> bool:
         """Return True if all ranks have the background's average; they get one answer."""
-        if in_flight.generation is None:
+        submitted = in_flight.submitted
+        if submitted is None:
             return False
         membership = self.world.membership
         barrier = self._barrier
         try:
-            membership.outwait(in_flight.answer, in_flight.step)
+            membership.outwait(submitted.answer, in_flight.step)
         except LOST:
             if barrier is None:
                 raise
-            barrier.decline(in_flight.vote)
+            barrier.decline(submitted.vote)
         if barrier is None:
             return True
         look = partial(membership.require_none_behind, in_flight.step)
-        return barrier.outcome(in_flight.vote, in_flight.generation, look)
+        return barrier.outcome(submitted.vote, submitted.generation, look)
 
     def _attempt(self, fragment: Fragment, in_flight: InFlight) -> int:
         """Average again over the ranks left; return the number of the generation that did so."""
@@ -186,9 +203,8 @@ class FragmentExchange:
             self._buckets = self._new_buckets()
             self.engine.replace_buckets([*chain.from_iterable(self._buckets)])
             self.engine.restore_residuals(residuals)
-        in_flight.vote = ""  # the ranks vote on the whole attempt
-        self._submit(fragment, in_flight, generation)
-        in_flight.answer.result()
+        # no vote of its own: the ranks vote on the whole attempt
+        self._submit(fragment, in_flight, generation, "").result()
         return generation.number
 
 

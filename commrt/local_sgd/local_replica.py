@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica that trains alone and averages once in a period; used on the thread that trains."""
+"""A replica that trains alone and averages once in a period; used on the thread that trains.
+
+It decides when fragments leave and merge. `fragment` changes weights, `fragment_exchange` sends.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from commrt.buckets.digest import Digest
 from commrt.buckets.tensors import exchanged_tensors
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import DeadlineExceeded, Place, UsageError
-from commrt.local_sgd.fragment import MERGING, Fragment, InFlight, cut_fragments
-from commrt.local_sgd.fragment_exchange import FragmentExchange
+from commrt.local_sgd.fragment import Fragment, cut_fragments
+from commrt.local_sgd.fragment_exchange import MERGING, FragmentExchange
+from commrt.local_sgd.in_flight import InFlight
 from commrt.local_sgd.outer import SlowMomentum
 from commrt.local_sgd.policy import LocalSGD, Mix
 from commrt.runtime.wire import is_quantized
@@ -84,6 +88,8 @@ class LocalReplica(AfterStepReplica):
         self._exchange = exchange
         self._noted: dict[int, tuple[int, dict[int, float]]] = {}
         """By step: settings and rates in its backward pass, before a scheduler changed them."""
+        self._seen = [NOTHING_SEEN] * len(self._fragments)
+        """`Riding.seen` when the weights of each fragment left last."""
         self._rides = not self._local.is_gossip
         if request.watch and self._rides:
             self._watched = Digest(
@@ -146,12 +152,13 @@ class LocalReplica(AfterStepReplica):
     def _follow(self, record: Mapping[str, Any]) -> None:
         """Begin from the anchor, so that what the giver has learned since counts once."""
         (fragment,) = self._fragments
-        fragment.check_state(record["fragment"])
-        fragment.load_state_dict(record["fragment"])
-        fragment.left = min(fragment.left, record["step"])
+        state = record["fragment"]
+        fragment.check_state(state)
+        fragment.load_state_dict({**state, "left": min(state["left"], record["step"])})
         fragment.land()
         self._exchange.members = tuple(map(int, record["members"]))
-        fragment.seen, self._exchange.votes[0] = self._riding.seen, int(record["votes"])
+        self._exchange.votes[0] = int(record["votes"])
+        self._seen[0] = self._riding.seen
         super()._follow(record)
 
     def _on_pass(self) -> None:
@@ -195,23 +202,24 @@ class LocalReplica(AfterStepReplica):
         if self._rides:
             is_first = fragment.index == 0
             in_flight.weight, in_flight.leaving = self._riding.leave_since(
-                fragment.seen, with_numbers=is_first
+                self._seen[fragment.index], with_numbers=is_first
             )
-            fragment.seen = self._riding.seen
+            self._seen[fragment.index] = self._riding.seen
         fragment.leave(in_flight)
         self._exchange.send(fragment, in_flight)
         return in_flight
 
     def _merge(self, fragment: Fragment, in_flight: InFlight) -> None:
         with self._waiting_for(fragment):
-            self._spans += self._exchange.receive(fragment, in_flight)
+            arrived = self._exchange.receive(fragment, in_flight)
+            self._spans += arrived.answer.result()
             is_fresh = self._clock.step == in_flight.step or isinstance(self._local.merge, Mix)
             learned = None if is_fresh else fragment.learned()
-            for bucket in in_flight.buckets:
+            for bucket in arrived.buckets:
                 bucket.unpack()
                 bucket.release()
             if self._rides and fragment.index == 0:
-                self._riding.unread = in_flight.buckets[0].riders
+                self._riding.unread = arrived.buckets[0].riders
                 self._riding.read()  # before another fragment leaves in this memory
             fragment.merge(
                 in_flight,
@@ -260,7 +268,7 @@ class LocalReplica(AfterStepReplica):
 
     def _has_learned(self, fragment: Fragment) -> bool:
         """Return True if a rank made a step since its weights left, also one in `no_sync`."""
-        own = int(self._riding.seen != fragment.seen)
+        own = int(self._riding.seen != self._seen[fragment.index])
         learned = self._world.membership.together(lambda: gather_integers(self._world, own))
         return self._rides and any(learned.values())  # with gossip all weights are averaged anyway
 
@@ -297,7 +305,7 @@ class LocalReplica(AfterStepReplica):
             "due": due,
             "stepped": stepped,
             "fragments": [fragment.state_dict() for fragment in self._fragments],
-            "seen": [tuple(self._riding.seen.since(fragment.seen)) for fragment in self._fragments],
+            "seen": [tuple(self._riding.seen.since(before)) for before in self._seen],
             "residuals": {name: part.clone() for name, part in self._exchange.residuals().items()},
             "rank": self._world.rank,
         }
@@ -336,7 +344,7 @@ class LocalReplica(AfterStepReplica):
     ) -> None:
         """Go on with what each period's steps weighed so far, and what is to be sent again."""
         for i, fragment in enumerate(self._fragments):
-            fragment.seen = self._riding.seen.since(seen[i] if seen else NOTHING_SEEN)
+            self._seen[i] = self._riding.seen.since(seen[i] if seen else NOTHING_SEEN)
             if (
                 fragment.in_flight is not None
                 and (weight := saved[i]["in_flight"].get("weight")) is not None
@@ -372,8 +380,8 @@ class LocalReplica(AfterStepReplica):
     def detach(self) -> None:
         """Remove all hooks, and drop averages in flight once they are there; not collective."""
         for _, in_flight in self._in_flight():
-            if in_flight.generation is not None:
-                in_flight.answer.exception()  # waits
+            if in_flight.submitted is not None:
+                in_flight.submitted.answer.exception()  # waits
         super().detach()
         for fragment in self._fragments:
             fragment.drop_in_flight()

@@ -24,10 +24,10 @@ from commrt.kernels.dispatch import packing
 from commrt.kernels.layout import GRANULE, Layout, layout_of
 from commrt.kernels.packing import Packing
 from commrt.kernels.plain_torch import pack
-from commrt.options import require_short_sums
 from commrt.program import Program, chunk_bounds, member_program
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
+from commrt.proof.summing import require_short_sums
 from commrt.runtime.all_reduce_call import DEFAULT, AllReduce
 from commrt.runtime.executor import RunnableProgram, Scratch, bind
 from commrt.runtime.prepared import (

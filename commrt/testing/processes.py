@@ -1,51 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function once per rank in real processes on this machine, with their store on the loopback.
+"""Run a function once per rank in real processes on this machine, each of which may end in its way.
 
-`run_processes` is for tests, of which each rank may end in its own way. `run_workers` is for
-programs that a user waits for: workers are forked from this process, which imports and reads once,
-before it forks, what takes seconds. It must not have threads then, and torch must not compute with
-several: a forked process lacks them and would wait for them forever. No worker outlives its parent.
+For tests. The processes have torchrun's variables, and find each other at a free port of the
+loopback. They are not forked from this process, so it may have threads. `workers` uses `Crew` too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import gc
 import os
 import secrets
-import signal
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal
 
 from torch.distributed import Store
 
-from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
+from commrt.errors import CommrtError
 from commrt.store.launcher import LOOPBACK
 from commrt.store.rendezvous import hold, listen
 
 IMPORTED = ["torch._dynamo", "torch.distributed", "commrt.training.attach"]
-BAD_INPUT = {kind.__name__: kind for kind in (UsageError, ScheduleError, DisagreementError)}
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end the parent of workers, besides Ctrl-C."""
-SIGNALS = {number.value: number.name for number in signal.Signals}
-"""By number. Real-time signals have no names."""
-CAUSE_S = 0.5
-"""How long to look for a dead worker after another one failed: the death may be the cause."""
 EXIT_S = 5.0
 """How long a process may take to exit after its last message."""
-PR_SET_PDEATHSIG = 1
-
-T = TypeVar("T")
 Start = Literal["forkserver", "spawn"]
 Body = Callable[..., Any]
 RESTART = "restart"
@@ -62,6 +47,7 @@ class Outcome:
 
     rank: int
     value: Any = None
+    """What the body returned."""
     error: str | None = None
     """The exception as text, if it raised one."""
     exit_code: int | None = None
@@ -93,7 +79,7 @@ def run_processes(
     """
     context: Any = get_context(start)
     context.set_forkserver_preload(IMPORTED)  # of "forkserver" only
-    crew = _Crew(size, body, args, context, listen() if holds_store else None, 0.9 * limit_s)
+    crew = Crew(size, body, args, context, listen() if holds_store else None, 0.9 * limit_s)
     try:
         crew.start()
         crew.listen(limit_s, on_message)
@@ -105,38 +91,10 @@ def run_processes(
     return crew.outcomes
 
 
-def run_workers(
-    workers: int, body: Callable[[], T], may_lose: int = 0, limit_s: float | None = None
-) -> dict[int, T]:
-    """Call `body` in `workers` forked processes with torchrun's variables; return results by rank.
+class Crew:
+    """The processes of one run, and how they end. Used on the thread that made it.
 
-    Up to `may_lose` workers may be killed; they are missing in the result. Call it from the main
-    thread.
-
-    Raises `CommrtError` for the first failure, of the worker's type if that is invalid input; also
-    if workers still run after `limit_s`. A signal that ends this process raises `KeyboardInterrupt`
-    with that signal.
-    """
-    listener = listen()
-    crew = _Crew(workers, _work, (body, listener, os.getpid()), get_context("fork"), listener, inf)
-    try:
-        with _started(crew):
-            crew.listen(
-                inf if limit_s is None else limit_s, patience_s=lambda: _verdict(crew, may_lose)[1]
-            )
-        if error := _verdict(crew, may_lose)[0]:
-            raise error
-        if silent := sorted(rank for rank in crew.running if crew.outcomes[rank].value is None):
-            raise CommrtError(f"workers {silent} still ran after {limit_s:g} s, and were killed")
-    finally:
-        crew.close()
-    return {outcome.rank: outcome.value[1] for outcome in crew.outcomes if outcome.value}
-
-
-class _Crew:
-    """The processes of one run, and how they end.
-
-    With a `listener`, this process holds their store.
+    With a `listener`, this process holds their store, which starts threads.
     """
 
     def __init__(
@@ -198,6 +156,7 @@ class _Crew:
                 self._hear(rank, on_message)
 
     def _hear(self, rank: int, on_message: OnMessage | None) -> None:
+        """Note what `rank` has sent (see `_child`), or that it has ended."""
         outcome = self.outcomes[rank]
         process = self.processes[rank]
         try:
@@ -209,8 +168,12 @@ class _Crew:
             if outcome.value is None and outcome.error is None:
                 self.ended.append(outcome)
             return
-        if kind != "message":
-            setattr(outcome, kind, content)
+        if kind == "value":
+            outcome.value = content
+            self.ended.append(outcome)
+            return
+        if kind == "error":
+            outcome.error = content
             self.ended.append(outcome)
             return
         outcome.messages.append(content)
@@ -233,85 +196,6 @@ class _Crew:
         if self._listener is not None:
             self._listener.close()
         self._store = None  # the traceback of an error may keep this object alive
-
-
-def _work(
-    _: object, body: Callable[[], object], listener: socket.socket, parent: int
-) -> tuple[str, object]:
-    """Run in a worker; return "" and the value of `body`, or the name of its error and the text.
-
-    The parent alone handles Ctrl-C, which reaches all processes of a terminal.
-    """
-    # the kernel kills this process when its parent ends
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    listener.close()  # otherwise connections to a dead store would wait for this process
-    try:
-        return "", body()
-    except Exception as error:  # reported to the parent
-        return type(error).__name__, str(error)
-
-
-def _verdict(crew: _Crew, may_lose: int) -> tuple[CommrtError | None, float]:
-    """Return what went wrong with workers, and for how long to wait for their next message.
-
-    A death comes first: it may have caused the failures.
-    """
-    dead = list[str]()
-    failed = list[tuple[int, str, str]]()
-    for each in crew.ended:
-        code = each.exit_code or 0
-        silence = f"silence: it ended with exit code {code} and sent no result"
-        kind, text = each.value or (each.error or silence).split(": ", 1)
-        if each.value is None and code < 0:
-            dead.append(f"worker {each.rank} was killed by {SIGNALS.get(-code, f'signal {-code}')}")
-        elif kind:
-            failed.append((each.rank, kind, text))
-    deaths = ", ".join(dead)
-    if len(dead) > may_lose:
-        spare = f"can do without {may_lose}" if may_lose else "needs all"
-        needs = f"this run {spare} of its {len(crew.outcomes)} workers"
-        return (
-            CommrtError(f"{deaths}: {needs}; if you did not kill it, check whether memory ran out"),
-            0.0,
-        )
-    for rank, kind, text in failed[:1]:
-        before = f" (before that, {deaths})" if deaths else ""
-        return (
-            BAD_INPUT.get(kind, CommrtError)(f"worker {rank} failed: {kind}: {text}{before}"),
-            CAUSE_S,
-        )
-    return None, EXIT_S if len(crew.ended) == len(crew.outcomes) else inf
-
-
-@contextmanager
-def _started(crew: _Crew) -> Iterator[None]:
-    """Start the workers; then SIGTERM and others raise `KeyboardInterrupt`, if not ignored (nohup).
-
-    Signals wait until all workers are forked. The heap is frozen meanwhile: workers finalise none
-    of its objects.
-    """
-    ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
-    gc.freeze()
-    try:
-        try:
-            crew.start()
-            for number in ours:  # which no worker inherits
-                signal.signal(number, _interrupt)
-        finally:
-            gc.unfreeze()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _interrupt(number: int, _: object) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(number))
 
 
 def free_port() -> int:
@@ -339,6 +223,7 @@ def _environment(rank: int, size: int, port: int, store_exists: bool) -> dict[st
 def _child(
     environment: dict[str, str], pipe: Connection, dump_s: float, body: Body, args: Sequence[Any]
 ) -> None:
+    """Run in a process: send (kind, content, seconds), where kind is message, value or error."""
     if dump_s < inf:
         faulthandler.dump_traceback_later(dump_s)
     os.environ.clear()

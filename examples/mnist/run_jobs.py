@@ -22,7 +22,7 @@ from rich.console import Console
 
 import commrt
 from commrt.store.launcher import launched
-from commrt.testing.processes import run_workers
+from commrt.testing.workers import run_workers
 from commrt.tools.commands.output import json_of
 from commrt.transport.names import chosen_transport
 

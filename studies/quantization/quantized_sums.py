@@ -17,7 +17,7 @@ from torch import Tensor
 import commrt
 from commrt.errors import UsageError
 from commrt.kernels.quantize import add_quantized, dequantize, quantize
-from commrt.options import require_short_sums
+from commrt.proof.summing import require_short_sums
 from commrt.proof.symbols import select
 from commrt.schedule import ADD, Algorithm, IntArray, Schedule, Step
 

@@ -29,7 +29,7 @@ from commrt.runtime.init import init
 from commrt.schedule import Schedule
 from commrt.store.addresses import host_identity
 from commrt.store.launcher import Launch
-from commrt.testing.processes import run_workers
+from commrt.testing.workers import run_workers
 from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
 from commrt.transport.names import chosen_transport
 

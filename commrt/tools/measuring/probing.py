@@ -35,7 +35,7 @@ from commrt.schedule import COPY, Schedule, Step
 from commrt.store.addresses import host_identity
 from commrt.store.launcher import Launch
 from commrt.store.records import gather
-from commrt.testing.processes import run_workers
+from commrt.testing.workers import run_workers
 from commrt.transport.protocol import Tag
 
 FEW_NBYTES = 1 << 10
