@@ -17,9 +17,10 @@ from commrt import files
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster, builtin_clusters
 from commrt.testing.ranks import run_ranks
+from commrt.tools.commands.recorded_times import read_times
 from commrt.tools.measuring import probing
 from commrt.tools.measuring.probing import fit_line, probe, ranks_per_host, ring_shift
-from commrt.tools.pictures.files import read_spans, read_times
+from commrt.tools.pictures.timelines import read_spans
 from commrt.tools.planning.timeline import efficiency_at
 from commrt.tools.planning.workload import Workload
 

@@ -20,8 +20,9 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.store.launcher import LAUNCHERS, default_timeout_s, launched
 from commrt.tools.commands.draw import recorded
+from commrt.tools.commands.recorded_times import read_times
 from commrt.tools.measuring import probing
-from commrt.tools.pictures.files import compute_times_s, read_spans, read_times
+from commrt.tools.pictures.timelines import compute_times_s, read_spans
 from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.timeline import efficiency_at
 from commrt.tools.planning.workload import Workload

@@ -18,7 +18,7 @@ from commrt.testing.ranks import local_worlds, run_ranks
 from commrt.threads import recording
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.recording import NOTHING, Nvtx, Timeline, within_range
-from commrt.tools.pictures.files import chrome_trace
+from commrt.tools.pictures.timelines import chrome_trace
 
 STEPS = 3
 

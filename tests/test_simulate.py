@@ -19,7 +19,7 @@ from commrt.pricing.cluster import Between, Cluster, Link, Racks
 from commrt.pricing.price import Pricing
 from commrt.schedule import ADD, COPY, Schedule, Step
 from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
-from commrt.tools.planning.stragglers import Jitter
+from commrt.tools.planning.computing_times import Jitter
 from commrt.tools.planning.timeline import blocking_step, gossip_efficiency, mean_efficiency, overlapped_step
 from commrt.tools.planning.wires import WirePricing
 from commrt.tools.planning.workload import FORWARD, GRADIENT_NBYTES, ReadyBucket, Workload

@@ -20,7 +20,7 @@ from hypothesis.extra.numpy import arrays
 
 from commrt.errors import UsageError
 from commrt.tools.commands.arguments import BackupOptions
-from commrt.tools.commands.simulate_backups import estimate_backups
+from commrt.tools.commands.backup_estimate import estimate_backups
 from commrt.tools.planning.stragglers import (
     Exponential,
     HeavyTails,

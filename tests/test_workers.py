@@ -17,7 +17,7 @@ from commrt import errors
 from commrt.errors import CommrtError, DisagreementError, PeerLost, UsageError
 from commrt.store.launcher import launched
 from commrt.store.rendezvous import meet
-from commrt.testing import processes
+from commrt.testing import workers
 from commrt.testing.workers import run_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # nothing that is forked here computes
@@ -71,7 +71,7 @@ def test_a_run_of_workers_leaves_nothing_behind_even_if_it_failed():
 
 @pytest.mark.parametrize("kind", [UsageError, DisagreementError, PeerLost, KeyError])
 def test_an_error_ends_all_others_at_once_and_bad_input_stays_bad_input(kind, monkeypatch):
-    monkeypatch.setattr(processes, "CAUSE_S", 0.05)
+    monkeypatch.setattr(workers, "CAUSE_S", 0.05)
 
     def body():
         if rank() == 1:
@@ -116,7 +116,7 @@ ENDS = {
 
 @pytest.mark.parametrize("body", ENDS)
 def test_a_run_that_misses_workers_names_them_and_the_cause(body, monkeypatch):
-    monkeypatch.setattr(processes, "CAUSE_S", LIMIT_S)
+    monkeypatch.setattr(workers, "CAUSE_S", LIMIT_S)
     may_lose, says = ENDS[body]
     with pytest.raises(CommrtError, match=f"^{says}"):
         run_workers(3, body, may_lose)

@@ -221,6 +221,11 @@ class Cluster:
         return self.between.nics_per_rank * self.between.gbytes_per_s * 1e9
 
     @property
+    def ring_count(self) -> int:
+        """How many rings, each of which leaves a node by another rank, use all network cards."""
+        return self.between.nics // self.between.nics_per_rank
+
+    @property
     def rack_bytes_per_s(self) -> float:
         """Bandwidth from a rack to the others."""
         return (

@@ -15,7 +15,8 @@ from gather import gather_on_first
 
 import commrt
 from commrt.threads.recording import Timeline
-from commrt.tools.pictures.files import chrome_trace, write
+from commrt.tools.pictures.files import write
+from commrt.tools.pictures.timelines import chrome_trace
 
 __all__ = ["Part", "RunRecorder"]
 

@@ -28,7 +28,8 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.testing.processes import run_processes
-from commrt.tools.planning.stragglers import SlowSteps, step_time_s
+from commrt.tools.planning.computing_times import SlowSteps
+from commrt.tools.planning.stragglers import step_time_s
 
 sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder
 

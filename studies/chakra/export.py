@@ -19,8 +19,9 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.arguments import CLUSTER, ShapeOptions, below, spread
+from commrt.tools.commands.arguments import CLUSTER, ShapeOptions, below
 from commrt.tools.commands.choosing import choose
+from commrt.tools.commands.spreading import spread
 from commrt.tools.pictures.files import write
 
 __all__ = ["app"]

@@ -18,7 +18,8 @@ from pathlib import Path
 from plan_hybrid import predict  # of this folder
 
 from commrt.pricing.cluster import Cluster
-from commrt.tools.commands.arguments import StepOptions, workload_of
+from commrt.tools.commands.arguments import StepOptions
+from commrt.tools.commands.choosing import workload_of
 
 __all__ = ["ASSUMPTIONS", "POINTS", "Point", "Result", "result"]
 

@@ -18,7 +18,8 @@ from rich.table import Table
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.arguments import BATCH, CLUSTER, StepOptions, compute_of, workload_of
+from commrt.tools.commands.arguments import CLUSTER, StepOptions
+from commrt.tools.commands.choosing import BATCH, compute_of, workload_of
 from commrt.tools.commands.output import json_of
 from commrt.tools.planning.planner import Plan, step_plans
 from commrt.tools.planning.workload import Workload

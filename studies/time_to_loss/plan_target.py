@@ -21,9 +21,10 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
-from commrt.tools.commands.arguments import CLUSTER, LocalOptions, Wire, compute_of, workload_of
+from commrt.tools.commands.arguments import CLUSTER, LocalOptions, Wire
+from commrt.tools.commands.choosing import compute_of, workload_of
+from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.output import json_of
-from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
 from commrt.tools.pictures.files import require_picture, save_picture
 from commrt.tools.planning.planner import exchange_plans, step_plans
 from commrt.tools.planning.timeline import LocalSteps

@@ -12,10 +12,10 @@ import typer
 import commrt
 from commrt.errors import CommrtError, DisagreementError, ScheduleError, UsageError
 from commrt.tools.commands import draw, plan, simulate, verify
-from commrt.tools.commands.arguments import spread
 from commrt.tools.commands.machine import doctor, probe
 from commrt.tools.commands.plan_collective import collective
 from commrt.tools.commands.simulate_backups import backups
+from commrt.tools.commands.spreading import spread
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 

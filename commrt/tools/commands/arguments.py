@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take, and groups of options that a command gets as one object."""
+"""Options that several commands take; groups of them are named tuples, for `spreading` to unfold."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import partial, wraps
-from inspect import Parameter, Signature, signature
+from functools import partial
 from math import ceil
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -17,12 +15,9 @@ from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.direct import Direct
 from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
-from commrt.pricing.cluster import Cluster
-from commrt.tools.planning.timeline import efficiency_at
 from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, wire_nbytes
-from commrt.tools.planning.workload import MODELS, MOST_NUMEL, TRANSFORMERS, Workload
+from commrt.tools.planning.workload import MODELS, TRANSFORMERS
 
-BATCH = 32
 CLUSTER = "abci"
 _SHAPES = f"transformer:WIDTHxDEPTHxTOKENS, {', '.join(TRANSFORMERS)}"
 FORMS = f"{', '.join(MODELS)}, {_SHAPES}, a .json file of commrt.tools.workload_of(...).save"
@@ -272,93 +267,6 @@ class LocalOptions(NamedTuple):
         """Return local SGD with these options; raises `UsageError`. Codes travel by `Direct`."""
         values = self._asdict() | ({"inner": Direct()} if wire in QUANTIZERS else {})
         return LocalSGD(**{name: value for name, value in values.items() if value is not None})
-
-
-def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` as typer reads it: each field of a group, a named tuple, is an option."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {
-        name: kind
-        for name, kind in hints.items()
-        if isinstance(kind, type) and issubclass(kind, tuple)
-    }
-
-    @wraps(command)
-    def spread_out(**given: Any) -> None:
-        whole = {
-            name: kind(**{field: given.pop(field) for field in kind._fields})
-            for name, kind in groups.items()
-        }
-        command(**given, **whole)
-
-    options = list[Parameter]()
-    for name, parameter in signature(command).parameters.items():
-        options += (
-            _fields(groups[name]) if name in groups else [parameter.replace(annotation=hints[name])]
-        )
-    told: Any = spread_out
-    told.__signature__ = Signature(
-        [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
-    )
-    told.__annotations__ = {option.name: option.annotation for option in options}
-    return spread_out
-
-
-def _fields(group: Any) -> list[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    default = group._field_defaults
-    return [
-        Parameter(
-            name,
-            Parameter.KEYWORD_ONLY,
-            default=default.get(name, Parameter.empty),
-            annotation=hints[name],
-        )
-        for name in group._fields
-    ]
-
-
-def compute_of(
-    workload: Workload, cluster: Cluster, batch: int | None, compute_ms: float | None
-) -> tuple[float, float | None]:
-    """Return the seconds that a step computes, and a rank's images per second, None if unknown."""
-    if compute_ms is not None:
-        if batch is not None:
-            raise UsageError(
-                "--batch and --compute-ms both say how long a step computes: leave one out"
-            )
-        return compute_ms / 1e3, None
-    if workload.name not in cluster.compute:
-        raise UsageError(
-            f"how long a step of {workload.name} computes on {cluster.name} is not known: give"
-            " --compute-ms"
-            + (
-                f", or --model, of which it knows {', '.join(cluster.compute)}"
-                if cluster.compute
-                else ""
-            )
-        )
-    rate = cluster.compute[workload.name] * efficiency_at(cluster, batch or BATCH)
-    return (batch or BATCH) / rate, rate
-
-
-def workload_of(model: str) -> Workload:
-    """Return the workload that --model describes; raises `UsageError`."""
-    if model in MODELS or model in TRANSFORMERS:
-        return Workload.named(model)
-    if model.endswith(".json"):
-        return Workload.read(model)
-    if sizes := re.fullmatch(r"transformer:(\d{1,9})x(\d{1,5})x(\d{1,9})", model):
-        return Workload.transformer(*map(int, sizes.groups()))
-    try:
-        numel = int(float(model))
-    except (ValueError, OverflowError):
-        numel = 0
-    if not 0 < numel <= MOST_NUMEL:
-        raise UsageError(
-            f"--model {model}: give {FORMS}, or a number of parameters, such as 25.6e6"
-        )
-    return Workload.even(numel, parts=100)
 
 
 def leave_out(why: str, options: Mapping[str, object]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithm the options of a command describe."""
+"""What the options of a command describe: an algorithm, a model, and how long it computes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from commrt.algorithms.ring import Rings
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.schedule import Algorithm
-from commrt.tools.commands.arguments import ShapeOptions
-from commrt.tools.planning.bounds import ring_count
+from commrt.tools.commands.arguments import FORMS, ShapeOptions
+from commrt.tools.planning.timeline import efficiency_at
+from commrt.tools.planning.workload import MODELS, MOST_NUMEL, TRANSFORMERS, Workload
 
+BATCH = 32
+"""Images per rank, if an option does not say it."""
 RINGS_FIELDS = {"rings": "count", "within": "per_node"}
 """Fields of `Rings` by the options that set them; other fields are called as the options."""
 
@@ -38,7 +41,7 @@ def choose(
         values.setdefault("within", cluster.gpus_per_node)
     if cluster is not None and isinstance(algorithm, Rings):
         per_node = values.setdefault("per_node", cluster.gpus_per_node)
-        values.setdefault("count", min(ring_count(cluster), per_node))
+        values.setdefault("count", min(cluster.ring_count, per_node))
     return cast("Algorithm", replace(algorithm, **values))
 
 
@@ -66,3 +69,46 @@ def _grid(text: str) -> tuple[int, int]:
             f"--grid {text!r} is not a grid: write it as 4x3, ranks in a row x ranks in a column"
         )
     return int(sides[1]), int(sides[2])
+
+
+def workload_of(model: str) -> Workload:
+    """Return the workload that --model describes; raises `UsageError`."""
+    if model in MODELS or model in TRANSFORMERS:
+        return Workload.named(model)
+    if model.endswith(".json"):
+        return Workload.read(model)
+    if sizes := re.fullmatch(r"transformer:(\d{1,9})x(\d{1,5})x(\d{1,9})", model):
+        return Workload.transformer(*map(int, sizes.groups()))
+    try:
+        numel = int(float(model))
+    except (ValueError, OverflowError):
+        numel = 0
+    if not 0 < numel <= MOST_NUMEL:
+        raise UsageError(
+            f"--model {model}: give {FORMS}, or a number of parameters, such as 25.6e6"
+        )
+    return Workload.even(numel, parts=100)
+
+
+def compute_of(
+    workload: Workload, cluster: Cluster, batch: int | None, compute_ms: float | None
+) -> tuple[float, float | None]:
+    """Return the seconds that a step computes, and a rank's images per second, None if unknown."""
+    if compute_ms is not None:
+        if batch is not None:
+            raise UsageError(
+                "--batch and --compute-ms both say how long a step computes: leave one out"
+            )
+        return compute_ms / 1e3, None
+    if workload.name not in cluster.compute:
+        raise UsageError(
+            f"how long a step of {workload.name} computes on {cluster.name} is not known: give"
+            " --compute-ms"
+            + (
+                f", or --model, of which it knows {', '.join(cluster.compute)}"
+                if cluster.compute
+                else ""
+            )
+        )
+    rate = cluster.compute[workload.name] * efficiency_at(cluster, batch or BATCH)
+    return (batch or BATCH) / rate, rate

@@ -14,16 +14,12 @@ from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
-from commrt.tools.commands.choosing import choose
-from commrt.tools.commands.simulate import ExchangeEstimate, StepEstimate
-from commrt.tools.pictures.drawing import (
-    draw_recorded_step,
-    draw_scaling,
-    draw_schedule,
-    draw_simulated_step,
-)
-from commrt.tools.pictures.files import read_spans, require_picture, save_picture
-from commrt.tools.planning.bounds import ring_count
+from commrt.tools.commands.choosing import choose, compute_of, workload_of
+from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
+from commrt.tools.pictures.drawing import draw_scaling, draw_schedule
+from commrt.tools.pictures.files import require_picture, save_picture
+from commrt.tools.pictures.step_drawing import draw_recorded_step, draw_simulated_step
+from commrt.tools.pictures.timelines import read_spans
 from commrt.tools.planning.timeline import blocking_step, overlapped_step, phases
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
 
@@ -107,8 +103,8 @@ def scaling(
     """Draw the efficiency of all algorithms over the number of ranks."""
     require_picture(out)
     place = Cluster.named(cluster)
-    workload = opt.workload_of(model)
-    compute_s, _ = opt.compute_of(workload, place, batch, compute_ms)
+    workload = workload_of(model)
+    compute_s, _ = compute_of(workload, place, batch, compute_ms)
     nbytes = wire_nbytes(workload.numel, ITEMS[wire])
     most = min(place.ranks(), ranks)
     counts = [count for count in RANK_COUNTS if count <= most]
@@ -118,7 +114,7 @@ def scaling(
             " more"
         )
     efficiencies = {}
-    left_out = {DIRECT} if ring_count(place) > 1 else {DIRECT, "rings"}  # one ring is the ring
+    left_out = {DIRECT} if place.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
     plain = [name for name in (*ALGORITHMS, GOSSIP) if name not in left_out]
     for name in [DIRECT] if wire in QUANTIZERS else plain:
         algorithm = choose(name, opt.ShapeOptions(), place)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands print: tables, clusters, what is gained, and JSON."""
+"""What several commands print, as text: tables, clusters, what is gained or for codes, and JSON."""
 
 from __future__ import annotations
 
@@ -50,3 +50,13 @@ def json_of(facts: object) -> str:
     '{"loss": null, "steps": [1, 2.5]}'
     """
     return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None))
+
+
+def quantizer_sentence(seconds: float, cluster: Cluster) -> str:
+    """Return what of the price is for turning values into codes and back."""
+    if cluster.code_gbytes_per_s is None:
+        return (
+            f"quantizing is taken to need no time: {cluster.name} has no code_gbytes_per_s; commrt"
+            " probe measures it"
+        )
+    return f"{1e3 * seconds:.3f} ms of it is for turning values into codes and back"

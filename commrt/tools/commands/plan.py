@@ -24,9 +24,9 @@ from commrt.pricing.cluster import Cluster
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands import arguments as opt
-from commrt.tools.commands.output import about, gains, json_of, table_of
-from commrt.tools.commands.simulate import quantizer_sentence
-from commrt.tools.commands.simulate_backups import estimate_backups
+from commrt.tools.commands.backup_estimate import estimate_backups
+from commrt.tools.commands.choosing import compute_of, workload_of
+from commrt.tools.commands.output import about, gains, json_of, quantizer_sentence, table_of
 from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.planner import (
     PYTHON_WIRES,
@@ -95,11 +95,11 @@ def _plan_step(
     options: opt.PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost]
 ) -> None:
     cluster = Cluster.named(options.cluster)
-    workload = opt.workload_of(options.model)
+    workload = workload_of(options.model)
     wires = ["fp32", "bf16"] if options.wire is None else [options.wire.value]
     for number, wire in product({cost.backups for cost in waitings} - {0}, wires):
         require_carried(BackupWorkers(number, Direct()), ranks, wire)
-    compute_s, _ = opt.compute_of(workload, cluster, options.batch, options.compute_ms)
+    compute_s, _ = compute_of(workload, cluster, options.batch, options.compute_ms)
     plans = step_plans(
         cluster, ranks, workload, compute_s, wires, *([waitings] if waitings else [])
     )

@@ -7,173 +7,26 @@ Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-from numpy.random import default_rng
 from rich.console import Console
 from rich.table import Table
 
-from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.price import Price
 from commrt.schedule import Algorithm
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import choose
-from commrt.tools.commands.output import about, json_of, table_of
-from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
-from commrt.tools.planning.stragglers import Jitter
-from commrt.tools.planning.timeline import (
-    LocalSteps,
-    blocking_step,
-    gossip_efficiency,
-    mean_efficiency,
-    overlapped_step,
-)
-from commrt.tools.planning.wires import ITEMS, QUANTIZERS, WirePricing, require_carried, wire_nbytes
-from commrt.tools.planning.workload import FORWARD, Workload
+from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate, times
+from commrt.tools.commands.output import about, json_of, quantizer_sentence, table_of
+from commrt.tools.planning.timeline import LocalSteps, overlapped_step
 
 OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
 """Commands for algorithms whose steps are no exchange of gradients by all ranks."""
 MOST_JITTER_TIMES = 10_000_000
 """The most ranks x steps that are simulated one by one."""
-
-
-@dataclass(frozen=True)
-class ExchangeEstimate:
-    """The price of one algorithm for `nbytes` on the wire."""
-
-    algorithm: Algorithm
-    ranks: int
-    cluster: Cluster
-    nbytes: float
-    wire: str
-
-    @cached_property
-    def pricing(self) -> WirePricing:
-        """Return the first step's pricing; raises `UsageError` if that cannot carry the codes."""
-        require_carried(self.algorithm, self.ranks, self.wire)
-        return WirePricing(
-            self.algorithm.schedule(0, self.ranks), self.cluster, QUANTIZERS.get(self.wire)
-        )
-
-    @cached_property
-    def price(self) -> Price:
-        """Return the price of all bytes at once.
-
-        Partners of gossip change, so there it is the mean of two periods.
-        """
-        first = self.pricing.price(self.nbytes)
-        if not isinstance(self.algorithm, Gossip):
-            return first
-        steps = range(1, 2 * self.algorithm.period(self.ranks))
-        others = (
-            WirePricing(self.algorithm.schedule(step, self.ranks), self.cluster) for step in steps
-        )
-        finish_s = [first.finish_s, *(other.price(self.nbytes).finish_s for other in others)]
-        return Price(np.full(self.ranks, np.mean([each.max() for each in finish_s])), first.steps)
-
-    def record(self) -> dict[str, Any]:
-        """Return the estimate for JSON."""
-        price = self.price
-        bound = exchange_bound_s if isinstance(self.algorithm, Gossip) else all_reduce_bound_s
-        bound_s = bound(self.cluster, self.ranks, self.nbytes)
-        known: dict[str, Any] = {
-            "algorithm": str(self.algorithm),
-            "ranks": self.ranks,
-            "cluster": self.cluster.name,
-            "nbytes": self.nbytes,
-            "seconds": price.seconds,
-            "lower_bound_seconds": bound_s,
-            "of_optimal": price.seconds / bound_s if bound_s else None,
-            "steps": price.steps,
-        }
-        if self.pricing.quantizer is not None:
-            known |= {"wire": self.wire, "coding_seconds": 2 * self.pricing.code_s(self.nbytes)}
-        return known
-
-
-@dataclass(frozen=True)
-class StepEstimate:
-    """The price of a training step with one algorithm."""
-
-    exchange: ExchangeEstimate
-    """Of all gradients at once, or of all weights."""
-    workload: Workload
-    compute_s: float
-    rate: float | None = None
-    """Images per second of a rank while it computes; None if that is not known."""
-    bucket_cap_mb: float = 25.0
-
-    @classmethod
-    def of(cls, algorithm: Algorithm, options: opt.StepOptions, cluster: Cluster) -> Self:
-        """Return the estimate for `options` on `cluster`; raises `UsageError`."""
-        workload = opt.workload_of(options.model)
-        nbytes = wire_nbytes(workload.numel, ITEMS[options.wire])
-        exchange = ExchangeEstimate(algorithm, options.ranks, cluster, nbytes, options.wire)
-        computing = opt.compute_of(workload, cluster, options.batch, options.compute_ms)
-        return cls(exchange, workload, *computing, options.bucket_cap_mb)
-
-    @cached_property
-    def buckets(self) -> list[Any]:
-        """Return the buckets that leave during the backward pass."""
-        return self.workload.buckets(self.bucket_cap_mb * 2**20, ITEMS[self.exchange.wire])
-
-    def times_s(self) -> dict[str, float]:
-        """Return the time of a step by when it exchanges."""
-        exchange = self.exchange
-        compute_s = self.compute_s
-        if isinstance(exchange.algorithm, Gossip):  # of weights, which exist only after the step
-            exchange_s = exchange.price.seconds
-            rest_s = (1 - FORWARD) * compute_s
-            return {
-                "after the step": compute_s + exchange_s,
-                "under the next forward pass": rest_s + max(compute_s - rest_s, exchange_s),
-                "a step late, under all of it": max(compute_s, exchange_s),
-            }
-        after = blocking_step(exchange.pricing, exchange.nbytes, compute_s)
-        under = overlapped_step(exchange.pricing, self.buckets, compute_s)
-        return {"after the backward pass": after.seconds, "under the backward pass": under.seconds}
-
-    def record(self) -> dict[str, Any]:
-        """Return the estimate for JSON."""
-        exchanges: list[dict[str, Any]] = [
-            {"when": when} | times(step_s, self.compute_s)
-            for when, step_s in self.times_s().items()
-        ]
-        best = max(each["efficiency"] for each in exchanges[:2])
-        return self.exchange.record() | {
-            "model": self.workload.name,
-            "wire": self.exchange.wire,
-            "compute_seconds": self.compute_s,
-            "exchanges": exchanges,
-            "images_per_second": (
-                None if self.rate is None else self.rate * self.exchange.ranks * best
-            ),
-        }
-
-    def jitter_record(self, jitter: float, steps: int, seed: int) -> dict[str, Any]:
-        """Return for JSON what ranks of unequal speed cost; raises `UsageError`."""
-        algorithm = self.exchange.algorithm
-        ranks = self.exchange.ranks
-        law = Jitter(self.compute_s, jitter)
-        times_s = law.sample(default_rng(seed), steps, ranks)
-        if isinstance(algorithm, Gossip):
-            ways = (replace(algorithm, staleness=late, weight=None) for late in (0, 1))
-            now, late = (
-                gossip_efficiency(times_s, way, self.exchange.price.seconds) for way in ways
-            )
-            return {
-                "jitter": asdict(law),
-                "efficiency_with_jitter": now,
-                "efficiency_one_step_late": late,
-            }
-        efficiency = mean_efficiency(self.exchange.pricing, self.buckets, times_s)
-        return {"jitter": asdict(law), "efficiency_with_jitter": efficiency}
 
 
 def exchange(
@@ -211,16 +64,6 @@ def _show(record: dict[str, Any], cluster: Cluster) -> None:
     )
     if "coding_seconds" in record:
         print(quantizer_sentence(record["coding_seconds"], cluster))
-
-
-def quantizer_sentence(seconds: float, cluster: Cluster) -> str:
-    """Return what of the price is for turning values into codes and back."""
-    if cluster.code_gbytes_per_s is None:
-        return (
-            f"quantizing is taken to need no time: {cluster.name} has no code_gbytes_per_s; commrt"
-            " probe measures it"
-        )
-    return f"{1e3 * seconds:.3f} ms of it is for turning values into codes and back"
 
 
 def step(
@@ -266,15 +109,6 @@ def _show_steps(record: dict[str, Any]) -> None:
             f"if computing varies by {variation:.0%}: efficiency"
             f" {record['efficiency_with_jitter']:.1%}{also}"
         )
-
-
-def times(step_s: float, compute_s: float) -> dict[str, float]:
-    """Return for JSON how long a step takes, and how well it uses its ranks."""
-    return {
-        "step_seconds": step_s,
-        "exposed_seconds": step_s - compute_s,
-        "efficiency": compute_s / step_s,
-    }
 
 
 def step_table(

@@ -44,8 +44,3 @@ def _least_latency_s(cluster: Cluster, ranks: int) -> float:
     within_us = cluster.within.latency_us
     between_us = cluster.between.latency_us
     return 1e-6 * (min(within_us, between_us) if ranks > cluster.gpus_per_node else within_us)
-
-
-def ring_count(cluster: Cluster) -> int:
-    """Return how many rings, each of which leaves a node by another rank, use all network cards."""
-    return cluster.between.nics // cluster.between.nics_per_rank

@@ -22,7 +22,7 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.quantizer import Quantizer
 from commrt.schedule import Algorithm
-from commrt.tools.planning.bounds import all_reduce_bound_s, ring_count
+from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, WirePricing, wire_nbytes
 from commrt.tools.planning.workload import Workload
@@ -217,7 +217,7 @@ def priced_candidates(
     latency_s = 1e-6 * min(cluster.within.latency_us, cluster.between.latency_us)
     most_steps = MOST_STEPS if needed > MOST_FOR_ALL_CAPS else inf
     found = []
-    for algorithm, steps in tried_shapes(Nodes(needed, per_node, ring_count(cluster))):
+    for algorithm, steps in tried_shapes(Nodes(needed, per_node, cluster.ring_count)):
         if steps and (steps > most_steps or bound_s + latency_s * (steps - 1) > limit_s):
             continue
         found.append(halving if algorithm == halving.algorithm else candidate(algorithm))

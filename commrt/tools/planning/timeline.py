@@ -19,7 +19,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Seconds
-from commrt.tools.planning.stragglers import Times
+from commrt.tools.planning.computing_times import Times
 from commrt.tools.planning.wires import WirePricing
 from commrt.tools.planning.workload import ReadyBucket
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines of recorded runs: their ranges, written for Chrome and read again."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from commrt.errors import UsageError
+from commrt.files import read_text
+
+WARMUP_STEPS = 3
+"""The first steps, in which programs are made."""
+MAX_COUNT = 1e15
+"""Largest rank, step or time in microseconds (30 years)."""
+
+
+class TimelineSpan(NamedTuple):
+    """One recorded range, such as a backward pass of one rank."""
+
+    rank: int
+    name: str
+    begin_ms: float
+    end_ms: float
+    step: int | None
+
+
+def chrome_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return a trace for Chrome and ui.perfetto.dev: a process per rank, a row per thread."""
+    rows = list(events)
+    threads = {(row["pid"], row["tid"]): row["thread"] for row in rows}
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({rank for rank, _ in threads})
+    ]
+    names += [
+        {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+        for (rank, thread), name in threads.items()
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": names + rows}
+
+
+def read_spans(file: str) -> list[TimelineSpan]:
+    """Return all ranges in `file`, a timeline of `chrome_trace`; raise `UsageError` for others."""
+    text = read_text(file)
+    try:
+        return spans_of(json.loads(text)["traceEvents"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{file} is no timeline of chrome_trace: {error!r:.200}") from error
+
+
+def spans_of(events: Iterable[dict[str, Any]]) -> list[TimelineSpan]:
+    """Return the ranges in Chrome's trace `events`; raise KeyError or TypeError if malformed."""
+    return [_parse_span(event) for event in events if event["ph"] == "X"]
+
+
+def _parse_span(event: dict[str, Any]) -> TimelineSpan:
+    rank = event["pid"]
+    name = event["name"]
+    step = dict(event["args"]).get("step")
+    begin_us = event["ts"]
+    width_us = event["dur"]
+    is_valid = isinstance(name, str) and type(rank) is int and (step is None or type(step) is int)
+    if not (
+        is_valid
+        and all(0 <= number < MAX_COUNT for number in (rank, step or 0, begin_us, width_us))
+    ):
+        raise TypeError(
+            f"name must be a text, and pid, ts, dur and args.step numbers from 0 to {MAX_COUNT:g}"
+        )
+    return TimelineSpan(rank, name, begin_us / 1e3, (begin_us + width_us) / 1e3, step)
+
+
+def compute_times_s(spans: Sequence[TimelineSpan]) -> list[list[float]]:
+    """Return [steps][ranks] seconds from begin of forward to end of backward pass, without waits.
+
+    The list has as many steps as every rank has made, without the first `WARMUP_STEPS`.
+    """
+    by_rank: defaultdict[int, list[float]] = defaultdict(list)
+    begin_ms = dict[int, float]()
+    # inner ranges before outer ones
+    for span in sorted(spans, key=lambda span: (span.end_ms, -span.begin_ms)):
+        if span.name == "forward":
+            begin_ms[span.rank] = span.begin_ms
+        elif span.rank in begin_ms and span.name == "wait":
+            begin_ms[span.rank] += span.end_ms - span.begin_ms
+        elif span.rank in begin_ms and span.name == "backward":
+            by_rank[span.rank].append((span.end_ms - begin_ms.pop(span.rank)) / 1e3)
+    return [
+        list(step)
+        for step in zip(*(by_rank[rank][WARMUP_STEPS:] for rank in sorted(by_rank)), strict=False)
+    ]
