@@ -20,7 +20,7 @@ from commrt.kernels.dispatch import TRITON_AT_LEAST
 from commrt.store.launcher import VARIABLES, Launch, launched
 from commrt.testing.workers import run_workers
 from commrt.tools.commands.machine import examine
-from commrt.tools.measuring import doctor_environment, doctor_machine
+from commrt.tools.measuring import doctor_machine
 from commrt.tools.measuring.doctor_environment import AT_LEAST, HARMS, MISSING, launcher, packages, variables
 from commrt.tools.measuring.doctor_machine import EXCHANGE_ADVICE, gpus
 from commrt.transport.names import TRANSPORTS
@@ -190,9 +190,9 @@ def test_a_rank_holds_at_most_as_many_files_as_was_counted():
 def test_processors_are_counted_by_affinity_and_quota(text, cpus, tmp_path, monkeypatch):
     quota = tmp_path / "cpu.max"
     quota.write_text(text)
-    monkeypatch.setattr(doctor_environment, "QUOTA", quota)
+    monkeypatch.setattr(doctor_machine, "QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert doctor_environment.cpus() == cpus
+    assert doctor_machine.cpus() == cpus
 
 
 @for_each(

@@ -3,6 +3,8 @@
 
 Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", 2018. The noise
 of a step is about rate over batch, so a growing batch can replace a decay of the learning rate.
+
+Of what others own, only the rates in an optimizer's groups change. Nothing is sent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampler that survives: each sample is used once per epoch, whatever happens to the ranks."""
+"""A sampler that survives: each sample is used once per epoch, whatever happens to the ranks.
+
+It sends nothing itself: ranks agree as they compute the same, and a late rank takes the position of
+another one by `Replica.drain`. Used on the thread that trains.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange of weights by gossip: one message to a partner for each bucket and step.
 
-The thread that trains sends a bucket; the communication thread proves, binds and runs.
+The thread that trains sends a bucket, and notes in it and in its message that it is in flight. The
+communication thread proves, binds and runs.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ class GossipExchange:
 
     When a rank is lost, the others form a new generation. It starts at the latest step of all its
     members. A member that has not reached that step trains alone until then.
+
+    From `share` to `release` the communication thread alone changes the members, and all that is
+    bound for them; the thread that trains reads `members`.
     """
 
     def __init__(self, world: World, algorithm: Gossip, number: int) -> None:
@@ -178,6 +182,7 @@ class GossipExchange:
         self._scratch = Scratch()
 
     def _carry(self, message: Message, bucket: int, step: int) -> Received:
+        """Exchange `message` on the communication thread, unless this rank trains alone."""
         begin_s = perf_counter()
         membership = self.world.membership
         done = NOTHING_DONE

@@ -44,7 +44,11 @@ class Received(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """Memory for one exchange: `sent` and `received` are [layout.numel] of the wire's dtype."""
+    """Memory for one exchange: `sent` and `received` are [layout.numel] of the wire's dtype.
+
+    `GossipExchange` sets `windows` once, and `step` and `answer` each time when it sends. Until the
+    answer is there, `sent` and `received` are the communication thread's.
+    """
 
     sent: Tensor
     received: Tensor
@@ -65,8 +69,8 @@ class WeightBucket(WeightPart):
     """Weights that gossip sends together, with memory for so many `messages` at once.
 
     In each step the thread that trains calls `packed`, the communication thread exchanges the
-    message, and the thread that trains calls `mix`. Whoever sends adds the message to `in_flight`,
-    where the oldest comes first, and counts it in `sent`.
+    message, and the thread that trains calls `mix`. `GossipExchange.send` adds the message to
+    `in_flight`, where the oldest comes first, and counts it in `sent`.
     """
 
     IN_FLIGHT = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proofs of schedules by symbolic replay. Needs only numpy."""
+"""What can be proven of a schedule before it runs. Needs only numpy; changes nothing."""
 
 from commrt.importing import names_of
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof of a schedule, or a counter-example.
+"""The proof of a schedule, or a counter-example; and its traffic, which is counted on the way.
 
 `verify` replays a schedule symbolically. Each cell (rank, chunk) holds the set of ranks whose
 contribution is in it. If the schedule mixes, the cell holds exact weights of these ranks instead.

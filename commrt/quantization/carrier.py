@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that carry codes of few bits: what the runtime needs of a wire (`Carrier`).
+"""Programs that carry codes of few bits: all functions of a `Carrier` (`commrt.runtime.wire`).
 
-See `commrt.runtime.wire.Carrier`. Used on the communication thread, or in place of it.
+Used on the communication thread, or in place of it. They write the buffers, codes and residuals
+that they are given, and know no model.
 
 Codes do not add: each rank quantizes every value once, either what it gives away to be summed, or
 the sum that it has formed. What was received to be added is dequantized and added in fp32. What is

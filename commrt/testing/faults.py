@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport that fails, delays or drops transfers, chosen by rank, step and bucket."""
+"""Injected faults: transfers that fail, are delayed or dropped, chosen by rank, step and bucket.
+
+`with_faults` replaces the method `bind` of a transport; nothing else of it changes.
+"""
 
 from __future__ import annotations
 

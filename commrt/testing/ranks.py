@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function once per rank, with threads of this process as ranks."""
+"""Run a function once per rank, with threads of this process as ranks.
+
+Each thread has a world of its own. All share a store and, by default, a fabric in memory.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def over_threads(store: Store, ranks: int, timeout_s: float) -> list[Transport]:
 
 
 RECONNECTING: dict[Connect, Callable[[Store, int, Sequence[int], float], Transport]] = {}
-"""What connects one rank again, by what connected all; `over_threads` needs no entry."""
+"""What connects one rank again, by what connected all: yours to add to, but for `over_threads`."""
 
 
 def local_worlds(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take; groups of them are named tuples, for `spreading` to unfold."""
+"""Options that several commands take; groups of them are named tuples, which `spreading` opens."""
 
 from __future__ import annotations
 

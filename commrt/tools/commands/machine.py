@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor`` and ``commrt probe``: look at the machine, and measure a world's links."""
+"""``commrt doctor`` and ``commrt probe``: look at this machine, and measure a world's links.
+
+The work is in `tools/measuring`, which is imported when a command is called, as it needs torch.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor``: what one finding is; packages, launcher and environment variables.
+"""``commrt doctor`` without torch: what a finding is; packages, launcher, environment variables.
 
-Needs no torch.
+Only reads: nothing is imported, started or changed.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
-from math import inf
-from pathlib import Path
 from typing import Literal
 
 from packaging.version import Version
@@ -215,17 +212,3 @@ def variables(env: Mapping[str, str], interfaces: Sequence[str]) -> Iterator[Fin
 def interfaces() -> list[str]:
     """Return the names of this host's network interfaces."""
     return [name for _, name in socket.if_nameindex()]
-
-
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
-def cpus() -> float:
-    """Return how many processors this process may use, by affinity and control group's quota."""
-    allowed = len(os.sched_getaffinity(0))
-    try:
-        # such as "150000 100000" or "max 100000"
-        most, period = QUOTA.read_text(encoding="ascii").split()
-        return min(allowed, inf if most == "max" else int(most) / int(period))
-    except (OSError, ValueError):
-        return allowed

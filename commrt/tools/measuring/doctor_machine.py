@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt doctor``: what ranks find on this host.
+"""``commrt doctor`` with torch: what ranks find on this host.
 
-Files, processors, a real exchange, GPUs and NCCL.
+Open files, processors, GPUs, NCCL, and an exchange between two processes. These are forked, so it
+must come before anything starts threads, and torch computes with one meanwhile.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import combinations
+from math import inf
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -30,7 +33,7 @@ from commrt.schedule import Schedule
 from commrt.store.addresses import host_identity
 from commrt.store.launcher import Launch
 from commrt.testing.workers import run_workers
-from commrt.tools.measuring.doctor_environment import Finding, cpus, guarded
+from commrt.tools.measuring.doctor_environment import Finding, guarded
 from commrt.transport.names import chosen_transport
 
 FILES_ALONE = 40
@@ -50,6 +53,8 @@ EXCHANGE_ADVICE = {
         " 127.0.0.1."
     ),
 }
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""The control group's limit."""
 DRIVER = Path("/dev/nvidiactl")
 """Exists if NVIDIA's driver is loaded."""
 COMPILED_FROM = (8, 0)
@@ -128,6 +133,17 @@ def processors(launch: Launch | None, threads: int) -> Iterator[Finding]:
         yield Finding("processors", "warning", f"{detail}: threads wait for a processor", advice)
     else:
         yield Finding("processors", "ok", detail)
+
+
+def cpus() -> float:
+    """Return how many processors this process may use, by affinity and control group's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        # such as "150000 100000" or "max 100000"
+        most, period = QUOTA.read_text(encoding="ascii").split()
+        return min(allowed, inf if most == "max" else int(most) / int(period))
+    except (OSError, ValueError):
+        return allowed
 
 
 class Exchanged(NamedTuple):

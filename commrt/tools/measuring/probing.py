@@ -5,7 +5,7 @@ Ranks pass messages around rings. All rings over one kind of link run at the sam
 schedules all ranks are busy too, and share network cards and cores. Many rounds follow each other,
 since in schedules the slowest neighbour counts again and again. So the latency contains what the
 runtime and the host take for an exchange. Where there are GPUs, messages go from one GPU to another
-through NCCL.
+through NCCL. Collective, between other exchanges; the communication thread runs the rounds.
 """
 
 from __future__ import annotations

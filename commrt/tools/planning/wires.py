@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wires of the command line: what a gradient is on each, its bytes, and its time."""
+"""The wires of the command line: what a gradient is on each, and what it costs to send it so."""
 
 from __future__ import annotations
 
