@@ -21,16 +21,8 @@ from hypothesis.extra.numpy import arrays
 from commrt.errors import UsageError
 from commrt.tools.commands.arguments import BackupOptions
 from commrt.tools.commands.backup_estimate import estimate_backups
-from commrt.tools.planning.stragglers import (
-    Exponential,
-    HeavyTails,
-    Published,
-    Scaling,
-    SlowSteps,
-    choose,
-    kth_time_s,
-    step_time_s,
-)
+from commrt.tools.planning.computing_times import Exponential, HeavyTails, SlowSteps
+from commrt.tools.planning.stragglers import Published, Scaling, choose, kth_time_s, step_time_s
 
 ESTIMATED_S = {1: 1.23, 50: 1.46, 80: 1.54, 90: 1.58, 94: 1.61, 95: 1.63, 96: 1.65, 97: 1.70, 98: 1.81, 99: 2.16}
 """k to mean time of the k-th of 100 gradients, by an earlier sampling of the same family of laws; the 100th: 4.99."""
