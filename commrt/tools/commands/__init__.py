@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one module per group of commands, imported when it is called."""
+"""The command line: commands, and what they share: options, choices, estimates and output."""
