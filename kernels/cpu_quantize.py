@@ -17,14 +17,12 @@ import numpy as np
 from numba import njit, uint32, uint64
 from torch import Tensor
 
+from commrt.kernels.philox import PHILOX_KEYS, PHILOX_MULTIPLIERS, PHILOX_ROUNDS
 from commrt.kernels.quantize import (
     HUGE_BITS,
     INFINITY_BITS,
     LEAST_BITS,
     NAN_SCALE,
-    PHILOX_KEYS,
-    PHILOX_MULTIPLIERS,
-    PHILOX_ROUNDS,
     SCALES_NBYTES,
 )
 from commrt.quantizer import STOCHASTIC, TILE_BLOCKS, Quantizer
@@ -314,7 +312,7 @@ def _move(source: Array, target: Array, width: int, down: int, up: int) -> None:
 
 @compiled
 def _uniform(numbers: Array, key: Array, tile: int) -> None:
-    """Write numbers from [0, 1); see `quantize.uniform`."""
+    """Write numbers from [0, 1); see `philox.uniform`."""
     quarter = len(numbers) // 4
     for k in range(quarter):
         w0, w1, w2, w3 = _philox(uint32(uint64(tile) * uint64(quarter) + uint64(k)), key)

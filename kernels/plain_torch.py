@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels in plain torch: pack, unpack, reduce and mix. This defines them, and runs on CPUs."""
+"""Pack, reduce and mix in plain torch: this defines the kernels, and runs on CPUs.
+
+Unpacking is a copy, and has no function here.
+"""
 
 from __future__ import annotations
 

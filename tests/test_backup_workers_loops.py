@@ -10,7 +10,7 @@ from late_ranks import AT, MODEL, Loop, Progress, Trainee, all_are_equal, at, ba
 from torch import nn
 
 import commrt
-from commrt.backup_workers.catch_up import FinalCalls
+from commrt.backup_workers.final_calls import FinalCalls
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
 from commrt.training.model_state import dump, load

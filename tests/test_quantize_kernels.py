@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from interpreter import interpret, interpreted_gpu, require, watched
 from quantizers import KINDS, ODD, QUANTIZERS, same, ties, values
 
-from commrt.kernels import quantize, quantize_dispatch
+from commrt.kernels import philox, quantize, quantize_dispatch
 from commrt.kernels.device import variants
 from commrt.quantizer import NEAREST, STOCHASTIC, TILE_BLOCKS, Float8, Int2, Int4, Int8, Quantizer
 
@@ -121,7 +121,7 @@ def test_blocks_of_all_sizes_are_coded_alike(backend):
 def test_a_program_finds_its_tile_where_no_int32_counts_values_codes_and_random_numbers():
     quantizer, far, numel = Int8(64, rounding=STOCHASTIC), 2**31 // 512 + 3, 500
     x, want, got = values(numel, 64), *torch.zeros(2, quantizer.tile_nbytes, dtype=torch.uint8)
-    numbers = quantize.uniform(KEY, far, 1, quantizer)
+    numbers = philox.uniform(KEY, far, 1, quantizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "uniform", lambda *_: numbers)
         quantize.quantize(x, want, quantizer)
@@ -135,7 +135,7 @@ def test_a_program_finds_its_tile_where_no_int32_counts_values_codes_and_random_
 def does_every_random_bit_count(backend):
     """True if values that the random numbers just lift to 1 become 1, and are coded as such."""
     quantizer = Int2(64, feedback=False, rounding=STOCHASTIC)
-    x = 1 - quantize.uniform(KEY, 0, 2, quantizer).flatten()
+    x = 1 - philox.uniform(KEY, 0, 2, quantizer).flatten()
     x[:: quantizer.block] = 1.0
     assert torch.equal(quantized_and_back(x, quantizer)[0], torch.ones_like(x))
     return is_coded_alike(backend, quantizer, x, x)
@@ -144,7 +144,7 @@ def does_every_random_bit_count(backend):
 def is_largest_code_alike(backend):
     """True if the largest value of a block keeps its code where rounding lifts the sum with a number close to 1."""
     quantizer, key = Int8(64, rounding=STOCHASTIC), 1
-    lifts_to_128 = quantize.uniform(key, 0, 1, quantizer).flatten() > 1 - 2.0**-19
+    lifts_to_128 = philox.uniform(key, 0, 1, quantizer).flatten() > 1 - 2.0**-19
     assert lifts_to_128.any()
     x = torch.where(lifts_to_128, 127.0, 1.0)
     x[:: quantizer.block] = 127.0
@@ -158,7 +158,7 @@ def test_every_bit_of_a_random_number_counts_and_no_number_makes_a_code_too_larg
 
 def test_random_numbers_are_philox():
     known = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # of Random123 for key 0 and counter 0
-    numbers = quantize.uniform(0, 0, 1, Int8(64))[0, ::128]
+    numbers = philox.uniform(0, 0, 1, Int8(64))[0, ::128]
     assert numbers.tolist() == [(word >> 8) * 2.0**-24 for word in known]
 
 

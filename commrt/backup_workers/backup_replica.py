@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 
-from commrt.backup_workers.backup_step import BackupStep, SkippingGuard
-from commrt.backup_workers.catch_up import CatchUp, FinalCalls
+from commrt.backup_workers.backup_step import BackupStep
+from commrt.backup_workers.catch_up import CatchUp
+from commrt.backup_workers.final_calls import FinalCalls
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.backup_workers.replica_state import ReplicaState
+from commrt.backup_workers.skipping_guard import SkippingGuard
 from commrt.buckets.engine import Engine
 from commrt.elastic.elastic_membership import end_survival, survive_losses
 from commrt.errors import CommrtError, UsageError

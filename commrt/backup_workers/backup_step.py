@@ -10,43 +10,38 @@ count.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import perf_counter, time
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import torch
-from torch import Tensor
 from torch.distributed import PrefixStore, Store
-from torch.optim import Optimizer
 
 from commrt.algorithms import tree
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.backup_workers.quorum import Announcement, QuorumVote, StepOutcome
 from commrt.backup_workers.replica_state import Snapshot
+from commrt.backup_workers.skipping_guard import SkippingGuard
 from commrt.backup_workers.stall import StallWatch
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.riders import Riders
-from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
+from commrt.elastic.elastic_membership import CALL_LOOK_S, ElasticMembership
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Members
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
 from commrt.training.model_state import FlatBuffer, unread_buffers
-from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.riding import Riding
-from commrt.training.step_guard import UNAVERAGED, StepGuard, are_zeroed, closure_in
 from commrt.training.step_report import StepReport
 from commrt.transport.protocol import Tag
 
 NOBODY = (Announcement(0, 0, ready_s=inf),)
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -254,7 +249,7 @@ class BackupStep:
     def _outcome(self, result: Future[StepOutcome]) -> StepOutcome:
         while True:
             try:
-                return result.result(LOOK_S)
+                return result.result(CALL_LOOK_S)
             except TimeoutError:
                 if result.done():  # meanwhile, perhaps with a TimeoutError of its own
                     return result.result()
@@ -378,78 +373,3 @@ class BackupStep:
             order = torch.tensor(self._engine.order.places(), device="cpu")
             yield self._engine.broadcast_now(order, step, members)
             running.order = order.tolist()
-
-
-class SkippingGuard(StepGuard):
-    """A guard with which optimizer steps change nothing after gradients that did not count,
-    whatever a loop calls.
-
-    `take_part` is called before each step, as parameters may change then.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        # by optimizer: gradients that its step must not see
-        self._hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def end_step(self) -> None:
-        """Refuse further steps with the gradients at hand:
-        all ranks take the weights as they are.
-        """
-        if self.is_due:
-            self.drop()
-            self._refusal = (
-                "optimizer.step() with gradients from before consolidate(): step first, then make"
-                " all replicas equal"
-            )
-
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse a step with gradients that were not averaged; hide those that did not count."""
-        if closure_in(args, kwargs) is not None:
-            raise UsageError(
-                "optimizer.step() with a closure: with backup workers the step must follow"
-                " backward(), so leave it out"
-            )
-        if self._refusal:
-            raise UsageError(self._refusal)
-        if self.held_back and not are_zeroed(self._params):
-            raise UsageError(UNAVERAGED)
-        self.held_back = False
-        self._hidden.pop(id(optimizer), None)  # an error may have ended a step that hid some
-        self._take_part()
-        if id(optimizer) not in self._unused_by:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            self._hidden[id(optimizer)] = [
-                (param, param.grad) for param in params if param.grad is not None
-            ]
-            for param in params:
-                param.grad = None
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """See `StepGuard.after_step`; does not count a step that changed nothing."""
-        if (hidden := self._hidden.pop(id(optimizer), None)) is None:
-            super().after_step(optimizer)
-            return
-        for param, grad in hidden:
-            param.grad = grad
-
-
-def reissued(batches: Iterable[T], replica: Replica) -> Iterator[T]:
-    """Yield each of `batches` again and again until its gradient counted; where several make a
-    step, all of them.
-
-    For `BackupWorkers`; with other algorithms every batch counts at once. It ends with `batches`.
-    It also ends the repetition of a batch when too few ranks train for a step. Keeps the batches of
-    one step in memory.
-    """
-    step: list[T] = []
-    for batch in batches:
-        waiting = deque([batch])
-        while waiting:
-            before = replica.last
-            step.append(waiting.popleft())
-            yield step[-1]
-            if (report := replica.last) is not None and report is not before:
-                if not (report.counted or report.ended):
-                    waiting.extendleft(reversed(step))
-                step = []

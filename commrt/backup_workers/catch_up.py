@@ -10,8 +10,7 @@ its last step, a rank gives its weights as they are.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from threading import Event
 
 from torch.distributed import Store
@@ -19,18 +18,15 @@ from torch.distributed import Store
 from commrt.backup_workers.replica_state import ReplicaState, StateTransfer, unpack
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.elastic.state_server import StateServer, request_state
-from commrt.errors import DeadlineExceeded, PeerLost, Place, QuorumLost
+from commrt.errors import DeadlineExceeded, Place, QuorumLost
 from commrt.runtime.world import World
 from commrt.store.client import TimedStore
 from commrt.store.launcher import LOOPBACK
 from commrt.threads.deadline import Deadline, Timeouts
 from commrt.training.riding import Riding
 
-_log = logging.getLogger("commrt")
 PASS_SHARE = 1 / 3
 """For this share of the time of a probe a source waits until it comes to its next forward pass."""
-ENDS_TRAINING = (QuorumLost, DeadlineExceeded, PeerLost)
-"""Too few ranks are left, they do not answer, or the process that holds the store is gone."""
 AGAIN_S = 0.01
 """Between two rounds of questions."""
 
@@ -120,16 +116,3 @@ class CatchUp:
                 " output, and at this host's network",
                 place,
             )
-
-
-class FinalCalls(list[Callable[[], object]]):
-    """Calls to make once, before an error ends training."""
-
-    def make(self, error: BaseException) -> None:
-        """Make the calls if `error` ends training; logs what they raise."""
-        if isinstance(error, ENDS_TRAINING) or isinstance(error.__cause__, ENDS_TRAINING):
-            while self:
-                try:
-                    self.pop(0)()
-                except Exception:  # the other calls are made, and `error` is raised
-                    _log.exception("commrt: a function given to before_giving_up() failed")

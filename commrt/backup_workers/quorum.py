@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.elastic.elastic_membership import LOOK_S, ElasticMembership
+from commrt.elastic.elastic_membership import CALL_LOOK_S, ElasticMembership
 from commrt.errors import DeadlineExceeded, PeerLost, Place
 from commrt.store.client import (
     ANSWER_S,
@@ -260,10 +260,10 @@ class QuorumVote:
         answer = start_call(request)
         deadline = None
         pause_s = PROBE_S / 20 if self._was_over else PROBE_S
-        due_s = max(pause_s - LOOK_S, 0.0)
+        due_s = max(pause_s - CALL_LOOK_S, 0.0)
         while True:
             try:
-                return answer.result(min(pause_s, LOOK_S))
+                return answer.result(min(pause_s, CALL_LOOK_S))
             except DistNetworkError as error:
                 what = (
                     f"the connection to the store broke: {STORE_HOLDER} ended; look at its output"
@@ -279,7 +279,7 @@ class QuorumVote:
                     due_s = (
                         waited_s + pause_s
                         if waited_s > step_s
-                        else min(waited_s + pause_s, step_s + LOOK_S)
+                        else min(waited_s + pause_s, step_s + CALL_LOOK_S)
                     )
 
     def _require_answer(self, waited_s: float) -> None:

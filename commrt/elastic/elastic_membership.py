@@ -52,7 +52,7 @@ first has found no rank at fault.
 """
 LOOK_AT_OTHERS_S = 0.5
 """Between two looks whether a rank that should send waits in a collective."""
-LOOK_S = 0.05
+CALL_LOOK_S = 0.05
 """Between two looks whether other ranks make a roll call: less than it waits (`PATIENCE_S`)."""
 _log = logging.getLogger("commrt")
 
@@ -260,7 +260,7 @@ class ElasticMembership(Membership):
         """
         while not future.done():
             with suppress(TimeoutError):
-                future.exception(LOOK_S)
+                future.exception(CALL_LOOK_S)
             self.require_open()
             if not future.done() and (self.is_called or self.member.gone(ranks)):
                 raise PeerLost("a rank was lost meanwhile", Place(self._transport.rank))

@@ -16,13 +16,14 @@ import selectors
 import socket
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from time import monotonic
 
 MESSAGE = bytes(1 << 15)
 """What a `Listener` sends to each caller: larger than usual packets, to notice if those are
 dropped.
 """
-LOOK_S = 0.1
+HEALTHY_S = 0.1
 """Healthy ranks answer much sooner."""
 RECEIVED_NBYTES = 1 << 16
 """At most so much is taken at once."""
@@ -76,6 +77,14 @@ def send_message(client: socket.socket) -> None:
         client.send(MESSAGE)
 
 
+@dataclass(slots=True)
+class _Missing:
+    """What is still missing of the message of `rank` on one connection."""
+
+    rank: int
+    nbytes: int = len(MESSAGE)
+
+
 class LinkCheck:
     """Asks ranks, by their `addresses`, for `MESSAGE`. One thread uses it.
 
@@ -97,7 +106,7 @@ class LinkCheck:
             with suppress(OSError):  # no sockets left: ask again
                 # an error comes up when it is read
                 connection, _ = begin_connection(self._addresses[rank])
-                self._selector.register(connection, selectors.EVENT_READ, [rank, len(MESSAGE)])
+                self._selector.register(connection, selectors.EVENT_READ, _Missing(rank))
 
     def look(self, wait_s: float = 0.0) -> set[int]:
         """Receive for at most `wait_s` what ranks send, and return a copy of `unreached`."""
@@ -114,13 +123,13 @@ class LinkCheck:
 
     def _receive(self, key: selectors.SelectorKey) -> None:
         connection = key.fileobj
-        missing = key.data
+        missing: _Missing = key.data
         with suppress(OSError):  # it refused, or broke
             if nbytes := len(connection.recv(RECEIVED_NBYTES)):  # type: ignore[union-attr]  # a socket
-                missing[1] -= nbytes
-                if missing[1] > 0:
+                missing.nbytes -= nbytes
+                if missing.nbytes > 0:
                     return
-                self.unreached.discard(missing[0])
+                self.unreached.discard(missing.rank)
         self._end(connection)
 
     def _end(self, connection: object) -> None:

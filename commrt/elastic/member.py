@@ -16,7 +16,7 @@ from threading import Event
 
 from torch.distributed import DistNetworkError, Store
 
-from commrt.elastic.links import LOOK_S
+from commrt.elastic.links import HEALTHY_S
 from commrt.elastic.next_generation import (
     PATIENCE_S,
     Attendance,
@@ -215,7 +215,7 @@ class Member:
         terms = self._terms(why, may_be_silent=self.needed > 0)
         limit = Deadline(self.timeout_s())
         with closing(self.processes.check_links(before.members)) as links:
-            unreached = links.look(LOOK_S)
+            unreached = links.look(HEALTHY_S)
             written = None
             for pause_s in self.pauses(limit, PATIENCE_S / 4):
                 if unreached != written:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from threading import Event
 
-from commrt.elastic.links import LOOK_S, LinkCheck, probe, send_message
+from commrt.elastic.links import HEALTHY_S, LinkCheck, probe, send_message
 from commrt.errors import TransportError, UsageError
 from commrt.store.addresses import own_address
 from commrt.store.client import TimedStore
@@ -150,7 +150,7 @@ class Processes:
             return []
         addresses = {rank: self._address(rank, each) for rank, each in processes.items()}
         known = {*addresses.values()}.difference(NO_ADDRESSES)
-        found = probe(known - self._silent, self._probe_s) | probe(known & self._silent, LOOK_S)
+        found = probe(known - self._silent, self._probe_s) | probe(known & self._silent, HEALTHY_S)
         self._silent = (self._silent - known) | {
             address for address, answer in found.items() if answer is None
         }

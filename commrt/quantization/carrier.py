@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from commrt.errors import UsageError
-from commrt.kernels.quantize import key_of
+from commrt.kernels.philox import key_of
 from commrt.kernels.quantize_dispatch import adding_quantized, dequantizing, quantizing
 from commrt.program import Hop, Program, chunk_bounds
 from commrt.quantizer import Adaptive, Progress, Quantizer
