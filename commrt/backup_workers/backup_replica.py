@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with backup workers: a rank counts if its gradient is among the first, and catches up if it
-is not.
+"""Train with backup workers: a rank counts if its gradient is among the first, or it catches up.
+
+All of it runs on the training thread, and says when: `backup_step` makes a step, `replica_state`
+gives the state to late ranks, `catch_up` takes it from others.
 """
 
 from __future__ import annotations

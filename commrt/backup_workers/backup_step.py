@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one step with backup workers: the first gradients that are ready count, and none is used
-before all have the sum.
+"""Run one step with backup workers: its gradients are announced, reduced, and used by all or none.
 
 The rules are those of `commrt.backup_workers.quorum`. Members of an attempt reduce their gradients
 on the wire buffers, and leave ``param.grad`` alone until the attempt is done. If a member is lost,
-all announce their gradients again. Optimizers skip their steps on a rank whose gradients did not
-count.
+all announce their gradients again.
 """
 
 from __future__ import annotations
@@ -46,8 +44,17 @@ NOBODY = (Announcement(0, 0, ready_s=inf),)
 
 @dataclass(slots=True)
 class _Pass:
-    """What the training thread tells the communication thread of a backward pass, and gets back."""
+    """A backward pass: what the training thread tells the communication thread, and gets back.
 
+    The communication thread writes `ready_s`, `spans` and `order`, which are read once `outcome` is
+    there; all else is the training thread's.
+    """
+
+    step: int
+    attempt: int
+    """How often it was tried before."""
+    late_s: float
+    """How late this rank was in the steps before, in which its gradients did not count."""
     says: dict[str, int]
     """What the headers of all buckets say."""
     samples: int | None
@@ -58,6 +65,8 @@ class _Pass:
     number: int | None
     """As autograd counts; None without a backward pass."""
     outcome: Future[StepOutcome] | None = None
+    ready_s: float = 0.0
+    """When it was announced, in seconds of `time.time`."""
     spans: list[Span] = field(default_factory=list)
     """Of the latest attempt."""
     order: list[int] | None = None
@@ -67,8 +76,12 @@ class _Pass:
 class BackupStep:
     """Make the steps of one model: `begin` a backward pass, `mark` each gradient, and `finish`.
 
-    Call these on the training thread. From the first bucket that is announced to the end of
-    `finish`, all else is the communication thread's.
+    `_run` and what it calls are the communication thread's, all else is the training thread's; they
+    talk by a `_Pass`. Only the training thread writes `version`, `order`, `votes`, and what a step
+    that failed leaves (`_attempts`, `_late_s`). A bucket that was taken is `_run`'s until `_run`
+    ends; it may also replace all buckets. Written here of others: the engine's weight, the guard's
+    count of steps, in `riding` who stops and what is unread, and, in `_run`, the digest in the
+    riders and the membership's count of failures.
     """
 
     def __init__(
@@ -103,7 +116,7 @@ class BackupStep:
         self._attempts = (0, 0)  # a step that is not over, and how often it was tried
         self._done = torch.ones(1, device="cpu")
         self._pass: _Pass | None = None
-        self._ready_s = self._late_s = 0.0
+        self._late_s = 0.0  # since the gradients of this rank counted last
         self._stalls = StallWatch(membership)
         self._use_buckets()
         self._use_session(1)
@@ -187,13 +200,15 @@ class BackupStep:
         self._engine.order.arm()
         self._engine.own_weight = self._riding.own_weight
         steps, settings = self._guard.close(self.version)
+        step, tried = self._attempts
         says = {"optimizer_steps": steps, "step": self.version, "settings": settings}
         ready = (
             [Future[StreamEvent]() for _ in range(1 + len(self._engine.buckets))]
             if self._early
             else []
         )
-        self._pass = _Pass(says, samples, ready, number)
+        attempt = tried if step == self.version else 0
+        self._pass = _Pass(self.version, attempt, self._late_s, says, samples, ready, number)
 
     def mark(self, name: str | None = None) -> _Pass:
         """Note that the gradient of `name` is ready, by default all gradients; announce full
@@ -224,13 +239,13 @@ class BackupStep:
         if running.ready:
             running.ready[-1].set_result(comm_thread.streams.record_event())
         result = running.outcome or comm_thread.submit(partial(self._run, running))
-        with self._world.comm_thread.within_range("wait", step=self.version):
+        step = running.step
+        with comm_thread.within_range("wait", step=step):
             try:
                 outcome = self._outcome(result)
             finally:
                 self._stalls.end()
         self._pass = None
-        step = self.version
         if outcome.counts:
             for bucket in self._engine.buckets:
                 bucket.assign_missing()
@@ -244,14 +259,15 @@ class BackupStep:
         else:
             self.drop()
             self._attempts = (step, 0 if outcome.is_over else outcome.attempt)
-        return self._report(running, outcome, step, perf_counter() - begin_s), outcome
+        return self._report(running, outcome, perf_counter() - begin_s), outcome
 
     def _outcome(self, result: Future[StepOutcome]) -> StepOutcome:
+        """Wait for `result`; meanwhile look whether the reduction waits for a rank that stopped."""
         while True:
             try:
                 return result.result(CALL_LOOK_S)
             except TimeoutError:
-                if result.done():  # meanwhile, perhaps with a TimeoutError of its own
+                if result.done():  # the step itself ended with this error, or just now
                     return result.result()
             self._stalls.look()
 
@@ -266,15 +282,13 @@ class BackupStep:
                     param.grad.zero_()
         self._guard.drop()
 
-    def _report(
-        self, running: _Pass, outcome: StepOutcome, step: int, exposed_s: float
-    ) -> StepReport:
+    def _report(self, running: _Pass, outcome: StepOutcome, exposed_s: float) -> StepReport:
         *_, samples, ready_s, late_s = zip(*outcome.announcements or NOBODY, strict=True)
         there = {*range(self._world.founders), *self._membership.ranks}
-        behind_s = max(self._ready_s - max(ready_s), 0.0)
+        behind_s = max(running.ready_s - max(ready_s), 0.0)
         self._late_s = 0.0 if outcome.counts else self._late_s + behind_s
         return StepReport(
-            step,
+            running.step,
             outcome.members,
             exposed_s,
             tuple(running.spans),
@@ -291,10 +305,10 @@ class BackupStep:
         follows.
         """
         membership = self._membership
-        step = self.version
-        self._carried = running
+        step = running.step
+        self._carried = running  # for `_reduce`, on this thread
         membership.start_no_earlier(step)
-        self._ready_s = round(time(), 4)
+        running.ready_s = round(time(), 4)
         if membership.wanted > membership.number:
             membership.ensure_generation()
         if self._digest is not None:
@@ -303,10 +317,10 @@ class BackupStep:
             self._world.rank,
             membership.number,
             running.samples,
-            self._ready_s,
-            round(self._late_s, 4),
+            running.ready_s,
+            round(running.late_s, 4),
         )
-        outcome = self.votes.run(mine, step, self._attempts[1] if self._attempts[0] == step else 0)
+        outcome = self.votes.run(mine, step, running.attempt)
         if outcome.counts:
             with self._world.comm_thread.within_range("unpack"):
                 for bucket in self._engine.buckets:

@@ -34,6 +34,9 @@ AGAIN_S = 0.01
 class CatchUp:
     """Fetch the state of other ranks for this one, and answer their questions for this rank's
     `state`.
+
+    Used on the training thread. The server's thread answers, and notes in `riding` that a late rank
+    asks to stop.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a replica that a late rank takes, and what it needs to go on."""
+"""The state of a replica that a late rank takes, and what it needs to go on; and both as bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer steps that change nothing after gradients that did not count.
 
-On the thread that steps. It takes ``param.grad`` away before such a step, and puts it back after.
+On the training thread. It takes ``param.grad`` away before such a step, and puts it back after.
 """
 
 from __future__ import annotations

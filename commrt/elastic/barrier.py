@@ -66,7 +66,10 @@ class Barrier:
         return generation
 
     def _all_come(self, own: Arrival, require_open: Callable[[], None]) -> Generation | None:
-        """Return None if a new generation was formed before all had come."""
+        """Wait until the collective has begun, which any rank that finds all others may say.
+
+        Return None if a new generation was formed before all had come.
+        """
         member = self._member
         number = member.collective
         head = self._begin_gathering()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch compiled kernels with little work per call: a kept handle, and integers for addresses.
 
-Triton's own launch checks every argument, its alignment, the device and the options each time.
+Triton's own launch checks every argument, its alignment, the device and the options each time. Here
+are also the launches of all kernels but those of packing, on fixed memory.
 """
 
 from __future__ import annotations
