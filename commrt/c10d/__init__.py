@@ -37,9 +37,8 @@ def create(options: Any, _: Any = None) -> Any:
     from commrt.c10d.dist_errors import as_dist_error  # noqa: PLC0415  # a torch may have no torch.distributed
 
     if getattr(options, "enable_reconfigure", False):
-        from commrt.c10d.reconfigurable import (  # noqa: PLC0415
-            ReconfigurableGroup as Kind,
-        )  # each needs its own version
+        # each needs its own version
+        from commrt.c10d.reconfigurable import ReconfigurableGroup as Kind  # noqa: PLC0415
     elif Version(torch.__version__) >= BACKENDS_SINCE:
         from commrt.c10d.backend import CommrtBackend as Kind  # type: ignore[assignment]  # noqa: PLC0415
     else:

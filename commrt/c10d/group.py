@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process group of torch.distributed: a world of its own, from its connections to its end.
 
-The thread that makes a group connects it, and any thread may end it. A group whose owner is gone
-ends on a thread of its own; the end of the program ends all that are left.
+The thread that makes a group connects it, and decides for which cluster its schedules are priced.
+Any thread may end it. A group whose owner is gone ends on a thread of its own; the end of the
+program ends all that are left.
 """
 
 from __future__ import annotations

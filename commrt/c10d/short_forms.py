@@ -70,10 +70,11 @@ def long_form(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list
     for key, value in named.items():
         if key in FIELDS or key == "opts":
             said[key] = value
-        elif (place := _place(key)) < form.data and data[place] is _MISSING:
-            data[place] = value
-        else:
+            continue
+        place = _place(key)
+        if place >= form.data or data[place] is not _MISSING:
             raise UsageError(f"{name} has no argument {key}, or got it twice")
+        data[place] = value
     if any(each is _MISSING for each in data):
         raise UsageError(f"{name} takes {form.data} arguments before its options: give them all")
     if rest and rest[0].__class__ in OPTIONS:
@@ -91,8 +92,8 @@ def long_form(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list
 
 def _place(key: str) -> int:
     """Return which of a method's arguments with data is called `key`, in any version of torch."""
-    is_input = key.lower().startswith("input")
-    return is_input + 2 * ("split" in key)
+    side = 1 if key.lower().startswith("input") else 0
+    return side + 2 if "split" in key else side
 
 
 def _options(name: str, form: Form, said: Mapping[str, Any]) -> Any:

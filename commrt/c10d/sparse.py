@@ -26,7 +26,8 @@ def sparse_all_reduce(
     Cost: three all-gathers, of the counts, then of as many indices and values as the fullest rank
     has.
     """
-    if (op := option(opts, "reduceOp", dist.ReduceOp.SUM)) != dist.ReduceOp.SUM:
+    op = option(opts, "reduceOp", dist.ReduceOp.SUM)
+    if op != dist.ReduceOp.SUM:
         raise UsageError(f"{op} of sparse tensors: only their SUM can be formed; pass dense copies")
 
     def gathered(rows: Tensor, count: int) -> list[Tensor]:

@@ -72,7 +72,18 @@ class Fabric:
 
         with self._changed:
             posts = self._post(rank, group, tag.call)
-            while waiting := [post for post in posts if not post.done]:
+            waiting = posts
+            while True:
+                waiting = [post for post in waiting if not post.done]
+                if not waiting:
+                    break
+                if clock.now_s() >= deadline:
+                    ranks = sorted({post.peer for post in waiting})
+                    raise DeadlineExceeded(
+                        f"no transfer with ranks {ranks} within {timeout_s:g} s; who waits for"
+                        f" whom: {self._waits()}",
+                        place(waiting[0]),
+                    )
                 if rank in self.gone:
                     raise TransportClosed("this rank closed its transport", place(waiting[0]))
                 for post in waiting:
@@ -81,16 +92,6 @@ class Fabric:
                             "the peer left before this transfer: look at its own error", place(post)
                         )
                 self._changed.wait(min(deadline - clock.now_s(), clock.slice_s))
-                if clock.now_s() >= deadline and (
-                    late := [post for post in waiting if not post.done]
-                ):
-                    what = (
-                        f"no transfer with ranks {sorted({post.peer for post in late})} within"
-                        f" {timeout_s:g} s"
-                    )
-                    raise DeadlineExceeded(
-                        f"{what}; who waits for whom: {self._waits()}", place(late[0])
-                    )
             for post in posts:
                 if post.mismatch:
                     what = (

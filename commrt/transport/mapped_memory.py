@@ -34,6 +34,7 @@ from commrt.transport.ipc import IpcMemory
 WORD_NBYTES = 128
 """A word has a cache line for itself."""
 _mapped_by_peers: list[object] = []
+"""What peers had not unmapped when `MappedMemory.close` gave up: kept until this process ends."""
 LARGER = 2
 """A freed segment serves again for a buffer at least this many times smaller than it."""
 
@@ -190,9 +191,8 @@ class MappedMemory:
         """
         self._shares += 1
         own = [self._locate(buffer) for buffer in buffers]
-        here = sorted(
-            [self.rank, *self.local_peers]
-        )  # a rank that is alone on its host shares nothing
+        # a rank that is alone on its host shares nothing
+        here = sorted([self.rank, *self.local_peers])
         store = PrefixStore(f"share {self._shares}", self._store)
         shared = gather(store, self.rank, here, own, timeout_s, _parse_locations)
         for peer in self.local_peers:

@@ -148,9 +148,8 @@ def create(
     if rank == members[0]:
         try:
             made = binding.get_unique_id().hex()
-        except (
-            Exception
-        ) as error:  # the others must learn of it; ids of older CuPys are tuples, without `hex`
+        except Exception as error:  # the others must learn of it
+            # ids of older CuPys are tuples, without `hex`
             failure = UsageError(OLD_CUPY) if isinstance(error, AttributeError) else error
     own = _RankInfo(binding.get_version(), _gpu(device), made)
     infos = gather(store, rank, members, own, timeout_s, _parse_info)

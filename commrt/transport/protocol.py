@@ -16,8 +16,8 @@ The rules are NCCL's, so that what runs on threads or sockets also runs on GPUs:
 * both ends of a transfer give the same size;
 * only one thread at a time uses a transport, but for `abort`, which any thread may call.
 
-Behind the interface stand the checks that implementations share, and `NullTransport`, which stands
-in for a transport that is not connected yet.
+Behind the interface stand the functions that implementations share, and `NullTransport`, in place
+of a transport that is not connected yet.
 """
 
 from __future__ import annotations
