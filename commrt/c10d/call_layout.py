@@ -9,8 +9,10 @@ from typing import Literal
 from commrt.c10d.call import Piece
 
 Layout = Literal["nothing", "whole", "own", "each", "joined"]
-"""What the rows of one side of a call hold: nothing; the buffer that is the wire's only slot, in
-place if both sides are that; this rank's piece; a row for each slot; or one row with all pieces.
+"""What the rows of one side of a call hold.
+
+``nothing``: there are none; ``whole``: the wire's only slot, in place if both sides are that;
+``own``: this rank's piece; ``each``: one row for each slot; ``joined``: one row, with all pieces.
 """
 
 
