@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms.catalogue import by_name
-from commrt.training.model_state import fingerprint
+from commrt.training.tensor_bytes import fingerprint
 
 BATCH = 16
 

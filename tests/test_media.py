@@ -166,20 +166,15 @@ def test_waiting_for_a_world_waits_for_what_its_gpu_has_queued(both, alone):
     assert elsewhere.ends == ["wait"]
 
 
-def test_a_world_whose_gpu_failed_late_is_closed_and_reports_it(alone):
+def test_a_world_whose_gpu_failed_late_is_closed_and_reports_it_and_its_process_warns_as_it_ends(alone, monkeypatch):
     alone.ending.on_late_failure(LATE)
     assert alone.closed
     assert alone.ending.unraised_failure is LATE
     assert b"no transfer with ranks [1]" in alone.store.get("report/0")
-    alone.close()
-    assert alone.ending.unraised_failure is None
-
-
-def test_a_process_that_ends_without_being_told_of_a_failure_warns(alone, monkeypatch):
-    alone.ending.on_late_failure(LATE)
     monkeypatch.setattr(init, "_current", alone)
     with pytest.warns(UserWarning, match="after a failure that no call has raised: no transfer with ranks"):
         init._at_exit()
+    assert alone.ending.unraised_failure is None
 
 
 def test_no_optimizer_steps_after_a_gpu_failed_late(alone):

@@ -524,7 +524,10 @@ def test_a_watch_compares_the_weights_of_the_last_step_in_consolidate(algorithm)
         model, optimizer, replica = attached(world, net(), algorithm=algorithm, watch=True)
         loss_of(model, *batch(world.rank, 0, 0)).backward()
         optimizer.step()
+        tags, run_now = [], world.run_now
+        world.run_now = lambda schedule, flat, tag, members: (tags.append(tag), run_now(schedule, flat, tag, members))
         replica.consolidate()
+        assert {tag.step for tag in tags} == {replica.step}
         loss_of(model, *batch(world.rank, 1, 0)).backward()
         optimizer.step()
         held = model[0].weight if algorithm == commrt.Torus2D() else replica._fragments[0].anchors[0]

@@ -42,12 +42,13 @@ from commrt.training.hooks import (
     on_dense_gradients,
 )
 from commrt.training.model_collectives import gather_integers
-from commrt.training.model_state import Stateful, digest, dump, fingerprint, load
+from commrt.training.model_state import Stateful, dump, load
 from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.step_guard import attached_to
 from commrt.training.step_report import StepReport
+from commrt.training.tensor_bytes import digest, fingerprint
 
 _log = logging.getLogger("commrt")
 ENDED = (
@@ -362,7 +363,9 @@ class BackupWorkersReplica(Replica):
         """Run the body as the collective `what`, in which late ranks have caught up."""
         with self._world.collective(what):
             own = self._backup_step.version
-            versions = self._world.membership.together(lambda: gather_integers(self._world, own))
+            versions = self._world.membership.together(
+                lambda: gather_integers(self._world, own, own)
+            )
             latest = max(versions.values())
             if own < latest:
                 self._require(

@@ -33,10 +33,10 @@ from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Members
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
-from commrt.training.model_state import FlatBuffer, unread_buffers
 from commrt.training.request import Request
 from commrt.training.riding import Riding
 from commrt.training.step_report import StepReport
+from commrt.training.tensor_bytes import FlatBuffer, unread_buffers
 from commrt.transport.protocol import Tag
 
 NOBODY = (Announcement(0, 0, ready_s=inf),)

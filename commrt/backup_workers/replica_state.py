@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from commrt.store.parsing import parse_int, typed
-from commrt.training import model_state
-from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
+from commrt.training import packed_state
+from commrt.training.model_state import Stateful, dump, load
+from commrt.training.tensor_bytes import flatten, restore, unread_buffers
 
 WRITES = attrgetter("_version")
 """Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``.
@@ -185,14 +186,14 @@ class ReplicaState:
 
 def pack(transfer: StateTransfer) -> bytes:
     """Return `transfer` as bytes."""
-    return model_state.pack(list(transfer.snapshot), *transfer[1:])
+    return packed_state.pack(list(transfer.snapshot), *transfer[1:])
 
 
 def unpack(packed: bytes) -> StateTransfer:
     """Return what was packed, without running any of it; raises `DisagreementError` for other
     bytes.
     """
-    snapshot, (params, buffers, states) = model_state.unpack(packed, _parse_snapshot, 3)
+    snapshot, (params, buffers, states) = packed_state.unpack(packed, _parse_snapshot, 3)
     return StateTransfer(snapshot, params, buffers, states)
 
 

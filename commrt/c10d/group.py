@@ -31,12 +31,12 @@ from commrt.c10d.host_messages import HostMessages
 from commrt.errors import CommrtError, TransportClosed
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.selection import PROVEN_RANKS, Selection, parse_forced
-from commrt.runtime.connection import compare_starts, connect_hosts, listening_address, local_rank
+from commrt.runtime.connection import compare_starts, connect_hosts, listening_address
 from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
 from commrt.store.client import call_store
 from commrt.store.keys import delete_keys
-from commrt.store.launcher import LOOPBACK, is_on, variable
+from commrt.store.launcher import LOOPBACK, is_on, local_rank, variable
 from commrt.store.records import gather
 from commrt.threads.calls import start_call
 from commrt.threads.comm_thread import EXIT_S

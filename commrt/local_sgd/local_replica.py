@@ -29,11 +29,13 @@ from commrt.training.after_step import AfterStepReplica, call_if_alive
 from commrt.training.arrival import StateGiver
 from commrt.training.gradient_weights import NOTHING_SEEN
 from commrt.training.model_collectives import gather_integers
-from commrt.training.model_state import Stateful, digest, own_residuals
+from commrt.training.model_state import Stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
+from commrt.training.residuals import own_residuals
 from commrt.training.riding import FEEDBACK
 from commrt.training.settings import settings_digest
+from commrt.training.tensor_bytes import digest
 
 _log = logging.getLogger("commrt")
 
@@ -269,7 +271,9 @@ class LocalReplica(AfterStepReplica):
     def _has_learned(self, fragment: Fragment) -> bool:
         """Return True if a rank made a step since its weights left, also one in `no_sync`."""
         own = int(self._riding.seen != self._seen[fragment.index])
-        learned = self._world.membership.together(lambda: gather_integers(self._world, own))
+        learned = self._world.membership.together(
+            lambda: gather_integers(self._world, own, self.step)
+        )
         return self._rides and any(learned.values())  # with gossip all weights are averaged anyway
 
     @contextmanager

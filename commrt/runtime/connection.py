@@ -19,7 +19,7 @@ from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.addresses import host_identity, is_loopback, network_address, own_address
 from commrt.store.client import call_store
 from commrt.store.disagreement import find_disagreement
-from commrt.store.launcher import LOOPBACK, launched, variable
+from commrt.store.launcher import LOOPBACK, variable
 from commrt.store.parsing import require, typed
 from commrt.store.records import LINGER_S, gather, wait_until_read
 from commrt.transport.names import GPU_TRANSPORTS, TRANSPORTS, chosen_transport
@@ -230,14 +230,6 @@ def default_device(local_rank: int) -> torch.device:
             " more ranks on a host than it has GPUs"
         )
     return torch.device("cuda", local_rank if gpus > 1 else 0) if gpus else torch.device("cpu")
-
-
-def local_rank() -> int:
-    """Return this rank's number on its host, as the launcher says; 0 if it says nothing."""
-    with suppress(UsageError):
-        if (launch := launched()) is not None:
-            return launch.local_rank
-    return 0
 
 
 Connect = Callable[[int, Sequence[int], float], Transport]

@@ -40,8 +40,8 @@ REFUSALS = (UsageError, DisagreementError, ScheduleError)
 class Membership:
     """The members of one generation of a world, for as long as it lives: a lost rank ends it.
 
-    On the communication thread: `start_no_earlier`, `takes_part` and `recover`. On any thread:
-    `submit`, `depart` and the attributes. On the training thread: the others.
+    On the communication thread: `takes_part`, `recover`, and `start_no_earlier` while it exchanges.
+    On any thread: `submit`, `depart` and the attributes. On the training thread: the others.
     """
 
     is_elastic = False

@@ -259,3 +259,11 @@ def first_host(nodelist: str) -> str:
 def _port(job: str) -> int:
     """A port that all ranks of a job derive alike and two jobs of one machine hardly share."""
     return 20000 + zlib.crc32(job.encode()) % 10000 if job else 29500
+
+
+def local_rank() -> int:
+    """Return this rank's number on its host, as the launcher says; 0 if it says nothing."""
+    with suppress(UsageError):
+        if (launch := launched()) is not None:
+            return launch.local_rank
+    return 0

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a process comes to ranks that train: it takes one's state, and later gives its own.
 
-A rank gives its state at the end of a backward pass, so it never waits for one that comes.
+A rank packs its state at the end of a backward pass, on the thread that trains, and so never waits
+for one that comes; a thread of the server hands it out.
 """
 
 from __future__ import annotations

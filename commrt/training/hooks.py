@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on gradients and modules; autograd calls gradient hooks on the backward pass's thread.
+"""Hooks on gradients and modules; each runs on the thread that autograd or the module is on.
 
 C++ holds the hooks of a parameter, where Python's garbage collector does not look: what they refer
 to would never be freed if it referred back. So these refer weakly to a replica, and the model's
@@ -29,10 +29,7 @@ INTERRUPTED = (
     "{what} came from a backward pass inside or after one that did not end: an error interrupted"
     " it, or reentrant activation checkpointing is on (use use_reentrant=False)"
 )
-TWICE = (
-    "the gradient of {name} became ready twice in one backward pass. Reentrant activation"
-    " checkpointing does that: use checkpoint(..., use_reentrant=False)"
-)
+"""Replicas raise it, in their hooks of gradients: they know which pass their step is of."""
 OUTLIVED = "{name} outlived the model it was attached with: keep the model or its replica"
 NO_PASS = -1
 """Stands for the number of a backward pass where there is none."""
@@ -90,8 +87,9 @@ def on_counted_gradients(
     """Let `order` count gradients as they become ready; does not keep `owner` alive.
 
     It calls ``fill(owner)`` when a bucket has all of its gradients, and ``refuse(owner, name)`` for
-    a gradient that it does not await, such as the first of a pass. ``backward()`` raises
-    `UsageError` for a parameter that outlived `owner`.
+    a gradient that it does not await, such as the first of a pass. Of all others nothing runs here,
+    which is why `on_dense_gradients` does not do for both. ``backward()`` raises `UsageError` for a
+    sparse gradient among those refused, and for a parameter that outlived `owner`.
     """
     weakly = ref(owner)
 
@@ -100,10 +98,11 @@ def on_counted_gradients(
             fill(here)
 
     def refused(name: str, param: Tensor) -> None:
+        grad = param.grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise UsageError(SPARSE.format(name=name, layout=grad.layout))
         if (here := weakly()) is None:
             raise UsageError(OUTLIVED.format(name=name))
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            raise UsageError(SPARSE.format(name=name, layout=param.grad.layout))
         refuse(here, name)
 
     return (_on_accumulated(param, order.counter(name, filled, refused)) for name, param in params)
@@ -137,7 +136,10 @@ class PassEnd:
 
 
 class ModuleHook:
-    """A hook of a module; does nothing on its copies and pickles, nor while torch compiles it."""
+    """A hook of a module, on the thread that calls the module or its ``state_dict()``.
+
+    Does nothing on copies and pickles of the module, nor while torch compiles it.
+    """
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all members of a world do together with their models: send state, take means, compare.
 
-Collective, on the thread that trains. The source is the lowest member where none is given.
+Collective, on the thread that trains; the communication thread sends. `take_means`,
+`farthest_from_mean` and `require_equal_digests` go on without a lost rank by themselves. The others
+are done once, among those who are members then: call them in ``membership.together(lambda: ...)``
+where a rank may be lost. A source is the lowest member where none is given.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from commrt.buckets.plan import MIB
 from commrt.buckets.riders import require_equal
 from commrt.buckets.tensors import exchanged_tensors
 from commrt.runtime.world import World
-from commrt.training.model_state import Stateful, dump, flatten, load, restore, unread_buffers
+from commrt.training.model_state import Stateful, dump, load
+from commrt.training.tensor_bytes import flatten, restore, unread_buffers
 from commrt.transport.protocol import Tag
 
 
@@ -102,9 +106,9 @@ def gather_values(world: World, value: float, step: int) -> dict[int, float]:
     }
 
 
-def gather_integers(world: World, number: int) -> dict[int, int]:
+def gather_integers(world: World, number: int, step: int) -> dict[int, int]:
     """Return the `number` of each rank that was a member when the numbers were sent."""
-    return {rank: round(each) for rank, each in gather_values(world, number, number).items()}
+    return {rank: round(each) for rank, each in gather_values(world, number, step).items()}
 
 
 def take_means(world: World, model: nn.Module, step: int) -> None:
@@ -130,6 +134,6 @@ def farthest_from_mean(world: World, tensors: Sequence[Tensor], step: int) -> fl
 def require_equal_digests(world: World, digest: Digest, step: int) -> None:
     """Raise `DisagreementError` if members hold different weights now."""
     high, low = divmod(digest.now(), 1 << 32)
-    highs = world.membership.together(lambda: gather_integers(world, high))
-    lows = world.membership.together(lambda: gather_integers(world, low))
+    highs = world.membership.together(lambda: gather_integers(world, high, step))
+    lows = world.membership.together(lambda: gather_integers(world, low, step))
     require_equal({rank: (highs[rank] << 32) + lows[rank] for rank in highs}, step)

@@ -31,21 +31,26 @@ from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, within_range
 from commrt.training.hooks import (
     INTERRUPTED,
-    TWICE,
     PassEnd,
     current_pass,
     on_counted_gradients,
     on_dense_gradients,
 )
 from commrt.training.model_collectives import gather_integers, overwrite_model, overwrite_states
-from commrt.training.model_state import FlatBuffer, Stateful, own_residuals, unread_buffers
+from commrt.training.model_state import Stateful
 from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request, describe_buffers
+from commrt.training.residuals import own_residuals
 from commrt.training.riding import FEEDBACK
 from commrt.training.step_guard import StepGuard
 from commrt.training.step_report import StepReport
+from commrt.training.tensor_bytes import FlatBuffer, unread_buffers
 
+TWICE = (
+    "the gradient of {name} became ready twice in one backward pass. Reentrant activation"
+    " checkpointing does that: use checkpoint(..., use_reentrant=False)"
+)
 _kind = attrgetter("dtype", "shape")
 EVEN = 0.5
 """The share of a partner's gradients, where ranks gossip them, in which slots stay exact."""
@@ -361,7 +366,7 @@ class SynchronousReplica(Replica):
         self._riding.read()
         wish = self._riding.known_to_stop or (self._world.rank,) * self._riding.wants_stop
         # also of steps in which this rank had no data
-        asked = gather_integers(self._world, wish[0] if wish else -1)
+        asked = gather_integers(self._world, wish[0] if wish else -1, self._step)
         self._riding.known_to_stop = tuple(sorted({*asked.values()} - {-1}))
 
     def state_dict(self) -> dict[str, Any]:

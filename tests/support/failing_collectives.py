@@ -15,7 +15,7 @@ from commrt.runtime.executor import BoundProgram
 from commrt.runtime.init import _at_exit
 from commrt.store import client
 from commrt.store.client import call_store, clone_connection
-from commrt.training.model_state import fingerprint
+from commrt.training.tensor_bytes import fingerprint
 
 
 def missing_a_call(tell, victim, timeout_s):

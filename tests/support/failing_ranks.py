@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.elastic.processes import Listener
-from commrt.training.model_state import fingerprint
+from commrt.training.tensor_bytes import fingerprint
 
 STRIKE = 5
 """The step at which something happens."""
