@@ -87,13 +87,12 @@ def stand_in(monkeypatch):
 
 @on_ranks(2, connect=over_nccl)
 def test_sends_and_receives_of_a_gpu_travel_in_one_batch_when_somebody_waits(world, stand_in):
-    messages, peer = DeviceMessages(world), 1 - world.rank
-    first, second = torch.zeros(3), torch.zeros(5)
+    messages, peer, targets = DeviceMessages(world), 1 - world.rank, [torch.zeros(3), torch.zeros(5)]
     works = [messages.post(torch.full((size,), float(world.rank)), peer, is_send=True) for size in (3, 5)]
-    works += [messages.post(target, peer, is_send=False) for target in (first, second)]
+    works += [messages.post(target, peer, is_send=False) for target in targets]
     works[0].wait()
     assert [work.is_completed() for work in works] == [True] * 4
-    assert (first.tolist(), second.tolist()) == ([peer] * 3, [peer] * 5)
+    assert [target.tolist() for target in targets] == [[peer] * 3, [peer] * 5]
 
 
 @on_ranks(2, connect=over_nccl)
