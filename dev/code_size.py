@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the size and shape of the code: ``python dev/code_size.py [CHECKOUT ...]``; one column
-per checkout.
+"""Measure the size and shape of the code, one column per checkout.
 
-With an older commit: ``git worktree add /tmp/before COMMIT`` and ``python dev/code_size.py
-/tmp/before .``
+``python dev/code_size.py [CHECKOUT ...]``; with an older commit:
+``git worktree add /tmp/before COMMIT`` and ``python dev/code_size.py /tmp/before .``
 """
 
 from __future__ import annotations

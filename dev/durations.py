@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest that writes how long each test took: ``TEST_DURATIONS=tests.json pytest -p
-durations``.
+"""A plugin of pytest that writes how long each test took.
 
+``TEST_DURATIONS=tests.json pytest -p durations`` loads it.
 For each test: wall seconds, CPU seconds (with those of processes that ended within it), and its
 outcome. The wall seconds of a test in a process of xdist are its own, but the other processes slow
 it down.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let Ray Train's workers average by a commrt schedule: ``pip install 'ray[train]'``, ``python
-examples/ray_train.py``.
+"""Let Ray Train's workers average by a commrt schedule.
 
+Run ``pip install 'ray[train]'`` and ``python examples/ray_train.py``.
 Ray starts the workers and opens their ``torch.distributed`` group, which `commrt.init` uses. Do not
 wrap the model with Ray's ``prepare_model``: its DDP would average a second time.
 """

@@ -20,7 +20,7 @@ from commrt import Direct
 from commrt.algorithms import DoubleTree
 from commrt.algorithms.catalogue import ALGORITHMS, by_name, candidates
 from commrt.errors import UsageError
-from commrt.pricing.selection import SUMS, parse_forced
+from commrt.pricing.forced import SUMS, parse_forced
 from commrt.proof import order_of_additions
 from commrt.schedule import ADD, MIX, Schedule, Step
 from commrt.testing.ranks import run_ranks

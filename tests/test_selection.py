@@ -10,8 +10,10 @@ from commrt.algorithms import ring
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster, Link
+from commrt.pricing.forced import parse_forced
 from commrt.pricing.price import Pricing
-from commrt.pricing.selection import Selection, choices, parse_forced, slice_nbytes, slots_of
+from commrt.pricing.selection import Selection, choices
+from commrt.pricing.slices import slice_nbytes, slots_of
 from commrt.tools.commands import plan_collective
 
 HOST = Cluster.named("host")

@@ -26,7 +26,8 @@ from commrt.c10d.call import Call, Kind
 from commrt.errors import DeadlineExceeded, TransportClosed, TransportError
 from commrt.kernels.dispatch import combining
 from commrt.kernels.layout import GRANULE, padded
-from commrt.pricing.selection import WIRE_NBYTES, Selection, slice_nbytes
+from commrt.pricing.selection import Selection
+from commrt.pricing.slices import WIRE_NBYTES, slice_nbytes
 from commrt.program import chunk_bounds, member_program
 from commrt.runtime.executor import BoundProgram, Scratch, bind
 from commrt.runtime.prepared import Prepared

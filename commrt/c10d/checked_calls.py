@@ -22,7 +22,8 @@ from commrt.c10d.call_options import option
 from commrt.c10d.rows import memory_of, require_alike, require_places, row_of, text_of
 from commrt.errors import UsageError
 from commrt.kernels.dispatch import OPERATIONS
-from commrt.pricing.selection import SUMS, slots_of
+from commrt.pricing.forced import SUMS
+from commrt.pricing.slices import slots_of
 
 _OPS: Any = ReduceOp.RedOpType  # torch's stub lists no members
 NAMES = {

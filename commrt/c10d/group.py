@@ -30,7 +30,8 @@ from commrt.c10d.dist_errors import as_dist_error
 from commrt.c10d.host_messages import HostMessages
 from commrt.errors import CommrtError, TransportClosed
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.selection import PROVEN_RANKS, Selection, parse_forced
+from commrt.pricing.forced import parse_forced
+from commrt.pricing.selection import PROVEN_RANKS, Selection
 from commrt.runtime.connection import compare_starts, connect_hosts, listening_address
 from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commrt.errors import UsageError
-from commrt.pricing.selection import WIRE_NBYTES
+from commrt.pricing.slices import WIRE_NBYTES
 from commrt.runtime.all_reduce_call import is_expanded
 
 

@@ -3,9 +3,9 @@
 
 A rule is a frozen value with one method, ``step(anchor, difference, velocity, inner_rate)``. It
 changes `anchor` and `velocity`, numpy arrays or tensors of one shape, in place. `difference` is the
-anchor minus the average of the ranks' weights, so without a rule the anchor would become ``anchor -
-difference``. `velocity` is zero before the first step, and is kept from step to step. `inner_rate`
-is the optimizer's learning rate when the weights left.
+anchor minus the average of the ranks' weights, so without a rule the anchor would become
+``anchor - difference``. `velocity` is zero before the first step, and is kept from step to step.
+`inner_rate` is the optimizer's learning rate when the weights left.
 """
 
 from __future__ import annotations

@@ -10,18 +10,15 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from commrt.algorithms.catalogue import COLLECTIVES, candidates
-from commrt.errors import UsageError
+from commrt.algorithms.catalogue import candidates
 from commrt.pricing.cluster import Cluster
+from commrt.pricing.forced import require_candidate
 from commrt.pricing.price import Price, Pricing
+from commrt.pricing.slices import slots_of
 from commrt.proof.replay import prove
 from commrt.proof.spec import collective_of
 from commrt.schedule import Schedule
 
-WIRE_NBYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
-"""Most bytes of a slice on the wire, over all slots, by device; in an all-to-all, each way."""
-ALIGNMENT_NBYTES = 256
-SUMS = ("all_reduce", "reduce", "reduce_scatter")
 KEPT = 4
 """Collectives and roots whose pricings are remembered: each is much larger than its price."""
 PROVEN_RANKS = 256
@@ -71,27 +68,6 @@ def _soonest_first(offered: Sequence[Candidate], nbytes: float) -> list[Choice]:
     return sorted(found, key=lambda each: (round(1e9 * each.price.seconds), each.price.steps))
 
 
-def slots_of(collective: str, ranks: int) -> int:
-    """Return how many pieces the buffer of a collective has.
-
-    >>> [slots_of(collective, 4) for collective in ("broadcast", "all_gather", "all_to_all")]
-    [1, 4, 16]
-    """
-    if collective in {"all_reduce", "broadcast", "reduce"}:
-        return 1
-    return ranks * ranks if collective == "all_to_all" else ranks
-
-
-def slice_nbytes(collective: str, ranks: int, device: str) -> int:
-    """Return the bytes of each piece that travel at once: alike on all ranks, whole in all dtypes.
-
-    >>> slice_nbytes("all_reduce", 4, "cpu"), slice_nbytes("all_gather", 4, "cpu")
-    (4194304, 1048576)
-    """
-    pieces = 1 if slots_of(collective, ranks) == 1 else ranks
-    return max(WIRE_NBYTES[device] // pieces // ALIGNMENT_NBYTES, 1) * ALIGNMENT_NBYTES
-
-
 def size_class(piece_nbytes: int) -> int:
     """Return the bytes for which pieces of this size are priced: the next power of two.
 
@@ -139,45 +115,3 @@ class Selection:
         if ranks <= PROVEN_RANKS:
             prove(schedule, collective_of(collective, ranks, schedule.chunks, root))
         return schedule
-
-
-def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> Schedule:
-    """Return the schedule `name`; raises `UsageError` if `collective` has none for `ranks`."""
-    offered = candidates(collective, ranks, root)
-    if name not in offered:
-        known = (
-            f"does not take {ranks} ranks" if name in COLLECTIVES[collective] else "is not known"
-        )
-        raise UsageError(
-            f"the schedule {name!r} of {collective} {known}: choose one of {', '.join(offered)}"
-        )
-    return offered[name]
-
-
-def parse_forced(text: str, *, same_bits: bool = False) -> dict[str, str]:
-    """Return the schedules that a text such as "all_reduce=ring,broadcast=tree" names.
-
-    Raises `UsageError`. With `same_bits` every sum is direct: of all that add all elements in one
-    order, only this one is offered for every collective and adds alike in each, in order of ranks.
-
-    >>> parse_forced("all_reduce=ring, broadcast=tree")
-    {'all_reduce': 'ring', 'broadcast': 'tree'}
-    >>> parse_forced("broadcast=tree", same_bits=True)
-    {'broadcast': 'tree', 'all_reduce': 'direct', 'reduce': 'direct', 'reduce_scatter': 'direct'}
-    """
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    forced = {collective.strip(): name.strip() for collective, _, name in pairs}
-    for collective, name in forced.items():
-        if name not in COLLECTIVES.get(collective, {}):
-            offered = COLLECTIVES.get(collective) or COLLECTIVES
-            raise UsageError(
-                f"{collective}={name} in {text!r:.200} is not known: write collective=schedule,"
-                f" with one of {', '.join(offered)}"
-            )
-    for collective in SUMS if same_bits else ():
-        if forced.setdefault(collective, "direct") != "direct":
-            raise UsageError(
-                f"COMMRT_SAME_BITS with {collective}={forced[collective]}: sums are direct then;"
-                " unset one of them"
-            )
-    return forced

@@ -131,13 +131,14 @@ class Replica(ABC):
         """Let the gradients of `loss` count for `weight`: averages are means of all that weighs.
 
         `loss` is the mean of `weight` parts, such as tokens, or with ``reduction="sum"`` their sum.
-        Over micro-batches m and ranks, the average is then ``sum(weight[m] * grad(mean_loss[m])) /
-        sum(weight[m])``. Call it for the loss of each backward pass, on all ranks, and pass to
-        ``backward()`` what it returns, which is `loss` itself, or what a `GradScaler` makes of it;
-        do not divide it by the number of micro-batches. Gradients of all that this loss reaches are
-        multiplied by the weight until they are averaged, those of other models too, so give each a
-        loss of its own. A weight of 0 counts for nothing, if the loss is finite. Put all but the
-        last pass into `no_sync`.
+        Over micro-batches m and ranks, the average is then
+        ``sum(weight[m] * grad(mean_loss[m])) / sum(weight[m])``. Call it
+        for the loss of each backward pass, on all ranks, and pass to ``backward()`` what it
+        returns, which is `loss` itself, or what a `GradScaler` makes of it; do not divide it by the
+        number of micro-batches. Gradients of all that this loss reaches are multiplied by the
+        weight until they are averaged, those of other models too, so give each a loss of its own. A
+        weight of 0 counts for nothing, if the loss is finite. Put all but the last pass into
+        `no_sync`.
 
         Raises `UsageError` for a negative, infinite or NaN weight, and for one on a GPU, for which
         each step would wait; `DisagreementError` in ``backward()`` if some ranks weigh their

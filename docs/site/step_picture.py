@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw what a GPU did in one training step, of a record of ``make gpu-link``: ``python
-docs/site/step_picture.py``.
+"""Draw what a GPU did in one training step, of a record of ``make gpu-link``.
 
+``python docs/site/step_picture.py`` draws it.
 A panel is a way to train, a row a stream of rank 0's GPU, a bar its kernels of one class. The last
 row of commrt's panels shows the host's communication thread, which queues each bucket.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small CNN on MNIST with several workers: ``python examples/mnist/train.py --workers 4
---compare ddp``.
+"""Train a small CNN on MNIST with several workers.
 
+Run ``python examples/mnist/train.py --workers 4 --compare ddp``.
 Begin to read at `train_rank`: it is what each rank does, from `commrt.init` to its result.
 `replicated` has the line that makes a model data-parallel. `train` has the options. The modules
 beside this one do the rest.

@@ -26,8 +26,8 @@ from commrt.tools.commands.choosing import compute_of, workload_of
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.output import json_of
 from commrt.tools.pictures.files import require_picture, save_picture
+from commrt.tools.planning.local_steps import LocalSteps
 from commrt.tools.planning.planner import exchange_plans, step_plans
-from commrt.tools.planning.timeline import LocalSteps
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS, WirePricing, wire_nbytes
 from commrt.tools.planning.workload import Workload
 

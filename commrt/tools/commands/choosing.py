@@ -14,7 +14,7 @@ from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.schedule import Algorithm
 from commrt.tools.commands.arguments import FORMS, ShapeOptions
-from commrt.tools.planning.timeline import efficiency_at
+from commrt.tools.planning.batches import efficiency_at
 from commrt.tools.planning.workload import MODELS, MOST_NUMEL, TRANSFORMERS, Workload
 
 BATCH = 32

@@ -20,7 +20,8 @@ from commrt.tools.pictures.drawing import draw_scaling, draw_schedule
 from commrt.tools.pictures.files import require_picture, save_picture
 from commrt.tools.pictures.step_drawing import draw_recorded_step, draw_simulated_step
 from commrt.tools.pictures.timelines import read_spans
-from commrt.tools.planning.timeline import blocking_step, overlapped_step, phases
+from commrt.tools.planning.phases import phases
+from commrt.tools.planning.timeline import blocking_step, overlapped_step
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS, wire_nbytes
 
 if TYPE_CHECKING:

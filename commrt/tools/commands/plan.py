@@ -28,6 +28,7 @@ from commrt.tools.commands.backup_estimate import estimate_backups
 from commrt.tools.commands.choosing import compute_of, workload_of
 from commrt.tools.commands.output import about, gains, json_of, quantizer_sentence, table_of
 from commrt.tools.planning.bounds import all_reduce_bound_s
+from commrt.tools.planning.local_steps import LocalSteps, hiding_period
 from commrt.tools.planning.planner import (
     PYTHON_WIRES,
     BackupCost,
@@ -37,7 +38,6 @@ from commrt.tools.planning.planner import (
     step_plans,
 )
 from commrt.tools.planning.stragglers import step_time_s
-from commrt.tools.planning.timeline import LocalSteps, hiding_period
 from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing, require_carried
 
 SHOWN = 8

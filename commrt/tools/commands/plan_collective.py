@@ -13,14 +13,8 @@ from rich.console import Console
 from commrt.algorithms.catalogue import COLLECTIVES
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.pricing.selection import (
-    PROVEN_RANKS,
-    Choice,
-    choices,
-    size_class,
-    slice_nbytes,
-    slots_of,
-)
+from commrt.pricing.selection import PROVEN_RANKS, Choice, choices, size_class
+from commrt.pricing.slices import slice_nbytes, slots_of
 from commrt.proof.replay import prove
 from commrt.proof.spec import collective_of
 from commrt.tools.commands import arguments as opt

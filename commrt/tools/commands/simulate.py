@@ -21,7 +21,8 @@ from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import choose
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate, times
 from commrt.tools.commands.output import about, json_of, quantizer_sentence, table_of
-from commrt.tools.planning.timeline import LocalSteps, overlapped_step
+from commrt.tools.planning.local_steps import LocalSteps
+from commrt.tools.planning.timeline import overlapped_step
 
 OTHERS = {"local": "commrt simulate local", "backup": "commrt simulate backups"}
 """Commands for algorithms whose steps are no exchange of gradients by all ranks."""

@@ -18,7 +18,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.backup_workers.policy import BackupWorkers
 from commrt.errors import UsageError
 from commrt.nccl_groups import group_count, nccl_groups
-from commrt.pricing.selection import require_candidate
+from commrt.pricing.forced import require_candidate
 from commrt.proof import order_of_additions, replay
 from commrt.proof.additions import Additions
 from commrt.proof.replay import Proof

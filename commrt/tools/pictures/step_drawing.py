@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from commrt.errors import UsageError
 from commrt.tools.pictures.drawing import MAX_RANKS, new_figure
 from commrt.tools.pictures.timelines import WARMUP_STEPS, TimelineSpan
-from commrt.tools.planning.timeline import Phase, StepTime
+from commrt.tools.planning.phases import Phase
+from commrt.tools.planning.timeline import StepTime
 from commrt.tools.planning.workload import FORWARD
 
 if TYPE_CHECKING:

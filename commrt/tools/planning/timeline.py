@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +16,10 @@ from numpy.typing import ArrayLike
 
 from commrt.algorithms.gossip import Gossip
 from commrt.errors import UsageError
-from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Seconds
 from commrt.tools.planning.computing_times import Times
 from commrt.tools.planning.wires import WirePricing
 from commrt.tools.planning.workload import ReadyBucket
-
-ROUNDING = 1e-9
-"""Relative rounding error of a quotient of two times."""
 
 
 class BucketTimes(NamedTuple):
@@ -69,52 +64,6 @@ class StepTime:
     def efficiency(self) -> float:
         """Mean time of computing divided by the time of the step."""
         return float((self.computed_s - self.begin_s).mean() / (self.end_s - self.begin_s).mean())
-
-
-class Phase(NamedTuple):
-    """Consecutive steps of a schedule in which the same ranks send each other the same amounts."""
-
-    steps: int
-    adds: bool
-    """True if what is received is added or mixed, False if it is copied."""
-    begin_s: float
-    end_s: float
-    """Time at which the last rank has finished."""
-
-
-def phases(pricing: WirePricing, nbytes: float) -> list[Phase]:
-    """Return the phases of the schedule, for ranks that begin together."""
-    begin_s = pricing.code_s(nbytes)
-    chunk_nbytes = pricing.moved_nbytes(nbytes) / pricing.schedule.chunks
-    found = list[Phase]()
-    clock_s = np.full(pricing.schedule.ranks, begin_s)
-    for pattern, times in pricing.runs:
-        clock_s = pattern.play(clock_s, chunk_nbytes, times)
-        found.append(Phase(times, pattern.adds, begin_s, float(clock_s.max())))
-        begin_s = found[-1].end_s
-    return found
-
-
-def efficiency_at(cluster: Cluster, samples: int) -> float:
-    """Return the share of full speed that kernels reach with so many samples per rank in a step.
-
-    Between two entries of `kernel_efficiency` it is linear in log2 of the samples; beyond the ends,
-    constant.
-
-    >>> from commrt.pricing.cluster import Between, Link
-    >>> efficiency = {4: 0.8, 64: 1.0}
-    >>> cpus = Cluster("cpus", "", 1, Link(1, 1), Between(1, 1), kernel_efficiency=efficiency)
-    >>> [round(efficiency_at(cpus, samples), 3) for samples in (1, 4, 16, 256)]
-    [0.8, 0.8, 0.9, 1.0]
-    """
-    if samples < 1:
-        raise UsageError(f"{samples} samples per rank: give at least 1")
-    known = cluster.kernel_efficiency
-    return (
-        float(np.interp(log2(samples), [log2(each) for each in known], [*known.values()]))
-        if known
-        else 1.0
-    )
 
 
 def overlapped_step(
@@ -177,67 +126,6 @@ def gossip_efficiency(times_s: Times, algorithm: Gossip, message_s: float = 0.0)
         delay_s = np.where(sources == np.arange(ranks), 0.0, message_s)
         clock_s = np.maximum(done_s, sent_s.pop(0)[sources] + delay_s)
     return float(times_s.mean() * steps / clock_s.mean())
-
-
-@dataclass(frozen=True, slots=True)
-class LocalSteps:
-    """Steps of equally fast ranks that average their weights once per period."""
-
-    fragment_s: float
-    """The exchange of one fragment, packed and unpacked."""
-    compute_s: float
-    """The computing of one step."""
-    period: int
-    fragments: int = 1
-    """They leave one after the other, evenly over the period."""
-
-    @classmethod
-    def priced(
-        cls, pricing: WirePricing, nbytes: float, compute_s: float, period: int, fragments: int = 1
-    ) -> LocalSteps:
-        """Return the steps of a model of `nbytes` on the wire, in equal fragments."""
-        fragment_s = blocking_step(pricing, nbytes / fragments, 0.0).seconds
-        return cls(fragment_s, compute_s, period, fragments)
-
-    @property
-    def exchange_s(self) -> float:
-        """Time to exchange all fragments, one after the other."""
-        return self.fragments * self.fragment_s
-
-    def exposed_s(self, delay: int) -> float:
-        """Return a step's mean wait, if an average is merged `delay` steps after weights left.
-
-        Each fragment is hidden by `delay` steps, and all fragments of a period by its steps.
-        """
-        hidden_s = min(self.fragments * delay, self.period) * self.compute_s
-        return max(self.exchange_s - hidden_s, 0.0) / self.period
-
-    def step_s(self, delay: int) -> float:
-        """Return the mean time of a step."""
-        return self.compute_s + self.exposed_s(delay)
-
-    @property
-    def hiding_delay(self) -> int | None:
-        """The smallest delay that hides the exchange; None if no delay within the period does.
-
-        >>> LocalSteps(fragment_s=0.156, compute_s=0.1, period=16).hiding_delay
-        2
-        """
-        if self.exchange_s > self.period * self.compute_s * (1 + ROUNDING):
-            return None
-        return ceil(self.fragment_s / self.compute_s * (1 - ROUNDING))
-
-
-def hiding_period(steps: LocalSteps, most: int) -> LocalSteps | None:
-    """Return `steps`, its period doubled until that hides the exchange; None if beyond `most`.
-
-    >>> steps = LocalSteps(fragment_s=2.5, compute_s=0.1, period=16)
-    >>> hiding_period(steps, 512).period, hiding_period(steps, 16)
-    (32, None)
-    """
-    while steps.hiding_delay is None and 2 * steps.period <= most:
-        steps = LocalSteps(steps.fragment_s, steps.compute_s, 2 * steps.period, steps.fragments)
-    return None if steps.hiding_delay is None else steps
 
 
 def _per_rank(values: ArrayLike, pricing: WirePricing) -> Seconds:
