@@ -8,6 +8,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import cast
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms import (
     bruck,
     chain,
@@ -23,7 +24,7 @@ from commrt.algorithms.parts import require_root
 from commrt.algorithms.registration import Registration
 from commrt.errors import UsageError
 from commrt.importing import homes
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 
 GOSSIP = "gossip"
 DIRECT = "direct"

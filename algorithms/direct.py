@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.parts import (
     backwards,
@@ -31,7 +32,7 @@ from commrt.algorithms.registration import (
 )
 from commrt.algorithms.ring import Ring
 from commrt.errors import UsageError
-from commrt.schedule import ADD, COPY, Algorithm, IntArray, Schedule, Step
+from commrt.schedule import ADD, COPY, IntArray, Schedule, Step
 
 DIRECT = "direct"
 MOST_RANKS = 1024

@@ -65,28 +65,33 @@ def all_reduce(p: int, slices: int | None = None) -> Schedule:
       1  copy  0->1 [0:1)  1->0 [1:2)
     """
     up = parents(p)
-    depths = _depths(up)
     places = np.flatnonzero(up >= 0)
-    depth = int(depths.max())
+    level = _depths(up)[places]
+    depth = int(level.max(initial=0))
     cut = max(8 * depth, 1) if slices is None else slices
-    trees = (np.arange(p), second_tree(p))
-    child, parent = (np.concatenate([tree[of] for tree in trees]) for of in (places, up[places]))
-    first = np.repeat([0, cut], len(places))
-    level = np.tile(depths[places], 2)
-    src = np.concatenate((child, parent))
-    dst = np.concatenate((parent, child))
-    begin = np.concatenate((depth - level, depth + level - 1))
-    lowest = np.tile(first, 2)
-    combine = np.repeat([ADD, COPY], len(child))
+    # a row per tree
+    trees = np.stack((np.arange(p), second_tree(p)))
+    child = trees[:, places]
+    parent = trees[:, up[places]]
+    chunk = np.array([[0], [cut]])
 
-    def steps() -> Iterator[Step]:
-        for number in range(cut + 2 * depth - 1 if p > 1 else 0):
-            part = number - begin
-            now = np.flatnonzero((part >= 0) & (part < cut))
-            lo = lowest[now] + part[now]
-            yield Step(src[now], dst[now], lo, lo + 1, combine[now], np.zeros(len(now)))
+    climb = Step.of(child, parent, chunk, chunk + 1, ADD)
+    descent = Step.of(parent, child, chunk, chunk + 1, COPY)
+    count = cut + 2 * depth - 1 if p > 1 else 0
 
-    return Schedule("double tree", p, 2 * cut, steps)
+    def flow(first: Step, begin: IntArray) -> Schedule:
+        """Let slices follow a tree's first one, whose transfer t is in step begin[t]."""
+
+        def steps() -> Iterator[Step]:
+            for number in range(count):
+                part = number - np.tile(begin, 2)
+                now = (part >= 0) & (part < cut)
+                src, dst, lo, hi, combine, weight = first.rows(now).columns
+                yield Step(src, dst, lo + part[now], hi + part[now], combine, weight)
+
+        return Schedule("flow", p, 2 * cut, steps)
+
+    return flow(climb, depth - level).beside(flow(descent, depth + level - 1), "double tree")
 
 
 @lru_cache

@@ -15,10 +15,11 @@ from typing import Literal
 
 import numpy as np
 
+from commrt.algorithm import SYNCHRONOUS
 from commrt.algorithms import ring
 from commrt.algorithms.parts import require_whole, two_levels
 from commrt.errors import UsageError
-from commrt.schedule import MIX, SYNCHRONOUS, IntArray, Schedule, Step, empty
+from commrt.schedule import MIX, IntArray, Schedule, Step, empty
 
 Topology = Literal["dissemination", "hypercube"]
 Payload = Literal["weights", "gradients"]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from commrt.schedule import Algorithm, Schedule
+from commrt.algorithm import Algorithm
+from commrt.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

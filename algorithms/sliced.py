@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import ScheduleError
-from commrt.schedule import Algorithm, Schedule, Step
+from commrt.schedule import Schedule, Step
 
 MAX_SLICES = 1 << 16
 

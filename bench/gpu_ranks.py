@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import commrt
+from commrt.algorithm import Algorithm
 from commrt.algorithms.catalogue import ALGORITHMS, by_name
 from commrt.errors import CommrtError
 from commrt.program import program
 from commrt.runtime.world import World
-from commrt.schedule import MIX, Algorithm, Schedule, Step
+from commrt.schedule import MIX, Schedule, Step
 from commrt.transport.nccl_binding import load
 
 __all__ = [

@@ -33,11 +33,12 @@ from records import append, bus_bandwidth, made
 from torch import Tensor
 
 import commrt
+from commrt.algorithm import Algorithm
 from commrt.kernels import dispatch
 from commrt.kernels.layout import layout_of
 from commrt.program import program
 from commrt.runtime.executor import bind
-from commrt.schedule import ADD, COPY, Algorithm, Schedule
+from commrt.schedule import ADD, COPY, Schedule
 from commrt.transport.protocol import Tag
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import commrt
-from commrt.schedule import Algorithm
+from commrt.algorithm import Algorithm
 from commrt.training.replica import Replica
 
 __all__ = ["Training"]

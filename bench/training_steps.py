@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from training_models import WORKLOADS, Workload
 
 import commrt
+from commrt.algorithm import Algorithm
 from commrt.errors import CommrtError
 from commrt.runtime.world import World
-from commrt.schedule import Algorithm
 from commrt.training.replica import Replica
 from commrt.transport.nccl_binding import load
 from commrt.transport.shared import SharedTransport

@@ -8,6 +8,7 @@ from commrt import quantization as quantization
 from commrt import testing as testing
 from commrt import tools as tools
 from commrt import training as training
+from commrt.algorithm import Algorithm as Algorithm
 from commrt.algorithms.direct import Direct as Direct
 from commrt.algorithms.gossip import Gossip as Gossip
 from commrt.algorithms.halving_doubling import HalvingDoubling as HalvingDoubling
@@ -31,7 +32,6 @@ from commrt.runtime.world import World as World
 from commrt.schedule import ADD as ADD
 from commrt.schedule import COPY as COPY
 from commrt.schedule import MIX as MIX
-from commrt.schedule import Algorithm as Algorithm
 from commrt.schedule import Schedule as Schedule
 from commrt.schedule import Step as Step
 from commrt.schedule import beside as beside

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, zip_longest
 from operator import index
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -185,8 +185,6 @@ class Schedule:
     When the schedule is bound to a buffer, sizes need not divide by it.
     """
     steps: Callable[[], Iterator[Step]]
-    renames: tuple[Schedule, IntArray] | None = field(default=None, init=False, repr=False)
-    """A schedule and its order, if this is that one `renamed`; what is proven of it holds here."""
 
     def __post_init__(self) -> None:
         for what, number in {"ranks": self.ranks, "chunks": self.chunks}.items():
@@ -264,14 +262,13 @@ class Schedule:
 
     def renamed(self, order: IntArray) -> Schedule:
         """Return it with ``order[i]`` as rank i; `order` [ranks], each rank once, is unchecked."""
+        return Schedule(self.name, self.ranks, self.chunks, _RenamedSteps(self, order))
 
-        def steps() -> Iterator[Step]:
-            for s in self.steps():
-                yield _derived(order[s.src], order[s.dst], s.lo, s.hi, s.combine, s.weight)
-
-        found = Schedule(self.name, self.ranks, self.chunks, steps)
-        object.__setattr__(found, "renames", (self, order))
-        return found
+    @property
+    def renames(self) -> tuple[Schedule, IntArray] | None:
+        """A schedule and its order, if this is that `renamed`; what is proven of it holds here."""
+        steps = self.steps
+        return (steps.schedule, steps.order) if isinstance(steps, _RenamedSteps) else None
 
     def within(self, lo: int, hi: int, chunks: int) -> Schedule:
         """Return the same schedule on chunks [lo, hi) of a buffer of `chunks` chunks.
@@ -330,29 +327,17 @@ class Schedule:
     __str__ = text
 
 
-SYNCHRONOUS = "commrt.training.synchronous"
-"""The module that trains by an all-reduce of gradients."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _RenamedSteps:
+    """The steps of `schedule` with ``order[i]`` as rank i."""
 
+    schedule: Schedule
+    order: IntArray
 
-class Algorithm(Protocol):
-    """What `attach` takes as its algorithm: it gives the schedule of each training step.
-
-    `schedule` is a pure function of the object's fields, the step and the rank count, so every rank
-    computes the same schedule. Implementations are small frozen dataclasses, so their ``repr`` says
-    everything. For equal arguments they return the same object (use ``functools.lru_cache``),
-    because programs are bound once per object.
-
-    An algorithm that is more than an all-reduce of gradients also has some of these:
-
-    - ``trained_by``: the module whose ``attach(request)`` makes the replica (default:
-      `SYNCHRONOUS`);
-    - ``mixing_row``: its schedules mix, after they have averaged over rows of so many ranks;
-    - ``traits``: what `commrt.options` calls it.
-    """
-
-    def schedule(self, step: int, ranks: int) -> Schedule:
-        """Return the schedule of training step `step` on `ranks` ranks, numbered from 0."""
-        ...
+    def __call__(self) -> Iterator[Step]:
+        order = self.order
+        for s in self.schedule.steps():
+            yield _derived(order[s.src], order[s.dst], s.lo, s.hi, s.combine, s.weight)
 
 
 def empty(ranks: int, chunks: int = 1, name: str = "nothing") -> Schedule:

@@ -50,7 +50,7 @@ def test_every_stub_names_what_is_there_and_stands_in_its_own_room_or_below():
         assert_none(f"{folder.name} offers {room}" for room in below if FLOORS[room] < FLOORS[folder.name])
 
 
-PLUGS = {"algorithms/catalogue.py", "algorithms/gossip.py", "commrt/quantizer.py", "commrt/schedule.py"}
+PLUGS = {"algorithms/catalogue.py", "algorithms/gossip.py", "commrt/quantizer.py", "commrt/algorithm.py"}
 """They say what trains with an algorithm, carries a wire or has a name, though that stands above them."""
 
 

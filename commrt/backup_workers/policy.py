@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.parts import require_maker, require_whole
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

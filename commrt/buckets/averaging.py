@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from commrt import proof
+from commrt.algorithm import Algorithm
 from commrt.algorithms import halving_doubling
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket
@@ -20,7 +21,7 @@ from commrt.errors import UsageError
 from commrt.runtime.prepared import Claim, Members
 from commrt.runtime.wire import QuantizedWire
 from commrt.runtime.world import World
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
 from commrt.transport.protocol import Tag

@@ -15,6 +15,7 @@ from typing import cast
 from torch import Tensor
 
 from commrt import proof
+from commrt.algorithm import Algorithm
 from commrt.algorithms import tree
 from commrt.buckets.binding import Binding, TensorBinding
 from commrt.buckets.gradient_bucket import GradientBucket
@@ -28,7 +29,7 @@ from commrt.runtime.executor import BoundProgram, RunnableProgram
 from commrt.runtime.prepared import Members, Prepared, schedule_of
 from commrt.runtime.wire import QuantizedWire, carrier_of
 from commrt.runtime.world import World
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, Fact, Recorder, within_range
 from commrt.transport.protocol import Tag

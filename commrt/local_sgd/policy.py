@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar, Final, Literal
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.gossip import Gossip
 from commrt.algorithms.parts import require_maker, require_whole
@@ -24,7 +25,7 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.local_sgd.outer import HeavyBall, Nesterov, Outer
 from commrt.quantizer import Int4
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 
 CORRECT: Final = "correct"
 OUTER_STEPS = 10

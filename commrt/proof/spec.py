@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from commrt.algorithm import Algorithm
 from commrt.errors import ScheduleError, UsageError
-from commrt.schedule import Algorithm, IntArray, Schedule
+from commrt.schedule import IntArray, Schedule
 
 MAX_RANKS = 1 << 17
 MAX_DIFFERENT = 1 << 28

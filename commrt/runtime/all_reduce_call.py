@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.parts import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
@@ -20,7 +21,6 @@ from commrt.runtime.wire import (
     is_quantized,
     travels_as,
 )
-from commrt.schedule import Algorithm
 from commrt.transport.protocol import Tag
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.direct import MOST_IN_ONE_SHOT, one_shot
 from commrt.errors import DisagreementError
 from commrt.kernels.dispatch import packing
@@ -47,7 +48,7 @@ from commrt.runtime.wire import (
     is_quantized,
     wire_text,
 )
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.recording import Fact, Recorder, within_range
 from commrt.transport.by_device import TransportByDevice

@@ -10,11 +10,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from commrt.algorithm import Algorithm
 from commrt.errors import UsageError
 from commrt.kernels.layout import GRANULE
 from commrt.program import chunk_bounds
 from commrt.runtime.membership import Membership
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 from commrt.transport.protocol import Tag
 
 T = TypeVar("T")

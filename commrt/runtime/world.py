@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
+from commrt.algorithm import Algorithm
 from commrt.errors import DisagreementError, UsageError
 from commrt.program import member_program
 from commrt.runtime.all_reduce_call import check_all_reduce_call
@@ -28,7 +29,7 @@ from commrt.runtime.prepared_runs import PreparedRuns, check_run
 from commrt.runtime.untraced import untraced
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 from commrt.store.client import clone_connection
 from commrt.store.launcher import is_on
 from commrt.store.world_config import WorldConfig

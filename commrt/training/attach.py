@@ -10,6 +10,7 @@ from typing import Literal, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from commrt.algorithm import SYNCHRONOUS, Algorithm
 from commrt.algorithms.parts import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.buckets.gradient_bucket import GradientBucket
@@ -19,7 +20,6 @@ from commrt.options import require_compatible
 from commrt.runtime.init import current
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.world import World
-from commrt.schedule import SYNCHRONOUS, Algorithm
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_state import Stateful
 from commrt.training.refusals import (
@@ -119,7 +119,8 @@ def attach(  # noqa: PLR0913  # each has its default
     if world.size > 1:
         require_read_only_forward(model)
     trained_by = getattr(algorithm, "trained_by", SYNCHRONOUS)  # an all-reduce says nothing
-    require_fitting_world(world, algorithm, trained_by)
+    is_synchronous = trained_by == SYNCHRONOUS
+    require_fitting_world(world, algorithm, may_grow=not is_synchronous)
     require_views(gradients, params, wire)
     require_not_attached(params)
 
@@ -144,7 +145,7 @@ def attach(  # noqa: PLR0913  # each has its default
         graphs=graphs,
         same_bits=same_bits,
         watch=watch,
-        scales=LossScales(also, keep_pace=trained_by == SYNCHRONOUS),
+        scales=LossScales(also, keep_pace=is_synchronous),
         copies=copies,
     )
     return cast("Replica", import_module(trained_by).attach(request))

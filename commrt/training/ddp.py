@@ -18,6 +18,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.runtime.all_reduce_call import check_all_reduce
@@ -25,7 +26,6 @@ from commrt.runtime.init import init, is_open
 from commrt.runtime.wire import AnyWire, check_wire, is_quantized
 from commrt.runtime.work import Work
 from commrt.runtime.world import World
-from commrt.schedule import Algorithm
 from commrt.training.hooks import at_end_of_backward, current_pass
 from commrt.transport.protocol import Tag
 

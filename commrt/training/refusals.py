@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from commrt.algorithm import Algorithm
 from commrt.buckets.tensors import Named, gradient_dtype, wire_dtype
 from commrt.errors import UsageError
 from commrt.runtime.all_reduce_call import is_expanded
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
-from commrt.schedule import SYNCHRONOUS, Algorithm
 from commrt.training.model_state import Stateful
 from commrt.training.parameter_list import EMBEDDINGS
 from commrt.training.step_guard import attached_params
@@ -50,9 +50,9 @@ def require_open_to_models(world: World) -> None:
         )
 
 
-def require_fitting_world(world: World, algorithm: Algorithm, trained_by: str) -> None:
-    """Refuse a world with later or lost ranks, where `trained_by` cannot do with it."""
-    if world.size > world.founders and trained_by == SYNCHRONOUS:
+def require_fitting_world(world: World, algorithm: Algorithm, *, may_grow: bool) -> None:
+    """Refuse a world with later ranks unless it `may_grow`, and lost ranks by the algorithm."""
+    if world.size > world.founders and not may_grow:
         what = "only to BackupWorkers, LocalSGD and gossip of weights can ranks come later"
         raise UsageError(f"init(up_to={world.size}) and {algorithm}: {what}")
     if world.lost and GOES_ON_ANEW not in getattr(algorithm, "traits", ()):

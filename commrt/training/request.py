@@ -14,12 +14,13 @@ from typing import Protocol, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from commrt.algorithm import Algorithm
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.plan import build_buckets
 from commrt.buckets.tensors import Named
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.world import World
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 from commrt.store.addresses import host_identity
 from commrt.store.world_config import WorldConfig
 from commrt.training.loss_scale import LossScales

@@ -14,12 +14,13 @@ from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.direct import Direct
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
-from commrt.schedule import ADD, COPY, Algorithm, Schedule
+from commrt.schedule import ADD, COPY, Schedule
 from commrt.tools.planning.planner import priced_candidates, tried_in_steps
 from commrt.tools.planning.wires import GRADIENT_NBYTES
 from commrt.tools.planning.workload import FORWARD, Workload

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 import commrt
+from commrt.algorithm import Algorithm
 from commrt.errors import UsageError
 from commrt.kernels.quantize import add_quantized, dequantize, quantize
 from commrt.proof.summing import require_short_sums
 from commrt.proof.symbols import select
-from commrt.schedule import ADD, Algorithm, IntArray, Schedule, Step
+from commrt.schedule import ADD, IntArray, Schedule, Step
 
 __all__ = ["print_errors", "relative_error", "replayed", "replayed_error"]
 

@@ -14,11 +14,12 @@ from math import gcd
 import grid_schedules
 from grid_schedules import Grid
 
+from commrt.algorithm import Algorithm
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.proof.replay import traffic
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 from commrt.tools.planning.planner import exchange_plans, short_name
 
 __all__ = ["LayerCost", "LayerSize", "grids_of", "in_one_dimension", "layer_costs", "on_grid", "schedules_of"]

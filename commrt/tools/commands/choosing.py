@@ -7,12 +7,12 @@ import re
 from dataclasses import fields, replace
 from typing import Any, cast
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.catalogue import ALGORITHMS, POLICIES, by_name
 from commrt.algorithms.double_tree import DoubleTree
 from commrt.algorithms.ring import Rings
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.schedule import Algorithm
 from commrt.tools.commands.arguments import FORMS, ShapeOptions
 from commrt.tools.planning.batches import efficiency_at
 from commrt.tools.planning.workload import MODELS, MOST_NUMEL, TRANSFORMERS, Workload

@@ -13,10 +13,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.random import default_rng
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.gossip import Gossip
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Price
-from commrt.schedule import Algorithm
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import compute_of, workload_of
 from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s

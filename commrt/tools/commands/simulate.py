@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from commrt.algorithm import Algorithm
 from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
-from commrt.schedule import Algorithm
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import choose
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate, times

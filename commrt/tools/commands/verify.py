@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.catalogue import ALGORITHMS, COLLECTIVES, ROOTED, candidates
 from commrt.algorithms.gossip import Gossip
 from commrt.backup_workers.policy import BackupWorkers
@@ -23,7 +24,7 @@ from commrt.proof import order_of_additions, replay
 from commrt.proof.additions import Additions
 from commrt.proof.replay import Proof
 from commrt.proof.spec import Collective, all_reduce, collective_of, promise
-from commrt.schedule import MIX, Algorithm, Schedule
+from commrt.schedule import MIX, Schedule
 from commrt.tools.commands.arguments import CollectiveOptions, Json, ShapeOptions, leave_out
 from commrt.tools.commands.choosing import choose
 from commrt.tools.commands.output import json_of

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from commrt.algorithm import Algorithm
 from commrt.errors import UsageError
 from commrt.proof.symbols import Weights, select
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 
 Shares = NDArray[np.float64]
 """[ranks, chunks, origins]: how much of each origin's chunk a rank holds."""

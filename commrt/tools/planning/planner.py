@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from commrt.algorithm import Algorithm
 from commrt.algorithms.catalogue import REGISTERED, home_of
 from commrt.algorithms.direct import MOST_RANKS, Direct
 from commrt.algorithms.halving_doubling import HalvingDoubling
@@ -21,7 +22,6 @@ from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
 from commrt.quantizer import Quantizer
-from commrt.schedule import Algorithm
 from commrt.tools.planning.bounds import all_reduce_bound_s
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, WirePricing, wire_nbytes

@@ -8,12 +8,13 @@ from math import ceil, inf
 import numpy as np
 from numpy.typing import ArrayLike
 
+from commrt.algorithm import Algorithm
 from commrt.options import require_compatible
 from commrt.pricing.cluster import Cluster, seconds
 from commrt.pricing.price import Price, Pricing
 from commrt.proof.summing import require_short_sums
 from commrt.quantizer import Float8, Int2, Int4, Int8, Quantizer
-from commrt.schedule import Algorithm, Schedule
+from commrt.schedule import Schedule
 
 GRADIENT_NBYTES = 4
 Item = int | Quantizer
