@@ -14,7 +14,7 @@ from commrt import BackupWorkers, Gossip, Torus2D
 from commrt.errors import UsageError
 from commrt.local_sgd import LocalSGD
 from commrt.testing.ranks import run_ranks
-from commrt.training.step_guard import wrapped_as
+from commrt.training.optimizer_steps import wrapped_as
 
 WAYS = [Gossip(), LocalSGD(4), Torus2D()]
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose and connect one transport for all ranks; connect again in a new generation."""
+"""Choose and connect one transport for all ranks; connect again in a new generation.
+
+Reads and writes the store, on whichever thread calls; keeps nothing.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 What a rank copies is received in its final place. What it combines with its own data is received in
 scratch memory and combined after the exchange, so a rank may send a chunk and add to it in the same
 hop. If it does not, a transport of one host may let it read the senders' memory instead of copying
-it to scratch.
+it to scratch. Programs are bound and run on the communication thread, or on one that has its turn.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from commrt.runtime.all_reduce_call import is_expanded
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
 from commrt.training.model_state import Stateful
+from commrt.training.optimizer_steps import attached_params
 from commrt.training.parameter_list import EMBEDDINGS
-from commrt.training.step_guard import attached_params
 
 GRADIENTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

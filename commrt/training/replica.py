@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's attached model: what users call, as far as all ways to train share it.
 
-On the thread that trains. `step_guard` looks at optimizers, `model_collectives` compares and sends
-models, `riding` has what rides with gradients.
+On the thread that trains. `optimizer_steps` looks at optimizers, `model_collectives` compares and
+sends models, `riding` has what rides with gradients.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from commrt.training.model_collectives import (
     take_means,
 )
 from commrt.training.model_state import Stateful
+from commrt.training.optimizer_steps import OptimizerSteps
 from commrt.training.parameter_list import ParameterList
 from commrt.training.request import Request
 from commrt.training.riding import Riding, Rode
-from commrt.training.step_guard import OptimizerSteps
 from commrt.training.step_report import Stats, StepReport
 from commrt.training.tensor_bytes import fingerprint
 

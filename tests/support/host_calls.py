@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.runtime.comparison import ConsistencyCheck
-from commrt.training import step_guard
+from commrt.training import optimizer_steps
 from commrt.transport.protocol import Exchange, NullTransport, P2PGroup, Tag, Transport
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def calls_of(what: str) -> int:
     work = WORK[what]
     with (
         mock.patch.object(ConsistencyCheck, "_gather", agreed),
-        mock.patch.object(step_guard, "_living", WeakValueDictionary()),  # others would be asked in each step, too
+        mock.patch.object(optimizer_steps, "_living", WeakValueDictionary()),  # others would be asked in each step, too
         commrt.World(work.transport, HashStore(), work.transport.rank) as world,
     ):
         return _counted(world, work.of(world))
