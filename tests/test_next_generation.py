@@ -86,7 +86,7 @@ def check_decision(states, generation, terms, is_running, waited_s):
     return found if found in (None, DeadlineExceeded, QuorumLost) else Generation
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_decision_keeps_all_promises_in_every_case(ranks):
     kinds = {check_decision(*case) for case in cases(ranks)}
     assert kinds == ({Generation} if ranks == 1 else {Generation, QuorumLost, DeadlineExceeded, None})
