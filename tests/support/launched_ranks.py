@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import commrt
+import commrt.c10d
 
 
 def report(number, start_timeout_s=60):
