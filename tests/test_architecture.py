@@ -127,7 +127,7 @@ def test_every_decision_is_listed():
 
 UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 ALLOWED = {
-    "commrt/training/model_state.py": "the names of what torch.save and torch.load raise",
+    "commrt/training/stateful.py": "the names of what torch.save and torch.load raise",
     "commrt/training/packed_state.py": "the name of what torch.load raises",
     "commrt/backup_workers/catch_up.py": "the name of what torch.load raises",
 }

@@ -13,7 +13,7 @@ import commrt
 from commrt.backup_workers.final_calls import FinalCalls
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, Place, QuorumLost, UsageError
 from commrt.testing.ranks import run_ranks
-from commrt.training.model_state import dump, load
+from commrt.training.stateful import dump, load
 
 PLACE = Place(0)
 

@@ -23,7 +23,7 @@ from commrt.data.ring_shuffle import RingShuffle
 from commrt.data.shares import Shares
 from commrt.errors import DisagreementError
 from commrt.testing.ranks import local_worlds
-from commrt.training.model_state import dump, load
+from commrt.training.stateful import dump, load
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol", "ignore:TypedStorage")
 EXAMPLE = Path(__file__).parent.parent / "examples/imagenet_resnet50.py"

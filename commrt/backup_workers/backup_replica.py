@@ -42,11 +42,10 @@ from commrt.training.hooks import (
     on_dense_gradients,
 )
 from commrt.training.model_collectives import gather_integers
-from commrt.training.model_state import Stateful, dump, load
 from commrt.training.optimizer_steps import attached_to
-from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
+from commrt.training.stateful import Stateful, check_stateful, dump, load
 from commrt.training.step_report import StepReport
 from commrt.training.tensor_bytes import digest, fingerprint
 

@@ -33,10 +33,11 @@ from commrt.runtime.membership import LOST
 from commrt.runtime.prepared import Members
 from commrt.threads.future import Future
 from commrt.threads.streams import StreamEvent
+from commrt.training.flat_buffer import FlatBuffer
 from commrt.training.request import Request
 from commrt.training.riding import Riding
 from commrt.training.step_report import StepReport
-from commrt.training.tensor_bytes import FlatBuffer, unread_buffers
+from commrt.training.unread_buffers import unread_buffers
 from commrt.transport.protocol import Tag
 
 NOBODY = (Announcement(0, 0, ready_s=inf),)
@@ -251,7 +252,7 @@ class BackupStep:
                 bucket.assign_missing()
             self._riding.unread = self._engine.buckets[0].riders
             if self._flat_buffer is not None:
-                self._flat_buffer.empty([*self._model.buffers()], unread_buffers(self._model))
+                self._flat_buffer.write_back([*self._model.buffers()], unread_buffers(self._model))
             self.version += 1
             if running.order is not None:
                 self._use_order(running.order)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from commrt.store.parsing import parse_int, typed
 from commrt.training import packed_state
-from commrt.training.model_state import Stateful, dump, load
-from commrt.training.tensor_bytes import flatten, restore, unread_buffers
+from commrt.training.stateful import Stateful, dump, load
+from commrt.training.tensor_bytes import flatten, restore
+from commrt.training.unread_buffers import unread_buffers
 
 WRITES = attrgetter("_version")
 """Returns how often a parameter was written to, as autograd counts; it does not see ``param.data``.

@@ -27,7 +27,7 @@ from commrt.runtime.renewed import Renewed
 from commrt.runtime.world import World
 from commrt.store.parsing import MALFORMED, parse_int, require
 from commrt.threads.future import Future
-from commrt.training.tensor_bytes import FlatBuffer
+from commrt.training.flat_buffer import FlatBuffer
 from commrt.transport.protocol import Exchange, P2PGroup, P2PMessage, Tag
 
 UNDO_BATCHES = 8

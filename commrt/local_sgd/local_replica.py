@@ -29,12 +29,12 @@ from commrt.training.after_step import AfterStepReplica, call_if_alive
 from commrt.training.arrival import StateGiver
 from commrt.training.gradient_weights import NOTHING_SEEN
 from commrt.training.model_collectives import gather_integers
-from commrt.training.model_state import Stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
 from commrt.training.residuals import own_residuals
 from commrt.training.riding import FEEDBACK
 from commrt.training.settings import settings_digest
+from commrt.training.stateful import Stateful
 from commrt.training.tensor_bytes import digest
 
 _log = logging.getLogger("commrt")

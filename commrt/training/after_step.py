@@ -36,16 +36,16 @@ from commrt.training.gradient_weights import NOTHING_SEEN, ONE_STEP
 from commrt.training.hooks import at_end_of_backward, current_pass, on_dense_gradients
 from commrt.training.join_progress import JoinProgress
 from commrt.training.model_collectives import overwrite_states
-from commrt.training.model_state import Stateful, dump, load
 from commrt.training.optimizer_steps import attached_to
 from commrt.training.packed_state import pack, unpack
-from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request
+from commrt.training.stateful import Stateful, check_stateful, dump, load
 from commrt.training.step_clock import MOST_PASSES, StepClock
 from commrt.training.step_guard import are_zeroed
 from commrt.training.step_report import StepReport
-from commrt.training.tensor_bytes import flatten, restore, unread_buffers
+from commrt.training.tensor_bytes import flatten, restore
+from commrt.training.unread_buffers import unread_buffers
 
 T = TypeVar("T")
 _log = logging.getLogger("commrt")

@@ -21,9 +21,7 @@ from commrt.runtime.init import current
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.world import World
 from commrt.training.loss_scale import LossScales
-from commrt.training.model_state import Stateful
 from commrt.training.refusals import (
-    check_stateful,
     optimizers_of,
     require_averageable,
     require_fitting_world,
@@ -39,6 +37,7 @@ from commrt.training.refusals import (
 )
 from commrt.training.replica import Replica
 from commrt.training.request import Request
+from commrt.training.stateful import Stateful, check_stateful
 from commrt.training.weight_copies import WeightCopies
 
 

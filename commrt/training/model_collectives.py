@@ -21,8 +21,9 @@ from commrt.buckets.plan import MIB
 from commrt.buckets.riders import require_equal
 from commrt.buckets.tensors import exchanged_tensors
 from commrt.runtime.world import World
-from commrt.training.model_state import Stateful, dump, load
-from commrt.training.tensor_bytes import flatten, restore, unread_buffers
+from commrt.training.stateful import Stateful, dump, load
+from commrt.training.tensor_bytes import flatten, restore
+from commrt.training.unread_buffers import unread_buffers
 from commrt.transport.protocol import Tag
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One message with the state of a rank that trains, for a process that comes; sends nothing.
 
-A record says what the tensors of bytes are, which `tensor_bytes` or `model_state` made.
+A record says what the tensors of bytes are, which `tensor_bytes` or `stateful` made.
 """
 
 from __future__ import annotations

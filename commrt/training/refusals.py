@@ -22,7 +22,6 @@ from commrt.errors import UsageError
 from commrt.runtime.all_reduce_call import is_expanded
 from commrt.runtime.wire import AnyWire, check_wire
 from commrt.runtime.world import World
-from commrt.training.model_state import Stateful
 from commrt.training.optimizer_steps import attached_params
 from commrt.training.parameter_list import EMBEDDINGS
 
@@ -60,18 +59,6 @@ def require_fitting_world(world: World, algorithm: Algorithm, *, may_grow: bool)
             f"{world.lost[0]}: only gossip of weights goes on without it where a model is"
             " attached anew: start again"
         )
-
-
-def check_stateful(owners: Sequence[object], call: str = "join()") -> None:
-    """Raise `UsageError` for an object without a state to send, given to `call`."""
-    if not isinstance(owners, Iterable):
-        raise UsageError(f"{call} takes a list, not a {type(owners).__name__}: put it into one")
-    for owner in owners:
-        if not isinstance(owner, Stateful):
-            raise UsageError(
-                f"{call} was given a {type(owner).__name__}, which has no state_dict() and"
-                " load_state_dict(): pass learning rate schedulers, a GradScaler and the like"
-            )
 
 
 def require_module(model: object) -> None:

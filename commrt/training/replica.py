@@ -29,11 +29,11 @@ from commrt.training.model_collectives import (
     require_equal_digests,
     take_means,
 )
-from commrt.training.model_state import Stateful
 from commrt.training.optimizer_steps import OptimizerSteps
 from commrt.training.parameter_list import ParameterList
 from commrt.training.request import Request
 from commrt.training.riding import Riding, Rode
+from commrt.training.stateful import Stateful
 from commrt.training.step_report import Stats, StepReport
 from commrt.training.tensor_bytes import fingerprint
 

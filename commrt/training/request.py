@@ -25,7 +25,7 @@ from commrt.store.addresses import host_identity
 from commrt.store.world_config import WorldConfig
 from commrt.training.loss_scale import LossScales
 from commrt.training.model_collectives import overwrite_states
-from commrt.training.model_state import Stateful
+from commrt.training.stateful import Stateful
 from commrt.training.weight_copies import WeightCopies
 from commrt.transport.names import chosen_transport
 

@@ -29,6 +29,7 @@ from commrt.runtime.prepared import Members
 from commrt.runtime.wire import is_quantized
 from commrt.threads.future import Future
 from commrt.threads.recording import NOTHING, within_range
+from commrt.training.flat_buffer import FlatBuffer
 from commrt.training.hooks import (
     INTERRUPTED,
     PassEnd,
@@ -37,15 +38,14 @@ from commrt.training.hooks import (
     on_dense_gradients,
 )
 from commrt.training.model_collectives import gather_integers, overwrite_model, overwrite_states
-from commrt.training.model_state import Stateful
-from commrt.training.refusals import check_stateful
 from commrt.training.replica import Replica
 from commrt.training.request import Request, describe_buffers
 from commrt.training.residuals import own_residuals
 from commrt.training.riding import FEEDBACK
+from commrt.training.stateful import Stateful, check_stateful
 from commrt.training.step_guard import StepGuard
 from commrt.training.step_report import StepReport
-from commrt.training.tensor_bytes import FlatBuffer, unread_buffers
+from commrt.training.unread_buffers import unread_buffers
 
 TWICE = (
     "the gradient of {name} became ready twice in one backward pass. Reentrant activation"
@@ -274,7 +274,7 @@ class SynchronousReplica(Replica):
             for bucket in self._engine.buckets:
                 bucket.assign_missing()
         if self._flat_buffers is not None:
-            self._flat_buffers.empty(buffers, unread_buffers(self.model))
+            self._flat_buffers.write_back(buffers, unread_buffers(self.model))
         self._riding.unread = riders = cast("Riders", self._engine.buckets[0].riders)
         if riders.weight is not None and self._world.joined is None and not self._engine.mixes:
             self._riding.use_unit(riders.weight / self._world.size)

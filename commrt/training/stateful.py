@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of optimizers, schedulers and scalers as one tensor of bytes, and back.
+"""States of optimizers, schedulers and scalers: who has one, and as a tensor of bytes and back.
 
-For other ranks: `load` runs nothing that it reads. On the thread that trains; sends nothing.
+The bytes are for other ranks. `load` changes the owners of states, and runs nothing that it reads.
+On the thread that trains; sends nothing.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from pickle import PicklingError, UnpicklingError
 from typing import Any, Protocol, runtime_checkable
@@ -33,6 +34,18 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Take the state `state_dict`."""
+
+
+def check_stateful(owners: Sequence[object], call: str = "join()") -> None:
+    """Raise `UsageError` for an object without a state to send, given to `call`."""
+    if not isinstance(owners, Iterable):
+        raise UsageError(f"{call} takes a list, not a {type(owners).__name__}: put it into one")
+    for owner in owners:
+        if not isinstance(owner, Stateful):
+            raise UsageError(
+                f"{call} was given a {type(owner).__name__}, which has no state_dict() and"
+                " load_state_dict(): pass learning rate schedulers, a GradScaler and the like"
+            )
 
 
 def dump(owners: Sequence[Stateful]) -> Tensor:
