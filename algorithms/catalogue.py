@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All schedules by their names: what each module of `MODULES` registers."""
+"""All schedules and algorithms by name: what `MODULES` register, and the other ways to train.
+
+Pure functions of tables that are made once, at import. Those ways stand in rooms above this one, so
+`POLICIES` has them as text; `by_name` alone reads it, and imports one when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,6 @@ from commrt.algorithms import (
 from commrt.algorithms.parts import require_root
 from commrt.algorithms.registration import Registration
 from commrt.errors import UsageError
-from commrt.importing import homes
 from commrt.schedule import Schedule
 
 GOSSIP = "gossip"
@@ -68,7 +71,7 @@ POLICIES = {
     "backup": "commrt.backup_workers.policy.BackupWorkers",
     "local": "commrt.local_sgd.policy.LocalSGD",
 }
-"""Other ways to train by name: options, which are imported when they are asked for."""
+"""Other ways to train by name: the homes of their classes."""
 COLLECTIVES: Mapping[str, Mapping[str, Callable[..., Schedule]]] = {
     collective: {
         each.name: each.schedule
@@ -98,18 +101,6 @@ def by_name(name: str) -> Algorithm:
             return cast("Algorithm", getattr(import_module(module), policy)())
     offered = ", ".join(sorted({*ALGORITHMS, *POLICIES}))
     raise UsageError(f"no algorithm is called {name!r}: choose one of {offered}")
-
-
-def home_of(algorithm: type[Algorithm]) -> str:
-    """Return the package or module from which users import the class `algorithm`.
-
-    >>> home_of(ring.Ring), home_of(ring.Rings)
-    ('commrt', 'commrt.algorithms')
-    """
-    for package in ("commrt", "commrt.algorithms"):
-        if algorithm.__name__ in homes(package):
-            return package
-    return algorithm.__module__
 
 
 def candidates(collective: str, ranks: int, root: int = 0) -> dict[str, Schedule]:

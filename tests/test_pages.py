@@ -14,8 +14,9 @@ from sources import assert_none, sources
 
 import commrt
 from commrt import errors
-from commrt.algorithms.catalogue import ALGORITHMS, home_of
+from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.testing.ranks import local_worlds
+from commrt.tools.planning.planner import home_of
 from commrt.training.replica import Replica
 
 LINKED = [*PAGES, ROOT / "CHANGELOG.md"]
@@ -171,9 +172,8 @@ def test_commands_that_are_named_in_a_line_take_these_options():
 def listed():
     """What the reference takes from docstrings."""
     written = {name for page in (ROOT / "docs/api").glob("*.md") for name in REFERENCE.findall(page.read_text())}
-    return written | {
-        f"{home_of(kind)}.{kind.__name__}" for kind in ALGORITHMS.values()
-    }  # docs/site/hooks.py adds them
+    # docs/site/hooks.py adds the algorithms
+    return written | {f"{home_of(kind)}.{kind.__name__}" for kind in ALGORITHMS.values()}
 
 
 ROOMS = ("algorithms", "backup_workers", "elastic", "local_sgd", "proof", "quantization", "tools", "training")

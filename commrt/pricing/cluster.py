@@ -3,7 +3,7 @@
 
 A cluster is described in a TOML file. The built-in ones lie in ``clusters`` beside this module.
 Ranks fill one node after the other. Bandwidths are those of one direction, in GB (10^9 bytes) per
-second.
+second. A cluster never changes; `Cluster.named` reads files, and nothing here writes one.
 """
 
 from __future__ import annotations

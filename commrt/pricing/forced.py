@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules that users name, whatever they cost.
+"""Schedules that users force by name, in COMMRT_SCHEDULES, COMMRT_SAME_BITS and ``--schedule``.
 
-By COMMRT_SCHEDULES, COMMRT_SAME_BITS and ``--schedule``. Pure functions, which need no torch and do
-not read the environment.
+Pure functions of text, which need no torch and do not read the environment.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from commrt.errors import UsageError
 from commrt.schedule import Schedule
 
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
+"""Collectives that combine; the others only move."""
 
 
 def require_candidate(collective: str, name: str, ranks: int, root: int = 0) -> Schedule:

@@ -5,7 +5,7 @@ A transfer begins when both of its ranks have finished the step before. It takes
 path and the time of the busiest rank's further messages, and of further NCCL groups. Then it takes
 as long as the busiest link of the path needs for all bytes of the same step. A rank has finished a
 step when all that it sends and receives in it has arrived, and all that is to be added has been
-added.
+added. Pure arithmetic: nothing runs, and nothing changes once it is made.
 """
 
 from __future__ import annotations
@@ -80,14 +80,18 @@ class Pattern:
     """What ranks send each other in a step; many steps of a schedule have the same pattern."""
 
     src: IntArray
+    """[transfers] the sender."""
     dst: IntArray
+    """[transfers] the receiver."""
     latency_s: Seconds
     """[transfers] latency of the path, with what further messages take."""
     s_per_byte: Seconds
-    """Time that the busiest link of the path needs for all that passes it, per byte of a chunk."""
+    """[transfers] time that the path's busiest link needs for all it carries, per byte of a chunk.
+    """
     adding_s_per_byte: Seconds
     """[ranks] time to add all that a rank receives, per byte of a chunk."""
     adds: bool
+    """True if any rank adds or mixes."""
     most_chunks: float
     """Chunks of the largest message."""
     groups_s: dict[float, float]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which schedule of a collective ends soonest on a cluster, for the size of a message.
 
-Needs no torch.
+Runs nothing, and needs no torch. Schedules that a user has forced are taken whatever they cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from commrt.algorithms.catalogue import candidates
@@ -51,11 +51,14 @@ def choices(
     buffer for broadcast, reduce and all_reduce. Ties go to the schedule with fewer steps.
     """
     return _soonest_first(
-        _offered(cluster, collective, ranks, root), piece_nbytes * slots_of(collective, len(ranks))
+        _priceable(cluster, ranks, collective, root),
+        piece_nbytes * slots_of(collective, len(ranks)),
     )
 
 
-def _offered(cluster: Cluster, collective: str, ranks: Sequence[int], root: int) -> list[Candidate]:
+def _priceable(
+    cluster: Cluster, ranks: Sequence[int], collective: str, root: int
+) -> list[Candidate]:
     world = max(ranks) + 1
     return [
         Candidate(name, schedule, Pricing(schedule.over(ranks, world), cluster))
@@ -63,8 +66,8 @@ def _offered(cluster: Cluster, collective: str, ranks: Sequence[int], root: int)
     ]
 
 
-def _soonest_first(offered: Sequence[Candidate], nbytes: float) -> list[Choice]:
-    found = [Choice(*each, each.pricing.price(nbytes)) for each in offered]
+def _soonest_first(tried: Sequence[Candidate], nbytes: float) -> list[Choice]:
+    found = [Choice(*each, each.pricing.price(nbytes)) for each in tried]
     return sorted(found, key=lambda each: (round(1e9 * each.price.seconds), each.price.steps))
 
 
@@ -80,7 +83,9 @@ def size_class(piece_nbytes: int) -> int:
 class Selection:
     """Chooses the schedules of a group of ranks, once per collective, root and size class.
 
-    What is chosen is proven first, up to `PROVEN_RANKS` ranks; for classes see `size_class`.
+    What is chosen is proven first, up to `PROVEN_RANKS` ranks; for classes see `size_class`. It
+    remembers choices and nothing else, so groups of the same places share one, on all their
+    threads: at worst two choose at once, and alike.
     `ranks` [group] are the places of the group's ranks in the cluster; `forced` names schedules to
     take whatever they cost, by collective. Raises `UsageError` for a cluster that is too small, and
     for schedules that take other numbers of ranks.
@@ -95,11 +100,7 @@ class Selection:
         self._ranks = ranks
         self._forced = forced or {}
         self._known = cache(self._choose)
-
-        def offered(collective: str, root: int) -> list[Candidate]:
-            return _offered(cluster, collective, ranks, root)
-
-        self._offered = lru_cache(KEPT)(offered)
+        self._priced = lru_cache(KEPT)(partial(_priceable, cluster, ranks))
 
     def choose(self, collective: str, root: int, piece_nbytes: int) -> Schedule:
         """Return the schedule to take for pieces of `piece_nbytes`; see `choices`."""
@@ -109,7 +110,7 @@ class Selection:
         ranks = len(self._ranks)
         if (forced := self._forced.get(collective)) is None:
             nbytes = piece_nbytes * slots_of(collective, ranks)
-            schedule = _soonest_first(self._offered(collective, root), nbytes)[0].schedule
+            schedule = _soonest_first(self._priced(collective, root), nbytes)[0].schedule
         else:
             schedule = require_candidate(collective, forced, ranks, root)
         if ranks <= PROVEN_RANKS:

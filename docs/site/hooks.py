@@ -20,6 +20,7 @@ from mkdocs.structure.pages import Page
 
 from commrt.algorithms import catalogue
 from commrt.tools.commands.app import app
+from commrt.tools.planning.planner import home_of
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted((ROOT / "studies").glob("*/README.md"))
@@ -82,7 +83,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 def registered_algorithms() -> str:
     """Return the entries of the classes that `attach` takes."""
     classes = catalogue.ALGORITHMS.values()
-    return "\n\n".join(f"::: {catalogue.home_of(each)}.{each.__name__}" for each in classes)
+    return "\n\n".join(f"::: {home_of(each)}.{each.__name__}" for each in classes)
 
 
 def registered_functions() -> str:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from commrt.algorithm import Algorithm
-from commrt.algorithms.catalogue import REGISTERED, home_of
+from commrt.algorithms.catalogue import REGISTERED
 from commrt.algorithms.direct import MOST_RANKS, Direct
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.registration import Nodes, Shape
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
+from commrt.importing import homes
 from commrt.pricing.cluster import Cluster
 from commrt.quantizer import Quantizer
 from commrt.tools.planning.bounds import all_reduce_bound_s
@@ -105,6 +106,19 @@ class Plan:
         Times are in nanoseconds; ties go to the plan with fewer steps.
         """
         return round(1e9 * self.seconds), round(1e9 * self.exchange_s), self.steps
+
+
+def home_of(algorithm: type[Algorithm]) -> str:
+    """Return the package or module from which users import the class `algorithm`.
+
+    >>> from commrt.algorithms import Rings
+    >>> home_of(Torus2D), home_of(Rings)
+    ('commrt', 'commrt.algorithms')
+    """
+    for package in ("commrt", "commrt.algorithms"):
+        if algorithm.__name__ in homes(package):
+            return package
+    return algorithm.__module__
 
 
 def python_call(algorithm: Algorithm) -> str:
