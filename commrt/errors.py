@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that commrt raises.
+"""The errors that commrt raises, and what they quote of other libraries' errors (`cause_of`).
 
 A message says what happened, what was expected, and what to do. `UsageError` is a ``ValueError``
 and `DeadlineExceeded` a ``TimeoutError``, so code that does not import commrt can catch them.
@@ -65,7 +65,10 @@ class TransportError(CommrtError):
         self.what = what
         self.place = place or Place()
         self.elsewhere = ""
-        """What the peers reported for which this rank was waiting, if anything."""
+        """What the peers reported for which this rank was waiting, if anything.
+
+        Written after the failure, by whoever reads the reports (`commrt.store.reports.diagnose`).
+        """
         super().__init__(what)
 
     def __str__(self) -> str:

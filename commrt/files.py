@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a file that a user has named."""
+"""Read a file that a user has named; it may be anything, and is never waited for or written."""
 
 from __future__ import annotations
 

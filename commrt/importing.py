@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a package that are imported when they are first used, so that ``import commrt`` needs no
-torch.
+"""Names of a package that are imported when they are first used: ``import commrt`` needs no torch.
 
 The package's ``__init__.pyi`` is the one list of them, for type checkers and at run time: each line
 imports names from the modules that define them, and nothing reads it before a name is used.

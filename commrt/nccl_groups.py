@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which NCCL groups a hop is sent: in none that is so large that NCCL cuts it."""
+"""In which NCCL groups a hop is sent: in none that is so large that NCCL cuts it.
+
+Pure functions of a step of all ranks, so both ends of a message find the same group.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +61,13 @@ def _positions(ends: IntArray, distance: IntArray) -> IntArray:
 
 
 def joined(group: int, nbytes: float) -> tuple[int, int]:
-    """Return the position of the group that carries a message of `nbytes`, given its group if all
-    were large.
+    """Return which group carries a message of `nbytes`: its row of `JOINED`, and its number there.
 
-    Smaller messages take less of a kernel, so several groups become one.
+    `group` is the one of `nccl_groups`, for large messages. Smaller ones take less of a kernel, so
+    several groups become one.
     """
-    size, factor = next(
-        (size, factor) for size, (most, factor) in enumerate(JOINED) if nbytes <= most
-    )
-    return size, group // factor
+    row, factor = next((row, factor) for row, (most, factor) in enumerate(JOINED) if nbytes <= most)
+    return row, group // factor
 
 
 def group_count(groups: IntArray | None, nbytes: float) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's view of a schedule: what it sends and receives in each hop.
+"""One rank's view of a schedule: what it sends and receives in each hop, and where chunks are cut.
 
 A *hop* is one step of a schedule as one rank sees it. The runtime says hop for a place in a
-schedule, and step for a training step.
+schedule, and step for a training step. All here are values and pure functions, for any thread;
+caches keep the latest programs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from commrt.nccl_groups import nccl_groups
 from commrt.schedule import COPY, Combine, IntArray, Schedule, Step, require_valid
 
 PROGRAMS_KEPT = 64
-"""Programs kept by `member_program`, by schedule and its rank; schedules by `permuted_program`."""
+"""Programs that `member_program` keeps; `permuted_program` keeps the steps of as many schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +135,15 @@ _program_kept = lru_cache(PROGRAMS_KEPT)(program)
 
 
 def permuted_program(schedule: Schedule, members: IntArray, rank: int, ranks: int) -> Program:
-    """Return what `member_program` does; keeps all of a short schedule, as `members` change."""
+    """Return what `member_program` does, without NCCL groups, for `members` that often change.
+
+    It keeps all ranks' part of the schedule, which should be short.
+    """
     hops = []
     place = int(np.flatnonzero(members == rank)[0])
     for step in _steps_kept(schedule):
-        ends = (step.dst, step.src == place), (step.src, step.dst == place)
-        hops.append(Hop(*(_transfers(step, members[other], own, None) for other, own in ends)))
+        sends = _transfers(step, members[step.dst], step.src == place, None)
+        hops.append(Hop(sends, _transfers(step, members[step.src], step.dst == place, None)))
     return Program(rank, ranks, schedule.chunks, tuple(hops))
 
 

@@ -6,7 +6,7 @@ of transfers that happen at the same time. Its transfers are stored as columns, 
 ranks is a few arrays. Every transfer of a step reads the state from before the step.
 
 Larger schedules are built from smaller ones: `Schedule.then`, `Schedule.over`, `Schedule.within`,
-`beside`.
+`beside`. All here are values and pure functions, for any thread.
 """
 
 from __future__ import annotations

@@ -15,7 +15,12 @@ from typing import Any
 ROOMS = {
     "schedule": ("commrt/schedule.py",),
     "proof": ("commrt/proof/*.py",),
-    "program": ("commrt/program.py", "commrt/dependencies.py", "commrt/nccl_groups.py"),
+    "program": (
+        "commrt/program.py",
+        "commrt/dependencies.py",
+        "commrt/signal_waits.py",
+        "commrt/nccl_groups.py",
+    ),
     "algorithms": ("algorithms/*.py",),
     "executor": ("commrt/runtime/*.py",),
     "transports": ("commrt/transport/*.py",),

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from commrt.algorithms import chain, direct, double_tree, gossip, halving_doubling, ring, torus
-from commrt.dependencies import signal_waits
 from commrt.kernels.signal_wait import BACK
 from commrt.program import program
 from commrt.schedule import COPY, Schedule, Step
+from commrt.signal_waits import signal_waits
 
 WRAP = 1 << 32
 NEAR_WRAP = WRAP - 3

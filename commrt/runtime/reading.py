@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from commrt.dependencies import SignalWait, signal_waits
 from commrt.kernels.dispatch import copying
 from commrt.kernels.layout import padded
 from commrt.kernels.packing import Parts
@@ -29,6 +28,7 @@ from commrt.runtime.executor import (
     facts_of,
 )
 from commrt.schedule import COPY
+from commrt.signal_waits import SignalWait, signal_waits
 from commrt.transport.protocol import Exchange, P2PGroup, Tag, Transport, Window
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is sent from, made anew in each generation of ranks."""
+"""Memory that is sent from, made anew in each generation of ranks; reads the world only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Renewed(Generic[T]):
 
     def current(self) -> T:
         """Return the memory of the generation that runs; the first call makes it."""
-        if self._made is None or self._generation != self._world.membership.number:
-            self._generation = self._world.membership.number
+        number = self._world.membership.number
+        if self._made is None or self._generation != number:
             self._made = self._make()
+            self._generation = number  # not before: a `make` that raised is called again
         return self._made

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from commrt.dependencies import SignalWait
 from commrt.errors import DeadlineExceeded, Place, TransportError, UsageError
+from commrt.signal_waits import SignalWait
 from commrt.store.addresses import host_identity
 from commrt.store.client import clone_connection
 from commrt.threads.calls import start_call

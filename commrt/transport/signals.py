@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commrt.dependencies import SignalWait
 from commrt.errors import DeadlineExceeded, TransportError
 from commrt.kernels.signal_wait import (
     ABORT,
@@ -24,6 +23,7 @@ from commrt.kernels.signal_wait import (
     TIMEOUT_NS,
     SignalWaitPlan,
 )
+from commrt.signal_waits import SignalWait
 from commrt.threads.deadline import clock
 from commrt.transport.group_watch import CAPTURE, READ_NOTICES_S, GroupWatch
 from commrt.transport.mapped_memory import MappedMemory
