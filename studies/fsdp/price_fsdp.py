@@ -22,7 +22,8 @@ from commrt.tools.commands.app import main
 from commrt.tools.commands.arguments import CLUSTER, StepOptions, Wire
 from commrt.tools.commands.choosing import compute_of, workload_of
 from commrt.tools.commands.output import json_of
-from commrt.tools.planning.planner import CAPS_MB, Plan, short_name, step_plans
+from commrt.tools.planning.planner import CAPS_MB, Plan, step_plans
+from commrt.tools.planning.python_calls import short_name
 from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, wire_nbytes
 from commrt.tools.planning.workload import Workload
 

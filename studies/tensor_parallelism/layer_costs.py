@@ -20,7 +20,8 @@ from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
 from commrt.proof.replay import traffic
 from commrt.schedule import Schedule
-from commrt.tools.planning.planner import exchange_plans, short_name
+from commrt.tools.planning.planner import exchange_plans
+from commrt.tools.planning.python_calls import short_name
 
 __all__ = ["LayerCost", "LayerSize", "grids_of", "in_one_dimension", "layer_costs", "on_grid", "schedules_of"]
 

@@ -30,7 +30,8 @@ from torch.nn.functional import cross_entropy
 
 import commrt
 from commrt.algorithms.registration import Nodes
-from commrt.tools.planning.planner import short_name, tried_shapes
+from commrt.tools.planning.planner import tried_shapes
+from commrt.tools.planning.python_calls import short_name
 from commrt.tools.planning.workload import FORWARD
 
 sys.path.append(str(Path(__file__).parents[1] / "mnist"))  # as a program it finds only its own folder

@@ -9,7 +9,8 @@ import target_on_slow_links as lab
 from commrt import Gossip
 from commrt.algorithms.registration import Nodes
 from commrt.local_sgd import LocalSGD
-from commrt.tools.planning.planner import short_name, tried_shapes
+from commrt.tools.planning.planner import tried_shapes
+from commrt.tools.planning.python_calls import short_name
 
 
 def test_each_planned_all_reduce_is_found_by_its_name():

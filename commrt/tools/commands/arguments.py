@@ -123,7 +123,7 @@ class ExchangeOptions(NamedTuple):
     wire: WireDtype = Wire.fp32
 
     @property
-    def wire_nbytes(self) -> float:
+    def nbytes_on_wire(self) -> float:
         """Return the bytes that travel: fewer if they are quantized."""
         quantizer = QUANTIZERS.get(self.wire)
         return (

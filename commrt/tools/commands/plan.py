@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan exchange``, ``step`` and ``backups``: what to use, and why. Needs no torch.
+"""``commrt plan exchange``, ``step`` and ``backups``: print plans, best first, and say why.
 
-Backups are planned for late ranks that finish their gradients before they go on, as measured
-(docs/evidence.md).
+`planning` finds them; here the best one is also proven. Backups are planned for late ranks that
+finish their gradients before they go on, as measured (docs/evidence.md). Needs no torch.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 
@@ -24,31 +23,22 @@ from commrt.pricing.cluster import Cluster
 from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands import arguments as opt
-from commrt.tools.commands.backup_estimate import estimate_backups
+from commrt.tools.commands.backup_estimate import BackupEstimate, estimate_backups
 from commrt.tools.commands.choosing import compute_of, workload_of
-from commrt.tools.commands.output import about, gains, json_of, quantizer_sentence, table_of
+from commrt.tools.commands.output import json_of, table_of
+from commrt.tools.commands.price_words import about, gains, quantizer_sentence
 from commrt.tools.planning.bounds import all_reduce_bound_s
-from commrt.tools.planning.local_steps import LocalSteps, hiding_period
-from commrt.tools.planning.planner import (
-    PYTHON_WIRES,
-    BackupCost,
-    Plan,
-    exchange_plans,
-    python_call,
-    step_plans,
-)
-from commrt.tools.planning.stragglers import step_time_s
+from commrt.tools.planning.local_plan import LocalPlan, local_plan
+from commrt.tools.planning.planner import Plan, exchange_plans, step_plans
+from commrt.tools.planning.stragglers import BackupCost, backup_costs
 from commrt.tools.planning.wires import GRADIENT_NBYTES, QUANTIZERS, WirePricing, require_carried
+from commrt.tools.planning.workload import Workload
 
 SHOWN = 8
 MIN_WIDTH = 124
 """The least width of a table that is printed to a file."""
 PROVEN_RANKS = 1100
 """A proof takes memory and time as ranks to the third: half a second here."""
-EXPOSED = 0.2
-"""If more of the best step is exposed, local SGD is named too."""
-LOCAL_PERIODS = 16, 512
-"""The shortest and the longest period that is named."""
 COLUMNS: dict[str, Callable[[Plan], str | None]] = {
     "algorithm": lambda plan: plan.name,
     "backups": lambda plan: str(plan.backups) if plan.backups else None,
@@ -67,58 +57,77 @@ def exchange(options: opt.ExchangeOptions, as_json: opt.Json = False) -> None:
     """Recommend an algorithm for an exchange."""
     cluster = Cluster.named(options.cluster)
     quantized = options.wire if options.wire in QUANTIZERS else None
-    plans = exchange_plans(cluster, options.ranks, options.wire_nbytes, quantized)
-    _report(plans, cluster, options.ranks, options.nbytes, None, as_json)
+    plans = exchange_plans(cluster, options.ranks, options.nbytes_on_wire, quantized)
+    _prove_and_print(plans, cluster, options.ranks, options.nbytes, None, as_json)
 
 
 def step(options: opt.PlanOptions, ranks: opt.Ranks = 4, as_json: opt.Json = False) -> None:
     """Recommend algorithm, wire and buckets for a training step."""
-    _plan_step(options, ranks, as_json, ())
+    cluster = Cluster.named(options.cluster)
+    workload = workload_of(options.model)
+    plans = _step_plans(options, cluster, workload, ranks, [BackupCost()])
+    local = local_plan(plans[0], cluster, ranks)
+    _prove_and_print(plans, cluster, ranks, workload.numel * GRADIENT_NBYTES, local, as_json)
 
 
 def backups(
     options: opt.PlanOptions,
     slow: opt.BackupOptions,
-    backups: Annotated[
-        str, typer.Option(help="auto, or a number of ranks that a step does not wait for.")
+    number: Annotated[
+        str,
+        typer.Option("--backups", help="auto, or a number of ranks that a step does not wait for."),
     ] = "auto",
     as_json: opt.Json = False,
 ) -> None:
     """Recommend how many backup workers a training step has, and algorithm, wire and buckets with
     them.
     """
-    ranks, waitings = _waitings(backups, slow)
-    _plan_step(options, ranks, as_json, waitings)
-
-
-def _plan_step(
-    options: opt.PlanOptions, ranks: int, as_json: bool, waitings: Sequence[BackupCost]
-) -> None:
+    found = estimate_backups(slow)
+    costs = backup_costs(found.times_s, found.goal, sorted(_tried_backups(number, found)))
     cluster = Cluster.named(options.cluster)
     workload = workload_of(options.model)
+    plans = _step_plans(options, cluster, workload, found.ranks, costs)
+    _prove_and_print(plans, cluster, found.ranks, workload.numel * GRADIENT_NBYTES, None, as_json)
+
+
+def _tried_backups(number: str, found: BackupEstimate) -> set[int]:
+    """Return 0 and `number`; for auto 0, 1, and as many as are best if nothing is exchanged."""
+    if number == "auto":
+        best: int = found.best_if_late_finish["backups"]
+        return {0, 1, best} if found.ranks > 2 else {0, best}
+    if not re.fullmatch("[0-9]{1,9}", number):
+        raise UsageError(f"--backups {number}: give auto, or a number")
+    return {0, int(number)}
+
+
+def _step_plans(
+    options: opt.PlanOptions,
+    cluster: Cluster,
+    workload: Workload,
+    ranks: int,
+    costs: Sequence[BackupCost],
+) -> list[Plan]:
+    """Return the plans of a step, best first; raises `UsageError` if the options do not fit."""
     wires = ["fp32", "bf16"] if options.wire is None else [options.wire.value]
-    for number, wire in product({cost.backups for cost in waitings} - {0}, wires):
+    for number, wire in product({cost.backups for cost in costs} - {0}, wires):
         require_carried(BackupWorkers(number, Direct()), ranks, wire)
     compute_s, _ = compute_of(workload, cluster, options.batch, options.compute_ms)
-    plans = step_plans(
-        cluster, ranks, workload, compute_s, wires, *([waitings] if waitings else [])
-    )
-    local = None if waitings else _local(plans[0], ranks, cluster)
-    _report(plans, cluster, ranks, workload.numel * GRADIENT_NBYTES, local, as_json)
+    return step_plans(cluster, ranks, workload, compute_s, wires, costs)
 
 
-def _report(
+def _prove_and_print(
     plans: Sequence[Plan],
     cluster: Cluster,
     ranks: int,
     nbytes: float,
-    local: dict[str, Any] | None,
+    local: LocalPlan | None,
     as_json: bool,
 ) -> None:
     """Prove the best plan for an exchange of `nbytes` in fp32, and print all plans."""
     best = plans[0]
     schedule = best.algorithm.schedule(0, ranks - best.backups)
-    if is_proven := schedule.ranks <= PROVEN_RANKS:
+    is_proven = schedule.ranks <= PROVEN_RANKS
+    if is_proven:
         prove(schedule, all_reduce(schedule.ranks, schedule.chunks))
     if as_json:
         record = {
@@ -128,7 +137,7 @@ def _report(
             "proven": is_proven,
             "reason": _reason(plans, cluster),
             "lower_bound_seconds": all_reduce_bound_s(cluster, ranks, best.nbytes),
-            "local_sgd": local,
+            "local_sgd": None if local is None else _local_record(local),
             "plans": [_record(plan) for plan in plans],
         }
         print(json_of(record))
@@ -211,35 +220,20 @@ def _on_codes(best: Plan, ranks: int, nbytes: float, cluster: Cluster) -> Iterat
     yield "codes change the arithmetic: compare the accuracy with fp32 on your own model"
 
 
-def _local(best: Plan, ranks: int, cluster: Cluster) -> dict[str, Any] | None:
-    """Return the local SGD that hides the exchange with least delay, if a step exposes much."""
-    if best.compute_s is None or best.efficiency is None or best.efficiency >= 1 - EXPOSED:
-        return None
-    pricing = WirePricing(
-        best.algorithm.schedule(0, ranks), cluster, QUANTIZERS.get(best.wire or "")
-    )
-    shortest, longest = LOCAL_PERIODS
-    steps = hiding_period(
-        LocalSteps.priced(pricing, best.nbytes, best.compute_s, shortest), longest
-    )
-    if steps is None or steps.hiding_delay is None:
-        return None
-    wire = f", wire={PYTHON_WIRES[best.wire]}" if best.wire in PYTHON_WIRES else ""
-    inner = python_call(best.algorithm)
-    given = f"period={steps.period}, delay={steps.hiding_delay}, inner={inner}{wire}"
+def _local_record(local: LocalPlan) -> dict[str, Any]:
     return {
-        "python": f"commrt.local_sgd.LocalSGD({given})",
-        "period": steps.period,
-        "delay": steps.hiding_delay,
-        "step_seconds": steps.step_s(steps.hiding_delay),
+        "python": local.python,
+        "period": local.period,
+        "delay": local.delay,
+        "step_seconds": local.step_s,
     }
 
 
-def _local_sentence(local: Mapping[str, Any]) -> str:
-    late = f"{local['delay']} step{'s' * (local['delay'] != 1)}"
+def _local_sentence(local: LocalPlan) -> str:
+    late = f"{local.delay} step{'s' * (local.delay != 1)}"
     return (
-        f"{local['python']} would hide the exchange, with steps of"
-        f" {1e3 * local['step_seconds']:.2f} ms; weights are then up to {local['period']} steps"
+        f"{local.python} would hide the exchange, with steps of"
+        f" {1e3 * local.step_s:.2f} ms; weights are then up to {local.period} steps"
         f" apart and averages {late} late, so try the accuracy on your own model"
     )
 
@@ -254,28 +248,3 @@ def _other_backups(plans: Sequence[Plan]) -> Iterator[str]:
             f"with {number} backup{'s' * (number != 1)} instead of {best.backups}: {other.name},"
             f" {ratio} to the goal"
         )
-
-
-def _waitings(backups: str, options: opt.BackupOptions) -> tuple[int, list[BackupCost]]:
-    """Return the number of ranks, and how steps change with no backups and with `backups`.
-
-    For auto: with one, and with as many as are best if nothing is exchanged.
-    """
-    found = estimate_backups(options)
-    if backups == "auto":
-        tried = {0, found.best_if_late_finish["backups"]} | ({1} if found.ranks > 2 else set())
-    elif re.fullmatch("[0-9]{1,9}", backups):
-        tried = {0, int(backups)}
-    else:
-        raise UsageError(f"--backups {backups}: give auto, or a number")
-    needed = np.array([BackupWorkers(number).needed(found.ranks) for number in sorted(tried)])
-    updates = found.goal.iterations(needed) / found.goal.iterations(np.array([found.ranks]))
-    if np.isnan(updates).any():
-        fewest = needed[np.isnan(updates)].min()
-        raise UsageError(
-            f"no count of updates is known for {fewest} gradients: give fewer backups, or"
-            " --exponent"
-        )
-    slower = step_time_s(found.times_s, needed) / float(np.median(found.times_s))
-    columns = (column.tolist() for column in (found.ranks - needed, slower, updates))
-    return found.ranks, [BackupCost(*row) for row in zip(*columns, strict=True)]

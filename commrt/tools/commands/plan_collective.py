@@ -18,7 +18,8 @@ from commrt.pricing.slices import slice_nbytes, slots_of
 from commrt.proof.replay import prove
 from commrt.proof.spec import collective_of
 from commrt.tools.commands import arguments as opt
-from commrt.tools.commands.output import about, gains, json_of, table_of
+from commrt.tools.commands.output import json_of, table_of
+from commrt.tools.commands.price_words import about, gains
 
 MOST_RANKS = 4096
 ONE_HOST = "host"

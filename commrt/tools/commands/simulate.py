@@ -20,7 +20,8 @@ from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.choosing import choose
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate, times
-from commrt.tools.commands.output import about, json_of, quantizer_sentence, table_of
+from commrt.tools.commands.output import json_of, table_of
+from commrt.tools.commands.price_words import about, quantizer_sentence
 from commrt.tools.planning.local_steps import LocalSteps
 from commrt.tools.planning.timeline import overlapped_step
 
@@ -40,7 +41,7 @@ def exchange(
     cluster = Cluster.named(options.cluster)
     chosen = _chosen(algorithm, shape, cluster, options.ranks)
     record = ExchangeEstimate(
-        chosen, options.ranks, cluster, options.wire_nbytes, options.wire
+        chosen, options.ranks, cluster, options.nbytes_on_wire, options.wire
     ).record()
     if as_json:
         print(json_of(record))

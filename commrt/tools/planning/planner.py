@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which all-reduce, with which wire and buckets, ends soonest on a cluster, as calls of Python.
+"""Plans: which all-reduce, with which wire and buckets, ends soonest on a cluster.
 
-All candidates are priced; nothing runs.
+All candidates are priced; nothing runs or is proven.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from commrt.algorithms.catalogue import REGISTERED
 from commrt.algorithms.direct import MOST_RANKS, Direct
 from commrt.algorithms.halving_doubling import HalvingDoubling
 from commrt.algorithms.registration import Nodes, Shape
-from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
-from commrt.importing import homes
 from commrt.pricing.cluster import Cluster
 from commrt.quantizer import Quantizer
 from commrt.tools.planning.bounds import all_reduce_bound_s
+from commrt.tools.planning.python_calls import PYTHON_WIRES, python_call, short_name
+from commrt.tools.planning.stragglers import BackupCost
 from commrt.tools.planning.timeline import overlapped_step
 from commrt.tools.planning.wires import GRADIENT_NBYTES, ITEMS, QUANTIZERS, WirePricing, wire_nbytes
 from commrt.tools.planning.workload import Workload
@@ -44,8 +44,6 @@ which is the ring if that was priced. On more than `MOST_FOR_ALL_CAPS` ranks onl
 WORTH = 0.01
 """Share of a step that another wire than the gradients' must save: it rounds them."""
 OWN_WIRE = "fp32"
-PYTHON_WIRES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-PYTHON_WIRES |= {name: f"commrt.quantization.{name.title()}()" for name in QUANTIZERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,53 +104,6 @@ class Plan:
         Times are in nanoseconds; ties go to the plan with fewer steps.
         """
         return round(1e9 * self.seconds), round(1e9 * self.exchange_s), self.steps
-
-
-def home_of(algorithm: type[Algorithm]) -> str:
-    """Return the package or module from which users import the class `algorithm`.
-
-    >>> from commrt.algorithms import Rings
-    >>> home_of(Torus2D), home_of(Rings)
-    ('commrt', 'commrt.algorithms')
-    """
-    for package in ("commrt", "commrt.algorithms"):
-        if algorithm.__name__ in homes(package):
-            return package
-    return algorithm.__module__
-
-
-def python_call(algorithm: Algorithm) -> str:
-    """Return the call that makes `algorithm` as users write it.
-
-    >>> python_call(Torus2D()), python_call(Direct(4, between=HalvingDoubling()))
-    ('commrt.Torus2D()', 'commrt.Direct(within=4, between=commrt.HalvingDoubling())')
-    """
-    call = f"{home_of(type(algorithm))}.{short_name(algorithm)}"
-    return call.replace("between=", "between=commrt.")
-
-
-def short_name(algorithm: Algorithm) -> str:
-    """Return the shortest call that makes `algorithm`.
-
-    >>> short_name(Torus2D((4, 2), both_ways=True)), short_name(Torus2D()), short_name(Direct())
-    ('Torus2D(grid=(4, 2), both_ways=True)', 'Torus2D()', 'Direct()')
-    """
-    if algorithm == Direct():
-        return "Direct()"
-    if not isinstance(algorithm, Torus2D):
-        return str(algorithm)
-    given = [] if algorithm.grid is None else [f"grid={algorithm.grid}"]
-    return f"Torus2D({', '.join([*given, *['both_ways=True'] * algorithm.both_ways])})"
-
-
-class BackupCost(NamedTuple):
-    """What slow ranks cost a step that waits for all but `backups` of them."""
-
-    backups: int = 0
-    slower: float = 1.0
-    """Time that the step computes, relative to a rank that is never slow."""
-    updates: float = 1.0
-    """Updates that training needs, relative to waiting for all ranks."""
 
 
 def tried_shapes(nodes: Nodes) -> Iterator[Shape]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stragglers: how many ranks a step should wait for.
+"""Stragglers: how many ranks a step should wait for, and what waiting for fewer costs.
 
 With a smaller quorum a step ends sooner, and its update is worth less. J. Chen et al., "Revisiting
 Distributed Synchronous SGD" (2016), choose the quorum that makes the mean time of a step times the
@@ -8,12 +8,15 @@ number of updates smallest. Numbers of that paper are given from memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import ArrayLike, NDArray
 
+from commrt.backup_workers.policy import BackupWorkers
 from commrt.errors import UsageError
 from commrt.tools.planning.computing_times import Times
 
@@ -128,3 +131,34 @@ def choose(times_s: Times, goal: Goal, rng: Generator) -> QuorumChoice:
 def _best(goal_s: PerRank) -> int:
     """Return the quorum of least time; of equal ones the largest: its gradients cost nothing."""
     return len(goal_s) - int(np.nanargmin(goal_s[::-1]))
+
+
+class BackupCost(NamedTuple):
+    """What slow ranks cost a step that waits for all but `backups` of them."""
+
+    backups: int = 0
+    slower: float = 1.0
+    """Time that the step computes, relative to a rank that is never slow."""
+    updates: float = 1.0
+    """Updates that training needs, relative to waiting for all ranks."""
+
+
+def backup_costs(times_s: Times, goal: Goal, backups: Iterable[int]) -> list[BackupCost]:
+    """Return the cost of each number of `backups`; late ranks finish, as in `step_time_s`.
+
+    Raises `UsageError` for more than backup workers may have, and where `goal` is not known.
+    """
+    ranks = times_s.shape[1]
+    needed = np.array([BackupWorkers(number).needed(ranks) for number in backups])
+    updates = goal.iterations(needed) / goal.iterations(np.array([ranks]))
+    if np.isnan(updates).any():
+        fewest = needed[np.isnan(updates)].min()
+        raise UsageError(
+            f"no count of updates is known for {fewest} gradients: give fewer backups, or"
+            " --exponent"
+        )
+    slower = step_time_s(times_s, needed) / float(np.median(times_s))
+    return [
+        BackupCost(backups=ranks - int(quorum), slower=float(factor), updates=float(more))
+        for quorum, factor, more in zip(needed, slower, updates, strict=True)
+    ]
