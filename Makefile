@@ -42,7 +42,7 @@ types: venv  # 40 s of CPU in a fresh clone, as it reads torch; 1 s later
 test: lint  # all but the slow tests; types are checked beside them
 	$(MAKE) --jobs 2 types fast-tests
 
-PYTEST = $(BIN)/pytest -n 4 --dist worksteal# on two cores: two of the four wait for ranks, on average
+PYTEST = $(BIN)/pytest -n 3 --dist worksteal# on two cores: one of the three waits for ranks, on average
 fast-tests: venv
 	$(PYTEST) -m 'not slow'
 

@@ -80,6 +80,7 @@ def test_a_rank_that_is_stopped_in_a_reduction_is_not_waited_for():
     assert max(end.value["longest_s"] for end in survivors(ends, [2])) < STOP_S / 2
 
 
+@pytest.mark.slow
 def test_in_every_of_many_steps_of_real_processes_exactly_as_many_count_as_should():
     ends = run_with_faults(5, commrt.BackupWorkers(2), [], RunLength(STEPS, in_turn=True))
     assert all(end.error is None and end.value["equal"] for end in ends), [end.error for end in ends]
@@ -160,7 +161,7 @@ def test_repeated_deaths_of_two_ranks_with_replacements_lose_no_step():
     assert found.deaths == 3
 
 
-@pytest.mark.parametrize("way", [0, "gossip", "local SGD"])
+@pytest.mark.parametrize("way", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in ("gossip", "local SGD"))])
 def test_ranks_come_one_dies_and_more_come_and_nothing_is_lost_or_used_twice(way):
     run(seed=4, steps=80, way=way)
 
@@ -177,6 +178,7 @@ def killed(_, message, process):
     return RESTART if message == "replace" else True
 
 
+@pytest.mark.slow
 def test_a_replacement_makes_the_collectives_after_its_first_step():
     ends = run_processes(4, collectives_at, (10, 12, 300), on_message=killed)
     assert [end.error for end in ends] == [None] * 4

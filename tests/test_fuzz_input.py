@@ -87,7 +87,7 @@ def nothing_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(probing, "run_workers", lambda workers, body: (_ for _ in ()).throw(stopped))
 
 
-@cases(80)
+@cases(50)
 @given(words=lines())
 def test_any_line_is_taken_or_refused(nothing_starts, words):
     told_or_refused(app, words, may_be_silent=words[0] == "draw")

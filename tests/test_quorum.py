@@ -424,7 +424,7 @@ CASES = [
     Model(2, 1, deaths=1),
     Model(2, 1, voids=1),
     Model(1, 0, steps=2, comers=1),
-    Model(2, 0, comers=1),
+    pytest.param(Model(2, 0, comers=1), marks=pytest.mark.slow),
 ]
 WALKS = 20
 DRAWN = [
