@@ -72,8 +72,8 @@ def test_every_module_has_a_licence():
     assert_none(each.name for each in unlicensed if each.path.name != "__init__.py")
 
 
-def test_only_the_launch_and_the_doctor_read_the_environment():
-    free = {"launcher.py", "machine.py", "doctor_environment.py", "processes.py"}
+def test_only_one_module_and_the_doctor_read_the_environment():
+    free = {"environment.py", "machine.py", "doctor_environment.py", "processes.py"}
     assert_none(each.name for each in modules() if "os.environ" in each.text and each.path.name not in free)
 
 

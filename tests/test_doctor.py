@@ -17,7 +17,8 @@ from commands import Runner, app, invoke
 
 import commrt
 from commrt.kernels.dispatch import TRITON_AT_LEAST
-from commrt.store.launcher import VARIABLES, Launch, launched
+from commrt.store.environment import VARIABLES
+from commrt.store.launcher import Launch, launched
 from commrt.testing.workers import run_workers
 from commrt.tools.commands.machine import examine
 from commrt.tools.measuring import doctor_machine

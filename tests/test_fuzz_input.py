@@ -18,7 +18,8 @@ from commrt.algorithms.ring import Ring
 from commrt.errors import CommrtError
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Pricing
-from commrt.store.launcher import LAUNCHERS, default_timeout_s, launched
+from commrt.store.environment import default_timeout_s
+from commrt.store.launcher import LAUNCHERS, launched
 from commrt.tools.commands.draw import recorded
 from commrt.tools.commands.recorded_times import read_times
 from commrt.tools.measuring import probing

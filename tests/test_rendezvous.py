@@ -13,9 +13,9 @@ from torch.distributed import HashStore
 
 import commrt
 from commrt.errors import DeadlineExceeded, TransportError, UsageError
-from commrt.store import addresses
+from commrt.store import environment, name_server
 from commrt.store.addresses import is_loopback
-from commrt.store.launcher import Launch, default_timeout_s, is_on, launched
+from commrt.store.launcher import Launch, launched
 from commrt.store.rendezvous import listen, meet
 from commrt.testing.processes import free_port, run_processes
 from commrt.transport.names import chosen_transport
@@ -53,8 +53,8 @@ def test_an_address_where_nobody_listens_is_an_error_that_says_why(address, why)
 
 @for_each(("slow_s", "warnings"), [(1e6, 0), (0.0, 1)])
 def test_a_slow_reverse_lookup_is_named_in_the_log(monkeypatch, caplog, slow_s, warnings):
-    monkeypatch.setattr(addresses, "SLOW_LOOKUP_S", slow_s)
-    addresses._time_reverse_lookup("127.0.0.1")
+    monkeypatch.setattr(name_server, "SLOW_LOOKUP_S", slow_s)
+    name_server._time_lookup("127.0.0.1")
     assert ["to look up 127.0.0.1" in record.getMessage() for record in caplog.records] == [True] * warnings
 
 
@@ -263,24 +263,22 @@ def test_places_that_cannot_be_are_refused(env, says, monkeypatch):
 @for_each("text", ["", "soon", "-1", "0", "inf", "nan", "3e6"])
 def test_a_deadline_is_a_positive_number_of_seconds(text):
     with pytest.raises(UsageError, match="COMMRT_TIMEOUT_S"):
-        default_timeout_s({"COMMRT_TIMEOUT_S": text})
-    assert default_timeout_s({}) == 300
-    assert default_timeout_s({"COMMRT_TIMEOUT_S": "2.5"}) == 2.5
+        environment.default_timeout_s({"COMMRT_TIMEOUT_S": text})
+    assert [environment.default_timeout_s(env) for env in ({}, {"COMMRT_TIMEOUT_S": "2.5"})] == [300, 2.5]
 
 
 @for_each("kind", ["", "mpi", "Shared"])
 def test_a_transport_is_one_that_there_is(kind):
     with pytest.raises(UsageError, match=r"COMMRT_TRANSPORT=.* is no transport: set one of shared, gloo"):
         chosen_transport({"COMMRT_TRANSPORT": kind})
-    assert chosen_transport({"COMMRT_TRANSPORT": "gloo"}) == "gloo"
-    assert chosen_transport({}) is None
+    assert [chosen_transport(env) for env in ({"COMMRT_TRANSPORT": "gloo"}, {})] == ["gloo", None]
 
 
 @for_each(("text", "expected"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_a_variable_is_on_unless_it_is_unset_empty_or_0(monkeypatch, text, expected):
     monkeypatch.setenv("COMMRT_NVTX", text)
-    assert is_on("COMMRT_NVTX") is expected
-    assert not is_on("COMMRT_NO_SUCH")
+    assert environment.is_on("COMMRT_NVTX") is expected
+    assert not environment.is_on("COMMRT_NO_SUCH")
 
 
 @for_each("seconds", [0, -1.0, float("nan"), float("inf"), 3e6])

@@ -36,8 +36,9 @@ from commrt.runtime.connection import compare_starts, connect_hosts, listening_a
 from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
 from commrt.store.client import call_store
+from commrt.store.environment import is_on, variable
 from commrt.store.keys import delete_keys
-from commrt.store.launcher import LOOPBACK, is_on, local_rank, variable
+from commrt.store.launcher import LOOPBACK, local_rank
 from commrt.store.records import gather
 from commrt.threads.calls import start_call
 from commrt.threads.comm_thread import EXIT_S

@@ -22,7 +22,8 @@ from commrt.errors import CommrtError, TransportError, UsageError
 from commrt.store.addresses import host_identity, is_loopback, network_address, own_address
 from commrt.store.client import call_store
 from commrt.store.disagreement import find_disagreement
-from commrt.store.launcher import LOOPBACK, variable
+from commrt.store.environment import variable
+from commrt.store.launcher import LOOPBACK
 from commrt.store.parsing import require, typed
 from commrt.store.records import LINGER_S, gather, wait_until_read
 from commrt.transport.names import GPU_TRANSPORTS, TRANSPORTS, chosen_transport

@@ -24,7 +24,8 @@ from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
 from commrt.store.addresses import host_identity
 from commrt.store.client import call_store, clone_connection
-from commrt.store.launcher import Launch, default_timeout_s, launched, local_rank
+from commrt.store.environment import default_timeout_s
+from commrt.store.launcher import Launch, launched, local_rank
 from commrt.store.records import POLL_S
 from commrt.store.rendezvous import meet
 from commrt.store.world_config import WorldConfig

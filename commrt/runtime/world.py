@@ -31,7 +31,7 @@ from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Schedule
 from commrt.store.client import clone_connection
-from commrt.store.launcher import is_on
+from commrt.store.environment import is_on
 from commrt.store.world_config import WorldConfig
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.forking import release_in_forked_child

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts and their addresses: which leads to another host, and which processes share memory."""
+"""Hosts and their addresses: which leads to another host, and which processes share memory.
+
+Asks the system anew at each call, on the caller's thread, and keeps nothing. Sends nothing, but for
+names that the system resolves.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from contextlib import suppress
-from functools import cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
@@ -15,11 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from commrt.errors import TransportError
 from commrt.store.launcher import LOOPBACK
-from commrt.threads.calls import start_call
-from commrt.threads.deadline import clock
-
-SLOW_LOOKUP_S = 2.0
-_log = logging.getLogger("commrt")
+from commrt.store.name_server import warn_if_slow
 
 
 def is_loopback(address: str) -> bool:
@@ -43,43 +41,17 @@ def network_address(store: Store) -> str | None:
     """Return an address in the network of the ranks: of the host of `store`, as this host sees it.
 
     A store without a host, such as a file, gives the address of this host's name, unless that is
-    the loopback. None if there is none.
+    the loopback. None if there is none. Also begins to time the name server (`warn_if_slow`), for
+    stores that commrt has not opened.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        time_reverse_lookup(store.host)
+        warn_if_slow(store.host)
         route = _route(store.host)
         return None if route is None else route[0]
     route = _route(socket.gethostname())
     return None if route is None or is_loopback(route[0]) else route[0]
-
-
-@cache
-def time_reverse_lookup(host: str) -> None:
-    """Log a warning, soon, if the name server is slow to find the name of the address of `host`.
-
-    torch asks for it whenever it connects to a store (2.13), and waits.
-    """
-    start_call(partial(_time_reverse_lookup, host))
-
-
-def _time_reverse_lookup(host: str) -> None:
-    route = _route(host)
-    if route is None:
-        return
-    begun_s = clock.now_s()
-    with suppress(OSError):
-        socket.getnameinfo((route[0], 0), socket.NI_NUMERICSERV)
-    passed_s = clock.now_s() - begun_s
-    if passed_s >= SLOW_LOOKUP_S:
-        _log.warning(
-            "commrt: the name server took %.1f s to look up %s, and torch waits for that at each "
-            "connection to the store: add the address to /etc/hosts, or set "
-            'RES_OPTIONS="timeout:1 attempts:1"',
-            passed_s,
-            route[0],
-        )
 
 
 def _route(host: str) -> tuple[str, str] | None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to torch's store that end in time.
+"""Requests to torch's store that end in time, whoever holds it.
+
+A request runs on a thread of its own, and any thread may wait for it. Knows no keys and no values.
 
 torch's own timeouts do not help when the process that holds the store is stopped: after one has
 expired, the client asks the store to cancel the request, and waits without limit for its answer
@@ -29,7 +31,10 @@ STORE_HOLDER = (
     "the process that holds the store (rank 0, unless a launcher such as torchrun holds it)"
 )
 HELD: dict[tuple[str, int], Store] = {}
-"""Stores that live in this process until it ends: the next world uses the same port."""
+"""By address and port, stores that live in this process until it ends: the next world uses them.
+
+Written by `commrt.store.rendezvous.meet` only.
+"""
 
 T = TypeVar("T")
 
@@ -71,15 +76,19 @@ def no_answer(limit_s: float, rank: int | None) -> DeadlineExceeded:
 class TimedStore:
     """The requests of torch's store by `rank`; each ends in time, see `call_store`. On any thread.
 
-    After one that was not answered all others fail at once: a rank waits for a lost store once
-    only.
+    Has all methods of a store. After a request that was not answered all others fail at once, on
+    every thread: a rank waits for a lost store once only.
     """
 
     def __init__(self, connection: Store, rank: int, timeout_s: Callable[[], float]) -> None:
         self.connection = connection
+        """torch's store, for requests that must go on after that, or wait longer.
+
+        `ElasticMembership.close` puts another one in its place, so that this one may end.
+        """
         self._rank = rank
         self._timeout_s = timeout_s
-        self._silence: DeadlineExceeded | None = None
+        self._silence: DeadlineExceeded | None = None  # of the request that was not answered
 
     def __getattr__(self, request: str) -> Callable[..., Any]:
         return lambda *args: self._call(lambda: getattr(self.connection, request)(*args))

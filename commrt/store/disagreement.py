@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be equal on all ranks: claims by name, and the error for the first difference."""
+"""What must be equal on all ranks: claims by name, and the error for the first difference.
+
+Pure functions: who asks them has gathered the claims.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Mapping
 from commrt.errors import DisagreementError
 
 TOPIC = "topic"
+"""The name of the claim that says what a rank does at all; named before others that differ."""
 
 
 def find_disagreement(

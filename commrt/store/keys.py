@@ -2,7 +2,7 @@
 """Keys on the store that outlive a call: where they stand, and when they go.
 
 A launcher's store lives as long as the launcher, and a job may make groups and attach models as
-often as it likes.
+often as it likes. Requests wait on the caller's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank, world size and the store's address from a launcher's variables; commrt's own variables.
+"""Rank, world size and the store's address, from the variables that a launcher has set.
 
-The only module through which training reads environment variables. Known launchers: torchrun (and
-anything that sets RANK and WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
+Pure functions of the environment. Known launchers: torchrun (and anything that sets RANK and
+WORLD_SIZE), Open MPI, MPICH and its relatives, Slurm's srun.
 
 In a Slurm job, batch scripts and shells also see most of Slurm's variables (SLURM_PROCID=0,
 SLURM_NTASKS), although Slurm started no other rank. So only the variables of a job step count. A
@@ -15,29 +15,17 @@ the launcher sets one.
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from commrt.errors import UsageError
-from commrt.threads.deadline import DEFAULT_TIMEOUT_S, require_deadlines
+from commrt.store.environment import ENVIRONMENT
 
 LOOPBACK = "127.0.0.1"
-ENVIRONMENT: Mapping[str, str] = os.environ
-"""For the one other module that looks a variable up, `commrt.transport.names`."""
-VARIABLES = (
-    "COMMRT_CLUSTER",  # name or file of the cluster for which the backend chooses schedules
-    "COMMRT_NVTX",  # 1: ranges for Nsight
-    "COMMRT_SAME_BITS",  # 1: the backend adds in order of ranks, whatever that costs
-    "COMMRT_SCHEDULES",  # schedules to take whatever they cost, such as "all_reduce=ring"
-    "COMMRT_TIMEOUT_S",
-    "COMMRT_TRANSPORT",
-)
-"""All that are commrt's own."""
+"""The address of rank 0 if all ranks are on its host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +118,7 @@ a step as well; ``srun --mpi=pmi2`` sets PMI_RANK as well, but not what MPICH's 
 """
 
 
-def variable(name: str) -> str:
-    """Return an environment variable, one of commrt's, Gloo's or NCCL's; empty if it is not set."""
-    return os.environ.get(name, "")
-
-
-def is_on(name: str) -> bool:
-    """Return True if a variable such as COMMRT_NVTX is set, and not to 0."""
-    return variable(name) not in {"", "0"}
-
-
-def launched(env: Mapping[str, str] = os.environ, up_to: int | None = None) -> Launch | None:
+def launched(env: Mapping[str, str] = ENVIRONMENT, up_to: int | None = None) -> Launch | None:
     """Return the launch that `env` describes, or None if no launcher is recognised.
 
     With `up_to`, ranks from the size on to `up_to` - 1 come later than the others.
@@ -186,25 +164,13 @@ def launched(env: Mapping[str, str] = os.environ, up_to: int | None = None) -> L
         raise UsageError(f"MASTER_PORT={port} is no port: choose one in 1..65535")
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
-    local_rank = _integer(env, known.local_rank, 0)
+    place = _integer(env, known.local_rank, 0)
     # Slurm's is that of its first node
-    if known.local_size in env and known is not SLURM and local_rank >= local_size:
+    if known.local_size in env and known is not SLURM and place >= local_size:
         raise UsageError(
-            f"{known.local_rank}={local_rank} and {known.local_size}={local_size} contradict each"
-            " other"
+            f"{known.local_rank}={place} and {known.local_size}={local_size} contradict each other"
         )
-    return Launch(
-        known.name, rank, size, local_rank, local_size, address, port, agent, attempt, job
-    )
-
-
-def default_timeout_s(env: Mapping[str, str] = os.environ) -> float:
-    """Return the deadline of every wait in seconds: COMMRT_TIMEOUT_S, or 300."""
-    timeout_s: Any = env.get("COMMRT_TIMEOUT_S", DEFAULT_TIMEOUT_S)
-    with suppress(ValueError):
-        timeout_s = float(timeout_s)
-    require_deadlines(COMMRT_TIMEOUT_S=timeout_s)
-    return float(timeout_s)
+    return Launch(known.name, rank, size, place, local_size, address, port, agent, attempt, job)
 
 
 def _integer(
@@ -233,17 +199,17 @@ def _address(launcher: _Launcher, env: Mapping[str, str], size: int, local_size:
     if size in (1, local_size):
         return LOOPBACK
     if hosts := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):
-        return first_host(hosts)  # mpirun inside a Slurm job puts rank 0 there too
+        return _first_host(hosts)  # mpirun inside a Slurm job puts rank 0 there too
     raise UsageError(
         f"{launcher.name} started {size} ranks but nothing says where rank 0 is: "
         "set MASTER_ADDR to its host name (and MASTER_PORT to a free port) for all ranks"
     )
 
 
-def first_host(nodelist: str) -> str:
+def _first_host(nodelist: str) -> str:
     """The first host of a Slurm node list; raises `UsageError` if that is none.
 
-    >>> first_host("gpu[003-007,9],login1"), first_host("a1,a2"), first_host("r[1-2]n[03,05]")
+    >>> _first_host("gpu[003-007,9],login1"), _first_host("a1,a2"), _first_host("r[1-2]n[03,05]")
     ('gpu003', 'a1', 'r1n03')
     """
     head = re.split(r",(?![^\[]*\])", nodelist)[0]  # at a comma outside brackets

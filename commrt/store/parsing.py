@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of what ranks write on the store; an error that names a malformed value ends the run."""
+"""Parsers of what ranks write on the store; an error that names a malformed value ends the run.
+
+Pure functions, which take what was read.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ MALFORMED = (
     OverflowError,
     struct.error,
 )
+"""What a parser raises for bytes that nobody of this version has written."""
 T = TypeVar("T")
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank writes on the store for all others to read."""
+"""What each rank writes on the store for all others to read: written, gathered, deleted.
+
+Requests wait on the caller's thread, which `commrt.store.client.call_store` may give a limit.
+"""
 
 from __future__ import annotations
 

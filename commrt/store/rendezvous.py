@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a launch find torch's store. Rank 0 holds it, unless the launcher does."""
+"""How the processes of a launch find torch's store. Rank 0 holds it, unless the launcher does.
+
+For the thread that starts a world, or ranks. `meet` keeps the store that it opens as rank 0 in
+`commrt.store.client.HELD`, for good; nothing else is kept.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from functools import partial
 from torch.distributed import Store, TCPStore
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError
-from commrt.store.addresses import number_of, time_reverse_lookup
+from commrt.store.addresses import number_of
 from commrt.store.client import ANSWER_S, HELD, call_store
 from commrt.store.launcher import LOOPBACK, Launch
+from commrt.store.name_server import warn_if_slow
 from commrt.threads.calls import start_call
 from commrt.threads.deadline import clock
 
@@ -36,7 +41,7 @@ def _open(launch: Launch, holds_it: bool, timeout_s: float) -> Store:
     at = f"{launch.address}:{launch.port}"
     place = Place(rank=launch.rank, peer=0)
     listener = _listener(launch) if holds_it else None
-    time_reverse_lookup(launch.address)
+    warn_if_slow(launch.address)
     # With multi_tenant, groups of torch.distributed in this process can share it.
     make = partial(
         TCPStore,

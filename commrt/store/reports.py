@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What failing ranks leave on the store, so that the error of each names what its peers saw."""
+"""What failing ranks leave on the store, so that the error of each names what its peers saw.
+
+For the thread that ends a world (`commrt.runtime.ending`), which may have to wait. No error of the
+store leaves these functions.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +51,10 @@ def leave_report(store: Store, rank: int, failure: BaseException) -> bool:
 def diagnose(
     store: Store, rank: int, size: int, failure: BaseException, *, one_host: bool = False
 ) -> None:
-    """Add to `failure` what the peers saw for which it was waiting, directly or through others.
+    """Set ``failure.elsewhere`` to what the peers saw for which it waited, or others for it.
 
-    If all are on `one_host`, who breaks a connection has reported already, or is dead.
+    Counts this rank on the store among those that have read the reports. If all are on `one_host`,
+    who breaks a connection has reported already, or is dead.
     """
     broken_grace_s = 0.0 if one_host else BROKEN_GRACE_S
     if isinstance(failure, TransportError) and failure.place.peer is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process must agree with to take a lost rank's place: the world and the model it trains.
 
-The first ranks write it on the store.
+The first ranks write it on the store. Requests wait on the caller's thread; nothing else is kept.
 """
 
 from __future__ import annotations

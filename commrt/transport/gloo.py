@@ -36,7 +36,7 @@ from commrt.errors import (
     cause_of,
 )
 from commrt.store.client import call_store
-from commrt.store.launcher import variable
+from commrt.store.environment import variable
 from commrt.store.parsing import typed
 from commrt.store.records import gather
 from commrt.threads.deadline import clock

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from commrt.errors import UsageError
-from commrt.store.launcher import ENVIRONMENT
+from commrt.store.environment import ENVIRONMENT
 
 TRANSPORTS = {
     "shared": "commrt.transport.shared:SharedTransport",

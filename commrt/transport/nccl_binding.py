@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from commrt.errors import UsageError
-from commrt.store.launcher import variable
+from commrt.store.environment import variable
 
 Binding = Any
 """CuPy's module ``cupy.cuda.nccl``, untyped; `tests/support/nccl_stand_in.py` has what is used."""

@@ -31,7 +31,7 @@ from torch.distributed import Store
 
 from commrt.errors import DeadlineExceeded, PeerLost, Place, TransportError, UsageError
 from commrt.store.disagreement import find_disagreement
-from commrt.store.launcher import variable
+from commrt.store.environment import variable
 from commrt.store.parsing import typed
 from commrt.store.records import gather
 from commrt.threads.calls import start_call

@@ -25,7 +25,8 @@ from rich.table import Table
 import commrt
 from commrt.errors import UsageError
 from commrt.pricing.cluster import Cluster
-from commrt.store.launcher import default_timeout_s, launched
+from commrt.store.environment import default_timeout_s
+from commrt.store.launcher import launched
 from commrt.threads.deadline import Timeouts, require_deadlines
 from commrt.tools.commands.arguments import Json
 from commrt.tools.commands.output import json_of

@@ -17,7 +17,8 @@ from typing import Literal
 
 from packaging.version import Version
 
-from commrt.store.launcher import VARIABLES, Launch
+from commrt.store.environment import VARIABLES
+from commrt.store.launcher import Launch
 
 Verdict = Literal["ok", "absent", "warning", "problem"]
 """absent: not installed, not always needed; warning: works, but slowly or oddly; problem: fails."""
