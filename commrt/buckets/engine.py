@@ -171,7 +171,7 @@ class Engine:
             if len(members) == self.world.size:
                 self._binding.share()
             schedule, players = self._round_of(step, members)
-            quantizer = None if self.quantizer is None else self.quantizer.at(step)
+            quantizer = None if self.quantizer is None else self.quantizer.choose(step)
             self._prepare(schedule, players, quantizer, step)
             self._binding.connect_peers(schedule, players, step)
 
@@ -187,7 +187,7 @@ class Engine:
             return Span(bucket.index, begin_s, perf_counter(), 0)
         share = 1 / (self._row or count)
         schedule, players = self._round_of(step, members)
-        quantizer = None if self.quantizer is None else self.quantizer.at(step)
+        quantizer = None if self.quantizer is None else self.quantizer.choose(step)
         listener = self.world.comm_thread.listener
         facts: dict[str, Fact] = {"number": bucket.index, "step": step, "algorithm": schedule.name}
         with NOTHING if listener is None else within_range(listener, "bucket", **facts):

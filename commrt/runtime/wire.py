@@ -52,12 +52,16 @@ class ValuesOnWire(NamedTuple):
 
 
 class StepQuantizer(Protocol):
-    """Chooses the quantizer of each step; state of the communication thread."""
+    """Chooses the quantizer of each step.
+
+    `choose` and `note` are for the thread that averages, `norm` and `resume` for checkpoints, with
+    nothing in flight.
+    """
 
     norm: float | None
     """Norm of the latest average, which a checkpoint keeps."""
 
-    def at(self, step: int) -> QuantizedWire:
+    def choose(self, step: int) -> QuantizedWire:
         """Return the quantizer of `step`, after all of the step before was averaged."""
 
     def note(self, average: Tensor) -> None:
