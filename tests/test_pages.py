@@ -16,7 +16,7 @@ import commrt
 from commrt import errors
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.testing.ranks import local_worlds
-from commrt.tools.planning.planner import home_of
+from commrt.tools.planning.python_calls import home_of
 from commrt.training.replica import Replica
 
 LINKED = [*PAGES, ROOT / "CHANGELOG.md"]

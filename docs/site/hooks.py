@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 
 from commrt.algorithms import catalogue
 from commrt.tools.commands.app import app
-from commrt.tools.planning.planner import home_of
+from commrt.tools.planning.python_calls import home_of
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted((ROOT / "studies").glob("*/README.md"))
