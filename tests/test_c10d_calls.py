@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp, _make_nccl_premul_sum
 from transports import over_nccl
 
 from commrt.algorithms.catalogue import COLLECTIVES, candidates
-from commrt.c10d import call_engine
+from commrt.c10d import call_engine, call_plans
 from commrt.c10d.checked_calls import CheckedCalls
 from commrt.errors import UsageError
 from commrt.testing.ranks import over_threads
@@ -51,8 +51,8 @@ def case(collective, numel, root=0):
 @pytest.fixture
 def narrow(monkeypatch):
     """A wire of 1 KB, so that calls travel in many slices; all of them may land in the caller's memory."""
-    monkeypatch.setitem(call_engine.WIRE_NBYTES, "cpu", 1024)
-    monkeypatch.setattr(call_engine, "LANDING_NUMEL", 1)
+    monkeypatch.setitem(call_plans.WIRE_NBYTES, "cpu", 1024)
+    monkeypatch.setattr(call_plans, "LANDING_NUMEL", 1)
 
 
 @pytest.mark.parametrize("connect", CONNECTED)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that torch 2.14 and on get from ``init_process_group("commrt")``.
 
-Made, called and ended by the threads of the caller; `Methods` has its collectives.
+Made, called and ended by the threads of the caller. `Methods` has its collectives, its `group` all
+that it keeps.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class CommrtBackend(Methods, Backend):
         self._use_options(options)
 
     def _use_options(self, options: Any) -> None:
+        """Set what `options` returns; each constructor, also a subclass's own, calls it once."""
         self._options = cast("Any", Backend).Options(NAME, options.timeout)
         self._options.global_ranks_in_group = list(options.global_ranks_in_group) or list(
             range(options.group_size)
@@ -60,6 +62,6 @@ class CommrtBackend(Methods, Backend):
 
 
 for _name, _value in vars(Backend).items():
-    # whatever a version of torch asks for
+    # of all that a version of torch asks for, in this class for the reason that its docstring has
     if isinstance(_value, property) and "supports_" in _name:
         setattr(CommrtBackend, _name, False)

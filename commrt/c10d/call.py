@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective of a group is: what must be equal on all ranks, and the tensors of one rank."""
+"""What a collective of a group is: what must be equal on all ranks, and the tensors of one rank.
+
+Values that never change: made on the thread that calls, read on the one that runs the call.
+"""
 
 from __future__ import annotations
 
@@ -75,15 +78,18 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One collective as a rank asks for it, checked; never changed.
+    """One collective as a rank asks for it, checked.
 
     Rows share memory with tensors, or are copies of what has gaps.
     """
 
     kind: Kind
     put: Sequence[Tensor]
+    """Rows that this rank contributes."""
     take: Sequence[Tensor]
+    """Rows that the result is written to."""
     result: Sequence[Tensor]
+    """What the work of the call returns: tensors of the caller."""
     factor: Tensor | float | None = None
     """What this rank's contribution is multiplied by."""
     copies: Sequence[tuple[Tensor, Tensor]] = ()

@@ -3,8 +3,8 @@
 
 All sends and receives since the last wait are one group, as NCCL has no tags. A batch leaves when
 one of its works is waited for, or a collective begins. The first use of a GPU by a group connects
-all its ranks, so all must take part in it. The thread that calls collects the batch, the
-communication thread runs it.
+all its ranks, so all must take part in it. Threads of the caller collect the batch and let it
+leave; nothing is locked, so they must take turns. The communication thread runs it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from commrt.transport.protocol import P2PGroup, P2PMessage, Tag
 
 
 class DeviceMessages:
-    """Sends and receives of tensors on a GPU, batched until somebody waits.
-
-    Used by the thread that calls.
-    """
+    """Sends and receives of tensors on a GPU, batched until somebody waits; see the module."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._sends: list[P2PMessage] = []
         self._recvs: list[P2PMessage] = []
         self.waiting: list[BatchWork] = []
+        """Works of the batch that has not left. Others only look whether there are any."""
 
     def post(self, data: Tensor, peer: int | None, *, is_send: bool) -> dist.Work:
         """Add a send to `peer`, or a receive from there, to the batch."""
@@ -68,12 +66,12 @@ class BatchWork(GroupWork):
     """A send or a receive in a batch, which leaves when somebody asks for it."""
 
     future: Future[Any] | None = None
-    """Of the batch, once that has left: set by `DeviceMessages.flush`, read by any thread."""
+    """Of the batch, once that has left: set once, by `DeviceMessages.flush`; read by any thread."""
 
     def __init__(self, messages: DeviceMessages, data: Tensor) -> None:
         super().__init__(None, [data], "the message")
         self._messages = messages
-        self._is_observed = False
+        self._is_observed = False  # unlike other works that have no future when they are made
 
     def _task(self) -> Future[Any]:
         if self.future is None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that a process group raises: commrt's, each of which is torch's too.
 
-So code written for any backend catches them.
+So code written for any backend catches them. Each thread turns its own errors into these at the
+border to torch; below it there are commrt's only.
 """
 
 from __future__ import annotations

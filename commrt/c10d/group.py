@@ -1,55 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process group of torch.distributed: a world of its own, from its connections to its end.
+"""One process group of torch.distributed: a world of its own, from its begin to its end.
 
-The thread that makes a group connects it, and decides for which cluster its schedules are priced.
-Any thread may end it. A group whose owner is gone ends on a thread of its own; the end of the
-program ends all that are left.
+The thread that makes a group connects it, and any thread may end it. Two lists of the process are
+kept here: open groups, all of which end with the program, and groups whose owner is gone, which a
+thread of its own closes.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
-import logging
 import os
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet, finalize
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 
 from commrt.c10d.call_engine import CallEngine
 from commrt.c10d.checked_calls import CheckedCalls
+from commrt.c10d.connecting import connect, unused_part
 from commrt.c10d.device_messages import DeviceMessages
 from commrt.c10d.dist_errors import as_dist_error
 from commrt.c10d.host_messages import HostMessages
 from commrt.errors import CommrtError, TransportClosed
-from commrt.pricing.cluster import Cluster
-from commrt.pricing.forced import parse_forced
-from commrt.pricing.selection import PROVEN_RANKS, Selection
-from commrt.runtime.connection import compare_starts, connect_hosts, listening_address
 from commrt.runtime.torch_version import check_torch_version
 from commrt.runtime.world import World
 from commrt.store.client import call_store
-from commrt.store.environment import is_on, variable
 from commrt.store.keys import delete_keys
-from commrt.store.launcher import LOOPBACK, local_rank
-from commrt.store.records import gather
+from commrt.store.launcher import local_rank
 from commrt.threads.calls import start_call
 from commrt.threads.comm_thread import EXIT_S
 from commrt.threads.deadline import require_deadlines
 from commrt.threads.starting import start_thread
 from commrt.transport.gloo import GlooTransport
-from commrt.transport.local import Fabric
-from commrt.transport.protocol import Transport
 
-_log = logging.getLogger("commrt")
-CHOICES = "COMMRT_CLUSTER, COMMRT_SCHEDULES or COMMRT_SAME_BITS"
 CONNECT_TRIES = 5
 """Of Gloo to connect two ranks (torch 2.13), each with its own timeout.
 
@@ -60,7 +47,8 @@ A late or dead peer takes all of them.
 class ProcessGroupWorld:
     """The world of the group that torch asks for in `options`, a ``_DistributedBackendOptions``.
 
-    Collective to make.
+    Collective to make. Its parts are made once, and called by `Methods` on the caller's threads;
+    only `set_timeout` writes to them.
     """
 
     def __init__(self, options: Any) -> None:
@@ -70,8 +58,8 @@ class ProcessGroupWorld:
         timeout_s = options.timeout.total_seconds()
         global_ranks = list(options.global_ranks_in_group) or list(range(size))
         require_deadlines(timeout=timeout_s)
-        self.store = _unused(options.store, rank, size)
-        transport, host, selection = _connect(self.store, rank, size, timeout_s, global_ranks)
+        self.store = unused_part(options.store, rank, size)
+        transport, host, selection = connect(self.store, rank, size, timeout_s, global_ranks)
         self.world = World(transport, self.store, local_rank(), "torch.distributed")
         self.requests = CheckedCalls(rank, size)
         self.engine = CallEngine(self.world, selection, options.group_id)
@@ -99,7 +87,7 @@ class ProcessGroupWorld:
         self._finalizer.atexit = False
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Give later collectives, sends and receives another deadline."""
+        """Give later collectives, sends and receives another deadline. Any thread may do so."""
         require_deadlines(timeout=timeout_s)
         self.world.transport.timeout_s = timeout_s
         self.engine.timeout_s = timeout_s
@@ -139,72 +127,10 @@ class ProcessGroupWorld:
         self.host_messages.close()
 
 
-def _unused(store: Store, rank: int, size: int) -> Store:
-    """Return a part of `store` in which nothing stands yet, the same on all ranks of the group.
-
-    The store of a launcher outlives the groups of a process, and torch gives later ones the same
-    names.
-    """
-    counter = f"starts of {size}"
-    earlier = (call_store(lambda: store.add(counter, 1), rank=rank) - 1) // size
-    return PrefixStore(f"{counter}/{earlier}", store)
-
-
-def _connect(
-    store: Store, rank: int, size: int, timeout_s: float, global_ranks: Sequence[int]
-) -> tuple[Transport, str | None, Selection]:
-    given = variable("COMMRT_CLUSTER")
-    forced = parse_forced(variable("COMMRT_SCHEDULES"), same_bits=is_on("COMMRT_SAME_BITS"))
-    cluster = Cluster.named(given or "host")
-    if size == 1:
-        return Fabric(1).transport(0), LOOPBACK, _selection(cluster, [0], forced)
-    choice = json.dumps([cluster.text() if given else "", sorted(forced.items())])
-    start = compare_starts(store, rank, range(size), timeout_s, (CHOICES, choice))
-    transport = connect_hosts(store, rank, start, timeout_s)
-    address = LOOPBACK if transport.one_host else listening_address(start)
-    hosts = [*start.hosts.values()]
-    # no rank goes on, and perhaps ends, while others still connect to it
-    if not transport.one_host:
-        gather(PrefixStore("connected", store), rank, range(size), None, timeout_s, json.loads)
-    if given:
-        return transport, address, _selection(cluster, global_ranks, forced)
-    per_host = max(map(hosts.count, hosts))
-    return (
-        transport,
-        address,
-        _selection(replace(cluster, gpus_per_node=per_host), _places(hosts, per_host), forced),
-    )
-
-
-def _selection(cluster: Cluster, ranks: Sequence[int], forced: Mapping[str, str]) -> Selection:
-    """Return the same object, which knows its choices, for a group of the same places."""
-    return _selection_of(cluster.text(), cluster.name, tuple(ranks), tuple(forced.items()))
-
-
-@lru_cache(64)
-def _selection_of(
-    text: str, name: str, ranks: tuple[int, ...], forced: tuple[tuple[str, str], ...]
-) -> Selection:
-    if len(ranks) > PROVEN_RANKS:
-        _log.info(
-            "a group of %d ranks: schedules are proven for at most %d", len(ranks), PROVEN_RANKS
-        )
-    return Selection(Cluster.parsed(text, name), ranks, dict(forced))
-
-
-def _places(hosts: Sequence[str], per_host: int) -> list[int]:
-    """Return the place of each rank in a cluster of hosts with `per_host` ranks each.
-
-    >>> _places(["a", "b", "a"], 2)
-    [0, 2, 1]
-    """
-    first = {host: per_host * number for number, host in enumerate(dict.fromkeys(hosts))}
-    return [first[host] + hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-
-
 _OPEN: WeakSet[ProcessGroupWorld] = WeakSet()
+"""Groups from their making to their end."""
 _dropped: SimpleQueue[ProcessGroupWorld] = SimpleQueue()
-"""Groups whose owner is gone, to be closed."""
+"""Groups whose owner is gone, to be closed: any thread puts, at any place, and one gets."""
 
 
 @cache

@@ -51,7 +51,7 @@ class HostMessages:
         self._dropped_sends = DroppedWorks()
         self._dropped_receives = DroppedWorks()
         self.timeout_s = world.timeout_s
-        """Of what is waited for from now on.
+        """Of messages posted from now on. Set by the group, on any thread.
 
         Gloo connects two ranks within the timeout that the group began with.
         """
@@ -113,7 +113,10 @@ class HostMessages:
 
 
 class DroppedWorks:
-    """Works of Gloo that nobody waits for any more, which are kept until they end."""
+    """Works of Gloo that nobody waits for any more, which are kept until they end.
+
+    Any thread adds to them, at any place; one at a time waits for the oldest, and removes it.
+    """
 
     def __init__(self) -> None:
         self._kept: deque[tuple[dist.Work, Tensor, float]] = deque()
@@ -164,7 +167,7 @@ class HostWork(dist.Work):
         self._timeout_s = messages.timeout_s
         self._kept = kept
         self.was_waited_for = False
-        """Gloo would wait a second time for another message of its kind."""
+        """Set by `wait` only: Gloo would wait a second time for another message of its kind."""
 
     def __del__(self) -> None:
         if not self.was_waited_for:

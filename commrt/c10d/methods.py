@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods that torch.distributed calls on a process group, by c10d's names.
 
-They run on the thread that calls, check, and hand the work to the group's world; they keep nothing.
+They run on the thread that calls, check, and hand the work to the group; they keep nothing.
 torch's profiler and dispatch modes see them there. The ranges of the communication thread come from
 `commrt.threads.recording`. Without a profiler nothing is recorded.
 """
@@ -59,7 +59,7 @@ def collective(name: str, torch_name: str = "") -> Callable[[Method], Method]:
                 group, *given = [*args, *options.values()]
 
                 def call() -> Any:
-                    with _RecordFunctionFast(f"{NAME}::{name}", _read(given)):
+                    with _RecordFunctionFast(f"{NAME}::{name}", _inputs(given)):
                         return method(*args, **options)
 
                 return group.observed(torch_name or method.__name__, given, call)
@@ -71,7 +71,7 @@ def collective(name: str, torch_name: str = "") -> Callable[[Method], Method]:
     return decorated
 
 
-def _read(given: Sequence[Any]) -> list[Tensor]:
+def _inputs(given: Sequence[Any]) -> list[Tensor]:
     """Return the tensors that a call reads: of the second argument, or else of the first."""
     for each in given[1::-1]:
         tensors = [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)]
@@ -89,6 +89,7 @@ class Methods:
     """
 
     group: ProcessGroupWorld
+    """Set or defined by the class that inherits from this one."""
 
     def observed(self, name: str, given: Sequence[Any], begin: Callable[[], Any]) -> Any:
         """Return ``begin()``, torch's method `name` with `given`, which torch 2.14 has seen."""

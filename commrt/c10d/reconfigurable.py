@@ -38,7 +38,12 @@ FIRST = (
 
 
 class ReconfigurableBackend(CommrtBackend):
-    """A backend that has another world after each `reconfigure`, and none before the first one."""
+    """A backend that has another world after each `reconfigure`, and none before the first one.
+
+    So it makes none, as the constructor of its parent would, and `group` is a property. The thread
+    that calls `reconfigure` ends the world and sets the handles; then a thread of its own sets the
+    rank, the size and the next world. Until it has, what needs a world raises.
+    """
 
     supports_reconfigure = True
 

@@ -7,7 +7,7 @@ With pytest::
     def test_my_transport(check):
         check(lambda ranks, timeout_s: [MyTransport(...) for rank in range(ranks)])
 
-Each transport is used from one thread, with one thread per rank.
+Each rank runs its groups on one thread at a time. Transports are aborted and closed from others.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def what_is_only_read_stays_until_it_was_read(make: Make) -> None:
         run = t.bind(P2PGroup(sends, recvs, reads=True))
         sums = []
         for turn in range(20):
-            mine.fill_(turn), large.fill_(turn)
+            mine.fill_(turn)
+            large.fill_(turn)
             return_borrowed = run(Tag(turn, 0))
             sums.append(float(theirs.sum() + received.sum()) / 40_008)
             if return_borrowed is not None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injected faults: transfers that fail, are delayed or dropped, chosen by rank, step and bucket.
 
-`with_faults` replaces the method `bind` of a transport; nothing else of it changes.
+`with_faults` replaces the method `bind` of a transport; nothing else of it changes. Faults happen
+on the thread that runs the rank's groups, mostly its communication thread.
 """
 
 from __future__ import annotations

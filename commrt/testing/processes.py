@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function once per rank in real processes on this machine, each of which may end in its way.
+"""Processes of this machine as ranks: they start, tell, and end each in its way, even killed.
 
-For tests. The processes have torchrun's variables, and find each other at a free port of the
-loopback. They are not forked from this process, so it may have threads. `workers` uses `Crew` too.
+`run_processes` is for tests: its processes are not forked from this one, so it may have threads.
+`Crew`, which `workers` uses too, starts them any way, and listens on the thread that made it. All
+have torchrun's variables, and find each other at a free port of the loopback.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Returns True if the rank needs not end by itself, `RESTART` to start another pro
 
 @dataclass(slots=True)
 class Outcome:
-    """How one rank ended."""
+    """How one rank ended, as far as is known: its `Crew` fills it in, on its own thread."""
 
     rank: int
     value: Any = None
@@ -83,9 +84,7 @@ def run_processes(
     try:
         crew.start()
         crew.listen(limit_s, on_message)
-        for outcome, process in zip(crew.outcomes, crew.processes.values(), strict=True):
-            process.join(EXIT_S if outcome.value is not None or outcome.error else 0.1)
-            outcome.exit_code = process.exitcode
+        crew.note_exits()
     finally:
         crew.close()
     return crew.outcomes
@@ -94,7 +93,8 @@ def run_processes(
 class Crew:
     """The processes of one run, and how they end. Used on the thread that made it.
 
-    With a `listener`, this process holds their store, which starts threads.
+    Call `start`, `listen`, perhaps `note_exits`, and `close` in any case; read what is public. With
+    a `listener`, this process holds their store, which starts threads.
     """
 
     def __init__(
@@ -112,10 +112,12 @@ class Crew:
         self._port = free_port() if listener is None else int(listener.getsockname()[1])
         self._store: Store | None = None
         self.outcomes = [Outcome(rank) for rank in range(size)]
+        """By rank."""
         self.ended: list[Outcome] = []
         """In the order in which they returned, raised or died."""
-        self.processes: dict[int, BaseProcess] = {}
+        self._processes: dict[int, BaseProcess] = {}
         self.running: dict[int, Connection] = {}
+        """By rank, the pipes of those that have not ended, and may still tell something."""
 
     def start(self) -> None:
         """Start all processes; raises `CommrtError` if there are too many."""
@@ -138,7 +140,8 @@ class Crew:
         )
         process.start()
         theirs.close()
-        self.processes[rank], self.running[rank] = process, ours
+        self._processes[rank] = process
+        self.running[rank] = ours
 
     def listen(
         self,
@@ -158,7 +161,7 @@ class Crew:
     def _hear(self, rank: int, on_message: OnMessage | None) -> None:
         """Note what `rank` has sent (see `_child`), or that it has ended."""
         outcome = self.outcomes[rank]
-        process = self.processes[rank]
+        process = self._processes[rank]
         try:
             kind, content, outcome.seconds = self.running[rank].recv()
         except (EOFError, OSError):
@@ -168,27 +171,32 @@ class Crew:
             if outcome.value is None and outcome.error is None:
                 self.ended.append(outcome)
             return
+        if kind == "message":
+            outcome.messages.append(content)
+            answer = None if on_message is None else on_message(rank, content, process)
+            if answer == RESTART:
+                process.join(EXIT_S)
+                self._start(rank)
+            elif answer:
+                self.running.pop(rank).close()
+            return
         if kind == "value":
             outcome.value = content
-            self.ended.append(outcome)
-            return
-        if kind == "error":
+        else:
             outcome.error = content
-            self.ended.append(outcome)
-            return
-        outcome.messages.append(content)
-        answer = None if on_message is None else on_message(rank, content, process)
-        if answer == RESTART:
-            process.join(EXIT_S)
-            self._start(rank)
-        elif answer:
-            self.running.pop(rank).close()
+        self.ended.append(outcome)
+
+    def note_exits(self) -> None:
+        """Wait shortly for processes to exit, longer for those that sent a result; note how."""
+        for outcome, process in zip(self.outcomes, self._processes.values(), strict=True):
+            process.join(EXIT_S if outcome.value is not None or outcome.error else 0.1)
+            outcome.exit_code = process.exitcode
 
     def close(self) -> None:
         """Kill all processes, stopped ones too, and let go of the store."""
-        for process in self.processes.values():
+        for process in self._processes.values():
             process.kill()
-        for process in self.processes.values():
+        for process in self._processes.values():
             process.join()
             process.close()
         for pipe in self.running.values():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a function once per rank, with threads of this process as ranks.
 
-Each thread has a world of its own. All share a store and, by default, a fabric in memory.
+For tests. Each thread has a world of its own, which has a communication thread. All share a store
+and, by default, a fabric in memory.
 """
 
 from __future__ import annotations
