@@ -178,7 +178,7 @@ def test_an_exchange_that_was_in_time_costs_nothing(queued):
         swap(queued.transport)(NOW)
         queued.store.set("left/1", '{"0": 1}')
         clock.advance(PATIENT_S - 1)
-        while not queued.transport.watch.notices._known:
+        while not queued.transport.watch._notices._known:
             wait_until_watched(queued)
         queued.queue.reached.set()
         wait_until_watched(queued)
@@ -212,7 +212,7 @@ def test_a_peer_that_left_without_its_part_is_noticed_on_the_store(queued, left)
 
 def test_a_store_that_does_not_answer_holds_no_deadline_up(queued, monkeypatch):
     answering = threading.Event()
-    monkeypatch.setattr(queued.transport.watch.notices, "_read", lambda peers: answering.wait(PATIENT_S))
+    monkeypatch.setattr(queued.transport.watch._notices, "_read", lambda peers: answering.wait(PATIENT_S))
     with moved_clock() as clock:
         swap(queued.transport)(NOW)
         clock.advance(PATIENT_S + 1)
@@ -272,7 +272,7 @@ def polled(queued):
     """Whether this thread asks NCCL for errors if it looks for a failure now."""
     names = []
     queued.binding.check_async_error = lambda: names.append(threading.current_thread().name)
-    queued.transport.watch.find_failure()
+    queued.transport.watch._find_failure()
     return threading.current_thread().name in names
 
 

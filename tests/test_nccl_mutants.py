@@ -21,12 +21,12 @@ SHORT_S = 0.2
 PATIENT_S = 1.5
 """As long as a mutant that hangs is waited for."""
 
-ISSUED = """            self._nccl.groupStart()
+ISSUED = """            self._binding.groupStart()
             try:
                 for call in calls:
                     call(stream)
             finally:
-                self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
+                self._binding.groupEnd()  # or NCCL would collect all later calls of this thread
 """
 ERROR = "except (RuntimeError, KeyError) as error:\n            "
 EXPLAINED = "self._explained(error, pending)"
@@ -38,9 +38,9 @@ MUTANTS = {
     "a group per call": (
         nccl,
         ISSUED,
-        f"{EACH}                self._nccl.groupStart()\n                {CALL}                self._nccl.groupEnd()\n",
+        f"{EACH}{16 * ' '}self._binding.groupStart()\n{16 * ' '}{CALL}{16 * ' '}self._binding.groupEnd()\n",
     ),
-    "a group that is never ended": (nccl, "                self._nccl.groupEnd()  #", "                pass  #"),
+    "a group that is never ended": (nccl, "                self._binding.groupEnd()  #", "                pass  #"),
     "sends in another order": (nccl, "for each in some.sends", "for each in some.sends[::-1]"),
     "receives in another order": (nccl, "for each in some.recvs", "for each in some.recvs[::-1]"),
     "a send forgotten": (nccl, "for each in some.sends", "for each in some.sends[:-1]"),
@@ -56,7 +56,7 @@ MUTANTS = {
     "no deadline": (group_watch, "age_s > pending.timeout_s", "False"),
     "a deadline of its own": (group_watch, "tag, clock.now_s(), self.timeout_s,", "tag, clock.now_s(), 300.0,"),
     "a late communicator not aborted": (communicator, "(nccl.abort)", "(int)"),
-    "the others not told": (group_watch, "self.notices.announce(None)", "pass"),
+    "the others not told": (group_watch, "self._notices.announce(None)", "pass"),
     "the others not asked": (group_watch, "self.lost_peer(pending.counts, pending.tag, pending.group.hop)", "None"),
     "use after close": (group_watch, "            self.is_closed = True\n            if self", "            if self"),
     "an id of each rank's own": (communicator, "bytes.fromhex(infos[members[0]].unique_id)", "binding.get_unique_id()"),

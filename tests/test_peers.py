@@ -137,7 +137,7 @@ def test_a_local_peer_that_gives_up_is_seen_while_a_graph_waits_for_a_remote_ran
         replay = transport.capture(lambda: bound.run(NOW), bound.group)
         assert bound.group.peers == {2}
         future = group.pool.submit(replay, NOW)
-        wait_until(lambda: transport._watch.notices._next_read_s)  # what comes now is in no read but a later one
+        wait_until(lambda: transport._watch._notices._next_read_s)  # what comes now is in no read but a later one
         group.transports[1].abort()
         error = future.exception(60)
     assert (type(error), error.place.peer) == (PeerLost, 1)
@@ -250,7 +250,7 @@ def test_what_was_given_up_between_hosts_is_not_read_within_one():
             transport.timeout_s = 2.0
             bound = group.bound(schedule, buffers, rank)
             if rank == 0:
-                transport._signals.words[ABORT] = 1  # as before NCCL is aborted
+                transport._signals._words[ABORT] = 1  # as before NCCL is aborted
             try:
                 bound.run(NOW)
                 transport.wait()

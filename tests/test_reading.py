@@ -101,7 +101,7 @@ class Device:
         """Collective."""
         self.rank, self.runs, self.memory, self.found, self.kept = rank, runs, SteppedMemory(), [], []
         self.transport = connect_one(store, rank, range(size), 60.0, self.memory)
-        for peer, count in self.transport._signals.begins.items():
+        for peer, count in self.transport._signals._begins.items():
             count.fill_(NEAR_WRAP)
             self.transport._mapped.inbox(peer).fill_(NEAR_WRAP)
         self.buffers = {name: self.transport.allocate_shared(NUMEL, torch.int32) for name in "ab"}
@@ -127,7 +127,7 @@ class Device:
                 for kernel in kernels:
                     kernel()
                     yield False
-            if not self.transport._signals.state[0].item():
+            if not self.transport._signals._state[0].item():
                 self.found.append(self.buffers[run.name].clone())
 
 
@@ -151,7 +151,7 @@ def go(devices, random, trouble):
                 if trouble.dies:
                     alive.pop(trouble.rank)
                 else:  # as when another thread calls abort()
-                    alive[trouble.rank].transport._signals.words[ABORT] = 1
+                    alive[trouble.rank].transport._signals._words[ABORT] = 1
             if waits is None:
                 alive.pop(rank, None)
             if waited > PATIENCE:

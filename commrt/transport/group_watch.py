@@ -4,7 +4,7 @@
 NCCL has no deadlines, and no rank learns from it that another has given up (NVIDIA/nccl#279). A
 watchdog thread enforces the deadlines, reads from the store which ranks have left, and aborts the
 communicator to end what waits in it. All else is called by the thread that exchanges; `fail` and
-`abort` by any. `commrt.transport.peers` writes here too: it sets `waits`, and adds to `counts`.
+`abort` by any. `commrt.transport.peers` writes here too: it adds to `counts`.
 
 A transport and its communicator (`commrt.transport.nccl_communicator`) fail and end so::
 
@@ -57,7 +57,10 @@ CAPTURE = Tag(-1, "graph")
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A group that has begun and may not be complete."""
+    """A group that has begun and may not be complete.
+
+    The thread that exchanges writes it, and the watchdog reads it.
+    """
 
     group: P2PGroup
     tag: Tag
@@ -84,14 +87,17 @@ class DeviceWaits(Protocol):
     """What waits for peers on the device beside NCCL's groups, with deadlines of its own."""
 
     def find_failure(self, watch: GroupWatch) -> TransportError | None:
-        """Return why it cannot complete, if that is known; called by the watchdog."""
+        """Return why it cannot complete, if that is known; called by the watchdog only."""
 
     def abort(self) -> None:
         """Let all waits fail, before NCCL's groups are ended."""
 
 
 class GroupWatch:
-    """What all transports of one GPU share: `communicator`, what is queued, and the failure."""
+    """What all transports of one GPU share: `communicator`, what is queued, and the failure.
+
+    Starts the watchdog, which calls `on_failure` with what it finds.
+    """
 
     def __init__(
         self,
@@ -104,15 +110,22 @@ class GroupWatch:
         on_failure: Callable[[TransportError], None] | None,
     ) -> None:
         self.timeout_s = timeout_s
+        """Of what is queued from now on; set through the transports, on any thread."""
         self.streams = streams
         self.communicator = communicator
-        self.notices = notices
         self.counts = dict.fromkeys(members, 0)
-        """How often this rank began to exchange with each peer."""
-        self.waits: DeviceWaits | None = None
+        """How often this rank began to exchange with each peer.
+
+        Written by the thread that exchanges: by `queue`, and by `PeersTransport` for its windows.
+        """
         self.failure: TransportError | None = None
+        """Set once, by `fail` on any thread."""
         self.is_closed = False
+        """Set once, by `abort` on any thread, or by `close`."""
         self.is_capturing = False
+        """True during `capture`, in which the same thread binds and runs."""
+        self._waits: DeviceWaits | None = None
+        self._notices = notices
         self._rank = rank
         self._on_failure = on_failure
         self._pending: deque[Pending] = deque()
@@ -125,6 +138,10 @@ class GroupWatch:
             daemon=True,
         ).start()
         release_in_forked_child(self)
+
+    def watch_too(self, waits: DeviceWaits) -> None:
+        """Let the watchdog look after `waits` too; call it once, before anything is queued."""
+        self._waits = waits
 
     def queue(self, issue: Callable[[], None], group: P2PGroup, tag: Tag) -> None:
         """Call `issue`, which queues `group`, and let the watchdog enforce the deadline."""
@@ -198,7 +215,7 @@ class GroupWatch:
         try:
             while self._pending and self._pending[0].is_over:
                 self._pending.popleft()
-            failure = self.find_failure()
+            failure = self._find_failure()
         except (RuntimeError, KeyError) as error:
             what = f"the GPU or NCCL failed ({error}): look at the output of all ranks"
             place = self._pending[0].place(self._rank) if self._pending else Place(self._rank)
@@ -206,10 +223,10 @@ class GroupWatch:
         if failure is not None and self.fail(failure) and self._on_failure is not None:
             self._on_failure(failure)
 
-    def find_failure(self) -> TransportError | None:
+    def _find_failure(self) -> TransportError | None:
         """Return why what is queued cannot complete, if that is known; raises NCCL's own errors."""
-        if self.waits is not None:
-            failure = self.waits.find_failure(self)
+        if self._waits is not None:
+            failure = self._waits.find_failure(self)
             if failure is not None:
                 return failure
         # a call in progress reports its own errors
@@ -235,7 +252,7 @@ class GroupWatch:
 
     def lost_peer(self, counts: Mapping[int, int], tag: Tag, hop: int) -> PeerLost | None:
         """Return the error for a peer that left before its part of `counts`: NCCL reports none."""
-        peer = self.notices.left_early(counts)
+        peer = self._notices.left_early(counts)
         if peer is None:
             return None
         what = "the peer left before this transfer: look at its own error"
@@ -275,10 +292,10 @@ class GroupWatch:
         self._give_up()
 
     def _give_up(self) -> None:
-        if self.waits is not None:
-            self.waits.abort()
+        if self._waits is not None:
+            self._waits.abort()
         if self.communicator.begin_to_end():
-            self.notices.announce(None)
+            self._notices.announce(None)
             self.communicator.abort()
 
     def close(self) -> None:
@@ -291,7 +308,7 @@ class GroupWatch:
             self.is_closed = True
             if self.communicator.begin_to_end():
                 # a rank that waits for this one would not free its own
-                self.notices.announce(self.counts)
+                self._notices.announce(self.counts)
                 self.communicator.destroy()
 
     def leave_to_parent(self) -> None:

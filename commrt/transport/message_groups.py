@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which messages travel in one NCCL group: pure functions, with the same result on all ranks."""
+"""Which messages travel in one NCCL group: pure functions, which agree on all ranks.
+
+`commrt.nccl_groups` has given numbers to the messages of schedules; others are numbered here.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ works. It is one NCCL group if no rank has many messages, and several otherwise
 kernels may then wait for each other for ever. No group of ours is cut (decision 0034).
 
 `commrt.transport.group_watch` has the deadlines and the ends. Only the thread that exchanges calls
-here, but for `abort`.
+here, but for `allocate`, `timeout_s` and `abort`, which are for any.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class NcclTransport(Transport):
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if device is None else device
         )
-        self._nccl = load() if binding is None else binding
+        self._binding = load() if binding is None else binding
         streams = streams_of(self.device)
         notices = ShutdownNotices(store, rank)
-        communicator = create(store, rank, members, timeout_s, self.device, streams, self._nccl)
+        communicator = create(store, rank, members, timeout_s, self.device, streams, self._binding)
         self.watch = GroupWatch(
             rank, members, timeout_s, streams, communicator, notices, on_failure
         )
+        """Its deadlines and its end, also those of windows that `commrt.transport.peers` adds."""
 
     @property
     def timeout_s(self) -> float:
@@ -125,17 +126,17 @@ class NcclTransport(Transport):
     def _call(self, issue: Callable[..., None], message: P2PMessage) -> Callable[[int], None]:
         nbytes = message.data.nbytes
         nccl_rank = self.members.index(message.peer)
-        return partial(issue, message.data.data_ptr(), nbytes, self._nccl.NCCL_INT8, nccl_rank)
+        return partial(issue, message.data.data_ptr(), nbytes, self._binding.NCCL_INT8, nccl_rank)
 
     def _issue(self, groups: Sequence[Sequence[Callable[[int], None]]]) -> None:
         stream = self.watch.streams.current()
         for calls in groups:
-            self._nccl.groupStart()
+            self._binding.groupStart()
             try:
                 for call in calls:
                     call(stream)
             finally:
-                self._nccl.groupEnd()  # or NCCL would only collect all later calls of this thread
+                self._binding.groupEnd()  # or NCCL would collect all later calls of this thread
 
     def capture(self, work: Callable[[], None], group: P2PGroup) -> Exchange | None:
         """Record one CUDA graph, which the watchdog treats as one group with all peers."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CuPy's binding of NCCL: where it is, and which versions can be used. Asks no other rank."""
+"""CuPy's binding of NCCL: where it is, and which versions can be used.
+
+Imports CuPy on the caller's thread when it is asked; asks no other rank, and keeps nothing.
+"""
 
 from __future__ import annotations
 

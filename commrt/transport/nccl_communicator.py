@@ -55,15 +55,16 @@ Graphs = weakref.WeakSet["torch.cuda.CUDAGraph"]
 
 
 class Communicator:
-    """A communicator, and what must not outlive it."""
+    """A communicator, and what must not outlive it. Any thread may end it."""
 
     def __init__(self, nccl: NcclCommunicator) -> None:
         self.nccl = nccl
         self.in_use = threading.Lock()
-        """Held during calls of the communicator, so that it is not freed meanwhile."""
+        """Held during calls of the communicator, on any thread, or it could be freed meanwhile."""
         self.graphs = Graphs()
-        """The CUDA graphs that use the communicator."""
+        """The CUDA graphs that use the communicator; `GroupWatch.capture` adds them."""
         self.ended = threading.Event()
+        """Set when the end begins, on whichever thread, and when the object is collected."""
         self._collected = weakref.finalize(
             self, _abort_collected, self.ended, self.in_use, self.graphs, nccl
         )

@@ -44,7 +44,8 @@ class PeersTransport(Transport):
     """NCCL, and windows in memory that `mapped` shares with at least one other rank of this host.
 
     The error of a wait is raised as that of a group. All exchanges come from one thread at a time,
-    on one stream.
+    on one stream. A window's programs count in the `counts` of NCCL's watch, and its failed waits
+    `fail` that. Takes `mapped` over, and closes it.
     """
 
     kind = "peers' memory and nccl"
@@ -67,10 +68,13 @@ class PeersTransport(Transport):
             store, self.rank, self.members, timeout_s, device, binding, on_failure
         )
         self._watch = self._nccl.watch
-        self._watch.waits = self._signals
+        self._watch.watch_too(self._signals)
         self._captured: list[Sequence[int]] = []
-        """For each program of the graph that is being captured, the ranks that it waits for."""
-        self._is_unmapped = False
+        """For each program of the graph that is being captured, the ranks that it waits for.
+
+        `capture` empties it, and the exchanges that it runs add to it.
+        """
+        self._is_closed = False
         release_in_forked_child(self)
 
     @property
@@ -169,7 +173,7 @@ class PeersTransport(Transport):
         watch = self._watch
         if watch.failure is None:
             end = watch.streams.record_event()
-            _, latest = self._signals.begun[-1]
+            latest = self._signals.latest_tag
             watch.wait_for(
                 Pending(P2PGroup([], []), latest, clock.now_s(), watch.timeout_s, {}, end)
             )
@@ -178,9 +182,9 @@ class PeersTransport(Transport):
 
     def close(self) -> None:
         """Wait until the device is idle, then unmap the memory of peers, even after an error."""
-        if self._is_unmapped:
+        if self._is_closed:
             return
-        self._is_unmapped = True
+        self._is_closed = True
         watch = self._watch
         was_open = not watch.is_closed
         is_idle = False
@@ -205,7 +209,7 @@ class PeersTransport(Transport):
 
     def leave_to_parent(self) -> None:
         """Unmap nothing in a forked child, where `GroupWatch` leaves the rest."""
-        self._is_unmapped = True
+        self._is_closed = True
         self._mapped.leave_to_parent()
 
 
@@ -223,14 +227,14 @@ def connect(
     Raises `UsageError` where they cannot and COMMRT_TRANSPORT asks for it.
     """
     host = host_identity() or f"none that rank {rank} can share"
-    own = PrefixStore("peers", clone_connection(store))
-    mapped = MappedMemory(own, rank, members, timeout_s, IpcMemory(device), host)
-    own = PrefixStore("nccl", store)
+    peers_store = PrefixStore("peers", clone_connection(store))
+    mapped = MappedMemory(peers_store, rank, members, timeout_s, IpcMemory(device), host)
+    nccl_store = PrefixStore("nccl", store)
     try:
         transport: Transport = (
-            PeersTransport(mapped, own, timeout_s, device, on_failure=on_failure)
+            PeersTransport(mapped, nccl_store, timeout_s, device, on_failure=on_failure)
             if mapped.local_peers
-            else NcclTransport(own, rank, members, timeout_s, device, on_failure=on_failure)
+            else NcclTransport(nccl_store, rank, members, timeout_s, device, on_failure=on_failure)
         )
     except BaseException:
         mapped.close(0.0)

@@ -30,13 +30,13 @@ class ShutdownNotices:
     """Notices on the store of ranks that end their communicator, for ranks that wait for them.
 
     A rank that closed has done its part in all groups that it counts. A rank that gave up has not,
-    and counts none.
+    and counts none. `announce` is for any thread, `left_early` for the watchdog.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = clone_connection(store)
         self._rank = rank
-        self._known: dict[int, Counts] = {}
+        self._known: dict[int, Counts] = {}  # written by the thread that reads
         self._asked: set[int] = set()
         """Peers that were asked about since the last read began: the next one covers them all."""
         self._reading: Future[None] | None = None
@@ -51,7 +51,7 @@ class ShutdownNotices:
     def left_early(self, begun: Mapping[int, int]) -> int | None:
         """Return a peer known to have left without its part in what was `begun` with it, or None.
 
-        Never waits: another thread reads the store.
+        Never waits: now and then it lets another thread read the store, for later calls.
         """
         self._asked.update(begun)
         if (self._reading is None or self._reading.done()) and clock.now_s() >= self._next_read_s:
