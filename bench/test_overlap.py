@@ -96,7 +96,7 @@ class Packer:
             self._submit(self._buckets[index])
 
     def _submit(self, bucket: GradientBucket) -> None:
-        bucket.take(Header(0, 1, 0, 0, bucket.index, 0), self._order.seen)
+        bucket.take(Header(0, 1, 0, 0, bucket.index, 0), self._order.not_awaited)
         self._answers.append(self._lane.submit(lambda: self._carry(bucket)))
 
     def _carry(self, bucket: GradientBucket) -> None:

@@ -219,7 +219,7 @@ def test_overlap_finds_what_a_look_at_all_pairs_finds(pieces):
 
     pairs = {frozenset((str(i), str(j))) for i in range(len(pieces)) for j in range(i) if share(pieces[i], pieces[j])}
     overlaps, found = OverlapCheck(), None
-    overlaps.buckets = 2
+    overlaps.expect_bucket(), overlaps.expect_bucket()
     blocks = [(address, nbytes, str(i)) for i, (address, nbytes) in enumerate(pieces) if nbytes]
     overlaps.check(0, blocks[::2])
     try:

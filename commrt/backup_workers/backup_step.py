@@ -27,6 +27,7 @@ from commrt.backup_workers.stall import StallWatch
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Engine, Span
 from commrt.buckets.riders import Riders
+from commrt.buckets.weight_watch import WeightWatch
 from commrt.elastic.elastic_membership import CALL_LOOK_S, ElasticMembership
 from commrt.errors import UsageError
 from commrt.runtime.membership import LOST
@@ -222,7 +223,7 @@ class BackupStep:
         for index in indices:
             bucket = self._engine.buckets[index]
             leaving = None if bucket.riders is None else self._riding.leave(running.number)
-            bucket.take(bucket.header._replace(**running.says), order.seen, leaving)
+            bucket.take(bucket.header._replace(**running.says), order.not_awaited, leaving)
             if running.ready:
                 running.ready[index].set_result(self._world.comm_thread.streams.record_event())
                 running.outcome = running.outcome or self._world.comm_thread.submit(
@@ -313,7 +314,7 @@ class BackupStep:
         if membership.wanted > membership.number:
             membership.ensure_generation()
         if self._digest is not None:
-            cast("Riders", self._engine.buckets[0].riders).watch(self._digest)
+            cast("WeightWatch", self._engine.buckets[0].watch).begin(self._digest)
         mine = Announcement(
             self._world.rank,
             membership.number,
@@ -368,10 +369,9 @@ class BackupStep:
         self._renew_buckets()
         after = cast("Riders", self._engine.buckets[0].riders)
         after.digest = before.digest
-        after.is_watched = before.is_watched
         for bucket in self._engine.buckets:
             header = bucket.header._replace(**running.says)
-            bucket.take(header, self._engine.order.seen, before.leaving)
+            bucket.take(header, self._engine.order.not_awaited, before.leaving)
 
     def _wait_for(self, ready: Future[StreamEvent]) -> None:
         """Wait until the training thread has come to `ready`; raises if the world was given up, or

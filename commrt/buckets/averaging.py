@@ -189,7 +189,7 @@ class AveragingEngine(Engine):
         """
         with self.world.comm_thread.within_range("graph"):
             riders = bucket.riders
-            has_news = riders is not None and (riders.is_loaded or riders.is_watched)
+            has_news = riders is not None and (riders.is_loaded or riders.digest is not None)
             if self.world.joined is not None or self._factor != 1 or has_news:
                 return False
             return graphs.carry(bucket, bound, self.scale(self.world.size), tag)

@@ -22,6 +22,7 @@ from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.ready_order import ReadyOrder
 from commrt.buckets.riders import Riders
 from commrt.buckets.step_graph import BoundStep
+from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import TransportClosed
 from commrt.proof.spec import promise
 from commrt.proof.summing import require_short_sums
@@ -224,7 +225,7 @@ class Engine:
             bucket.pack(scale if self.mixes else scale * self._factor)
         own.run(tag, listener)
         if bucket.riders is not None:
-            if bucket.riders.is_loaded or bucket.riders.is_watched:
+            if bucket.riders.is_loaded or bucket.riders.digest is not None:
                 self._read_riders(bucket, members, share, own, tag)
         elif self.mixes:  # the partner sums for another mean
             bucket.factor = self._factor
@@ -251,14 +252,12 @@ class Engine:
         """
         riders = cast("Riders", bucket.riders)
         if riders.digest is not None:
-            riders.compared = tag.step, members
+            watch = cast("WeightWatch", bucket.watch)
+            watch.end(tag.step, members)
             # a GPU would be waited for; compared in the next step
             if not bucket.wire.is_cuda and bucket.matches():
-                riders.compare()
-        if self.mixes:
-            riders.share = 1.0
-            riders.read()
-        bucket.weigh(share if riders.share is None else share * riders.share)
+                watch.compare()
+        bucket.weigh(share * riders.find_share() if self.mixes else share)
         self._factor = bucket.factor
         if self._factor != 1 and bucket.must_pack_anew():
             bucket.factor = 1.0

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of gradients: they travel together, in one buffer.
+"""A bucket of gradients, which travel together in one buffer, from ``param.grad`` and back.
 
-A wire buffer begins with a header and one flag per gradient: 1 if this rank had it, 0 if it sent
+It sends nothing itself; `GradientBucket` says which thread calls what, and what it writes. A wire
+buffer begins with a header and one flag per gradient: 1 if this rank had it, 0 if it sent
 zeros instead. Then come the gradients, in the dtype that travels. Header and flags are summed with
 the rest. Each bit of the header travels with its opposite. So each rank sees afterwards whether all
 sent the same bucket of the same step, and which gradients somebody had.
@@ -21,6 +22,8 @@ from commrt.buckets.header import BITS, EXPLANATIONS, WEIGHED_AT, Header, encode
 from commrt.buckets.overlap_check import OverlapCheck
 from commrt.buckets.riders import Leaving, Riders
 from commrt.buckets.tensors import Named, TensorKind, bucket_description, gradient_dtype
+from commrt.buckets.weight_watch import WeightWatch
+from commrt.buckets.weights_that_ride import total_weight
 from commrt.errors import DisagreementError, UsageError
 from commrt.kernels.dispatch import packing, repeatable
 from commrt.kernels.layout import Layout
@@ -46,12 +49,18 @@ class GradientBucket:
     """Parameters whose gradients travel together in the buffer `wire`.
 
     In each step the thread that trains calls `take` and at the end `assign_missing`. In between the
-    communication thread, or the one that trains in its place, calls `pack` and `unpack`, or a
-    device graph does their work between `prepare_replay` and `finish_replay`. Nobody else may touch
-    the gradients meanwhile: all of these raise `UsageError` if somebody did.
+    communication thread, or the one that trains in its place, calls `pack`, `weigh` and `unpack`,
+    or a device graph does their work between `prepare_replay` and `finish_replay`. Nobody else may
+    touch the gradients meanwhile: all of these raise `UsageError` if somebody did. So the bucket
+    has one thread at a time, and its fields need no lock. Backup workers that lose a rank make new
+    buckets, and `take` again, on the communication thread.
+
+    What it writes of others: ``param.grad``, its riders, and the overlap check that all buckets of
+    a model share. `ViewBucket`, the only subclass, uses and replaces private parts, as it says.
     """
 
-    unpacks_wire = True  # False if gradients stay on the wire
+    unpacks_wire = True
+    """False if gradients stay on the wire."""
 
     def __init__(
         self,
@@ -80,7 +89,7 @@ class GradientBucket:
         self.names = tuple(name for name, _ in params)  # in wire order
         self._tensors = [param for _, param in params]
         self._overlaps = OverlapCheck() if overlaps is None else overlaps
-        self._overlaps.buckets += 1
+        self._overlaps.expect_bucket()
         self._like = [
             torch.empty_like(param, dtype=gradient_dtype(param), device="meta")
             for _, param in params
@@ -93,21 +102,42 @@ class GradientBucket:
         self.repeatable = repeatable(self._packing)
         """Launches that a device graph can hold; None where plain torch packs, as on a CPU."""
         self.own_settings: Callable[[], str] = str
-        """Returns what this rank's settings are, for errors."""
+        """Returns what this rank's settings are, for errors; `Request.build_buckets` sets it."""
         self._scale = 1.0  # of the gradients on the wire
         self._word = 0  # the header that the wire must show after the reduction
         self.riders: Riders | None = None
-        """What rides with this bucket."""
+        """What rides with this bucket; set once, by `carry_riders`, as is `watch`."""
+        self.watch: WeightWatch | None = None
+        """Compares digests of weights among the riders."""
+        self.may_weigh_nothing = False
+        """All ranks together may weigh nothing, as they then send zeros only; local SGD sets it
+        before the first step.
+        """
+        self.weight: float | None = None
+        """What all gradients of the latest step weighed; None if none was weighed. `take` forgets
+        it, and `weigh` writes it.
+        """
         self.factor = 1.0
-        """By what `unpack` multiplies the gradients, as weights ride with them; see `weigh`."""
+        """By what `unpack` multiplies the gradients, as weights ride with them. `take` sets it to
+        1, and `weigh` writes it. The engine does where it packs anew, and in later buckets than the
+        first, with whose riders weights came, if ranks mix.
+        """
         self.own_weight = 1.0
-        """What this rank's gradients weigh, if that is not in them yet."""
+        """What this rank's gradients weigh, if that is not in them yet. Local SGD sets it between
+        `take` and `pack`; the engine's own one says it for all buckets of other ways to train.
+        """
         self._grads: list[Tensor | None] = []  # on their way
         self._made: dict[int, Tensor] = {}  # gradients that only other ranks had, by place
         self._counted: list[Tensor] = []  # those of them whose writes are counted
         self._versions: list[int] = []  # how many these were when they were taken
         self._writes = 0  # by commrt since then
-        self.is_whole = True  # this rank has all gradients of the step
+        self.is_whole = True
+        """This rank has all gradients of the step; `take` says so."""
+
+    def carry_riders(self, riders: Riders) -> None:
+        """Let `riders` ride with this bucket from now on; before its first step."""
+        self.riders = riders
+        self.watch = WeightWatch(riders)
 
     def description(self) -> str:
         """Return everything that must agree between ranks, as text."""
@@ -140,6 +170,7 @@ class GradientBucket:
         self._made = {}
         self._writes = 0
         self.factor = 1.0
+        self.weight = None
         grads: list[Any] = [*map(grad_of, self._tensors)]
         self._grads = grads
         self.is_whole = True not in map(is_, grads, repeat(None))
@@ -196,22 +227,24 @@ class GradientBucket:
         if self._gaps is not None:
             self._clear_gaps(self._gaps)
         self._packing.pack(self._grads, scale, self._word)
-        if self.riders is not None and (self.riders.is_loaded or self.riders.is_watched):
+        if self.riders is not None and (self.riders.is_loaded or self.riders.digest is not None):
             self.riders.write()
 
     def weigh(self, scale: float) -> None:
-        """Let `unpack` turn the sum, of gradients that were packed with `scale`, into what the
-        weights make of it.
+        """Read what gradients weigh, and let `unpack` turn the sum of them into what that makes of
+        it; they were packed with `scale`.
         """
         riders = self.riders
         self.factor = 1.0
+        self.weight = None
         if riders is None or riders.leaving.unit is None:
             return
         if riders.knows_nothing:
             for bit in (WEIGHED_AT, BITS + WEIGHED_AT):  # this rank expects what the others say
                 self._word |= int(self.layout.header(self.wire)[bit] != 0) << bit
-        if (total := riders.total_weight()) is not None:
-            self.factor = riders.leaving.unit / (total * scale)
+        self.weight = total_weight(riders.read(), may_be_zero=self.may_weigh_nothing)
+        if self.weight is not None:
+            self.factor = riders.leaving.unit / (self.weight * scale)
 
     def matches(self) -> bool:
         """Return True if the wire shows the header that it must show."""

@@ -20,19 +20,25 @@ class OverlapCheck:
     model.
 
     It compares addresses when the last bucket of a step is taken: that is not sent then, so no rank
-    completes the step.
+    completes the step. It reads addresses only, and is called by buckets, on the thread that takes
+    their gradients.
     """
 
     def __init__(self) -> None:
         self._wires: list[range] = []  # addresses of gradients that live on the wire
+        self._buckets = 0
+        self._left = 0  # buckets that were not taken in this step
         self._taken: dict[int, Sequence[Block]] = {}
-        self.buckets = self._left = 0
+
+    def expect_bucket(self) -> None:
+        """Wait for one more bucket in each step before anything is compared."""
+        self._buckets += 1
 
     def check(self, bucket: int, blocks: Sequence[Block]) -> None:
         """Raise `UsageError` if a gradient of `bucket` shares memory with one of this step."""
         if not self._taken or bucket in self._taken:  # the next step
             self._taken = {}
-            self._left = self.buckets
+            self._left = self._buckets
         self._taken[bucket] = blocks
         self._left -= 1
         if not self._left:

@@ -75,5 +75,5 @@ def build_buckets(  # noqa: PLR0913, PLR0917  # of gradients, and of fragments
         buffer = allocate(layout.numel, wire_dtype(dtype, wire), members[0][1].device)
         buckets.append(kind(index, members, layout, buffer, model, overlaps, quantized))
         if ranks:
-            buckets[0].riders = Riders(layout.riders(buffer)[: riding_numel(ranks)], rank)
+            buckets[0].carry_riders(Riders(layout.riders(buffer)[: riding_numel(ranks)], rank))
     return buckets

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which buckets may leave in a backward pass: those whose gradients are all ready, in one order on
-all ranks.
+"""Which buckets may leave in a backward pass: full ones, in one order on all ranks.
+
+It only counts: it touches no gradient, and sends nothing. See `ReadyOrder` for threads.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ class ReadyOrder:
     Before a pass begins, and after it has ended, no gradient is awaited. So what counts them
     (`counter`) asks of each one only if it is awaited, and finds out by this that a pass begins.
 
+    All calls belong to the thread that trains, and to that of its backward pass while one runs.
+    Backup workers read `places` and `not_awaited` on the communication thread, when the pass has
+    counted all that they ask for.
+
     >>> order = ReadyOrder([("b.weight", "b.bias"), ("a.weight",)])
     >>> order.arm()
     >>> order.mark("a.weight"), order.mark("b.bias"), order.mark("b.weight")
@@ -31,11 +36,15 @@ class ReadyOrder:
     """
 
     def __init__(self, names: Sequence[Sequence[str]] = ()) -> None:
-        self.seen: dict[str, int] = {}
-        """Gradients in the order in which they became ready in this pass, and the bucket of each.
+        self.not_awaited: dict[str, int] = {}
+        """Gradients that nobody waits for, and the bucket of each: in a pass those that became
+        ready, in that order; outside of one all. Only written here, and by `counter`'s hooks.
         """
         self._bucket_of: dict[str, int] = {}
-        self._missing: list[int] = []  # gradients by bucket
+        self._counts: list[int] = []  # gradients of each bucket
+        self._missing: list[int] = []  # those of them that are awaited
+        self._next = 0  # the bucket that leaves next
+        self._last = -1
         self._names: Sequence[Sequence[str]] | None = None
         self.use(names)
 
@@ -51,18 +60,18 @@ class ReadyOrder:
         self._counts = [*map(len, names)]
         self._next = len(names)
         self._last = len(names) - 1
-        self.seen.clear()
+        self.not_awaited.clear()
         self.disarm()
 
     def arm(self) -> None:
         """Begin a backward pass: no gradient is ready."""
         self._missing[:] = self._counts
         self._next = 0
-        self.seen.clear()
+        self.not_awaited.clear()
 
     def disarm(self) -> None:
         """End a backward pass: no gradient is awaited."""
-        self.seen.update(self._bucket_of)
+        self.not_awaited.update(self._bucket_of)
 
     def counter(
         self, name: str, fill: Callable[[], None], refuse: Callable[[str, Tensor], None]
@@ -72,16 +81,16 @@ class ReadyOrder:
         It calls ``fill()`` if a bucket has all its gradients then, and ``refuse(name, parameter)``
         instead if none was awaited. Cost: 0.8 us, nearly all of it autograd's.
         """
-        seen = self.seen
+        not_awaited = self.not_awaited
         missing = self._missing
         bucket_of = self._bucket_of
 
         # calls nothing, as it runs for each gradient of each step
         def count(param: Tensor) -> None:
-            if name in seen:
+            if name in not_awaited:
                 refuse(name, param)
                 return
-            seen[name] = bucket = bucket_of[name]
+            not_awaited[name] = bucket = bucket_of[name]
             missing[bucket] -= 1
             if not missing[bucket]:
                 fill()
@@ -92,7 +101,7 @@ class ReadyOrder:
         """Note that the awaited gradient `name` is ready, and return the buckets that may leave
         now, in order.
         """
-        self.seen[name] = bucket = self._bucket_of[name]
+        self.not_awaited[name] = bucket = self._bucket_of[name]
         self._missing[bucket] -= 1
         return self.full()
 
@@ -114,4 +123,4 @@ class ReadyOrder:
         did not come last.
         """
         place = {name: i for i, name in enumerate(self._bucket_of)}
-        return [place[name] for name in self.seen | place]
+        return [place[name] for name in self.not_awaited | place]

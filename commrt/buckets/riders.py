@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides with the gradients: a few numbers of each rank, which all ranks read when the sum is
-there.
+"""What rides with gradients: a few numbers of each rank, which all ranks read in the sum.
+
+It writes only its part of a wire, and decides nothing: see `Riders` for threads.
 
 The first bucket has a slot for each rank, between its flags and its gradients. A rank writes its
 own slot, one byte per element, and zeros to the others'. Bytes are exact in every dtype that
@@ -8,13 +9,12 @@ travels, and only one rank adds to each, so the sum holds the slots of all. What
 minimum, or who was first, each reader says for itself. Zeros travel in any case, so where nothing
 rides nobody does anything, and a slot that nobody reads costs nothing.
 
-To let something else ride, add a field to `SLOT`, and whoever fills and reads it.
+To let something else ride, add a field to `SLOT`, and whoever fills and reads it: `riding` in
+`training` for the loop's, `weights_that_ride` and `weight_watch` here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from commrt.buckets.digest import Digest
-from commrt.errors import DisagreementError
 
 MOST_NUMBERS = 8
 SLOT = np.dtype(
@@ -73,33 +72,28 @@ NOTHING_LEAVES = Leaving()
 
 
 class Riders:
-    """The slots of all ranks in `area`, a part of a wire.
+    """The slots of all ranks in `area`, a part of a wire; `rank` has written its own.
 
     The thread that trains calls `load` before the bucket is sent, and `read` after the step, until
-    the next one begins. In between the communication thread calls `write`, and what reads.
+    the next one begins. In between all else belongs to the thread that averages the bucket: mostly
+    the communication thread.
     """
 
     def __init__(self, area: Tensor, rank: int) -> None:
         self._area = area
         self._rank = rank
-        self.is_loaded = self.is_watched = False
-        """This rank writes something in this step: what it was given, and a digest; each is one
-        thread's to set.
-        """
+        self.is_loaded = False
+        """`leaving` has something for the slot. Only `load` writes both."""
         self.leaving = NOTHING_LEAVES
-        self._own: Slots | None = None
-        self.share: float | None = None
-        """What part of each slot is on the wire, where ranks mix; None where they do not, so that
-        all of it is.
-        """
-        self.weight: float | None = None
-        """What all gradients of the latest step weighed; None if none was weighed."""
-        self.may_weigh_nothing = False
-        """All ranks together may weigh nothing, as they then send zeros only."""
         self.digest: int | None = None
-        """Of the weights before the step; None if nobody watches."""
-        self.compared: tuple[int, Collection[int]] | None = None
-        """The step, and its members, whose digests are to be compared."""
+        """What rides of this rank's weights in each step; None if nobody watches.
+
+        Written by `add_digest`, and by who replaces buckets, with what those before had.
+        """
+        # `leaving`'s, to which `write` adds the digest
+        self._own: Slots | None = None
+        # what part of each slot is on the wire; None for all of it, where ranks do not mix
+        self._share: float | None = None
 
     @property
     def knows_nothing(self) -> bool:
@@ -112,16 +106,11 @@ class Riders:
         """Let `leaving` ride in the step that begins."""
         self.leaving = leaving
         self._own = leaving.slot
-        self.weight = None
         self.is_loaded = leaving.slot is not None
 
-    def watch(self, weights: Digest) -> None:
-        """Let a digest of `weights` before the step that begins ride too; on a GPU, compare the
-        last ones first.
-        """
-        self.compare()
+    def add_digest(self, weights: Digest) -> None:
+        """Let a digest of `weights` as they are now ride too; on a GPU this waits."""
         self.digest = weights.now()
-        self.is_watched = True
 
     def write(self) -> None:
         """Write this rank's slot to the wire, where zeros are."""
@@ -136,63 +125,17 @@ class Riders:
     def write_alone(self) -> None:
         """Write this rank's slot, and that no other rank said anything."""
         self._area.zero_()
+        self._share = None
         self.write()
+
+    def find_share(self) -> float:
+        """Return what part of each slot is on the wire, where ranks mix: of this rank's 1, for
+        `present`. On a GPU this waits for the sum.
+        """
+        self._share = float(self._area[self._rank * SLOT.itemsize])
+        return self._share
 
     def read(self) -> Slots:
         """Return what all ranks have sent in the latest step; on a GPU this waits for the sum."""
-        area = self._area
-        if self.share is not None:
-            # of what this rank itself said, a 1
-            self.share = float(area[self._rank * SLOT.itemsize])
-            area = area / self.share
+        area = self._area if self._share is None else self._area / self._share
         return area.to("cpu", torch.uint8).numpy().view(SLOT)
-
-    def total_weight(self) -> float | None:
-        """Return what all gradients that came together weigh; None where none is weighed. The same
-        on all their ranks.
-
-        Raises `DisagreementError` if they weigh nothing and may not.
-        """
-        slots = self.read()
-        weighing = (slots["flags"] & WEIGHS) != 0
-        if not weighing.any():
-            return None
-        total = float(slots["weight"][weighing].sum())
-        if not total and self.may_weigh_nothing:
-            return None
-        if not total:
-            raise DisagreementError(
-                "the gradients of all ranks together weigh nothing, so they have no mean: leave"
-                " such a step out on all ranks"
-            )
-        self.weight = total
-        return total
-
-    def compare(self) -> None:
-        """Raise `DisagreementError` if ranks that sent digests in the latest step had other weights
-        than each other.
-        """
-        if self.compared is None:
-            return
-        (step, members), self.compared = self.compared, None
-        slots = self.read()
-        require_equal({rank: int(slots["digest"][rank]) for rank in members}, step)
-
-
-def require_equal(digests: Mapping[int, int], step: int) -> None:
-    """Raise `DisagreementError` if ranks have different `digests` of the weights before `step`."""
-    (common, count), *others = Counter(digests.values()).most_common()
-    if others:
-        alone = [rank for rank, digest in digests.items() if digest != common]
-        is_most = 2 * count > len(digests)
-        who = (
-            f"those of ranks {alone} differ from all others'"
-            if is_most
-            else f"their digests are {digests}"
-        )
-        raise DisagreementError(
-            f"watch: before step {step} the ranks held different weights for the first time: {who}."
-            " Bits were flipped, on a wire or in memory, or a rank alone has written weights or"
-            " loaded a state: start again from a checkpoint, and look at the hosts of these ranks"
-            " and of those that send to them"
-        )

@@ -139,7 +139,7 @@ class ViewBucket(GradientBucket):
         else:
             self._torch.move_at_once(self._grads, [*map(is_, self._grads, self._originals)], scale)
         self._torch.seal(self._grads, self._word)
-        if self.riders is not None and (self.riders.is_loaded or self.riders.is_watched):
+        if self.riders is not None and (self.riders.is_loaded or self.riders.digest is not None):
             self.riders.write()
 
     # gradients live on the wire, so nothing is elsewhere

@@ -213,8 +213,8 @@ class GossipExchange:
         exchange = mine.exchanges[message]
         if message.said is not None:
             if message.digests is not None:
-                message.said.watch(message.digests[0])
-            if message.said.is_loaded or message.said.is_watched:
+                message.said.add_digest(message.digests[0])
+            if message.said.is_loaded or message.said.digest is not None:
                 message.said.write()
         exchange.run(tag)
         if message.received.is_cuda:

@@ -26,7 +26,7 @@ from commrt.buckets.engine import Engine, Span
 from commrt.buckets.gradient_bucket import GradientBucket
 from commrt.buckets.header import Header
 from commrt.buckets.plan import build_buckets
-from commrt.buckets.riders import Riders
+from commrt.buckets.weight_watch import WeightWatch
 from commrt.elastic.barrier import Barrier
 from commrt.elastic.elastic_membership import ElasticMembership
 from commrt.errors import PeerLost, Place
@@ -88,9 +88,9 @@ class FragmentExchange:
             riding = None if self.algorithm.is_gossip else (self.world.rank, self.world.size)
             first = sum(map(len, found))
             buckets = build_buckets(fragment.outgoing, *kind, own, first=first, riding=riding)
-            if riding is not None and buckets[0].riders is not None:
+            if riding is not None:
                 # all may have skipped the steps of a period
-                buckets[0].riders.may_weigh_nothing = True
+                buckets[0].may_weigh_nothing = True
             found.append(buckets)
         return found
 
@@ -149,7 +149,7 @@ class FragmentExchange:
             raise RecoveredError(PeerLost("a rank was lost meanwhile", Place(self.world.rank)))
         self.world.membership.start_no_earlier(step)
         if watched is not None:
-            cast("Riders", buckets[0].riders).watch(watched)
+            cast("WeightWatch", buckets[0].watch).begin(watched)
         spans = [self.engine.reduce_now(bucket, number, members) for bucket in buckets]
         barrier = self._barrier
         if vote and barrier is not None:

@@ -18,8 +18,8 @@ from torch._utils import _take_tensors
 from commrt.algorithms import halving_doubling, tree
 from commrt.buckets.digest import Digest
 from commrt.buckets.plan import MIB
-from commrt.buckets.riders import require_equal
 from commrt.buckets.tensors import exchanged_tensors
+from commrt.buckets.weight_watch import require_equal
 from commrt.runtime.world import World
 from commrt.training.stateful import Stateful, dump, load
 from commrt.training.tensor_bytes import flatten, restore

@@ -22,8 +22,8 @@ from commrt.buckets.averaging import AveragingEngine
 from commrt.buckets.digest import Digest
 from commrt.buckets.engine import Span
 from commrt.buckets.gradient_bucket import GradientBucket
-from commrt.buckets.riders import Riders
 from commrt.buckets.view_bucket import ViewBucket
+from commrt.buckets.weight_watch import WeightWatch
 from commrt.errors import UsageError
 from commrt.runtime.prepared import Members
 from commrt.runtime.wire import is_quantized
@@ -173,11 +173,11 @@ class SynchronousReplica(Replica):
             return
         if self._number != number:
             self._begin_pass(number, f"the gradient of {name}")
-        elif name in self._order.seen:
+        elif name in self._order.not_awaited:
             raise UsageError(TWICE.format(name=name))
         leaving = self._order.mark(name)
         if self._moves_in and self._world.joined is None:  # there, only `_has_data` tells the scale
-            bucket = self._engine.buckets[self._order.seen[name]]
+            bucket = self._engine.buckets[self._order.not_awaited[name]]
             cast("ViewBucket", bucket).move_in(name, self._engine.scale(self._world.size))
         if leaving:
             self._submit(leaving)
@@ -234,7 +234,7 @@ class SynchronousReplica(Replica):
                 late=late, optimizer_steps=steps, step=self._step, settings=settings
             )
         if self._watched is not None:
-            watch = partial(cast("Riders", self._engine.buckets[0].riders).watch, self._watched)
+            watch = partial(cast("WeightWatch", self._engine.buckets[0].watch).begin, self._watched)
             self._looked = self._world.comm_thread.submit(watch)
         # In join() ranks may have left, so each step begins with the question who has data.
         self._has_data = (
@@ -250,7 +250,7 @@ class SynchronousReplica(Replica):
             if bucket.riders is not None:
                 leaving = self._riding.leave(backward, is_mixed=self._engine.mixes)
             if not self._alone:
-                bucket.take(header, self._order.seen, leaving)
+                bucket.take(header, self._order.not_awaited, leaving)
             else:
                 bucket.require_dense(leaving)
             answer = self._engine.submit(bucket, self._step, self._has_data, waits=waits)
@@ -275,9 +275,10 @@ class SynchronousReplica(Replica):
                 bucket.assign_missing()
         if self._flat_buffers is not None:
             self._flat_buffers.write_back(buffers, unread_buffers(self.model))
-        self._riding.unread = riders = cast("Riders", self._engine.buckets[0].riders)
-        if riders.weight is not None and self._world.joined is None and not self._engine.mixes:
-            self._riding.use_unit(riders.weight / self._world.size)
+        first = self._engine.buckets[0]
+        self._riding.unread = first.riders
+        if first.weight is not None and self._world.joined is None and not self._engine.mixes:
+            self._riding.use_unit(first.weight / self._world.size)
         self.last = StepReport(self._step, self._members, perf_counter() - begin_s, spans)
         self._stats = self._stats.plus(self.last)
         self._number = None
