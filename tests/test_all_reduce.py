@@ -22,7 +22,7 @@ import commrt
 from commrt.algorithms.catalogue import ALGORITHMS
 from commrt.algorithms.ring import all_gather
 from commrt.errors import DeadlineExceeded, DisagreementError, TransportClosed, TransportError, UsageError
-from commrt.runtime import collectives
+from commrt.runtime import sliced_sum
 from commrt.runtime.wire import WIRES
 from commrt.testing.faults import drop_at, with_faults
 from commrt.testing.ranks import run_ranks
@@ -75,7 +75,7 @@ def test_a_sum_in_slices_has_the_bits_of_a_sum_at_once(make, size, numel, wire):
         return summed(world, some, algorithm=make(), wire=wire)
 
     at_once = run_ranks(size, body)
-    with mock.patch.object(collectives, "SLICE_NUMEL", 1500):
+    with mock.patch.object(sliced_sum, "SLICE_NUMEL", 1500):
         assert all(map(torch.equal, run_ranks(size, body), at_once))
 
 

@@ -19,7 +19,8 @@ import commrt
 from commrt.algorithms import ring, tree
 from commrt.errors import DeadlineExceeded, DisagreementError, PeerLost, TransportClosed, UsageError
 from commrt.runtime.model_hooks import Hooks
-from commrt.runtime.prepared import COMPARISONS_KEPT, SCHEDULES_KEPT, traits_of
+from commrt.runtime.prepared import COMPARISONS_KEPT
+from commrt.runtime.schedules import SCHEDULES_KEPT, traits_of
 from commrt.runtime.world import World
 from commrt.schedule import MIX, Schedule, Step
 from commrt.store.launcher import LOOPBACK

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checked call of World.all_reduce: what must be equal on all ranks."""
+"""A call of World.all_reduce: whether it can work, and what of it must be equal on all ranks.
+
+Pure checks on the calling thread; other ways to sum refuse by the same (`check_all_reduce`,
+`is_expanded`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from commrt.algorithms.parts import require_maker
 from commrt.algorithms.torus import Torus2D
 from commrt.errors import UsageError
 from commrt.options import require_compatible
-from commrt.runtime.prepared import check_tag
+from commrt.runtime.tags import check_tag
 from commrt.runtime.wire import (
     AnyWire,
     carrier_of,
@@ -31,6 +35,7 @@ INTEGERS = (torch.int64, torch.int32)
 OPS = ("mean", "sum")
 
 SHORT_NBYTES = 16 << 10
+"""Up to so many bytes a message costs more than they do."""
 
 DEFAULT = Torus2D()
 """What an all-reduce takes if no algorithm is given."""

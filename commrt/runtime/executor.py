@@ -199,8 +199,8 @@ def bind(
 
 def scratch_numel(program: Program, numel: int, bounds: Sequence[int] | None = None) -> int:
     """Return the elements of scratch of `program` on a buffer of `numel`, cut as for `bind`."""
-    cut = chunk_bounds(numel, program.chunks, GRANULE) if bounds is None else bounds
-    return sum(_halves(program, cut, dependencies(program.hops, program.chunks)))
+    cut_at = chunk_bounds(numel, program.chunks, GRANULE) if bounds is None else bounds
+    return sum(_halves(program, cut_at, dependencies(program.hops, program.chunks)))
 
 
 def _halves(program: Program, bounds: Sequence[int], waits: Dependencies) -> tuple[int, int]:

@@ -4,26 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache
-from itertools import chain
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from torch import Tensor
-
-from commrt.algorithm import Algorithm
-from commrt.errors import UsageError
-from commrt.kernels.layout import GRANULE
-from commrt.program import chunk_bounds
 from commrt.runtime.membership import Membership
-from commrt.schedule import Schedule
-from commrt.transport.protocol import Tag
 
 T = TypeVar("T")
 KEPT = 256
 """Exchanges that are kept, unless a kind says otherwise."""
 COMPARISONS_KEPT = 256
 """Comparisons that each set of ranks remembers."""
-SCHEDULES_KEPT = 16
 
 Members = tuple[int, ...]
 """``members[i]`` plays rank i of a schedule."""
@@ -108,50 +97,3 @@ class Prepared(Generic[T]):
             self.forget_one(*oldest)
         self._bound[key] = exchange
         return exchange
-
-
-class Traits(NamedTuple):
-    """What a comparison needs of a schedule."""
-
-    digest: str
-    ranks: tuple[int, ...]
-    """Ranks that send or receive."""
-    combines: frozenset[int]
-
-
-@lru_cache(SCHEDULES_KEPT)
-def traits_of(schedule: Schedule) -> Traits:
-    """Return the traits of `schedule`.
-
-    They are remembered by object, which is kept alive meanwhile.
-    """
-    ranks: set[int] = set()
-    combines: set[int] = set()
-    for step in schedule.checked_steps():
-        moved = step.canonical()
-        ranks.update(chain(moved.src.tolist(), moved.dst.tolist()))
-        combines.update(moved.combine.tolist())
-    return Traits(schedule.digest(), tuple(sorted(ranks)), frozenset(combines))
-
-
-def cut(schedule: Schedule, row: Tensor) -> list[int]:
-    """Return the bounds of the chunks of `row`, which are equal if it divides."""
-    return chunk_bounds(
-        row.numel(), schedule.chunks, granule=GRANULE if row.numel() % schedule.chunks else 1
-    )
-
-
-def schedule_of(algorithm: Algorithm, step: int, ranks: int) -> Schedule:
-    """Return the schedule of training step `step`; raises `UsageError` if not of `ranks`."""
-    schedule = algorithm.schedule(step, ranks)
-    if not isinstance(schedule, Schedule) or schedule.ranks != ranks:
-        raise UsageError(
-            f"{algorithm} made {schedule!r:.80} for {ranks} ranks, which is no schedule of them"
-        )
-    return schedule
-
-
-def check_tag(tag: Tag) -> None:
-    """Raise `UsageError` unless `tag` is one."""
-    if not isinstance(tag, Tag):
-        raise UsageError(f"tag={tag!r:.80}: give a commrt.Tag(step, bucket), or leave it out")

@@ -16,7 +16,6 @@ from commrt.algorithm import Algorithm
 from commrt.errors import DisagreementError, UsageError
 from commrt.program import member_program
 from commrt.runtime.all_reduce_call import check_all_reduce_call
-from commrt.runtime.collectives import Sums
 from commrt.runtime.comparison import ConsistencyCheck
 from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
 from commrt.runtime.ending import Ending
@@ -24,8 +23,10 @@ from commrt.runtime.executor import bind
 from commrt.runtime.generation import Generation, Loss
 from commrt.runtime.membership import REFUSALS, Begin, Membership, RunNow
 from commrt.runtime.model_hooks import NO_HOOKS
-from commrt.runtime.prepared import cut
 from commrt.runtime.prepared_runs import PreparedRuns, check_run
+from commrt.runtime.schedules import cut
+from commrt.runtime.sums import Sums
+from commrt.runtime.tags import UNNAMED
 from commrt.runtime.untraced import untraced
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
@@ -39,8 +40,6 @@ from commrt.threads.recording import Nvtx, Recorder
 from commrt.threads.streams import streams_of
 from commrt.transport.by_device import TransportByDevice
 from commrt.transport.protocol import NullTransport, Tag, Transport
-
-UNNAMED = Tag(0, "run")
 
 
 @untraced
