@@ -11,7 +11,7 @@ from peer_memory import HostIpcMemory
 from torch.distributed import HashStore
 
 from commrt.errors import DisagreementError, SizeMismatch, UsageError
-from commrt.runtime.connection import connect_gpu
+from commrt.runtime.gpu_connection import connect_gpu
 from commrt.transport import peers
 from commrt.transport.mapped_memory import MappedMemory
 from commrt.transport.protocol import CPU

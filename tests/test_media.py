@@ -13,8 +13,7 @@ from transports import local
 
 import commrt
 from commrt.errors import DeadlineExceeded, TransportClosed, UsageError
-from commrt.runtime import init
-from commrt.runtime import world as world_module
+from commrt.runtime import gpu_connection, init
 from commrt.runtime.world import World
 from commrt.testing.ranks import run_ranks
 from commrt.threads.comm_thread import CommThread
@@ -195,9 +194,9 @@ def test_connecting_a_gpu_adds_a_transport_and_streams_once(monkeypatch):
             self.story.append("enter")
 
     gpu, made = torch.device("cuda", 0), []
-    monkeypatch.setattr(world_module, "require_gpu", lambda device: gpu)
-    monkeypatch.setattr(world_module, "streams_of", lambda device: Entered())
-    monkeypatch.setattr(world_module, "connect_gpu", lambda *given: made.append(given) or Elsewhere())
+    monkeypatch.setattr(gpu_connection, "require_gpu", lambda device: gpu)
+    monkeypatch.setattr(gpu_connection, "streams_of", lambda device: Entered())
+    monkeypatch.setattr(gpu_connection, "connect_gpu", lambda *given: made.append(given) or Elsewhere())
 
     def body(world):
         world.connect("cuda")

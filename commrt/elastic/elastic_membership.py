@@ -34,6 +34,7 @@ from commrt.errors import (
 )
 from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.generation import Generation
+from commrt.runtime.gpu_connection import connect_gpu_of
 from commrt.runtime.membership import LOST, REFUSALS, Begin, Membership
 from commrt.runtime.world import World
 from commrt.store.client import call_store
@@ -246,9 +247,8 @@ class ElasticMembership(Membership):
             connect_host = partial(options.connect, generation.number, members, transport.timeout_s)
             transport.add(CPU, self.wait_for(start_call(connect_host), following))
             for device in transport.gpus:
-                connect_gpu = partial(
-                    self._world.connect_gpu, f"generation {generation.number}", device, members
-                )
+                name = f"generation {generation.number}"
+                connect_gpu = partial(connect_gpu_of, self._world, name, device, members)
                 transport.add(device, self.wait_for(start_call(connect_gpu), following))
         self.require_open()
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose and connect one transport for all ranks; connect again in a new generation.
+"""Choose one transport for host memory, the same on all ranks, and connect it.
 
-Reads and writes the store, on whichever thread calls; keeps nothing.
+Reads and writes the store, on whichever thread calls; keeps nothing. A world keeps `Connect`, to
+connect again in a new generation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pkgutil import resolve_name
 from socket import gethostname
 from typing import NamedTuple, Protocol, cast
 
-import torch
 from torch.distributed import PrefixStore, Store
 
 from commrt.errors import CommrtError, TransportError, UsageError
@@ -26,7 +26,7 @@ from commrt.store.environment import variable
 from commrt.store.launcher import LOOPBACK
 from commrt.store.parsing import require, typed
 from commrt.store.records import LINGER_S, gather, wait_until_read
-from commrt.transport.names import GPU_TRANSPORTS, TRANSPORTS, chosen_transport
+from commrt.transport.names import TRANSPORTS, chosen_transport
 from commrt.transport.open_files import raise_limit
 from commrt.transport.protocol import Transport
 
@@ -184,56 +184,6 @@ def _parse_start(text: bytes) -> _Start:
     require(all(isinstance(value, str) for value in start.claim.values()))
     require(not start.address or ip_address(start.address))
     return start
-
-
-NCCL_BINDING = "commrt.transport.nccl_binding:load"
-
-
-def connect_gpu(
-    store: Store,
-    rank: int,
-    members: Sequence[int],
-    timeout_s: float,
-    device: torch.device,
-    on_failure: Callable[[TransportError], None],
-) -> Transport:
-    """Connect `members` by NCCL, and by peers' memory where possible. Collective.
-
-    COMMRT_TRANSPORT may forbid peers' memory. `on_failure` is called with an error that ends an
-    exchange for which nobody waits.
-    """
-    asked = chosen_transport()
-    connects = resolve_name(
-        GPU_TRANSPORTS[asked] if asked in GPU_TRANSPORTS else next(iter(GPU_TRANSPORTS.values()))
-    )
-    return cast(
-        "Transport", connects(store, rank, members, timeout_s, device, on_failure=on_failure)
-    )
-
-
-def require_gpu(device: torch.device | str) -> torch.device:
-    """Return `device` with its index; raises `UsageError` unless it is a GPU that NCCL can use."""
-    chosen = torch.device(device)
-    if chosen.type != "cuda" or not torch.cuda.is_available():
-        raise UsageError(
-            f"{device} is no NVIDIA GPU of this machine: CPU tensors need no connect()"
-        )
-    resolve_name(NCCL_BINDING)()  # raises here, before anybody waits for this rank
-    return torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen
-
-
-def default_device(local_rank: int) -> torch.device:
-    """Return the GPU of a rank, or the CPU without one; raises `UsageError` for too many ranks.
-
-    A rank may see all GPUs of its host, or only its own.
-    """
-    gpus = torch.cuda.device_count()
-    if gpus > 1 and local_rank >= gpus:
-        raise UsageError(
-            f"local rank {local_rank} has no GPU of its own, as this process sees {gpus}: start no"
-            " more ranks on a host than it has GPUs"
-        )
-    return torch.device("cuda", local_rank if gpus > 1 else 0) if gpus else torch.device("cpu")
 
 
 Connect = Callable[[int, Sequence[int], float], Transport]

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world: this rank, the others, and the thread on which this rank communicates with them."""
+"""The world: this rank, the others, and all that they can be called to do together.
+
+It joins the parts of this room, and has little of its own: which collective is running (`World.
+collective`), and attributes of which each says who writes it. All else runs in the part that it
+calls, most of it on the communication thread.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,18 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from commrt.algorithm import Algorithm
 from commrt.errors import DisagreementError, UsageError
 from commrt.program import member_program
 from commrt.runtime.all_reduce_call import check_all_reduce_call
 from commrt.runtime.comparison import ConsistencyCheck
-from commrt.runtime.connection import ReconnectOptions, connect_gpu, default_device, require_gpu
+from commrt.runtime.connection import ReconnectOptions
 from commrt.runtime.ending import Ending
 from commrt.runtime.executor import bind
 from commrt.runtime.generation import Generation, Loss
+from commrt.runtime.gpu_connection import connect_world, default_device
 from commrt.runtime.membership import REFUSALS, Begin, Membership, RunNow
 from commrt.runtime.model_hooks import NO_HOOKS
 from commrt.runtime.prepared_runs import PreparedRuns, check_run
@@ -31,15 +37,13 @@ from commrt.runtime.untraced import untraced
 from commrt.runtime.wire import AnyWire
 from commrt.runtime.work import Work
 from commrt.schedule import Schedule
-from commrt.store.client import clone_connection
 from commrt.store.environment import is_on
 from commrt.store.world_config import WorldConfig
 from commrt.threads.comm_thread import CommThread
 from commrt.threads.forking import release_in_forked_child
 from commrt.threads.recording import Nvtx, Recorder
-from commrt.threads.streams import streams_of
 from commrt.transport.by_device import TransportByDevice
-from commrt.transport.protocol import NullTransport, Tag, Transport
+from commrt.transport.protocol import Tag, Transport
 
 
 @untraced
@@ -50,6 +54,9 @@ class World:
     the same calls in the same order. Use it as a context manager: after an error in the ``with``
     statement, the other ranks learn of it at once. Of nested ``with`` statements only the outermost
     closes the world, so a function may have its own.
+
+    Attributes may be read on any thread. Those that do not say who writes them never change; the
+    others change on the thread that trains, or that closes the world.
     """
 
     def __init__(
@@ -64,7 +71,10 @@ class World:
         config: WorldConfig | None = None,
     ) -> None:
         self.config = config
-        """What this process must fit until it has taken a lost rank's place; None for others."""
+        """What this process must fit until it has taken a lost rank's place; None for others.
+
+        `commrt.training.arrival.letting_in` sets it to None then.
+        """
         self.is_replacement = config is not None
         """True if this process came while the others train, to a lost rank's place or a new one."""
         self.rank = transport.rank
@@ -79,7 +89,10 @@ class World:
         self.transport = TransportByDevice(transport, self.size)
         """Moves bytes between the ranks, in the memory of any device."""
         self.store = store
-        """torch's store, which the ranks share; put your own keys behind a `PrefixStore`."""
+        """torch's store, which the ranks share; put your own keys behind a `PrefixStore`.
+
+        `ending` lets go of it when the world closes.
+        """
         self.local_rank = local_rank
         """This rank's number on its host, from the launcher."""
         self.launcher = launcher
@@ -92,18 +105,30 @@ class World:
         self.holds_store = holds_store
         """True if the store ends with this process."""
         self.attached = 0
-        """How many models were attached so far."""
+        """How many models were attached so far: `attach` and the hook for DDP count."""
         self.joined: object = None
-        """The replica in ``join()``: ranks that have left it only say that they have no data."""
+        """The replica in ``join()``, which sets it and takes it away.
+
+        Ranks that have left that only say that they have no data.
+        """
         self.hooks = NO_HOOKS
+        """What the attached model wants to be called for.
+
+        Backup workers set it, and take it away when they detach; so does `ending`.
+        """
         self.recorder = Nvtx() if is_on("COMMRT_NVTX") else None
-        self._in_collective = False
-        self._entered = 0
+        self._in_collective = False  # of the training thread
+        self._entered = 0  # ``with`` statements around this world
         self.reconnect_options = reconnect_options
-        """How ranks connect again after one was lost; None in a world that cannot."""
+        """How ranks connect again after one was lost; None in a world that cannot, or is closed."""
         founders = Generation(0, dict.fromkeys(transport.members, 0))
         self.membership = Membership(founders, self.comm_thread)
+        """Who the members are; `commrt.elastic` puts its own in place (`survive_losses`, `end`).
+
+        The communication thread writes what is in it, when a generation ends.
+        """
         self.consistency = ConsistencyCheck(self.transport)
+        # these two read the number of the generation at once
         self._runs = PreparedRuns(self.transport, self, self.consistency.require_same_call_now)
         self._sums = Sums(
             self.transport, self.comm_thread, self, self.consistency.require_same_call_now
@@ -286,16 +311,9 @@ class World:
         callback of a world that survives lost ranks, and in a process that takes a lost rank's
         place until it has attached its model.
         """
-        self.comm_thread.require_working(in_callback=not self.membership.is_elastic)
-        self.require_all_ranks(what)
-        if self.config is not None:
-            raise UsageError(
-                f"{what}: this process takes the place of rank {self.rank} while the others train:"
-                " the first thing to do with them is to attach() the model that trains with"
-                " BackupWorkers"
-            )
+        self._require_collective(what)
         if self._in_collective or self.comm_thread.is_current:
-            yield
+            yield  # inside another one, or in a callback, for which nobody need come
             return
         self._in_collective = True
         try:
@@ -311,6 +329,17 @@ class World:
             raise
         finally:
             self._in_collective = False
+
+    def _require_collective(self, what: str) -> None:
+        """Raise what `collective` raises before anything is done."""
+        self.comm_thread.require_working(in_callback=not self.membership.is_elastic)
+        self.require_all_ranks(what)
+        if self.config is not None:
+            raise UsageError(
+                f"{what}: this process takes the place of rank {self.rank} while the others train:"
+                " the first thing to do with them is to attach() the model that trains with"
+                " BackupWorkers"
+            )
 
     def require_all_ranks(self, what: str) -> None:
         """Raise `UsageError` in ``join()``, where `what` could meet the question who has data."""
@@ -337,34 +366,7 @@ class World:
         waits when a result is taken. Raises `UsageError` for a GPU that another rank has, or if
         NCCL cannot be used, and `TransportError`.
         """
-        if self.size == 1:
-            return
-        chosen = require_gpu(device)
-        self.transport.require_no_other(chosen)
-        if not self.transport.reaches(chosen):
-            if self.config is None:
-                self.agree("connect")
-            self.comm_thread.submit(lambda: self._add_gpu(chosen)).result()
-
-    def _add_gpu(self, device: torch.device) -> None:
-        streams = streams_of(device)
-        streams.enter()
-        absent = NullTransport(self.rank, self.members, self.timeout_s)
-        is_member = self.config is None
-        name = f"connect {self.membership.number}"
-        self.transport.add(
-            device, self.connect_gpu(name, device, self.members) if is_member else absent
-        )
-        self.comm_thread.streams = streams
-
-    def connect_gpu(self, name: str, device: torch.device, members: Sequence[int]) -> Transport:
-        """Connect `device` with the GPUs of `members`, under a `name` that was not used before.
-
-        Collective.
-        """
-        store = PrefixStore(name, clone_connection(self.store))
-        on_late = self.ending.on_late_failure
-        return connect_gpu(store, self.rank, members, self.timeout_s, device, on_late)
+        connect_world(self, device)
 
     def run_now(
         self, schedule: Schedule, buffer: Tensor, tag: Tag, members: Sequence[int] = ()
