@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 MEAN = torch.tensor([0.485, 0.456, 0.406])
 DEVIATION = torch.tensor([0.229, 0.224, 0.225])
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff"}
+Add = Callable[..., argparse.Action]
+"""What adds an option to a parser."""
 SMALLEST_CROP = 0.25
 SCALED_UP = 1.143
 """Least share of an image's area in training; image side over crop side in tests."""
@@ -172,8 +174,8 @@ class Training:
             self.device.type, init_scale=options.loss_scale, enabled=is_scaled
         )
         self.replica = commrt.attach(
-            self.model, self.optimizer, options.chosen, world=world, wire=DTYPES[options.wire],
-            also=[self.rate, self.scaler],
+            self.model, self.optimizer, algorithm_of(options), world=world,
+            wire=DTYPES[options.wire], also=[self.rate, self.scaler],
         )  # fmt: skip
         self.epoch = 0
 
@@ -335,21 +337,29 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--data", type=Path, required=True, help="folder of the images")
+    add_algorithm(parser.add_argument)
+    add_steps(parser.add_argument)
+    add_numbers(parser.add_argument)
+    add_images_and_model(parser.add_argument)
+    return parser.parse_args()
+
+
+def add_algorithm(add: Add) -> None:
+    """Add the options that say how ranks exchange; see `algorithm_of`."""
     add(
         "--algorithm",
         choices=["torus2d", "ring", "halving_doubling", "gossip", "backup"],
         default="torus2d",
         help="algorithm to train with",
     )
-    add(
-        "--grid",
-        type=lambda text: tuple(map(int, text.split("x"))),
-        help="grid of torus2d, for example 32x34",
-    )
+    add("--grid", type=grid, help="grid of torus2d, for example 32x34")
     add("--backups", type=int, default=1, help="backups of the algorithm backup")
     add("--staleness", type=int, default=0, help="staleness of gossip, in steps")
+    add("--wire", choices=DTYPES, default="fp32", help="dtype of gradients on the wire")
+
+
+def add_steps(add: Add) -> None:
+    """Add the options of epochs, batches and the optimizer's steps."""
     add("--epochs", type=int, default=90, help="epochs to train")
     add("--batch", type=int, default=32, help="images per rank and step")
     add(
@@ -365,7 +375,10 @@ def parsed() -> argparse.Namespace:
     add("--warmup", type=float, default=5.0, help="epochs of warm-up")
     add("--power", type=float, default=2.0, help="power of the decay after the warm-up")
     add("--smoothing", type=float, default=0.1, help="label smoothing")
-    add("--wire", choices=DTYPES, default="fp32", help="dtype of gradients on the wire")
+
+
+def add_numbers(add: Add) -> None:
+    """Add the options of dtypes, loss scaling and statistics."""
     add("--amp", choices=DTYPES, default="fp32", help="dtype of the passes")
     add("--loss-scale", type=float, default=2.0**16, help="initial loss scale, for --amp fp16")
     add("--static-scale", action="store_true", help="keep the loss scale constant")
@@ -375,27 +388,45 @@ def parsed() -> argparse.Namespace:
         default=0,
         help="images per rank for the statistics of tests; 0: moving averages",
     )
+
+
+def add_images_and_model(add: Add) -> None:
+    """Add the options of images, of the model, and of its checkpoint."""
+    add("--data", type=Path, required=True, help="folder of the images")
+    add("--side", type=int, default=224, help="side of images, in pixels")
+    add("--loaders", type=int, default=4, help="processes per rank that read images")
     add(
         "--blocks",
-        type=lambda text: [*map(int, text.split(","))],
+        type=numbers,
         default=[3, 4, 6, 3],
         help="blocks of each stage, for example 3,4,6,3",
     )
     add("--width", type=int, default=64, help="width of the model")
-    add("--side", type=int, default=224, help="side of images, in pixels")
-    add("--loaders", type=int, default=4, help="processes per rank that read images")
     add("--checkpoint", type=Path, help="file of the checkpoint")
     add("--seed", type=int, default=0, help="seed of the run")
-    options = parser.parse_args()
-    made = {
-        "gossip": lambda: commrt.Gossip(staleness=options.staleness),
-        "backup": lambda: commrt.BackupWorkers(options.backups),
-        "torus2d": lambda: commrt.Torus2D(options.grid),
-        "ring": commrt.Ring,
-        "halving_doubling": commrt.HalvingDoubling,
-    }
-    options.chosen = made[options.algorithm]()
-    return options
+
+
+def grid(text: str) -> tuple[int, ...]:
+    """Parse ``32x34``."""
+    return tuple(map(int, text.split("x")))
+
+
+def numbers(text: str) -> list[int]:
+    """Parse ``3,4,6,3``."""
+    return [*map(int, text.split(","))]
+
+
+def algorithm_of(options: argparse.Namespace) -> commrt.Algorithm:
+    """Return the algorithm that the options describe."""
+    if options.algorithm == "gossip":
+        return commrt.Gossip(staleness=options.staleness)
+    if options.algorithm == "backup":
+        return commrt.BackupWorkers(options.backups)
+    if options.algorithm == "torus2d":
+        return commrt.Torus2D(options.grid)
+    if options.algorithm == "ring":
+        return commrt.Ring()
+    return commrt.HalvingDoubling()
 
 
 def main() -> None:

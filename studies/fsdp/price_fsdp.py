@@ -20,7 +20,7 @@ from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.arguments import CLUSTER, StepOptions, Wire
-from commrt.tools.commands.choosing import compute_of, workload_of
+from commrt.tools.commands.choosing import compute_of, workload_called
 from commrt.tools.commands.output import json_of
 from commrt.tools.planning.planner import CAPS_MB, Plan, step_plans
 from commrt.tools.planning.python_calls import short_name
@@ -104,7 +104,7 @@ def _checked(options: StepOptions) -> tuple[Workload, Cluster]:
         )
     cluster = Cluster.named(options.cluster)
     cluster.require_capacity(options.ranks)
-    return workload_of(options.model), cluster
+    return workload_called(options.model), cluster
 
 
 def _rows(

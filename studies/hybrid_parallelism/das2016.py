@@ -19,7 +19,7 @@ from plan_hybrid import predict  # of this folder
 
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands.arguments import StepOptions
-from commrt.tools.commands.choosing import workload_of
+from commrt.tools.commands.choosing import workload_called
 
 __all__ = ["ASSUMPTIONS", "POINTS", "Point", "Result", "result"]
 
@@ -101,7 +101,7 @@ class Result:
 def result(point: Point, **changes: object) -> Result:
     """Return the prediction for `point`, on its cluster with `changes`."""
     cluster = replace(Cluster.named(str(CLUSTERS / f"{point.cluster}.toml")), **changes)
-    workload = workload_of(point.model)
+    workload = workload_called(point.model)
     options = StepOptions(point.model, point.nodes, batch=point.samples // point.nodes)
     found = predict(options, workload, cluster)
     dense = [number for number, layer in zip(found.hybrid.groups, workload.layers, strict=True) if layer.inputs]

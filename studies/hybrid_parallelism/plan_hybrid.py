@@ -19,7 +19,7 @@ from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.arguments import CLUSTER, StepOptions
-from commrt.tools.commands.choosing import BATCH, compute_of, workload_of
+from commrt.tools.commands.choosing import BATCH, compute_of, workload_called
 from commrt.tools.commands.output import json_of
 from commrt.tools.planning.planner import Plan, step_plans
 from commrt.tools.planning.workload import Workload
@@ -81,7 +81,7 @@ def plan_hybrid(
 ) -> None:
     """Find the best groups of ranks for each fully connected layer, and print what each layer then exchanges."""
     options = StepOptions(model, ranks, cluster, batch=batch, compute_ms=compute_ms)
-    described, workload = Cluster.named(cluster), workload_of(model)
+    described, workload = Cluster.named(cluster), workload_called(model)
     found = predict(options, workload, described)
     if as_json:
         told = {"cluster": described.name, "ranks": ranks, "model": workload.name}

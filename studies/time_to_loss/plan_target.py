@@ -22,7 +22,7 @@ from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.app import main
 from commrt.tools.commands.arguments import CLUSTER, LocalOptions, Wire
-from commrt.tools.commands.choosing import compute_of, workload_of
+from commrt.tools.commands.choosing import compute_of, workload_called
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
 from commrt.tools.commands.output import json_of
 from commrt.tools.pictures.files import require_picture, save_picture
@@ -141,7 +141,7 @@ def _prices(
             raise UsageError("--cluster, --compute-ms and --wire are for the time of a step: give --model too")
         return None
     first = next(iter(curves.values()))
-    described, workload = Cluster.named(cluster or CLUSTER), workload_of(model)
+    described, workload = Cluster.named(cluster or CLUSTER), workload_called(model)
     batch = first.batch // first.ranks if compute_ms is None else None
     compute_s, _ = compute_of(workload, described, batch, compute_ms)
     return Prices({each.method: each for each in curves.values()}, wire, described, workload, compute_s)

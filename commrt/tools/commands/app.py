@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``commrt``. Only what looks at a machine imports torch, when it is called."""
+"""The program ``commrt``: its commands, its errors in one line on standard error, its exit codes.
+
+`main` runs programs of studies and examples too. Importing it needs no torch: what looks at a
+machine imports it when it is called.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from commrt.tools.commands import draw, plan, simulate, verify
 from commrt.tools.commands.machine import doctor, probe
 from commrt.tools.commands.plan_collective import collective
 from commrt.tools.commands.simulate_backups import backups
+from commrt.tools.commands.simulate_local import local
 from commrt.tools.commands.spreading import spread
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -61,7 +66,7 @@ _group(
     {
         "exchange": simulate.exchange,
         "step": simulate.step,
-        "local": simulate.local,
+        "local": local,
         "backups": backups,
     },
 )

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands take; groups of them are named tuples, which `spreading` opens."""
+"""Options of the commands: what they take, their help and limits, and groups of them.
+
+Groups are named tuples, which `spreading` opens for typer. Options that do not fit are refused with
+`UsageError`; nothing is read, priced or printed.
+"""
 
 from __future__ import annotations
 

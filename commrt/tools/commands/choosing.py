@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of a command describe: an algorithm, a model, and how long it computes."""
+"""What the options of a command describe: an algorithm, a model, and how long it computes.
+
+Reads the file that --model names; prints nothing, and needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def _grid(text: str) -> tuple[int, int]:
     return int(sides[1]), int(sides[2])
 
 
-def workload_of(model: str) -> Workload:
+def workload_called(model: str) -> Workload:
     """Return the workload that --model describes; raises `UsageError`."""
     if model in MODELS or model in TRANSFORMERS:
         return Workload.named(model)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt draw``: pictures of schedules, of simulated or recorded steps, and of scaling."""
+"""``commrt draw``: pictures of schedules, of simulated or recorded steps, and of scaling.
+
+Each command refuses a file that it could not write before it works, then writes that one file.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from commrt.errors import UsageError
 from commrt.local_sgd.policy import LocalSGD
 from commrt.pricing.cluster import Cluster
 from commrt.tools.commands import arguments as opt
-from commrt.tools.commands.choosing import choose, compute_of, workload_of
+from commrt.tools.commands.choosing import choose, compute_of, workload_called
 from commrt.tools.commands.estimates import ExchangeEstimate, StepEstimate
 from commrt.tools.pictures.drawing import draw_scaling, draw_schedule
 from commrt.tools.pictures.files import require_picture, save_picture
@@ -51,13 +54,14 @@ def schedule(
 def recorded(
     file: Annotated[str, typer.Argument(help="The timeline of a run, such as trace.json.")],
     out: opt.Out,
-    step: Annotated[
-        int | None, typer.Option(min=0, show_default="a typical one", help="The step to draw.")
+    number: Annotated[
+        int | None,
+        typer.Option("--step", min=0, show_default="a typical one", help="The step to draw."),
     ] = None,
 ) -> None:
     """Draw a step of a run."""
     require_picture(out)
-    figure = draw_recorded_step(read_spans(file), Path(file).name, step)
+    figure = draw_recorded_step(read_spans(file), Path(file).name, number)
     if figure is None:
         raise UsageError(
             f"{file} holds no training step: record one, as examples/mnist/train.py --trace does"
@@ -103,11 +107,11 @@ def scaling(
 ) -> None:
     """Draw the efficiency of all algorithms over the number of ranks."""
     require_picture(out)
-    place = Cluster.named(cluster)
-    workload = workload_of(model)
-    compute_s, _ = compute_of(workload, place, batch, compute_ms)
+    described = Cluster.named(cluster)
+    workload = workload_called(model)
+    compute_s, _ = compute_of(workload, described, batch, compute_ms)
     nbytes = wire_nbytes(workload.numel, ITEMS[wire])
-    most = min(place.ranks(), ranks)
+    most = min(described.ranks(), ranks)
     counts = [count for count in RANK_COUNTS if count <= most]
     if len(counts) < 2:
         raise UsageError(
@@ -115,12 +119,14 @@ def scaling(
             " more"
         )
     efficiencies = {}
-    left_out = {DIRECT} if place.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
+    left_out = {DIRECT} if described.ring_count > 1 else {DIRECT, "rings"}  # one ring is the ring
     plain = [name for name in (*ALGORITHMS, GOSSIP) if name not in left_out]
     for name in [DIRECT] if wire in QUANTIZERS else plain:
-        algorithm = choose(name, opt.ShapeOptions(), place)
-        estimates = (ExchangeEstimate(algorithm, count, place, nbytes, wire) for count in counts)
+        algorithm = choose(name, opt.ShapeOptions(), described)
+        estimates = (
+            ExchangeEstimate(algorithm, count, described, nbytes, wire) for count in counts
+        )
         efficiencies[name] = [compute_s / (compute_s + each.price.seconds) for each in estimates]
-    where = f"exchanged after the step, on {place.name}"
+    where = f"exchanged after the step, on {described.name}"
     title = f"{workload.name}, {wire}, {where} ({1e3 * compute_s:.1f} ms to compute)"
     _save(draw_scaling(title, counts, efficiencies), out)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange and a training step take, for the options of a command.
+"""What an exchange and a training step take, for the options of a command, and as JSON.
 
-Prints nothing, and needs no torch.
+Prices nothing until it is asked, and then once; prints nothing, and needs no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commrt.algorithms.gossip import Gossip
 from commrt.pricing.cluster import Cluster
 from commrt.pricing.price import Price
 from commrt.tools.commands import arguments as opt
-from commrt.tools.commands.choosing import compute_of, workload_of
+from commrt.tools.commands.choosing import compute_of, workload_called
 from commrt.tools.planning.bounds import all_reduce_bound_s, exchange_bound_s
 from commrt.tools.planning.computing_times import Jitter
 from commrt.tools.planning.timeline import (
@@ -28,7 +28,7 @@ from commrt.tools.planning.timeline import (
     overlapped_step,
 )
 from commrt.tools.planning.wires import ITEMS, QUANTIZERS, WirePricing, require_carried, wire_nbytes
-from commrt.tools.planning.workload import FORWARD, Workload
+from commrt.tools.planning.workload import FORWARD, ReadyBucket, Workload
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class StepEstimate:
     @classmethod
     def of(cls, algorithm: Algorithm, options: opt.StepOptions, cluster: Cluster) -> Self:
         """Return the estimate for `options` on `cluster`; raises `UsageError`."""
-        workload = workload_of(options.model)
+        workload = workload_called(options.model)
         nbytes = wire_nbytes(workload.numel, ITEMS[options.wire])
         exchange = ExchangeEstimate(algorithm, options.ranks, cluster, nbytes, options.wire)
         computing = compute_of(workload, cluster, options.batch, options.compute_ms)
         return cls(exchange, workload, *computing, options.bucket_cap_mb)
 
     @cached_property
-    def buckets(self) -> list[Any]:
+    def buckets(self) -> list[ReadyBucket]:
         """Return the buckets that leave during the backward pass."""
         return self.workload.buckets(self.bucket_cap_mb * 2**20, ITEMS[self.exchange.wire])
 

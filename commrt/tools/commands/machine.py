@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt doctor`` and ``commrt probe``: look at this machine, and measure a world's links.
 
-The work is in `tools/measuring`, which is imported when a command is called, as it needs torch.
+Both may start processes, and only `probe` writes a file. The work is in `tools/measuring`, whose
+modules with torch are imported when a command is called; here are the order of checks and the text.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from commrt.proof.replay import prove
 from commrt.proof.spec import all_reduce
 from commrt.tools.commands import arguments as opt
 from commrt.tools.commands.backup_estimate import BackupEstimate, estimate_backups
-from commrt.tools.commands.choosing import compute_of, workload_of
+from commrt.tools.commands.choosing import compute_of, workload_called
 from commrt.tools.commands.output import json_of, table_of
 from commrt.tools.commands.price_words import about, gains, quantizer_sentence
 from commrt.tools.planning.bounds import all_reduce_bound_s
@@ -64,7 +64,7 @@ def exchange(options: opt.ExchangeOptions, as_json: opt.Json = False) -> None:
 def step(options: opt.PlanOptions, ranks: opt.Ranks = 4, as_json: opt.Json = False) -> None:
     """Recommend algorithm, wire and buckets for a training step."""
     cluster = Cluster.named(options.cluster)
-    workload = workload_of(options.model)
+    workload = workload_called(options.model)
     plans = _step_plans(options, cluster, workload, ranks, [BackupCost()])
     local = local_plan(plans[0], cluster, ranks)
     _prove_and_print(plans, cluster, ranks, workload.numel * GRADIENT_NBYTES, local, as_json)
@@ -85,7 +85,7 @@ def backups(
     found = estimate_backups(slow)
     costs = backup_costs(found.times_s, found.goal, sorted(_tried_backups(number, found)))
     cluster = Cluster.named(options.cluster)
-    workload = workload_of(options.model)
+    workload = workload_called(options.model)
     plans = _step_plans(options, cluster, workload, found.ranks, costs)
     _prove_and_print(plans, cluster, found.ranks, workload.numel * GRADIENT_NBYTES, None, as_json)
 

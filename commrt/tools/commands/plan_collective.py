@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``commrt plan collective``: which schedule torch.distributed's backend takes. Needs no torch."""
+"""``commrt plan collective``: which schedule torch.distributed's backend takes, and why.
+
+Prices as the backend does on CPUs, with `pricing.selection`. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ ONE_HOST = "host"
 """The cluster that the backend takes if COMMRT_CLUSTER is not set, on one host."""
 DEVICE = "cpu"
 """Whose slices are priced: a cluster does not say whether its ranks have GPUs."""
-UNKNOWN = {"barrier", "all_to_all"}
-"""Collectives priced for empty pieces: in an all-to-all, no rank knows the sizes of all."""
+PRICED_EMPTY = {"barrier", "all_to_all"}
+"""They are priced for empty pieces: in an all-to-all, no rank knows the sizes of all."""
 
 
 def collective(
@@ -55,7 +58,7 @@ def collective(
         )
     chosen = Cluster.named(cluster)
     pieces = 1 if slots_of(name, ranks) == 1 else ranks
-    piece_nbytes = 0 if name in UNKNOWN else ceil((nbytes or 0.0) / pieces)
+    piece_nbytes = 0 if name in PRICED_EMPTY else ceil((nbytes or 0.0) / pieces)
     slices = max(1, ceil(piece_nbytes / slice_nbytes(name, ranks, DEVICE)))
     priced_nbytes = size_class(min(piece_nbytes, slice_nbytes(name, ranks, DEVICE)))
     found = choices(chosen, name, range(ranks), priced_nbytes)
@@ -72,14 +75,9 @@ def collective(
             "slices": slices,
             "best": best.name,
             "reason": _choice_reason(found),
+            "schedules": [_record(each) for each in found],
         }
-        titles = ("schedule", "seconds", "latency_seconds", "steps")
-        rows = [
-            (each.name, each.price.seconds, _latency_s(each), each.price.steps) for each in found
-        ]
-        print(
-            json_of(record | {"schedules": [dict(zip(titles, row, strict=True)) for row in rows]})
-        )
+        print(json_of(record))
         return
     title = f"{name} of {nbytes or 0:,.0f} bytes among {ranks:,} ranks of {chosen.name}"
     cells = (
@@ -98,8 +96,17 @@ def collective(
     print(about(chosen))
 
 
-def _priced(collective: str, priced_nbytes: int, slices: int) -> str:
-    if collective in UNKNOWN:
+def _record(choice: Choice) -> dict[str, object]:
+    return {
+        "schedule": choice.name,
+        "seconds": choice.price.seconds,
+        "latency_seconds": _latency_s(choice),
+        "steps": choice.price.steps,
+    }
+
+
+def _priced(name: str, priced_nbytes: int, slices: int) -> str:
+    if name in PRICED_EMPTY:
         return "priced for empty pieces, as a rank does not know the sizes of all"
     if slices == 1:
         return f"priced for pieces of {priced_nbytes:,} bytes, as all sizes down to half of that"

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the ranks of a run computed, as a user has recorded it: a timeline, JSON or CSV."""
+"""How long the ranks of a run computed, as a user has recorded it: a timeline, JSON or CSV.
+
+Only reads the file; `UsageError` says what is wrong in it.
+"""
 
 from __future__ import annotations
 

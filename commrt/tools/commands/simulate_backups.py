@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt simulate backups``: prints what backup workers cost and save, and how many to use.
 
-Needs no torch.
+The numbers are those of `backup_estimate`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ def _cell(value: float) -> str:
 
 
 def _advice(found: BackupEstimate, best: dict[str, Any]) -> str:
-    choice, (low, high) = (
-        found.choice,
-        (found.ranks - quorum for quorum in reversed(found.choice.likely)),
-    )
+    least, most = found.choice.likely
+    low = found.ranks - most
+    high = found.ranks - least
     return (
         f"use {best['backups']} backups: the goal takes {best['late_finish_relative_time']:.2f} of"
         " the time without\nthe published rule, by which all begin each step together, says"
-        f" {found.ranks - choice.best} ({low} to {high} in 90 % of resamplings)"
+        f" {found.ranks - found.choice.best} ({low} to {high} in 90 % of resamplings)"
     )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How typer reads a command that takes groups of options as one object."""
+"""How typer reads a command that takes groups of options as one object.
+
+Commands stay as they are: typer gets a wrapper, whose signature has the fields of the groups.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt verify``: prove schedules of an algorithm or a collective, and print their cost.
 
-Needs no torch.
+Of gossip it also prints what a period mixes. Nothing runs, and no torch is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def verify(
             )
         ),
     ],
-    collective: CollectiveOptions,
+    of_collective: CollectiveOptions,
     shape: ShapeOptions,
     ranks: Annotated[int, typer.Option(min=1, max=4096, help="Number of ranks.")] = 4,
     backups: Annotated[
@@ -60,7 +60,7 @@ def verify(
 
     The exit code is 1 if the schedule is wrong.
     """
-    schedule, root = collective
+    schedule, root = of_collective
     if algorithm in COLLECTIVES:
         leave_out(
             "a collective takes --schedule and --root", shape.given() | {"--backups": backups}
@@ -94,7 +94,7 @@ def _verify_algorithm(algorithm: Algorithm, ranks: int, show: bool, as_json: boo
         return worst.ok
     if show:
         print(*schedules, sep="\n")
-    print(_report(worst, schedules[proofs.index(worst)]))
+    print(_words(worst, schedules[proofs.index(worst)]))
     if isinstance(algorithm, Gossip) and worst.ok:
         print(_mixing_sentence(mixed, algorithm.within))
     return worst.ok
@@ -127,7 +127,7 @@ def _verify_collective(
         return ok
     if show:
         print(*schedules.values(), sep="\n")
-    print(*map(_report, proofs.values(), schedules.values()), sep="\n")
+    print(*map(_words, proofs.values(), schedules.values()), sep="\n")
     return ok
 
 
@@ -197,7 +197,7 @@ def _record(proof: Proof, schedule: Schedule) -> dict[str, object]:
     }
 
 
-def _report(proof: Proof, schedule: Schedule) -> str:
+def _words(proof: Proof, schedule: Schedule) -> str:
     if not proof.ok:
         return f"{proof.schedule} is not a correct {proof.collective}: {proof.counterexample}"
     added = _additions(schedule)

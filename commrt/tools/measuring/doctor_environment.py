@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``commrt doctor`` without torch: what a finding is; packages, launcher, environment variables.
 
-Only reads: nothing is imported, started or changed.
+Only reads: nothing is imported, started or changed. Also has the form of all findings, which
+`doctor_machine` yields too.
 """
 
 from __future__ import annotations
@@ -185,18 +186,18 @@ All of them slow training.
 """
 
 
-def variables(env: Mapping[str, str], interfaces: Sequence[str]) -> Iterator[Finding]:
+def variables(env: Mapping[str, str], known_interfaces: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding for each variable of `env` that causes trouble or has no effect."""
     for name, (values, effect) in HARMS.items():
         if name in env and re.fullmatch(values, env[name], re.DOTALL | re.IGNORECASE):
             yield Finding(name, "warning", f"set to {env[name]}: {effect}", "Unset it.")
     given = env.get("GLOO_SOCKET_IFNAME", "").split(",")
-    if missing := [name for name in given if name and name not in interfaces]:
+    if missing := [name for name in given if name and name not in known_interfaces]:
         detail = (
             f"this host has no network interface {', '.join(missing)}: Gloo cannot connect to other"
             " hosts"
         )
-        advice = f"Set it to one of {', '.join(interfaces)}, or unset it."
+        advice = f"Set it to one of {', '.join(known_interfaces)}, or unset it."
         yield Finding("GLOO_SOCKET_IFNAME", "problem", detail, advice)
     if env.get("COMMRT_NVTX", "0") not in {"", "0"} and find_spec("nvtx") is None:
         detail = "asks for NVTX ranges, but the package nvtx is not installed: commrt.init() fails"

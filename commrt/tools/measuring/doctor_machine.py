@@ -2,7 +2,7 @@
 """``commrt doctor`` with torch: what ranks find on this host.
 
 Open files, processors, GPUs, NCCL, and an exchange between two processes. These are forked, so it
-must come before anything starts threads, and torch computes with one meanwhile.
+must come before anything starts threads, and torch computes with one meanwhile. NCCL stays loaded.
 """
 
 from __future__ import annotations

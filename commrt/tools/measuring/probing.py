@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a running world's links for ``commrt probe``: latency and bandwidth of each kind.
+"""Measure for ``commrt probe`` what a cluster file says: links of each kind, adding, quantizing.
 
-Ranks pass messages around rings. All rings over one kind of link run at the same time, since in
-schedules all ranks are busy too, and share network cards and cores. Many rounds follow each other,
-since in schedules the slowest neighbour counts again and again. So the latency contains what the
-runtime and the host take for an exchange. Where there are GPUs, messages go from one GPU to another
-through NCCL. Collective, between other exchanges; the communication thread runs the rounds.
+Collective, between other exchanges of the world: the communication thread runs the timed rounds,
+and its caller waits. Where there are GPUs, the world is connected to them, and messages go from one
+GPU to another through NCCL.
 """
 
 from __future__ import annotations
@@ -93,7 +91,10 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def probed(launch: Launch | None, workers: int, timeout_s: float) -> Cluster:
-    """Return what the ranks of `launch` measure; without several, what `workers` local ones do."""
+    """Return what the ranks of `launch` measure; without several, what `workers` local ones do.
+
+    Makes a world for it, and closes it.
+    """
 
     def measured() -> Cluster:
         with init(timeout_s) as world:
@@ -137,11 +138,9 @@ def _cluster(world: World, per_host: int, within: Link, far: Line, shared: Line 
     """Describe links between hosts by `far`, and by `shared` if all ranks use them at once."""
     of_host_bytes_per_s = per_host * shared.bytes_per_s if shared is not None else far.bytes_per_s
     nics = max(round(of_host_bytes_per_s / far.bytes_per_s), 1)
-    device = _device(world)
-    add_s_per_byte, code_s_per_byte = (
-        sum(all_gather(world, measure(device))) / world.size
-        for measure in (_add_s_per_byte, _code_s_per_byte)
-    )
+    device = _connected_device(world)
+    add_s_per_byte = sum(all_gather(world, _add_s_per_byte(device))) / world.size
+    code_s_per_byte = sum(all_gather(world, _code_s_per_byte(device))) / world.size
     way = "NCCL" if device.type == "cuda" else world.transport.kind
     return Cluster(
         name="probed",
@@ -170,7 +169,13 @@ def _rounded(value: float) -> float:
 
 
 def _measure(world: World, rings: Rings) -> Line:
-    """Fit a line through the times of messages of all sizes: the medians of the slowest rank."""
+    """Fit a line through the times of messages of all sizes: the medians of the slowest rank.
+
+    All rings over one kind of link run at the same time, since in schedules all ranks are busy too,
+    and share network cards and cores. Many rounds follow each other, since in schedules the slowest
+    neighbour counts again and again. So the latency contains what the runtime and the host take for
+    an exchange.
+    """
     timers = {nbytes: _timer(world, ring_shift(rings, world.size), nbytes) for nbytes in ROUNDS}
     times_s: dict[int, list[float]] = {nbytes: [] for nbytes in ROUNDS}
     for number in range(SERIES + 1):
@@ -184,18 +189,20 @@ def _measure(world: World, rings: Rings) -> Line:
 
 def _timer(world: World, schedule: Schedule, nbytes: int) -> Callable[[], float]:
     """Return a task for the communication thread: seconds of a round with chunks of `nbytes`."""
-    buffer = world.transport.allocate(schedule.chunks * nbytes // 4, torch.float32, _device(world))
+    buffer = world.transport.allocate(
+        schedule.chunks * nbytes // 4, torch.float32, _connected_device(world)
+    )
     bound = bind(program(schedule, world.rank), buffer, world.transport)
     rounds = ROUNDS[nbytes]
 
-    def measure() -> float:
+    def timed() -> float:
         begin_s = perf_counter()
         for number in range(rounds):
             bound.run(Tag(number, "probe"))
         world.transport.wait()
         return (perf_counter() - begin_s) / rounds
 
-    return measure
+    return timed
 
 
 def _message_us(world: World) -> float:
@@ -203,10 +210,8 @@ def _message_us(world: World) -> float:
     if world.size < 3:
         return 0.0
     ring = [list(range(world.size))]
-    alone, all_at_once = (
-        _timer(world, schedule, FEW_NBYTES)
-        for schedule in (ring_shift(ring, world.size), direct.all_gather(world.size))
-    )
+    alone = _timer(world, ring_shift(ring, world.size), FEW_NBYTES)
+    all_at_once = _timer(world, direct.all_gather(world.size), FEW_NBYTES)
     excess_s = []
     for number in range(SERIES + 1):
         world.agree(f"probe messages {number}")
@@ -242,7 +247,7 @@ def all_gather(world: World, value: float) -> list[float]:
     return values.tolist()
 
 
-def _device(world: World) -> torch.device:
+def _connected_device(world: World) -> torch.device:
     """Connect and return this rank's GPU, or the CPU where there is none: where gradients lie."""
     if not torch.cuda.is_available():
         return torch.device("cpu")

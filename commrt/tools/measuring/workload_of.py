@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a model's workload for the cost model: layers in order, parameters, multiplications."""
+"""Read a model's workload for the cost model: layers in order, parameters, multiplications.
+
+Runs the model once, on the calling thread, with hooks that it takes away again; modes, buffers and
+random numbers are put back.
+"""
 
 from __future__ import annotations
 
@@ -68,19 +72,14 @@ def workload_of(model: nn.Module, batch: Batch, name: str | None = None) -> Work
     _require_readable(model, label)
     samples = _samples(batch, label)
     calls, flops = _run(model, batch, label)
-    begins, numels = zip(
-        *((call, numel) for call, numel in _fresh_numels(model, calls) if numel), strict=True
-    )
-    works = (
-        (end - begin) / 2 / samples
-        for begin, end in pairwise((0, *(call.flops for call in begins[1:]), flops))
-    )
+    owners = [(call, numel) for call, numel in _fresh_numels(model, calls) if numel]
+    bounds = pairwise([0, *(call.flops for call, _ in owners[1:]), flops])
     times = Counter(call.module for call in calls)
-    shapes = (_shape(call, samples) if times[call.module] == 1 else (None, None) for call in begins)
-    return Workload(
-        label,
-        tuple(Layer(n, work, *shape) for n, work, shape in zip(numels, works, shapes, strict=True)),
-    )
+    layers = []
+    for (call, numel), (begin, end) in zip(owners, bounds, strict=True):
+        shape = _shape(call, samples) if times[call.module] == 1 else (None, None)
+        layers.append(Layer(numel, (end - begin) / 2 / samples, *shape))
+    return Workload(label, tuple(layers))
 
 
 def _shape(call: _Call, samples: int) -> tuple[int | None, int | None]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of schedules, and of how algorithms scale."""
+"""Pictures of schedules, and of how algorithms scale; figures and axes that other pictures share.
+
+Returns figures of matplotlib, which is imported when one is drawn; writes no file.
+"""
 
 from __future__ import annotations
 

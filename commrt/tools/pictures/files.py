@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that commands write, such as pictures; refused before the work starts if they cannot be."""
+"""Files that commands write, such as pictures; refused before the work starts if they cannot be.
+
+Asking creates and changes nothing; `write` and `save_picture` write the file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of one training step as bars over time, simulated or recorded."""
+"""Pictures of one training step as bars over time, simulated or recorded.
+
+Of a recorded run it also finds the steps, and a typical one. Returns figures; writes no file.
+"""
 
 from __future__ import annotations
 

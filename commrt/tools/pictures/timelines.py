@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines of recorded runs: their ranges, written for Chrome and read again."""
+"""Timelines of recorded runs: written for Chrome, read again, and how long ranks computed in them.
+
+Only `read_spans` touches a file, and nothing writes one.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well gossip mixes: shares of what all ranks held before that each holds after a period."""
+"""How well gossip mixes: what each rank holds after a period, and when all have met each other.
+
+Replays schedules as `proof` does; nothing runs.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 
 In an all-reduce every rank waits for the slowest. In gossip a rank waits for one other, which
 waited for one other in the step before. So delays spread slowly, and mostly pass before they meet.
+Pure functions of times.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wires of the command line: what a gradient is on each, and what it costs to send it so."""
+"""The wires of the command line: what a gradient is on each, its price, and which can carry it."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class WirePricing(Pricing):
         self, schedule: Schedule, cluster: Cluster, quantizer: Quantizer | None = None
     ) -> None:
         self.quantizer = quantizer
+        # bytes on the wire of a byte of gradients
         self._share = (
             1.0
             if quantizer is None

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model gives an exchange to do: its gradients, and when in a step they are ready."""
+"""What a model gives an exchange to do: its gradients, and when in a step they are ready.
+
+Models ship as files, are made of a few sizes, or are read from a file of the user's; only `save`
+writes one. Frozen, without torch.
+"""
 
 from __future__ import annotations
 
